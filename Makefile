@@ -1,0 +1,44 @@
+# `make demo` and `make test` set up everything they need in .venv; the second time they start at once.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test test-all lint format types imports wheel bench clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'
+	touch $@
+
+demo: $(READY)  ## train WideResNet-28-2 with and without memory saving, and compare
+	$(BIN)/lightning-memsave demo
+
+test: lint types imports  ## format, lint, types, import direction, doctests, tests
+	$(BIN)/pytest -m 'not slow and not gpu' -n 2
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+imports: $(READY)
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test-all: test wheel  ## longer checks: everything slow, and the oldest supported Lightning
+	$(BIN)/pytest -m slow
+	tests/oldest.sh
+
+wheel: $(READY)  ## build the wheel and import it from an empty environment, outside the checkout
+	tests/wheel.sh
+
+bench: $(READY)  ## measure every technique and refresh benchmarks/results
+	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache dist build memsave-demo

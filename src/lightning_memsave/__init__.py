@@ -1,0 +1,56 @@
+"""Train any LightningModule in a fraction of the memory, and see where every byte went.
+
+>>> from lightning_memsave import MemSave
+>>> callback = MemSave(microbatch=10, checkpointing="blocks", optimizer_state="8bit")
+>>> callback.recipe.stems()
+('early_zero_grad', 'microbatching', 'checkpointing', 'optimizer_state')
+"""
+
+from lightning_memsave.core.versions import check_versions
+
+check_versions()
+
+from lightning_memsave.callbacks import MemoryMonitor, MemSave  # noqa: E402  # after the check of versions
+from lightning_memsave.core.errors import MicrobatchWarning, NoEffectWarning, NotLosslessWarning  # noqa: E402
+from lightning_memsave.core.report import Applied, MemoryReport  # noqa: E402
+from lightning_memsave.memory import Ledger, Measurement, allocation_peak  # noqa: E402
+from lightning_memsave.planner.recipes import Recipe  # noqa: E402
+from lightning_memsave.reporting.wandb import wandb_logger  # noqa: E402
+from lightning_memsave.strategies.lightning_pytorch import (  # noqa: E402
+    MemSaveDDPStrategy,
+    MemSaveFSDPStrategy,
+    MemSaveStrategy,
+)
+from lightning_memsave.strategies.registration import register_strategies  # noqa: E402
+from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing  # noqa: E402
+from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad  # noqa: E402
+from lightning_memsave.techniques.microbatching import Microbatching, microbatches  # noqa: E402
+from lightning_memsave.techniques.optimizer_state import OptimizerState, apply_optimizer_state  # noqa: E402
+
+register_strategies()
+
+__version__ = "0.1.0"
+__all__ = [
+    "Applied",
+    "Checkpointing",
+    "EarlyZeroGrad",
+    "Ledger",
+    "Measurement",
+    "MemSave",
+    "MemSaveDDPStrategy",
+    "MemSaveFSDPStrategy",
+    "MemSaveStrategy",
+    "MemoryMonitor",
+    "MemoryReport",
+    "MicrobatchWarning",
+    "Microbatching",
+    "NoEffectWarning",
+    "NotLosslessWarning",
+    "OptimizerState",
+    "Recipe",
+    "allocation_peak",
+    "apply_checkpointing",
+    "apply_optimizer_state",
+    "microbatches",
+    "wandb_logger",
+]

@@ -1,0 +1,76 @@
+"""`MemSave`: the one line that makes a run fit. It resolves settings, adopts the strategy, and measures."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lightning_memsave.callbacks.monitor import MemoryMonitor
+from lightning_memsave.core.report import MemoryReport
+from lightning_memsave.planner.recipes import Recipe, resolve
+from lightning_memsave.strategies.mixin import adopt
+from lightning_memsave.techniques.checkpointing import Checkpointing
+from lightning_memsave.techniques.microbatching import Microbatching
+from lightning_memsave.techniques.optimizer_state import OptimizerState
+
+
+class MemSave(MemoryMonitor):
+    """Train with less memory, and say where the bytes went.
+
+    Every slot takes a shorthand or a Config; `None` keeps the recipe's choice and `False` switches a technique off.
+
+    Args:
+        recipe: `"lossless"` (what is exact and free), `"measure"` (change nothing: the baseline run), or a `Recipe`.
+        microbatch: samples per microbatch, or `Microbatching(...)`.
+        checkpointing: `"blocks"`, or `Checkpointing(...)`.
+        optimizer_state: `"8bit"`, or `OptimizerState(...)`.
+
+    Raises:
+        ValueError: a setting is wrong or two of them cannot be combined; before training starts.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> memsave = MemSave(microbatch=1)
+        >>> L.Trainer(callbacks=[memsave], max_steps=3, logger=False, enable_checkpointing=False,
+        ...           enable_progress_bar=False, enable_model_summary=False, accelerator="cpu").fit(BoringModel())
+        >>> memsave.report.loss_class
+        'exact'
+    """
+
+    def __init__(
+        self,
+        recipe: str | Recipe = "lossless",
+        *,
+        microbatch: int | bool | Microbatching | None = None,
+        checkpointing: str | bool | Checkpointing | None = None,
+        optimizer_state: str | bool | OptimizerState | None = None,
+    ) -> None:
+        super().__init__()
+        slots = {"microbatch": microbatch, "checkpointing": checkpointing, "optimizer_state": optimizer_state}
+        self.recipe = resolve(recipe, slots)
+        """What is switched on, as data."""
+        self._strategy: Any = None
+
+    @property
+    def report(self) -> MemoryReport:
+        """What was measured and done so far."""
+        measured = super().report
+        if self._strategy is None:
+            return measured
+        applied = self._strategy.memsave.applied
+        config = self.recipe.get(Microbatching)
+        is_cut = any(a.technique == "microbatching" for a in applied)
+        return dataclasses.replace(
+            measured, applied=applied, microbatch_size=config.size if config is not None and is_cut else None
+        )
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Adopt the live strategy before it sets up model and optimizers."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            adopt(trainer.strategy, self.recipe)
+            self._strategy = trainer.strategy
+
+    def _config(self) -> dict[str, Any]:
+        return {**self.recipe.as_dict(), "every": self._every}

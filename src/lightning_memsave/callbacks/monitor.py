@@ -1,0 +1,133 @@
+"""`MemoryMonitor`: measures where the bytes of a run go and logs it; changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+
+from lightning_memsave.core.report import MemoryReport
+from lightning_memsave.memory.meter import Meter
+from lightning_memsave.reporting.loggers import log_config, log_metrics, log_summary
+
+HEADLINES = (
+    "memsave/peak_bytes",
+    "memsave/factor",
+    "memsave/microbatch_size",
+    "memsave/num_oom_recovered",
+    "memsave/step_seconds",
+)
+
+
+class MemoryMonitor(Callback):
+    """Measure the peak of live bytes of training steps, by category, and log it to every logger of the trainer.
+
+    Some steps are measured (the second, the third and every `every`-th); the rest run untouched. On an accelerator
+    every step's allocator peak is read besides.
+
+    Args:
+        every: measure every this many steps.
+
+    Raises:
+        ValueError: `every` is below 1.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> monitor = MemoryMonitor()
+        >>> L.Trainer(callbacks=[monitor], max_steps=3, logger=False, enable_checkpointing=False,
+        ...           enable_progress_bar=False, enable_model_summary=False, accelerator="cpu").fit(BoringModel())
+        >>> sum(monitor.report.by_category.values()) == monitor.report.peak_bytes > 0
+        True
+    """
+
+    def __init__(self, every: int = 200) -> None:
+        super().__init__()
+        self._every = every
+        self._meter = Meter(every)
+        self._leader: MemoryMonitor | None = None
+        self._baseline: MemoryReport | None = None
+        self._step_seconds: float | None = None
+
+    def against(self, baseline: MemoryReport) -> MemoryMonitor:
+        """Compare with the report of another run; `report.factor` and `memsave/factor` then say by how much.
+
+        Returns:
+            This callback.
+        """
+        self._baseline = baseline
+        return self
+
+    @property
+    def report(self) -> MemoryReport:
+        """What was measured so far."""
+        if self._leader is not None:
+            return self._leader.report
+        baseline = self._baseline.peak_bytes if self._baseline is not None else None
+        return dataclasses.replace(
+            self._meter.report(),
+            baseline_peak_bytes=baseline,
+            baseline_source="measured" if baseline is not None else None,
+            step_seconds=self._step_seconds,
+        )
+
+    # ------------------------------------------------------------------ hooks
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Start a fresh measurement; a second monitor reads the first one's."""
+        if stage != "fit":
+            return
+        first = next(c for c in trainer.callbacks if isinstance(c, MemoryMonitor))
+        self._leader = None if first is self else first
+        self._meter = Meter(self._every)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Tell the loggers how this run is configured."""
+        if self._leader is None:
+            log_config(trainer, self._config())
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin a step."""
+        if self._leader is None:
+            self._meter.begin(trainer.strategy.model, trainer.optimizers, batch, trainer.strategy.root_device)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """End a step and log what was measured in it."""
+        if self._leader is None and (measured := self._meter.end()) is not None:
+            step = dataclasses.replace(
+                self.report, peak_bytes=measured.peak_bytes, by_category=measured.by_category, step_seconds=None
+            )
+            log_metrics(trainer, step.metrics())
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log the headlines through `self.log`, so that checkpoints and sweeps can use them; maximum over ranks."""
+        if self._leader is not None:
+            return
+        self._step_seconds = self._meter.pop_step_seconds() or self._step_seconds
+        metrics = self.report.metrics()
+        for name in HEADLINES:
+            if name in metrics:
+                # float64: `self.log` would round a Python float to float32.
+                value = torch.tensor(metrics[name], dtype=_widest(pl_module.device), device=pl_module.device)
+                pl_module.log(name, value, reduce_fx="max", sync_dist=True, batch_size=1)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Write the final figures to the loggers that keep summaries, and one line for people."""
+        if self._leader is None:
+            log_summary(trainer, self.report)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Stop measuring; the figures so far are kept."""
+        self._meter.abandon()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Stop measuring."""
+        self._meter.abandon()
+
+    def _config(self) -> dict[str, Any]:
+        return {"recipe": None, "every": self._every}
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64

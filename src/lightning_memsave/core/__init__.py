@@ -1,0 +1,1 @@
+"""Vocabulary shared by every room: units, errors, reports, the compatibility table."""

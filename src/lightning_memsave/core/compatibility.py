@@ -1,0 +1,107 @@
+"""What works together: techniques with each other, and techniques with ways of training. Checked before training.
+
+A row with a `remedy` is refused with that text; a row without one works and is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations
+
+
+@dataclass(frozen=True)
+class Row:
+    """Two things that meet in one run, each a technique's stem or a way of training."""
+
+    first: str
+    second: str
+    refused_because: str | None = None
+    remedy: str | None = None
+
+
+WAYS_OF_TRAINING = (
+    "manual optimization",
+    "DDP",
+    "DDP with static_graph",
+    "FSDP",
+    "model parallel (FSDP2)",
+    "DeepSpeed",
+    "dataloader_iter",
+    "fp16 with a GradScaler",
+)
+
+COMPATIBILITY = (
+    Row("early_zero_grad", "microbatching"),
+    Row("early_zero_grad", "checkpointing"),
+    Row("early_zero_grad", "optimizer_state"),
+    Row("microbatching", "checkpointing"),
+    Row("microbatching", "optimizer_state"),
+    Row("checkpointing", "optimizer_state"),
+    # `training_step` cuts its batch itself there, with `microbatches(batch)`.
+    Row("microbatching", "manual optimization"),
+    Row("checkpointing", "manual optimization"),
+    Row("optimizer_state", "manual optimization"),
+    Row("microbatching", "DDP"),
+    Row("checkpointing", "DDP"),
+    Row("optimizer_state", "DDP"),
+    Row(
+        "microbatching",
+        "DDP with static_graph",
+        "DDP's static graph allows one backward per step (torch fails an internal assertion)",
+        "Use DDP without `static_graph=True`, or `microbatch=False`.",
+    ),
+    Row(
+        "microbatching",
+        "DeepSpeed",
+        "its engine counts backward passes itself",
+        "Set `train_micro_batch_size_per_gpu` in DeepSpeed's configuration, and `microbatch=False`.",
+    ),
+    Row(
+        "optimizer_state",
+        "DeepSpeed",
+        "its engine owns the optimizer",
+        "Choose the optimizer in DeepSpeed's configuration, and `optimizer_state=False`.",
+    ),
+    Row(
+        "optimizer_state",
+        "FSDP",
+        "flattened parameters do not tell which of them are embeddings or norms",
+        "Use DDP, or `optimizer_state=False`.",
+    ),
+    Row(
+        "optimizer_state",
+        "model parallel (FSDP2)",
+        "bitsandbytes' kernels do not take sharded tensors (DTensor)",
+        "Use DDP, or `optimizer_state=False`.",
+    ),
+    Row(
+        "microbatching",
+        "dataloader_iter",
+        "`training_step(dataloader_iter)` draws its batches itself, so there is none to cut",
+        "Take `batch` as the argument, or use `microbatches(batch)` inside and `microbatch=False`.",
+    ),
+    Row("microbatching", "fp16 with a GradScaler"),
+    Row("optimizer_state", "fp16 with a GradScaler"),
+    Row("checkpointing", "fp16 with a GradScaler"),
+)
+
+
+def check_compatibility(present: Iterable[str]) -> None:
+    """Refuse the first pair of `present` that does not work together.
+
+    Args:
+        present: stems of techniques and names from `WAYS_OF_TRAINING`.
+
+    Raises:
+        ValueError: names both settings, the reason and the way out.
+
+    >>> check_compatibility(["microbatching", "DeepSpeed"])
+    Traceback (most recent call last):
+        ...
+    ValueError: microbatching cannot be combined with DeepSpeed: its engine counts backward passes itself. Set ...
+    """
+    refused = {frozenset((row.first, row.second)): row for row in COMPATIBILITY if row.refused_because}
+    for pair in combinations(present, 2):
+        if row := refused.get(frozenset(pair)):
+            raise ValueError(f"{row.first} cannot be combined with {row.second}: {row.refused_because}. {row.remedy}")

@@ -1,0 +1,26 @@
+"""Errors and warnings, each of one shape: the setting, the rule, the value received, the remedy."""
+
+from __future__ import annotations
+
+
+def setting_error(name: str, rule: str, value: object, remedy: str) -> ValueError:
+    """Build the one error that a user sees for a wrong setting.
+
+    >>> raise setting_error("microbatch", "must be a positive integer", 0, "Use `microbatch=1` for the smallest.")
+    Traceback (most recent call last):
+        ...
+    ValueError: `microbatch` must be a positive integer, got 0. Use `microbatch=1` for the smallest.
+    """
+    return ValueError(f"`{name}` {rule}, got {value!r}. {remedy}")
+
+
+class NoEffectWarning(UserWarning):
+    """A technique was switched on by default and found nothing to work on."""
+
+
+class NotLosslessWarning(UserWarning):
+    """A step that changes results was taken under the `"lossless"` recipe; the text names the modules."""
+
+
+class MicrobatchWarning(UserWarning):
+    """A batch is run whole, because splitting it would be a guess or would change the loss."""

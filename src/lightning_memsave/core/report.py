@@ -1,0 +1,110 @@
+"""The vocabulary of a measurement: categories, loss classes, what each technique did, and the report of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+LossClass = Literal["exact", "unbiased", "changed"]
+LOSS_CLASSES: tuple[LossClass, ...] = ("exact", "unbiased", "changed")
+"""From harmless to not: equal up to rounding; noise with a written bound; optimises something else."""
+
+CATEGORIES = ("weights", "gradients", "optimizer_state", "activations", "temporary", "data")
+"""What a byte can be. Buffers and masks are weights, DDP buckets are gradients; `data` is the batch and whatever else
+was alive before the step; `temporary` is all that none of the others claims."""
+
+
+def worst_loss_class(classes: Iterable[LossClass]) -> LossClass:
+    """The most harmful of `classes`; `"exact"` for none.
+
+    >>> worst_loss_class(["exact", "changed", "unbiased"])
+    'changed'
+    """
+    return max(classes, key=LOSS_CLASSES.index, default="exact")
+
+
+@dataclass(kw_only=True)
+class Applied:
+    """What one technique did to one run, and the way back."""
+
+    technique: str
+    """The stem, for example `"checkpointing"`."""
+    summary: str
+    """One line for people: what was changed, and where."""
+    loss_class: LossClass = "exact"
+    reasons: tuple[str, ...] = ()
+    """Why the loss class is what it is; empty for `"exact"`."""
+    restore: Callable[[], None] = field(default=lambda: None, repr=False)
+    """The way back; called once, by `undo`."""
+
+    def undo(self) -> None:
+        """Restore what was changed. Calling it twice is safe."""
+        restore, self.restore = self.restore, lambda: None
+        restore()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Where the bytes of a training run went.
+
+    `peak_bytes` is the highest total of any measured step and `by_category` its split at that moment, so the categories
+    add up to `peak_bytes`. On CPU that is the sum of live tensor storages, each counted once; on CUDA it is the
+    allocator's peak. A figure that was not measured is `None`.
+    """
+
+    peak_bytes: int | None = None
+    by_category: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    workspace_bytes: int | None = None
+    """Bytes that kernels took and gave back inside one operation, at the peak; `None` unless verified."""
+    reserved_bytes: int | None = None
+    """What the caching allocator held from the device; `None` on CPU."""
+    baseline_peak_bytes: int | None = None
+    baseline_source: Literal["measured", "predicted"] | None = None
+    microbatch_size: int | None = None
+    """Samples whose activations live at once; `None` when the batch is not split."""
+    num_oom_recovered: int = 0
+    step_seconds: float | None = None
+    """Median wall time of the steps that were not being measured."""
+    num_steps_measured: int = 0
+    applied: tuple[Applied, ...] = ()
+
+    @property
+    def factor(self) -> float | None:
+        """How many times smaller the peak is than the baseline's.
+
+        >>> MemoryReport(peak_bytes=50, baseline_peak_bytes=400, baseline_source="measured").factor
+        8.0
+        """
+        if self.peak_bytes is None or self.baseline_peak_bytes is None:
+            return None
+        return self.baseline_peak_bytes / self.peak_bytes
+
+    @property
+    def loss_class(self) -> LossClass:
+        """The worst loss class that really happened."""
+        return worst_loss_class(a.loss_class for a in self.applied)
+
+    @property
+    def loss_class_reasons(self) -> tuple[str, ...]:
+        """Why, one line per technique that is not exact."""
+        return tuple(reason for a in self.applied for reason in a.reasons)
+
+    def metrics(self) -> dict[str, float]:
+        """Everything measured, under the names that every logger sees.
+
+        >>> MemoryReport(peak_bytes=3, by_category={"weights": 3}).metrics()
+        {'memsave/peak_bytes': 3, 'memsave/peak_weights_bytes': 3, 'memsave/num_oom_recovered': 0}
+        """
+        named: dict[str, float | None] = {"memsave/peak_bytes": self.peak_bytes}
+        named |= {f"memsave/peak_{category}_bytes": size for category, size in self.by_category.items()}
+        named |= {
+            "memsave/workspace_bytes": self.workspace_bytes,
+            "memsave/reserved_bytes": self.reserved_bytes,
+            "memsave/factor": self.factor,
+            "memsave/microbatch_size": self.microbatch_size,
+            "memsave/num_oom_recovered": self.num_oom_recovered,
+            "memsave/step_seconds": self.step_seconds,
+        }
+        return {name: value for name, value in named.items() if value is not None}

@@ -1,0 +1,211 @@
+"""Run the same training several times, each with more memory saving, and compare."""
+
+from __future__ import annotations
+
+import csv
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memsave.callbacks import MemSave
+from lightning_memsave.core.errors import NotLosslessWarning, setting_error
+from lightning_memsave.core.report import MemoryReport
+from lightning_memsave.demo.data import load_cifar10, load_digits_32
+from lightning_memsave.demo.model import ImageClassifier, WideResNet
+from lightning_memsave.reporting.chart import draw_comparison
+from lightning_memsave.reporting.console import comparison_table
+from lightning_memsave.reporting.wandb import wandb_logger
+
+RUNS: dict[str, dict[str, Any]] = {
+    "measure (baseline)": {"recipe": "measure"},
+    "lossless": {"recipe": "lossless"},
+    "microbatch 10": {"microbatch": 10},
+    "microbatch 10 + blocks": {"microbatch": 10, "checkpointing": "blocks"},
+    "microbatch 10 + blocks + 8-bit": {"microbatch": 10, "checkpointing": "blocks", "optimizer_state": "8bit"},
+}
+"""The arguments of `MemSave` for each run; the first is what the others are compared with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """Settings of the demo.
+
+    Raises:
+        ValueError: a number of epochs or a batch size below 1.
+    """
+
+    out: Path = Path("memsave-demo")
+    """Where the table, the picture and the W&B runs are written."""
+    data_dir: Path | None = None
+    """A folder with CIFAR-10's binary version; without, scikit-learn's bundled digits."""
+    epochs: int = 3
+    batch_size: int = 100
+    seed: int = 0
+    wandb: bool = True
+    """Log each run to W&B, offline."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size"):
+            if getattr(self, name) < 1:
+                raise setting_error(name, "must be at least 1", getattr(self, name), "The default is a good start.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult:
+    """One run of the demo."""
+
+    name: str
+    report: MemoryReport
+    test_accuracy: float
+    """Fraction of test images, 0 to 1."""
+
+
+def run_demo(config: DemoConfig, console: Console | None = None) -> list[DemoResult]:
+    """Train each of `RUNS` from the same weights on the same batches; write `table.csv`, `memory.png` and W&B runs.
+
+    Returns:
+        The runs, in order, each with its report against the first one.
+
+    Raises:
+        ValueError: the data folder does not hold what it should.
+    """
+    console = console or Console()
+    train, test = load_cifar10(config.data_dir) if config.data_dir else load_digits_32(config.seed)
+    config.out.mkdir(parents=True, exist_ok=True)
+    results: list[DemoResult] = []
+    steps = config.epochs * (len(train) // config.batch_size)
+    with _progress(console) as progress, _quiet():
+        for name, settings in RUNS.items():
+            bar = progress.add_task(name, total=steps)
+            baseline = results[0].report if results else None
+            results.append(_run(name, settings, config, (train, test), baseline, _Bar(progress, bar)))
+    _present(results, config, console)
+    return results
+
+
+class _Bar(Callback):
+    def __init__(self, progress: Progress, bar: Any) -> None:
+        self._progress, self._bar = progress, bar
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._progress.advance(self._bar)
+
+
+def _run(
+    name: str,
+    settings: dict[str, Any],
+    config: DemoConfig,
+    data: tuple[TensorDataset, TensorDataset],
+    baseline: MemoryReport | None,
+    bar: Callback,
+) -> DemoResult:
+    L.seed_everything(config.seed, verbose=False)
+    module = ImageClassifier(WideResNet())
+    memsave = MemSave(**settings)
+    if baseline is not None:
+        memsave.against(baseline)
+    logger: Any = False
+    if config.wandb:
+        logger = wandb_logger("memsave-demo", save_dir=str(config.out), offline=True, name=name, quiet=True)
+    trainer = L.Trainer(
+        max_epochs=config.epochs,
+        accelerator="auto",
+        devices=1,
+        callbacks=[memsave, bar],
+        logger=logger,
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    shuffled = torch.Generator().manual_seed(config.seed)
+    trainer.fit(module, DataLoader(data[0], config.batch_size, shuffle=True, drop_last=True, generator=shuffled))
+    scores = trainer.test(module, DataLoader(data[1], config.batch_size), verbose=False)
+    if config.wandb:
+        import wandb
+
+        wandb.finish()
+    return DemoResult(name=name, report=memsave.report, test_accuracy=scores[0]["test/accuracy"])
+
+
+def _present(results: list[DemoResult], config: DemoConfig, console: Console) -> None:
+    reports = {result.name: result.report for result in results}
+    baseline_seconds = results[0].report.step_seconds
+    ratios = [
+        "n/a"
+        if r.report.step_seconds is None or not baseline_seconds
+        else f"{r.report.step_seconds / baseline_seconds:.2f}x"
+        for r in results
+    ]
+    accuracies = [f"{r.test_accuracy:.1%}" for r in results]
+    title = (
+        f"WideResNet-28-2, {'CIFAR-10' if config.data_dir else 'digits'}, batch {config.batch_size}, seed {config.seed}"
+    )
+    console.print(comparison_table(reports, {"step time": ratios, "test accuracy": accuracies}, title=title))
+    table = _write_csv(results, config.out / "table.csv")
+    picture = draw_comparison(reports, config.out / "memory.png", title)
+    console.print(f"Table:    {table.resolve()}", soft_wrap=True)
+    console.print(f"Picture:  {picture.resolve()}", soft_wrap=True)
+    if config.wandb:
+        folder = (config.out / "wandb").resolve()
+        console.print(f"W&B runs: {folder} (view: wandb leet {folder}; upload: wandb sync {folder})", soft_wrap=True)
+
+
+def _write_csv(results: list[DemoResult], path: Path) -> Path:
+    rows = [
+        {
+            "run": result.name,
+            "peak_bytes": result.report.peak_bytes,
+            **{f"{category}_bytes": size for category, size in result.report.by_category.items()},
+            "factor": result.report.factor,
+            "step_seconds": result.report.step_seconds,
+            "test_accuracy_fraction": result.test_accuracy,
+            "loss_class": result.report.loss_class,
+            "applied": json.dumps([applied.summary for applied in result.report.applied]),
+        }
+        for result in results
+    ]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The table says what Lightning's banners and our warning about BatchNorm would say five times."""
+    import logging
+
+    names = [
+        f"lightning.{part}"
+        for part in ("pytorch", "fabric", "pytorch.utilities.rank_zero", "fabric.utilities.rank_zero")
+    ]
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotLosslessWarning)
+        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

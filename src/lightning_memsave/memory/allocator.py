@@ -1,0 +1,39 @@
+"""The accelerator allocator's own peak: the figure that decides whether a run fits on a GPU.
+
+CUDA, ROCm and XPU count allocated and reserved bytes and keep their maxima; CPU and MPS keep none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocatorPeak:
+    """Bytes handed out to tensors and bytes held from the device, each at its own maximum since the last reset."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+def counts_peaks(device: torch.device) -> bool:
+    """Whether the allocator of `device` keeps peak counters."""
+    return device.type not in ("cpu", "meta") and hasattr(torch.get_device_module(device), "reset_peak_memory_stats")
+
+
+def reset_peak(device: torch.device) -> None:
+    """Start a new maximum; does nothing where the allocator keeps none."""
+    if counts_peaks(device):
+        torch.get_device_module(device).reset_peak_memory_stats(device)
+
+
+def read_peak(device: torch.device) -> AllocatorPeak | None:
+    """The maxima since the last reset, or `None` where the allocator keeps none."""
+    if not counts_peaks(device):
+        return None
+    module = torch.get_device_module(device)
+    return AllocatorPeak(
+        allocated_bytes=module.max_memory_allocated(device), reserved_bytes=module.max_memory_reserved(device)
+    )

@@ -1,0 +1,111 @@
+"""The meter: decides which steps of a run are measured, measures them, and keeps the highest peak.
+
+Tracking costs about 10 microseconds per operation, so it runs on steps 2 and 3, every `every`-th, and two steps after
+each new microbatch size. The first step is never tracked: a compiled region that is first met under a dispatch mode
+would stay eager for the whole run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.report import MemoryReport
+from lightning_memsave.memory import allocator
+from lightning_memsave.memory.ledger import Ledger, Measurement
+
+
+class Meter:
+    """Measures a run step by step: `begin` before a step's first operation, `end` after its last.
+
+    Args:
+        every: measure every this many steps, besides the first ones.
+    """
+
+    def __init__(self, every: int = 200) -> None:
+        if every < 1:
+            raise setting_error("every", "must be a positive integer", every, "Use 200, or 1 to measure each step.")
+        self._every = every
+        self._ledger: Ledger | None = None
+        self._device = torch.device("cpu")
+        self._num_steps = 0
+        self._due = {2, 3}
+        self._began_seconds = 0.0
+        self._seconds: list[float] = []
+        self._peak: Measurement | None = None
+        self._reserved_bytes: int | None = None
+        self.num_steps_measured = 0
+
+    def measure_again(self) -> None:
+        """Measure the next two steps as well: something that decides the peak has changed."""
+        self._due |= {self._num_steps + 1, self._num_steps + 2} - {1}
+
+    def begin(
+        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], batch: object, device: torch.device
+    ) -> None:
+        """Start a step; enters the ledger when this step is to be measured."""
+        self._num_steps += 1
+        self._device = device
+        allocator.reset_peak(device)
+        if self._num_steps in self._due or self._num_steps % self._every == 0:
+            self._due.discard(self._num_steps)
+            self._ledger = Ledger(device).watching(model, optimizers, batch)
+            self._ledger.__enter__()
+        self._began_seconds = time.perf_counter()
+
+    def end(self) -> Measurement | None:
+        """Finish a step and return what was measured, or `None` when this step was not."""
+        seconds = time.perf_counter() - self._began_seconds
+        allocated = allocator.read_peak(self._device)
+        tracked = self.abandon()
+        if tracked is None and self._num_steps > 1:
+            self._seconds.append(seconds)
+        measured = _with_allocator(tracked or self._peak, allocated)
+        if measured is None or (tracked is None and allocated is None):
+            return None
+        self.num_steps_measured += 1
+        if self._peak is None or measured.peak_bytes > self._peak.peak_bytes:
+            self._peak = measured
+        if allocated is not None:
+            self._reserved_bytes = max(self._reserved_bytes or 0, allocated.reserved_bytes)
+        return measured
+
+    def abandon(self) -> Measurement | None:
+        """Leave the ledger whatever happened in the step; safe to call at any time."""
+        ledger, self._ledger = self._ledger, None
+        if ledger is None:
+            return None
+        ledger.__exit__(None, None, None)
+        return ledger.measurement
+
+    def pop_step_seconds(self) -> float | None:
+        """Median wall time of the unmeasured steps since the last call; `None` when there were none."""
+        seconds, self._seconds = self._seconds, []
+        return statistics.median(seconds) if seconds else None
+
+    def report(self) -> MemoryReport:
+        """The highest peak so far, as the part of a report that the meter knows."""
+        if self._peak is None:
+            return MemoryReport()
+        return MemoryReport(
+            peak_bytes=self._peak.peak_bytes,
+            by_category=MappingProxyType(self._peak.by_category),
+            reserved_bytes=self._reserved_bytes,
+            num_steps_measured=self.num_steps_measured,
+        )
+
+
+def _with_allocator(tracked: Measurement | None, peak: allocator.AllocatorPeak | None) -> Measurement | None:
+    """On an accelerator the allocator's peak is the peak; what the ledger did not see goes under `temporary`."""
+    if tracked is None or peak is None:
+        return tracked
+    untracked = peak.allocated_bytes - tracked.peak_bytes
+    split = dict(tracked.by_category)
+    split["temporary"] += untracked
+    return Measurement(peak_bytes=peak.allocated_bytes, by_category=split, held_bytes=tracked.held_bytes)

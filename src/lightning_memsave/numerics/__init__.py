@@ -1,0 +1,1 @@
+"""Pure tensor functions: blockwise quantisation to a code map."""

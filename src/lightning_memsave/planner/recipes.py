@@ -1,0 +1,99 @@
+"""Recipes: named, ordered lists of technique settings, and how slots change them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from lightning_memsave.core.compatibility import check_compatibility
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
+from lightning_memsave.techniques.registry import TECHNIQUES, Config, technique_of
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An ordered list of technique settings.
+
+    Raises:
+        ValueError: a technique appears twice, or two of them cannot be combined.
+    """
+
+    name: str
+    techniques: tuple[Config, ...] = ()
+
+    def __post_init__(self) -> None:
+        stems = [technique_of(config).stem for config in self.techniques]
+        if len(set(stems)) < len(stems):
+            raise setting_error("recipe", "must name each technique once", stems, "Remove one of the two.")
+        check_compatibility(stems)
+
+    def get(self, kind: type[C]) -> C | None:
+        """The settings of one technique, or `None` when it is off."""
+        return next((config for config in self.techniques if isinstance(config, kind)), None)
+
+    def stems(self) -> tuple[str, ...]:
+        """The names of what is on."""
+        return tuple(technique_of(config).stem for config in self.techniques)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for loggers and checkpoints; functions and classes by name.
+
+        >>> RECIPES["lossless"].as_dict()
+        {'recipe': 'lossless', 'early_zero_grad': {}}
+        """
+        settings = {
+            technique_of(config).stem: {key: _plain(value) for key, value in asdict(config).items()}
+            for config in self.techniques
+        }
+        return {"recipe": self.name, **settings}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return getattr(value, "__qualname__", repr(value))
+
+
+RECIPES = {
+    # Change nothing: the baseline run.
+    "measure": Recipe("measure"),
+    # Equal to plain Lightning up to rounding, and free of cost.
+    "lossless": Recipe("lossless", (EarlyZeroGrad(),)),
+}
+
+
+def resolve(recipe: str | Recipe, slots: Mapping[str, object]) -> Recipe:
+    """A recipe with the slots of `MemSave` applied.
+
+    `None` keeps the recipe's choice, `False` removes a technique, a shorthand or a Config adds or replaces it.
+
+    Raises:
+        ValueError: an unknown recipe, or whatever a technique refuses.
+
+    >>> resolve("lossless", {"microbatch": 10}).stems()
+    ('early_zero_grad', 'microbatching')
+    """
+    if isinstance(recipe, str):
+        if recipe not in RECIPES:
+            raise setting_error(
+                "recipe",
+                f"must be one of {', '.join(map(repr, RECIPES))} or a `Recipe`",
+                recipe,
+                'The default is "lossless".',
+            )
+        recipe = RECIPES[recipe]
+    chosen: list[Config] = []
+    for technique in TECHNIQUES:
+        value = slots.get(technique.slot) if technique.slot else None
+        if value is None:
+            chosen.extend(config for config in recipe.techniques if isinstance(config, technique.config))
+        elif isinstance(value, technique.config):
+            chosen.append(value)
+        elif value is not False:
+            assert technique.config is not EarlyZeroGrad, "what has a slot has a shorthand"
+            chosen.append(technique.config.from_shorthand(value))
+    return Recipe(recipe.name, tuple(chosen))

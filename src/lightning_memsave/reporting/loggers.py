@@ -1,0 +1,63 @@
+"""Write to whatever loggers a trainer has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_memsave.core.report import MemoryReport
+from lightning_memsave.core.units import format_bytes
+from lightning_memsave.reporting import wandb
+
+
+def _global_step(trainer: Any) -> int:
+    """The x-axis that Lightning's own logging uses (private, seen in Lightning 2.6)."""
+    step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return step
+
+
+def log_config(trainer: Any, config: Mapping[str, Any]) -> None:
+    """Record the resolved settings where a logger keeps a configuration, and declare our metrics."""
+    if not trainer.is_global_zero:
+        return
+    for logger in trainer.loggers:
+        if wandb.is_wandb(logger):
+            wandb.declare_metrics(logger.experiment)
+            wandb.record_config(logger.experiment, config)
+        else:
+            logger.log_hyperparams({"memsave": dict(config)})
+
+
+def log_metrics(trainer: Any, metrics: Mapping[str, float]) -> None:
+    """One row of metrics at the current step."""
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(metrics), step=_global_step(trainer))
+
+
+def log_summary(trainer: Any, report: MemoryReport) -> None:
+    """The final figures, and one line on the terminal."""
+    log_metrics(trainer, report.metrics())
+    if trainer.is_global_zero:
+        for logger in trainer.loggers:
+            if wandb.is_wandb(logger):
+                wandb.record_summary(logger.experiment, report)
+    rank_zero_info(one_line(report))
+
+
+def one_line(report: MemoryReport) -> str:
+    """The report in one line.
+
+    >>> one_line(MemoryReport(peak_bytes=2**20, by_category={"weights": 2**19, "data": 2**19}, num_steps_measured=2))
+    'memsave: peak 1.0 MiB (weights 512.0 KiB, data 512.0 KiB), exact, 2 steps measured'
+    """
+    if report.peak_bytes is None:
+        return "memsave: no step was measured (the first is never; a run of at least 2 steps has one)"
+    largest = sorted(report.by_category.items(), key=lambda item: -item[1])
+    split = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
+    factor = f", {report.factor:.2f}x below the baseline" if report.factor is not None else ""
+    return (
+        f"memsave: peak {format_bytes(report.peak_bytes)} ({split}){factor}, {report.loss_class}, "
+        f"{report.num_steps_measured} steps measured"
+    )

@@ -1,0 +1,86 @@
+"""Weights & Biases. wandb is imported when a run of it exists or is asked for, never before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_memsave.core.report import CATEGORIES, MemoryReport
+
+STEP_METRIC = "trainer/global_step"
+_MAXIMA = (
+    "memsave/peak_bytes",
+    *(f"memsave/peak_{category}_bytes" for category in CATEGORIES),
+    "memsave/workspace_bytes",
+    "memsave/reserved_bytes",
+    "memsave/num_oom_recovered",
+)
+_LAST = ("memsave/factor", "memsave/step_seconds", "memsave/microbatch_size")
+
+
+def is_wandb(logger: object) -> bool:
+    """Whether `logger` is a `WandbLogger` of either Lightning namespace, without importing wandb."""
+    return any(cls.__name__ == "WandbLogger" for cls in type(logger).__mro__)
+
+
+def wandb_logger(
+    project: str = "memsave", *, save_dir: str = ".", offline: bool = False, quiet: bool = False, **options: Any
+) -> Any:
+    """A `WandbLogger` that keeps its last figures when the process is killed, and works without account or network.
+
+    wandb writes its file every 15 seconds, so a run killed for memory loses its peak; here it is every second. Without
+    an API key or a network the run is kept offline, with one warning; `wandb sync` uploads it later.
+
+    Args:
+        project: the project's name.
+        save_dir: where the run is written.
+        offline: do not try to connect.
+        quiet: wandb prints nothing.
+        options: further arguments of `lightning.pytorch.loggers.WandbLogger`.
+    """
+    import wandb
+    from lightning.pytorch.loggers import WandbLogger
+
+    options.setdefault(
+        "settings", wandb.Settings(x_transaction_log_flush_interval=1.0, init_timeout=20.0, silent=quiet)
+    )
+    logger = WandbLogger(project=project, save_dir=save_dir, offline=offline, **options)
+    if offline:
+        return logger
+    try:
+        _ = logger.experiment
+    except (wandb.errors.UsageError, wandb.errors.CommError) as error:
+        reason = str(error).partition("\n")[0]
+        rank_zero_warn(
+            f"wandb is not reachable ({reason}). The run is kept offline in {save_dir}; upload: `wandb sync`."
+        )
+        return WandbLogger(project=project, save_dir=save_dir, offline=True, **options)
+    return logger
+
+
+def declare_metrics(run: Any) -> None:
+    """Say how each metric is summarised: peaks by their maximum, the rest by the last value.
+
+    By exact name, because Lightning declares `*` first and wandb ignores the summary of any later glob.
+    """
+    for names, summary in ((_MAXIMA, "max"), (_LAST, "last")):
+        for name in names:
+            run.define_metric(name, step_metric=STEP_METRIC, summary=summary)
+
+
+def record_config(run: Any, config: Mapping[str, Any]) -> None:
+    """The resolved settings under `memsave` in the run's config."""
+    run.config.update({"memsave": dict(config)}, allow_val_change=True)
+
+
+def record_summary(run: Any, report: MemoryReport) -> None:
+    """The final figures, and what was applied, under their own names in the run's summary."""
+    run.summary.update(
+        {
+            **report.metrics(),
+            "memsave/loss_class": report.loss_class,
+            "memsave/applied": [f"{a.technique}: {a.summary}" for a in report.applied],
+        }
+    )

@@ -1,0 +1,98 @@
+"""`self.log` inside microbatches: collect the calls, then log once what the full batch would have logged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    value: Any
+    num_samples: int
+    microbatch: int
+    options: dict[str, Any]
+
+
+class DeferredLogs:
+    """Stands in for the result collection's `log` while active; `flush` replays one merged call per name.
+
+    Args:
+        results: Lightning's result collection (`trainer._results`).
+        log: the collection's own `log` function, unbound.
+    """
+
+    def __init__(self, results: Any, log: Callable[..., None]) -> None:
+        self._results, self._log = results, log
+        self._calls: dict[tuple[str, str], list[_Call]] = {}
+        self._microbatch, self._num_samples = -1, 0
+
+    def __enter__(self) -> DeferredLogs:
+        self._results.log = self._collect
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._results.log
+
+    def begin(self, microbatch: Any, num_samples: int) -> None:
+        """The next calls belong to this microbatch."""
+        self._microbatch += 1
+        self._num_samples = num_samples
+        self._results.batch, self._results.batch_size = microbatch, None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as Lightning's own `log`
+    def _collect(self, fx: str, name: str, value: Any, **options: Any) -> None:
+        if isinstance(value, Tensor) and not options.get("enable_graph"):
+            value = value.detach()
+        call = _Call(value=value, num_samples=self._num_samples, microbatch=self._microbatch, options=options)
+        self._calls.setdefault((fx, name), []).append(call)
+
+    def flush(self, batch: Any, losses: list[Tensor | None], reduction: Literal["mean", "sum"]) -> None:
+        """Log the merged values, with the full batch as the one they belong to.
+
+        Args:
+            batch: the full batch.
+            losses: each microbatch's loss as `training_step` returned it; a logged value that equals it is the loss.
+            reduction: how the loss depends on the batch.
+        """
+        self._results.batch, self._results.batch_size = batch, None
+        for (fx, name), calls in self._calls.items():
+            value, options = _merge(calls, losses, reduction)
+            self._log(self._results, fx, name, value, **options)
+
+
+def _merge(
+    calls: list[_Call], losses: list[Tensor | None], reduction: Literal["mean", "sum"]
+) -> tuple[Any, dict[str, Any]]:
+    last, options = calls[-1].value, dict(calls[-1].options)
+    if not isinstance(last, Tensor) or len(calls) == 1:
+        return last, options  # a torchmetrics object holds its own merged state
+    dtype = torch.promote_types(last.dtype, torch.float32)
+    values = torch.stack([call.value.reshape(()).to(dtype) for call in calls])
+    samples = [call.num_samples for call in calls]
+    sizes = [call.options.get("batch_size") for call in calls]
+    reduce_fx = options.get("reduce_fx", "mean")
+    reduce_name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    is_sum_loss = reduction == "sum" and all(_is_loss(call, losses) for call in calls)
+    if sizes[0] is None:
+        weights = samples
+    elif len(set(sizes)) == 1 and sizes != samples:
+        weights = samples  # a constant that the user wrote down: it stays
+    else:
+        weights = [int(size or 0) for size in sizes]  # derived from the microbatch: it adds up
+        options["batch_size"] = sum(weights)
+    if reduce_name == "sum" or is_sum_loss:
+        return values.sum(), options
+    if reduce_name in ("min", "max"):
+        return (values.min() if reduce_name == "min" else values.max()), options
+    shares = values.new_tensor(weights)
+    return (values * shares).sum() / shares.sum(), options
+
+
+def _is_loss(call: _Call, losses: list[Tensor | None]) -> bool:
+    loss = losses[call.microbatch]
+    return loss is not None and torch.equal(call.value.reshape(()).float(), loss.reshape(()).float())

@@ -1,0 +1,217 @@
+"""The optimization loop: microbatches and early zero-grad, inside the closure that the optimizer calls.
+
+Lightning's closure is training_step, zero_grad, backward. This one runs training_step and backward for each microbatch,
+zeroes gradients once, and hands on one loss, one set of logs and one output for the batch. It sits in the closure, not
+in `Strategy.training_step`, because only there do the loss that LBFGS reads, the step's logs and the hooks come out
+right.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.errors import MicrobatchWarning, NoEffectWarning, NotLosslessWarning, setting_error
+from lightning_memsave.core.report import Applied
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.strategies.logs import DeferredLogs
+from lightning_memsave.strategies.metrics import MergedMetrics
+from lightning_memsave.strategies.namespaces import internals
+from lightning_memsave.strategies.outputs import detached, merge_outputs
+from lightning_memsave.strategies.probe import infer_module_reduction
+from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
+from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, why_not_exact
+from lightning_memsave.techniques.microbatching.reduction import Reduction
+
+
+class LoopState:
+    """What the loop knows across the batches of one run.
+
+    Args:
+        recipe: what is switched on.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.microbatching = recipe.get(Microbatching)
+        self.zero_grad_first = recipe.get(EarlyZeroGrad) is not None
+        self.reduction: Reduction | None = None
+        self.applied: Applied | None = None
+        """What microbatching did; `None` until a batch was cut."""
+        self._given_up = False
+
+    def microbatches(self, trainer: Any, kwargs: dict[str, Any]) -> list[tuple[Any, int]]:
+        """The microbatches of `kwargs["batch"]`; only the batch itself when it cannot or need not be cut."""
+        batch = kwargs.get("batch")
+        config = self.microbatching
+        if config is None or self._given_up:
+            return [(batch, 0)]
+        try:
+            parts = config.parts(batch)
+        except UnsplittableBatchError as error:
+            self._give_up(str(error))
+            return [(batch, 0)]
+        if len(parts) == 1:
+            return parts
+        if self.reduction is None:
+            self.reduction = self._find_reduction(trainer, kwargs, config, parts)
+            if self.reduction is None:
+                return [(batch, 0)]
+            self.applied = self._describe(trainer.lightning_module, config)
+        return parts
+
+    def _find_reduction(
+        self, trainer: Any, kwargs: dict[str, Any], config: Microbatching, parts: list[tuple[Any, int]]
+    ) -> Reduction | None:
+        if config.reduction != "auto":
+            return config.reduction
+        if config.weight_fn is not None:
+            return "mean"
+        result = infer_module_reduction(trainer, kwargs, sum(n for _, n in parts), config)
+        if result.reduction is None:
+            self._give_up(
+                f"{result.why_not} For a mean over something else than samples pass "
+                "`Microbatching(weight_fn=...)`, for samples that belong together `split_fn=...`; if you know "
+                'better, `reduction="mean"` or `"sum"`.'
+            )
+        return result.reduction
+
+    def used_by_hand(self, num_parts: int) -> None:
+        """`microbatches(batch)` was called inside `training_step`."""
+        if self.microbatching is not None and num_parts > 1 and self.applied is None:
+            self.applied = Applied(
+                technique="microbatching",
+                summary=f"training_step takes its batches in parts of at most {self.microbatching.size} samples",
+            )
+
+    def warn_if_unused(self, module: Any) -> None:
+        """Manual optimization cuts its batches itself; say so when it did not."""
+        if self.microbatching is not None and self.applied is None and not module.automatic_optimization:
+            warnings.warn(
+                "microbatch had no effect: with manual optimization, iterate `for part, weight in "
+                "lightning_memsave.microbatches(batch)` inside `training_step`.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+
+    def _give_up(self, why: str) -> None:
+        self._given_up = True
+        warnings.warn(f"Batches are not cut into microbatches: {why}", MicrobatchWarning, stacklevel=2)
+
+    def _describe(self, module: Any, config: Microbatching) -> Applied:
+        modules = why_not_exact(module)
+        named = ", ".join(modules[:5]) + (f" and {len(modules) - 5} more" if len(modules) > 5 else "")
+        if modules and config.strict:
+            raise setting_error(
+                "Microbatching.strict",
+                "forbids microbatches for a model whose result they change",
+                named,
+                "Put these modules in eval mode, replace BatchNorm by GroupNorm, or drop `strict=True`.",
+            )
+        if modules and self.recipe.name == "lossless":
+            warnings.warn(
+                f"Microbatches change the result of this model: {named}. `Microbatching(strict=True)` refuses instead.",
+                NotLosslessWarning,
+                stacklevel=2,
+            )
+        return Applied(
+            technique="microbatching",
+            summary=f"batches run in parts of at most {config.size} samples ({self.reduction} loss)",
+            loss_class="changed" if modules else "exact",
+            reasons=(f"microbatches change the result of {named}",) if modules else (),
+        )
+
+
+@functools.cache
+def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as one function
+    """The optimization loop for one Lightning namespace; the bases exist once in each."""
+    pl = internals(namespace)
+
+    class MicrobatchClosure(pl.Closure):  # type: ignore[misc, name-defined]  # a base known at run time
+        def __init__(self, loop: Any, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> None:
+            super().__init__(
+                step_fn=loop._make_step_fn(kwargs),
+                backward_fn=loop._make_backward_fn(optimizer),
+                zero_grad_fn=loop._make_zero_grad_fn(batch_idx, optimizer),
+            )
+            self._loop, self._kwargs, self._optimizer = loop, kwargs, optimizer
+            self._zero_grad_fn: Callable[[], None] | None
+
+        @torch.enable_grad()
+        def closure(self, *args: Any, **kwargs: Any) -> Any:
+            state: LoopState = self._loop.state
+            parts = state.microbatches(self._loop.trainer, self._kwargs)
+            zero_grad = self._zero_grad_fn
+            if state.zero_grad_first and zero_grad is not None:
+                zero_grad()
+                self._zero_grad_fn = None
+            try:
+                return super().closure(*args, **kwargs) if len(parts) == 1 else self._run(parts, state)
+            finally:
+                self._zero_grad_fn = zero_grad  # LBFGS calls again
+
+        def _run(self, parts: list[tuple[Any, int]], state: LoopState) -> Any:
+            trainer = self._loop.trainer
+            config, reduction = state.microbatching, state.reduction
+            assert config is not None
+            assert reduction is not None
+            weights = config.weights(parts, reduction)
+            losses: list[Tensor | None] = []  # as training_step returned them
+            outputs: list[dict[str, Any]] = []
+            sizes: list[int] = []
+            total: Tensor | None = None
+            results, log = trainer._results, pl.ResultCollection.log
+            with DeferredLogs(results, log) as logs, MergedMetrics(trainer.lightning_module):
+                for i, ((part, num_samples), weight) in enumerate(zip(parts, weights, strict=True)):
+                    is_last = i == len(parts) - 1
+                    logs.begin(part, num_samples)
+                    with pl.block_sync(trainer.strategy, block=not is_last):
+                        out = self._loop._training_step(OrderedDict(self._kwargs, batch=part))
+                        if i == 0 and self._zero_grad_fn is not None:
+                            self._zero_grad_fn()
+                        losses.append(None if out.loss is None else out.loss * trainer.accumulate_grad_batches)
+                        if out.closure_loss is None:
+                            continue
+                        loss = out.closure_loss * weight
+                        total = loss.detach().clone() if total is None else total + loss.detach()
+                        outputs.append(detached(out.extra))
+                        sizes.append(num_samples)
+                        if self._backward_fn is not None:
+                            self._backward(loss, is_last)
+                        del out, loss  # the next microbatch must not meet this one's graph
+            logs.flush(self._kwargs["batch"], losses, reduction)
+            if total is None:
+                self.warning_cache.warn("`training_step` returned `None` for every microbatch; the step is skipped.")
+                return pl.ClosureResult(None)
+            return pl.ClosureResult(total, extra=merge_outputs(outputs, sizes))
+
+        def _backward(self, loss: Tensor, is_last: bool) -> None:
+            """`on_before_backward` and `on_after_backward` belong to the batch: they fire for the last microbatch."""
+            strategy = self._loop.trainer.strategy
+            plugin = strategy.precision_plugin
+            known = type(plugin).pre_backward.__module__.startswith(f"{namespace}.plugins.precision")
+            if is_last or not known:  # an unknown plugin may scale in its own `pre_backward`: it gets every call
+                self._backward_fn(loss)
+                return
+            strategy.pre_backward(loss)
+            scaler = getattr(plugin, "scaler", None)
+            plugin.backward(loss if scaler is None else scaler.scale(loss), strategy.lightning_module, self._optimizer)
+            strategy.post_backward(loss.detach())
+
+    class MicrobatchLoop(pl.AutomaticOptimization):  # type: ignore[misc, name-defined]  # a base known at run time
+        def __init__(self, parent: Any, state: LoopState) -> None:
+            super().__init__(parent.trainer)
+            self.optim_progress = parent.optim_progress  # `trainer.global_step` is computed from it
+            self._skip_backward = parent._skip_backward
+            self.parent, self.state = parent, state
+
+        def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
+            return MicrobatchClosure(self, kwargs, optimizer, batch_idx)
+
+    return MicrobatchLoop

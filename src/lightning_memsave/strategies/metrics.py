@@ -1,0 +1,76 @@
+"""torchmetrics inside microbatches: a metric's value for the batch is that of all its microbatches together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torchmetrics import Metric
+
+_MERGEABLE = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A metric's private state before the batch (torchmetrics 1.x)."""
+
+    metric: Metric
+    state: dict[str, Any]
+    update_count: int
+    computed: Any
+    forward_cache: Any
+
+    @classmethod
+    def of(cls, metric: Metric) -> _Saved:
+        return cls(metric, metric._copy_state_dict(), metric._update_count, metric._computed, metric._forward_cache)
+
+    def restore(self) -> None:
+        for name, value in self.state.items():
+            setattr(self.metric, name, value)
+        self.metric._update_count, self.metric._computed = self.update_count, self.computed
+        self.metric._forward_cache = self.forward_cache
+
+
+class MergedMetrics:
+    """Resets the metrics of a module for one batch and merges that batch into what they held before.
+
+    Metrics whose states do not merge by sum, concatenation, minimum or maximum are left alone: their totals are right,
+    their value for the step is the last microbatch's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        metrics = [m for m in module.modules() if isinstance(m, Metric)]
+        self._saved = [_Saved.of(m) for m in metrics]
+
+    def __enter__(self) -> MergedMetrics:
+        for saved in self._mergeable():
+            saved.metric.reset()
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        if failed is not None:
+            self.restore()
+            return
+        for saved in self._mergeable():
+            metric, num_updates = saved.metric, saved.metric._update_count
+            if num_updates == 0:
+                saved.restore()
+                continue
+            batch_value = metric.compute() if metric._forward_cache is not None else None
+            metric._update_count = saved.update_count + num_updates
+            if saved.update_count:
+                metric._reduce_states(saved.state)
+            metric._computed, metric._forward_cache = None, batch_value
+
+    def restore(self) -> None:
+        """Put every metric back to what it was before the batch."""
+        for saved in self._saved:
+            saved.restore()
+
+    def _mergeable(self) -> list[_Saved]:
+        return [
+            saved
+            for saved in self._saved
+            if all(getattr(fn, "__name__", None) in _MERGEABLE for fn in saved.metric._reductions.values())
+        ]

@@ -1,0 +1,163 @@
+"""The strategy side: one mixin, for the registered strategies and for whichever strategy the user chose.
+
+It derives from the namespace's own `Strategy`, because Python only lets an object change its class between classes of
+the same layout.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from importlib import import_module
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_memsave.core.compatibility import check_compatibility
+from lightning_memsave.core.report import Applied
+from lightning_memsave.planner.recipes import RECIPES, Recipe
+from lightning_memsave.strategies.loop import LoopState, loop_class
+from lightning_memsave.strategies.namespaces import namespace_of
+from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing
+from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
+from lightning_memsave.techniques.optimizer_state import (
+    OptimizerState,
+    apply_optimizer_state,
+    from_plain,
+    is_8bit,
+    to_plain,
+)
+
+
+class MemSaveState:
+    """What one strategy knows about its run: the recipe and what came of it."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.loop = LoopState(recipe)
+        self.changes: list[Applied] = []
+
+    @property
+    def applied(self) -> tuple[Applied, ...]:
+        """What each technique did so far, in the order of the recipe."""
+        done = [*self.changes, *([self.loop.applied] if self.loop.applied else [])]
+        if self.loop.zero_grad_first:
+            done.append(Applied(technique="early_zero_grad", summary="gradients are freed before the forward pass"))
+        order = self.recipe.stems()
+        return tuple(sorted(done, key=lambda applied: order.index(applied.technique)))
+
+    def undo(self) -> None:
+        """Restore model and optimizers; what was done stays on record."""
+        for applied in reversed(self.changes):
+            applied.undo()
+
+
+@functools.cache
+def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one function
+    """The mixin for one Lightning namespace."""
+    base = import_module(f"{namespace}.strategies").Strategy
+
+    class MemSaveMixin(base):  # type: ignore[misc, valid-type]  # a base known at run time
+        _memsave: MemSaveState | None = None
+
+        @property
+        def memsave(self) -> MemSaveState:
+            """The recipe and what came of it; the lossless recipe unless the callback says otherwise."""
+            if self._memsave is None:
+                self._memsave = MemSaveState(RECIPES["lossless"])
+            return self._memsave
+
+        def setup(self, trainer: Any) -> None:
+            fitting = trainer.state.fn == "fit"
+            if fitting:
+                check_compatibility([*self.memsave.recipe.stems(), *ways_of_training(trainer)])
+                # A second fit with the same strategy starts with a clean record.
+                self._memsave = MemSaveState(self.memsave.recipe)
+                _install_loop(trainer, self.memsave.loop, namespace)
+            super().setup(trainer)
+            if fitting and (config := self.memsave.recipe.get(Checkpointing)):
+                self.memsave.changes.append(apply_checkpointing(trainer.lightning_module, config))
+
+        def setup_optimizers(self, trainer: Any) -> None:
+            super().setup_optimizers(trainer)
+            if config := self.memsave.recipe.get(OptimizerState):
+                self.memsave.changes.extend(
+                    apply_optimizer_state(optimizer, config, trainer.lightning_module) for optimizer in self.optimizers
+                )
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            with active_microbatching(self.memsave.recipe.get(Microbatching), self.memsave.loop.used_by_hand):
+                return super().training_step(*args, **kwargs)
+
+        def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+            plain = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer wraps
+            return to_plain(plain) if is_8bit(plain) else super().optimizer_state(optimizer)
+
+        def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+            if not any(is_8bit(optimizer) for optimizer in self.optimizers):
+                super().load_optimizer_state_dict(checkpoint)
+                return
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+                from_plain(optimizer, state) if is_8bit(optimizer) else optimizer.load_state_dict(state)
+
+        def teardown(self) -> None:
+            self.memsave.undo()
+            self.memsave.loop.warn_if_unused(self.lightning_module)
+            _remove_loop(self.lightning_module)
+            super().teardown()
+
+    MemSaveMixin.__qualname__ = "MemSaveMixin"
+    return MemSaveMixin
+
+
+def ways_of_training(trainer: Any) -> list[str]:
+    """The names, of `core.compatibility`, that describe how this trainer trains."""
+    strategy, kinds = trainer.strategy, {cls.__name__ for cls in type(trainer.strategy).__mro__}
+    is_ddp = "DDPStrategy" in kinds
+    ddp_options = getattr(strategy, "_ddp_kwargs", {}) if is_ddp else {}
+    training_step = trainer.lightning_module.training_step
+    present = {
+        "manual optimization": not trainer.lightning_module.automatic_optimization,
+        "DDP": is_ddp,
+        "DDP with static_graph": ddp_options.get("static_graph", False),
+        "FSDP": "FSDPStrategy" in kinds,
+        "model parallel (FSDP2)": "ModelParallelStrategy" in kinds,
+        "DeepSpeed": "DeepSpeedStrategy" in kinds,
+        "dataloader_iter": is_param_in_hook_signature(training_step, "dataloader_iter", explicit=True),
+        "fp16 with a GradScaler": getattr(strategy.precision_plugin, "scaler", None) is not None,
+    }
+    return [name for name, is_present in present.items() if is_present]
+
+
+def _install_loop(trainer: Any, state: LoopState, namespace: str) -> None:
+    if state.microbatching is None and not state.zero_grad_first:
+        return
+    epoch_loop = trainer.fit_loop.epoch_loop
+    epoch_loop.automatic_optimization = loop_class(namespace)(epoch_loop.automatic_optimization, state)
+
+
+def _remove_loop(module: Any) -> None:
+    trainer = getattr(module, "_trainer", None)
+    epoch_loop = trainer.fit_loop.epoch_loop if trainer is not None else None
+    if epoch_loop is not None and hasattr(epoch_loop.automatic_optimization, "parent"):
+        epoch_loop.automatic_optimization = epoch_loop.automatic_optimization.parent
+
+
+@functools.cache
+def _adopted_class(cls: Hashable, namespace: str) -> Any:
+    assert isinstance(cls, type)
+    return type(f"MemSave{cls.__name__}", (mixin(namespace), cls), {"__module__": cls.__module__})
+
+
+def adopt(strategy: Any, recipe: Recipe) -> None:
+    """Give a live strategy the mixin, as Lightning does with optimizers, and the recipe.
+
+    Raises:
+        TypeError: `strategy` is not a Lightning strategy.
+    """
+    namespace = namespace_of(strategy)
+    if not isinstance(strategy, mixin(namespace)):
+        cls: Hashable = type(strategy)
+        strategy.__class__ = _adopted_class(cls, namespace)
+    strategy._memsave = MemSaveState(recipe)

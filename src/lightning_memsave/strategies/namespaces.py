@@ -1,0 +1,46 @@
+"""Lightning exists under two names, `lightning.pytorch` and `pytorch_lightning`, with unrelated classes.
+
+This file finds the one that an object belongs to, and is the one place that touches Lightning's private names (seen in
+2.6); `tests/strategies/test_namespaces.py` fails when one of them moves.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def installed_namespaces() -> tuple[str, ...]:
+    """The namespaces that can be imported."""
+    return tuple(name for name in NAMESPACES if find_spec(name.partition(".")[0]) is not None)
+
+
+def namespace_of(obj: object) -> str:
+    """The namespace that the class of `obj` comes from.
+
+    Raises:
+        TypeError: none of its classes is Lightning's.
+    """
+    for cls in type(obj).__mro__:
+        for name in NAMESPACES:
+            if cls.__module__.startswith(f"{name}."):
+                return name
+    raise TypeError(f"{type(obj).__name__} is not a Lightning object")
+
+
+@functools.cache
+def internals(namespace: str) -> SimpleNamespace:
+    """Lightning's private names that the loop needs, by the names used here."""
+    automatic = import_module(f"{namespace}.loops.optimization.automatic")
+    return SimpleNamespace(
+        AutomaticOptimization=automatic._AutomaticOptimization,
+        Closure=automatic.Closure,
+        ClosureResult=automatic.ClosureResult,
+        block_sync=import_module(f"{namespace}.loops.utilities")._block_parallel_sync_behavior,
+        call_strategy_hook=import_module(f"{namespace}.trainer.call")._call_strategy_hook,
+        ResultCollection=import_module(f"{namespace}.trainer.connectors.logger_connector.result")._ResultCollection,
+    )

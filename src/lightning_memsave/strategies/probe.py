@@ -1,0 +1,117 @@
+"""Ask a LightningModule how its loss depends on the batch, without leaving a trace of having asked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from lightning_memsave.strategies.metrics import MergedMetrics
+from lightning_memsave.techniques.microbatching import Microbatching
+from lightning_memsave.techniques.microbatching.reduction import Reduction, infer_reduction
+from lightning_memsave.techniques.microbatching.split import take
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_COARSE_TOLERANCE = 2e-2  # half precision anywhere in the model or by autocast
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The reduction, or why there is none."""
+
+    reduction: Reduction | None
+    why_not: str = ""
+
+
+def infer_module_reduction(
+    trainer: Any, kwargs: dict[str, Any], num_samples: int, config: Microbatching
+) -> ProbeResult:
+    """Evaluate `training_step` three times on some samples of a batch, in eval mode and without gradients.
+
+    Args:
+        trainer: Lightning's trainer, inside its fit loop.
+        kwargs: the arguments of `training_step`, `batch` among them.
+        num_samples: how many samples the batch has.
+        config: tells how many samples fit at once, and how to cut the batch.
+    """
+    module, batch = trainer.lightning_module, kwargs["batch"]
+    if config.split_fn is None:
+        num_used = min(num_samples, max(3, 2 * config.size))
+        cut = max(1, num_used // 3)
+        whole = take(batch, 0, num_used, num_samples)
+        parts = [(take(whole, 0, cut, num_used), cut), (take(whole, cut, num_used, num_used), num_used - cut)]
+    else:
+        whole, parts = batch, config.parts(batch)
+    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+
+    def loss_of(part: Any) -> float:
+        with trainer.precision_plugin.train_step_context():
+            nonlocal dtypes
+            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(trainer.strategy.root_device.type):
+                dtypes = {torch.bfloat16}
+            output = trainer.strategy.training_step(*{**kwargs, "batch": part}.values())
+        loss = output["loss"] if isinstance(output, dict) else output
+        if not isinstance(loss, Tensor):
+            raise TypeError("training_step returned no loss")
+        return float(loss)
+
+    with _without_a_trace(trainer, module):
+        try:
+            loss_of(parts[0][0])  # learn the precision
+            tolerance = max((_TOLERANCE.get(dtype, _COARSE_TOLERANCE) for dtype in dtypes), default=_COARSE_TOLERANCE)
+            reduction = infer_reduction(loss_of, whole, parts, tolerance)
+        except Exception as error:  # whatever user code raises outside its usual mode
+            return ProbeResult(None, f"the loss cannot be evaluated in eval mode ({type(error).__name__}: {error}).")
+    if reduction is None:
+        return ProbeResult(
+            None,
+            "the loss of a batch is neither the mean nor the sum of the losses of its parts (in-batch negatives, or a "
+            "mean over something else than samples).",
+        )
+    return ProbeResult(reduction)
+
+
+@contextmanager
+def _without_a_trace(trainer: Any, module: Any) -> Iterator[None]:
+    """Eval mode, no gradients, no logging; random state, buffers, metrics and plain attributes as before."""
+    training = {m: m.training for m in module.modules()}
+    buffers = {b: b.detach().clone() for b in module.buffers()}
+    attributes = {
+        key: copy.copy(value)
+        for key, value in vars(module).items()
+        if not key.startswith("_") and isinstance(value, (int, float, str, list, dict, set, type(None)))
+    }
+    fx_name, metrics = module._current_fx_name, MergedMetrics(module)
+    module._current_fx_name, trainer._results.log = "training_step", lambda *_, **__: None
+    try:
+        with isolate_rng(include_cuda=True), torch.no_grad():
+            module.eval()
+            yield
+    finally:
+        module._current_fx_name = fx_name
+        del trainer._results.log
+        metrics.restore()
+        for m, mode in training.items():
+            m.training = mode
+        with torch.no_grad():
+            for buffer, value in buffers.items():
+                buffer.copy_(value)
+        for key, value in attributes.items():
+            _put_back(module, key, value)
+
+
+def _put_back(module: Any, key: str, value: Any) -> None:
+    current = vars(module).get(key)
+    if isinstance(value, list) and isinstance(current, list):
+        current[:] = value
+    elif isinstance(value, (dict, set)) and type(current) is type(value):
+        current.clear()
+        current.update(value)
+    else:
+        vars(module)[key] = value

@@ -1,0 +1,1 @@
+"""One stem per technique: its settings, what it does to a module or an optimizer, and its estimate."""

@@ -1,0 +1,160 @@
+"""Microbatching: the same step on a few samples at a time.
+
+What shrinks: activations and the temporaries of forward and backward, by the ratio of microbatch to batch. Weights,
+gradients and optimizer state stay. For n samples in k microbatches of sizes n_i, a loss that is a mean over samples
+obeys L = sum_i (n_i / n) L_i, so the weighted gradients of the parts add up to the gradient of the whole, and the
+optimizer steps once: nothing but the order of additions changes.
+
+Loss class: `exact`, with two exceptions that no weighting can mend. Active BatchNorm normalises by the statistics of
+the microbatch and updates its running statistics k times; active dropout draws other masks. Then it is `changed`, and
+the modules are named.
+
+Bytes: n_i / n of the activations for each sample's share; time: the same operations in smaller pieces.
+
+Source: gradient accumulation is folklore. Huang et al., "GPipe", 2019 (https://arxiv.org/abs/1811.06965) names the
+microbatch; Sohoni et al., "Low-Memory Neural Network Training", 2019 (https://arxiv.org/abs/1904.10631) uses it for
+memory on one device. Different here: uneven sizes, sum losses, token weights, logs and metrics are exact as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.techniques.microbatching.reduction import infer_reduction
+from lightning_memsave.techniques.microbatching.split import UnsplittableBatchError, batch_size, split
+
+__all__ = ["Microbatching", "UnsplittableBatchError", "batch_size", "infer_reduction", "microbatches", "split"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatching:
+    """Settings of microbatching.
+
+    Raises:
+        ValueError: a size below 1, or an unknown reduction.
+    """
+
+    size: int
+    """Samples whose activations may live at once. Sizes of the parts differ by at most one."""
+    reduction: Literal["auto", "mean", "sum"] = "auto"
+    """How the loss depends on the batch. `"auto"` evaluates it three times on a few samples of the first batch, in eval
+    mode and without gradients; a loss that is neither mean nor sum is run whole, with a warning."""
+    weight_fn: Callable[[Any], float] | None = None
+    """The weight of a (micro)batch in a mean, when it is not its number of samples: for example its unpadded tokens."""
+    split_fn: Callable[[Any, int], list[Any]] | None = None
+    """Cuts (batch, size) into a list of microbatches, for batches whose structure does not tell."""
+    strict: bool = False
+    """Raise, instead of warning, when microbatches would change the result (active BatchNorm or dropout)."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise setting_error("microbatch", "must be a positive integer", self.size, "Use 1 for the smallest.")
+        if self.reduction not in ("auto", "mean", "sum"):
+            raise setting_error(
+                "Microbatching.reduction",
+                'must be "auto", "mean" or "sum"',
+                self.reduction,
+                "Use `weight_fn` for others.",
+            )
+
+    @classmethod
+    def from_shorthand(cls, value: object) -> Microbatching:
+        """`microbatch=10` is `Microbatching(size=10)`."""
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise setting_error(
+                "microbatch",
+                "must be a positive integer or `Microbatching(...)`",
+                value,
+                "For example `microbatch=10`.",
+            )
+        return cls(size=value)
+
+    def parts(self, batch: Any) -> list[tuple[Any, int]]:
+        """The microbatches of `batch`, each with its number of samples.
+
+        Raises:
+            UnsplittableBatchError: the batch dimension cannot be told and there is no `split_fn`.
+        """
+        if self.split_fn is None:
+            return split(batch, self.size)
+        return [(part, batch_size(part)) for part in self.split_fn(batch, self.size)]
+
+    def weights(self, parts: list[tuple[Any, int]], reduction: Literal["mean", "sum"]) -> list[float]:
+        """What each microbatch's loss is multiplied by."""
+        if len(parts) == 1 or reduction == "sum":
+            return [1.0] * len(parts)
+        shares = [float(n) if self.weight_fn is None else float(self.weight_fn(part)) for part, n in parts]
+        return [share / sum(shares) for share in shares]
+
+
+def why_not_exact(model: nn.Module) -> tuple[str, ...]:
+    """The modules, by name, that make microbatches differ from the whole batch; empty when there are none."""
+    reasons = []
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            reasons.append(f"{name} ({type(module).__name__}: statistics of each microbatch)")
+        elif isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            reasons.append(f"{name} ({type(module).__name__}: other masks)")
+        elif getattr(module, "dropout", 0) and isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+            reasons.append(f"{name} ({type(module).__name__}: other dropout masks)")
+    return tuple(reasons)
+
+
+_Active = tuple[Microbatching | None, Callable[[int], None]]
+_ACTIVE: ContextVar[_Active] = ContextVar("active_microbatching", default=(None, lambda num_parts: None))
+
+
+@contextmanager
+def active_microbatching(config: Microbatching | None, on_use: Callable[[int], None]) -> Iterator[None]:
+    """Make `config` what `microbatches(batch)` uses; the strategy does so around `training_step`.
+
+    Args:
+        config: the settings, or `None` for whole batches.
+        on_use: called with the number of parts each time a batch is cut.
+    """
+    token = _ACTIVE.set((config, on_use))
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+def microbatches(batch: Any, size: int | None = None) -> Iterator[tuple[Any, float]]:
+    """Microbatches with weights, for loops that call backward themselves (manual optimization, plain torch).
+
+    For a loss that is a mean over samples, `backward(loss(part) * weight)` for each part gives the gradient of the
+    whole batch.
+
+    Args:
+        batch: tensors that share their first dimension, in any nest of containers.
+        size: samples per microbatch; by default what `MemSave(microbatch=...)` says, else the whole batch at once.
+
+    Yields:
+        The microbatch (views, no copy) and its weight; weights add up to 1.
+
+    Example:
+        >>> import torch
+        >>> x = torch.arange(5.0, requires_grad=True)
+        >>> for part, weight in microbatches(x, size=2):
+        ...     (part.square().mean() * weight).backward()
+        >>> torch.equal(x.grad, 2 * x.detach() / 5)
+        True
+    """
+    active, on_use = _ACTIVE.get()
+    config = Microbatching(size=size) if size is not None else active
+    if config is None:
+        yield batch, 1.0
+        return
+    parts = config.parts(batch)
+    on_use(len(parts))
+    for (part, _), weight in zip(parts, config.weights(parts, "mean"), strict=True):
+        yield part, weight

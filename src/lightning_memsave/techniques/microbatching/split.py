@@ -1,0 +1,106 @@
+"""Cut a batch of (almost) any structure into microbatches; refuse, never guess, when it is ambiguous."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+class UnsplittableBatchError(ValueError):
+    """The batch dimension cannot be told from the batch."""
+
+
+def _is_dataclass(node: object) -> bool:
+    return dataclasses.is_dataclass(node) and not isinstance(node, type)
+
+
+def _is_plain_list(node: object) -> bool:
+    """A list or tuple of strings, numbers or other leaves: one value per sample if its length says so."""
+    return isinstance(node, (list, tuple)) and not any(
+        isinstance(child, (Tensor, Mapping, list, tuple)) or _is_dataclass(child) for child in node
+    )
+
+
+def _children(node: Any) -> Iterable[Any]:
+    if isinstance(node, Mapping):
+        return node.values()
+    if _is_dataclass(node):
+        return (getattr(node, f.name) for f in dataclasses.fields(node))
+    if isinstance(node, (list, tuple)) and not _is_plain_list(node):
+        return node
+    return ()
+
+
+def _first_dimensions(node: Any) -> set[int]:
+    if isinstance(node, Tensor):
+        return {node.size(0)} if node.ndim else set()
+    return set().union(*(_first_dimensions(child) for child in _children(node)))
+
+
+def batch_size(batch: Any) -> int:
+    """The number of samples: the first dimension that all tensors of the batch share.
+
+    Raises:
+        UnsplittableBatchError: tensors disagree, or there is none with a dimension.
+    """
+    sizes = _first_dimensions(batch)
+    if len(sizes) != 1:
+        found = f"first dimensions {sorted(sizes)}" if sizes else "no tensor with a dimension"
+        raise UnsplittableBatchError(
+            f"cannot tell the batch dimension: the batch has {found}. Pass "
+            "`Microbatching(split_fn=...)`, a function of (batch, size) that returns the microbatches as a list."
+        )
+    return sizes.pop()
+
+
+def take(node: Any, start: int, stop: int, num_samples: int) -> Any:
+    """Samples `start` to `stop` of a batch of `num_samples`. Tensors become views, containers keep their type."""
+    if isinstance(node, Tensor):
+        return node[start:stop] if node.ndim else node
+    if isinstance(node, Mapping):
+        parts = {key: take(value, start, stop, num_samples) for key, value in node.items()}
+        rebuilt = copy.copy(node)  # keeps what a subclass holds beside its items (BatchEncoding, ModelOutput)
+        if hasattr(rebuilt, "data") and isinstance(rebuilt.data, dict):
+            rebuilt.data = parts
+        elif isinstance(rebuilt, dict):
+            rebuilt.update(parts)
+        else:
+            rebuilt = type(node)(parts)  # type: ignore[call-arg]  # a Mapping is built from a mapping
+        return rebuilt
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*(take(child, start, stop, num_samples) for child in node))
+    if _is_dataclass(node):
+        rebuilt = copy.copy(node)
+        for f in dataclasses.fields(node):
+            object.__setattr__(rebuilt, f.name, take(getattr(node, f.name), start, stop, num_samples))
+        return rebuilt
+    if isinstance(node, (list, tuple)):
+        if _is_plain_list(node):
+            return node[start:stop] if len(node) == num_samples else node
+        return type(node)(take(child, start, stop, num_samples) for child in node)
+    return node
+
+
+def split(batch: Any, size: int) -> list[tuple[Any, int]]:
+    """Microbatches of at most `size` samples, each with its number of samples.
+
+    Sizes differ by at most one, so that no microbatch of a single sample appears by accident.
+
+    >>> import torch
+    >>> [n for _, n in split({"x": torch.zeros(10, 3)}, 4)]
+    [4, 3, 3]
+    """
+    num_samples = batch_size(batch)
+    if num_samples == 0:
+        return [(batch, 0)]
+    num_parts = -(-num_samples // size)
+    if num_parts == 1:
+        return [(batch, num_samples)]
+    smallest, larger = divmod(num_samples, num_parts)
+    sizes = [smallest + (part < larger) for part in range(num_parts)]
+    starts = [sum(sizes[:part]) for part in range(num_parts)]
+    return [(take(batch, start, start + n, num_samples), n) for start, n in zip(starts, sizes, strict=True)]

@@ -1,0 +1,134 @@
+"""8-bit optimizer state: the user's optimizer keeps its moments in one byte per element, through bitsandbytes.
+
+What shrinks: each float32 moment, 4 bytes per parameter, becomes a code of 1 byte plus 4 bytes per block of 256: 1.016.
+
+| optimizer            | state, bytes per parameter: before | after |
+|----------------------|-----------------------------------:|------:|
+| AdamW, Adam, LAMB    |                                8.0 | 2.031 |
+| SGD momentum, Lion   |                                4.0 | 1.016 |
+| RMSprop, Adagrad     |                                4.0 | 1.016 |
+
+Parameters below 4096 elements, embeddings and normalisation layers keep float32 state: small, and the ones that suffer
+most from coarse state. Weights and gradients are not touched.
+
+Loss class: `changed`: the moments are rounded after every step. Time: on CUDA bitsandbytes' fused kernels; on CPU its
+reference code, which is slower than torch's optimizers, takes up to 20 bytes per element of the largest parameter while
+it steps, and rounds differently from the CUDA kernels. CPU results say nothing about accuracy on a GPU.
+
+Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (https://arxiv.org/abs/2110.02861).
+Different: the optimizer object stays the same and changes its class, so that LR schedulers and every other reference go
+on working; checkpoints are written in torch's layout; LAMB keeps the trust ratio that bitsandbytes' 8-bit LAMB drops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.core.errors import NoEffectWarning, setting_error
+from lightning_memsave.core.report import Applied
+from lightning_memsave.numerics.blockwise import num_blocks
+from lightning_memsave.techniques.optimizer_state.conversion import from_plain, to_plain
+from lightning_memsave.techniques.optimizer_state.kin import become_8bit, become_plain, find_kin, is_8bit
+
+__all__ = [
+    "OptimizerState",
+    "apply_optimizer_state",
+    "estimate_optimizer_state",
+    "from_plain",
+    "is_8bit",
+    "to_plain",
+]
+
+FORMATS = ("8bit",)
+_CODE_MAP_BYTES = 256 * 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerState:
+    """Settings of low-bit optimizer state.
+
+    Raises:
+        ValueError: an unknown format or a negative size.
+    """
+
+    format: Literal["8bit"] = "8bit"
+    """How moments are stored."""
+    min_size: int = 4096
+    """Parameters with fewer elements keep float32 state."""
+    keep_embeddings_32bit: bool = True
+    """Embedding tables keep float32 state."""
+    keep_norms_32bit: bool = True
+    """Parameters of normalisation layers keep float32 state."""
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise setting_error(
+                "optimizer_state",
+                f"must be one of {', '.join(map(repr, FORMATS))}",
+                self.format,
+                "Use `False` for none.",
+            )
+        if self.min_size < 0:
+            raise setting_error("OptimizerState.min_size", "must not be negative", self.min_size, "Use 0 for all.")
+
+    @classmethod
+    def from_shorthand(cls, value: object) -> OptimizerState:
+        """`optimizer_state="8bit"` is `OptimizerState(format="8bit")`; `True` means the same."""
+        return cls(format="8bit" if value is True else value)  # type: ignore[arg-type]  # checked in __post_init__
+
+
+def parameters_kept_32bit(model: nn.Module, config: OptimizerState) -> set[Tensor]:
+    """The parameters whose state stays float32 because of the module they belong to or their size."""
+    kept: set[Tensor] = {p for p in model.parameters() if p.numel() < config.min_size}
+    for module in model.modules():
+        is_norm = "Norm" in type(module).__name__ and not any(module.children())
+        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if (is_norm and config.keep_norms_32bit) or (is_embedding and config.keep_embeddings_32bit):
+            kept.update(module.parameters(recurse=False))
+    return kept
+
+
+def apply_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> Applied:
+    """Turn `optimizer` into its 8-bit kin, in place, at any time; state that exists is converted.
+
+    Raises:
+        ValueError: there is no kin, or a setting of this optimizer that the kin does not have.
+        ModuleNotFoundError: bitsandbytes is not installed.
+    """
+    if is_8bit(optimizer) or type(optimizer).__module__.startswith("bitsandbytes"):
+        import warnings
+
+        warnings.warn(f"{type(optimizer).__name__} is a low-bit optimizer already.", NoEffectWarning, stacklevel=2)
+        return Applied(technique="optimizer_state", summary=f"{type(optimizer).__name__} is low-bit already")
+    name, kin = type(optimizer).__name__, find_kin(optimizer)
+    kept = parameters_kept_32bit(model, config)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    become_8bit(optimizer, kin, kept)
+    num_8bit = sum(p not in kept for p in parameters)
+    device = parameters[0].device.type if parameters else "cpu"
+    return Applied(
+        technique="optimizer_state",
+        summary=f"{name} keeps 8-bit state for {num_8bit} of {len(parameters)} parameters (bitsandbytes, {device})",
+        loss_class="changed",
+        reasons=(f"{name}'s moments are rounded to 8 bits",),
+        restore=lambda: become_plain(optimizer),
+    )
+
+
+def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> int:
+    """Bytes of the 8-bit optimizer's state once every parameter has been stepped; exact."""
+    num_moments = len(find_kin(optimizer).moments)
+    kept = parameters_kept_32bit(model, config)
+    total, any_8bit = 0, False
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not p.requires_grad:
+                continue
+            per_moment = 4 * p.numel() if p in kept else p.numel() + 4 * num_blocks(p.numel())
+            any_8bit |= p not in kept
+            total += num_moments * per_moment
+    return total + (num_moments * _CODE_MAP_BYTES if any_8bit else 0)

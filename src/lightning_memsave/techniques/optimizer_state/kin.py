@@ -1,0 +1,254 @@
+"""Which 8-bit optimizer is the kin of which plain one, and the change of class from one to the other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.errors import setting_error
+
+_MEMORY = "_memsave_8bit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kin:
+    """A plain optimizer and the bitsandbytes optimizer that does the same with 8-bit state."""
+
+    class_name: str
+    """The class in `bitsandbytes.optim`."""
+    moments: tuple[str, ...]
+    """torch's names of the state tensors that bitsandbytes calls state1, state2."""
+    betas: Callable[[Mapping[str, Any]], tuple[float, float]]
+    """The two coefficients of bitsandbytes from a torch param group."""
+    required: Mapping[str, tuple[Any, ...]]
+    """Settings of the plain optimizer that the kin does not have: the values under which they do nothing."""
+    has_step: bool = True
+    """Whether the plain optimizer keeps a step count in its state."""
+
+
+def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
+    return float(group["betas"][0]), float(group["betas"][1])
+
+
+_OFF = (False, None, 0, 0.0)
+_COMMON = {"maximize": _OFF, "differentiable": _OFF, "capturable": _OFF}
+_ADAM = {**_COMMON, "amsgrad": _OFF}
+KINS: Mapping[str, Kin] = {
+    "AdamW": Kin(class_name="AdamW8bit", moments=("exp_avg", "exp_avg_sq"), betas=_betas, required=_ADAM),
+    "Adam": Kin(class_name="Adam8bit", moments=("exp_avg", "exp_avg_sq"), betas=_betas, required=_ADAM),
+    "SGD": Kin(
+        class_name="SGD8bit",
+        moments=("momentum_buffer",),
+        betas=lambda group: (float(group["momentum"]), float(group["dampening"])),
+        required={**_COMMON, "nesterov": _OFF, "dampening": _OFF},
+        has_step=False,
+    ),
+    "Lion": Kin(
+        class_name="Lion8bit",
+        moments=("exp_avg",),
+        betas=_betas,
+        required={**_COMMON, "caution": _OFF, "cautious_factor": (None, 1, 1.0), "decoupled_weight_decay": _OFF},
+        has_step=False,
+    ),
+    "RMSprop": Kin(
+        class_name="RMSprop8bit",
+        moments=("square_avg",),
+        betas=lambda group: (float(group["alpha"]), 0.0),
+        required={**_COMMON, "momentum": _OFF, "centered": _OFF},
+    ),
+    "Adagrad": Kin(
+        class_name="Adagrad8bit",
+        moments=("sum",),
+        betas=lambda group: (0.0, 0.0),
+        required={**_COMMON, "lr_decay": _OFF},
+    ),
+    "LAMB": Kin(
+        class_name="LAMB8bit",
+        moments=("exp_avg", "exp_avg_sq"),
+        betas=_betas,
+        required={**_COMMON, "max_grad_norm": _OFF, "trust_clip": _OFF, "always_adapt": _OFF, "caution": _OFF,
+                  "debias": (True,), "bias_correction": (True, 1), "grad_averaging": (True, 1)},
+        has_step=False,
+    ),
+}  # fmt: skip
+_ALIASES = {"Lamb": "LAMB"}
+
+
+def find_kin(optimizer: torch.optim.Optimizer) -> Kin:
+    """The 8-bit kin of `optimizer`, by the name of its class.
+
+    Raises:
+        ValueError: there is none, or a setting that the kin does not have.
+    """
+    name = type(optimizer).__name__
+    kin = KINS.get(_ALIASES.get(name, name))
+    if kin is None:
+        raise setting_error(
+            "optimizer_state",
+            f"needs an optimizer that has an 8-bit kin ({', '.join(KINS)})",
+            name,
+            "Use one of these, or `optimizer_state=False`.",
+        )
+    for group in optimizer.param_groups:
+        for key, neutral in kin.required.items():
+            value = group.get(key, getattr(optimizer, key, neutral[0]))
+            if value not in neutral:
+                raise setting_error(
+                    "optimizer_state",
+                    f"cannot keep {name}'s `{key}`, which bitsandbytes does not have",
+                    value,
+                    f"Use `{key}={neutral[0]}`, or `optimizer_state=False`.",
+                )
+        if name == "Adam" and group["weight_decay"] and not group.get("decoupled_weight_decay"):
+            raise setting_error(
+                "optimizer_state",
+                "cannot keep Adam's L2 weight decay (bitsandbytes decouples it)",
+                group["weight_decay"],
+                "Use AdamW, or `weight_decay=0`.",
+            )
+        if name == "SGD" and not group["momentum"]:
+            raise setting_error(
+                "optimizer_state",
+                "needs SGD with momentum; without, there is no state",
+                0,
+                "Use `optimizer_state=False`.",
+            )
+    return kin
+
+
+def is_8bit(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `become_8bit` has changed this optimizer."""
+    return _MEMORY in vars(optimizer)
+
+
+@dataclass(kw_only=True)
+class Memory:
+    """What an 8-bit optimizer remembers of its plain self."""
+
+    plain_class: type[torch.optim.Optimizer]
+    plain_attributes: frozenset[str]
+    kin: Kin
+    kept: set[Tensor]
+
+
+def memory_of(optimizer: torch.optim.Optimizer) -> Memory:
+    """The plain self of an 8-bit optimizer."""
+    memory: Memory = vars(optimizer)[_MEMORY]
+    return memory
+
+
+@functools.cache
+def _class_8bit(class_name: str) -> Any:
+    import logging
+
+    # The only place that imports bitsandbytes. On some CPUs it warns about an inference kernel that nothing here uses.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    import bitsandbytes
+
+    base = getattr(bitsandbytes.optim, class_name)
+
+    def get_config(self: Any, gindex: int, pindex: int, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Bitsandbytes' settings of one parameter, read from torch's own group, so that schedulers steer both."""
+        memory = memory_of(self)
+        weight_decay, lr = float(group["weight_decay"]), float(group["lr"])
+        return {
+            "betas": memory.kin.betas(group),
+            "eps": float(group.get("eps", 0.0)),
+            "weight_decay": weight_decay,
+            "lr": lr,
+            "optim_bits": 32 if group["params"][pindex] in memory.kept else 8,
+            "min_8bit_size": 0,
+            "max_unorm": 0.0,
+            "skip_zeros": False,
+        }
+
+    body: dict[str, Any] = {"get_config": get_config, "__module__": __name__}
+    if class_name == "LAMB8bit":
+        body |= {"get_config": _lamb_config(get_config), "update_step": _lamb_step(base.update_step)}
+    return type(f"MemSave{class_name}", (base,), body)
+
+
+def _lamb_config(get_config: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    def lamb(self: Any, gindex: int, pindex: int, group: Mapping[str, Any]) -> dict[str, Any]:
+        # The kernel takes a bare Adam step of size one; `_lamb_step` scales it.
+        return get_config(self, gindex, pindex, group) | {"lr": 1.0, "weight_decay": 0.0}
+
+    return lamb
+
+
+def _lamb_step(adam_step: Callable[..., None]) -> Callable[..., None]:
+    """LAMB's step: Adam's direction plus decay, times the ratio of the norms of parameter and direction.
+
+    Source: You et al., https://arxiv.org/abs/1904.00962, algorithm 2. bitsandbytes' 8-bit LAMB leaves the ratio out.
+    """
+
+    @torch.no_grad()
+    def update_step(self: Any, group: Mapping[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+        before = p.detach().float().clone()
+        p.data.zero_()  # so that the step itself is what remains, at full precision
+        adam_step(self, group, p, gindex, pindex)
+        direction = p.detach().float().neg_().add_(before, alpha=float(group["weight_decay"]))
+        norms = before.norm(), direction.norm()
+        trust = norms[0] / norms[1] if norms[0] > 0 and norms[1] > 0 else before.new_ones(())
+        p.data.copy_(before.sub_(direction.mul_(trust * float(group["lr"]))))
+
+    return update_step
+
+
+def become_8bit(optimizer: torch.optim.Optimizer, kin: Kin, kept: set[Tensor]) -> None:
+    """Change the class of `optimizer`, so that every reference to it (schedulers, the trainer) stays good."""
+    from lightning_memsave.techniques.optimizer_state.conversion import load_plain_state
+
+    kin_class = _class_8bit(kin.class_name)
+    placeholder = torch.nn.Parameter(torch.zeros(1))
+    arguments = {"momentum": 0.9} if kin.class_name == "SGD8bit" else {}
+    donor = kin_class([placeholder], lr=1e-3, **arguments)
+    plain_attributes = frozenset(vars(optimizer))
+    plain_state = dict(optimizer.state)
+    memory = Memory(plain_class=type(optimizer), plain_attributes=plain_attributes, kin=kin, kept=kept)
+    _change_class(optimizer, kin_class)
+    vars(optimizer).update({k: v for k, v in vars(donor).items() if k not in plain_attributes})
+    vars(optimizer)[_MEMORY] = memory
+    load_plain_state(optimizer, plain_state)
+
+
+def become_plain(optimizer: torch.optim.Optimizer) -> None:
+    """Undo `become_8bit`; the state is converted back, with the rounding it has suffered."""
+    from lightning_memsave.techniques.optimizer_state.conversion import plain_state
+
+    memory = memory_of(optimizer)
+    state = plain_state(optimizer)
+    _change_class(optimizer, memory.plain_class)
+    for name in vars(optimizer).keys() - memory.plain_attributes - {"step"}:
+        del vars(optimizer)[name]
+    optimizer.state.clear()
+    optimizer.state.update(state)
+
+
+def _change_class(optimizer: torch.optim.Optimizer, new: type[torch.optim.Optimizer]) -> None:
+    optimizer.__class__ = new
+    counted = vars(optimizer).pop("step", None)
+    optimizer._patch_step_function()  # torch profiles `step` per class (private, seen in 2.13)
+    if counted is not None:
+        _count_steps_for_schedulers(optimizer)
+
+
+def _count_steps_for_schedulers(optimizer: torch.optim.Optimizer) -> None:
+    """Mark each call of `step`, as a torch LR scheduler does to warn when it is stepped too early.
+
+    The scheduler's own wrapper is bound to the class that was (private attributes, seen in torch 2.13).
+    """
+    method = type(optimizer).step
+
+    @functools.wraps(method)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # set and read by torch's schedulers
+        return method(optimizer, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # read by torch's schedulers
+    optimizer.step = step  # type: ignore[method-assign]  # as torch's schedulers do

@@ -1,0 +1,39 @@
+"""Every technique there is, in the order in which a recipe applies them. Adding one is one line here.
+
+Tests walk this table and name what a technique still lacks (code, test, benchmark, page, compatibility rows).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_memsave.techniques.checkpointing import Checkpointing
+from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
+from lightning_memsave.techniques.microbatching import Microbatching
+from lightning_memsave.techniques.optimizer_state import OptimizerState
+
+Config = EarlyZeroGrad | Microbatching | Checkpointing | OptimizerState
+
+
+@dataclass(frozen=True)
+class Technique:
+    """A technique's name and settings."""
+
+    stem: str
+    """Its name in code, tests, benchmarks and docs."""
+    config: type[Config]
+    slot: str | None = None
+    """Its argument of `MemSave`; `None` when only recipes name it."""
+
+
+TECHNIQUES = (
+    Technique("early_zero_grad", EarlyZeroGrad),
+    Technique("microbatching", Microbatching, slot="microbatch"),
+    Technique("checkpointing", Checkpointing, slot="checkpointing"),
+    Technique("optimizer_state", OptimizerState, slot="optimizer_state"),
+)
+
+
+def technique_of(config: Config) -> Technique:
+    """The row of the table that `config` belongs to."""
+    return next(t for t in TECHNIQUES if isinstance(config, t.config))
