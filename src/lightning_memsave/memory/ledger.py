@@ -83,7 +83,7 @@ class Measurement:
     held_bytes: int = 0
 
 
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves this class untyped
+class Ledger(TorchDispatchMode):
     """Books every tensor storage on `device` between `open` and `close`.
 
     Example:
@@ -95,7 +95,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._device_type = torch.device(device).type
         self._live: dict[int, _Entry] = {}  # keyed by the address of the storage, removed when it dies
         self._at_start: list[tuple[int, _Entry]] = []
@@ -246,11 +246,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
                 for p in self._model.parameters()
                 if p.requires_grad and p.is_leaf
             ]
-        super().__enter__()  # type: ignore[no-untyped-call]  # as above
+        super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]  # as above
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]  # untyped in torch
         for hook in self._hooks:
             hook.remove()
         self._hold_optimizer_state()

@@ -94,6 +94,6 @@ def resolve(recipe: str | Recipe, slots: Mapping[str, object]) -> Recipe:
         elif isinstance(value, technique.config):
             chosen.append(value)
         elif value is not False:
-            assert technique.config is not EarlyZeroGrad, "what has a slot has a shorthand"
-            chosen.append(technique.config.from_shorthand(value))
+            assert technique.shorthand is not None, "what has a slot has a shorthand"
+            chosen.append(technique.shorthand(value))
     return Recipe(recipe.name, tuple(chosen))

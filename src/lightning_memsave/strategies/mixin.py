@@ -7,7 +7,6 @@ the same layout.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
 from importlib import import_module
 from typing import Any
 
@@ -144,10 +143,13 @@ def _remove_loop(module: Any) -> None:
         epoch_loop.automatic_optimization = epoch_loop.automatic_optimization.parent
 
 
-@functools.cache
-def _adopted_class(cls: Hashable, namespace: str) -> Any:
-    assert isinstance(cls, type)
-    return type(f"MemSave{cls.__name__}", (mixin(namespace), cls), {"__module__": cls.__module__})
+_ADOPTED: dict[type, Any] = {}
+
+
+def _adopted_class(cls: type, namespace: str) -> Any:
+    if cls not in _ADOPTED:
+        _ADOPTED[cls] = type(f"MemSave{cls.__name__}", (mixin(namespace), cls), {"__module__": cls.__module__})
+    return _ADOPTED[cls]
 
 
 def adopt(strategy: Any, recipe: Recipe) -> None:
@@ -158,6 +160,5 @@ def adopt(strategy: Any, recipe: Recipe) -> None:
     """
     namespace = namespace_of(strategy)
     if not isinstance(strategy, mixin(namespace)):
-        cls: Hashable = type(strategy)
-        strategy.__class__ = _adopted_class(cls, namespace)
+        strategy.__class__ = _adopted_class(type(strategy), namespace)
     strategy._memsave = MemSaveState(recipe)

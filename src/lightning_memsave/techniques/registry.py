@@ -5,6 +5,7 @@ Tests walk this table and name what a technique still lacks (code, test, benchma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_memsave.techniques.checkpointing import Checkpointing
@@ -24,13 +25,15 @@ class Technique:
     config: type[Config]
     slot: str | None = None
     """Its argument of `MemSave`; `None` when only recipes name it."""
+    shorthand: Callable[[object], Config] | None = None
+    """Settings from the short form that the slot takes."""
 
 
 TECHNIQUES = (
     Technique("early_zero_grad", EarlyZeroGrad),
-    Technique("microbatching", Microbatching, slot="microbatch"),
-    Technique("checkpointing", Checkpointing, slot="checkpointing"),
-    Technique("optimizer_state", OptimizerState, slot="optimizer_state"),
+    Technique("microbatching", Microbatching, "microbatch", Microbatching.from_shorthand),
+    Technique("checkpointing", Checkpointing, "checkpointing", Checkpointing.from_shorthand),
+    Technique("optimizer_state", OptimizerState, "optimizer_state", OptimizerState.from_shorthand),
 )
 
 
