@@ -1,0 +1,29 @@
+"""Shared by all tests: small threads, quiet Lightning, no network."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import pytest
+import torch
+
+for _name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_a_seed():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
