@@ -8,7 +8,7 @@ from typing import Any
 from lightning_memsave.callbacks.monitor import MemoryMonitor
 from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.planner.recipes import Recipe, resolve
-from lightning_memsave.strategies.mixin import adopt
+from lightning_memsave.strategies.mixin import MemSaveState, adopt
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
@@ -50,15 +50,15 @@ class MemSave(MemoryMonitor):
         slots = {"microbatch": microbatch, "checkpointing": checkpointing, "optimizer_state": optimizer_state}
         self.recipe = resolve(recipe, slots)
         """What is switched on, as data."""
-        self._strategy: Any = None
+        self._state: MemSaveState | None = None
 
     @property
     def report(self) -> MemoryReport:
         """What was measured and done so far."""
         measured = super().report
-        if self._strategy is None:
+        if self._state is None:
             return measured
-        applied = self._strategy.memsave.applied
+        applied = self._state.applied
         config = self.recipe.get(Microbatching)
         is_cut = any(a.technique == "microbatching" for a in applied)
         return dataclasses.replace(
@@ -69,8 +69,7 @@ class MemSave(MemoryMonitor):
         """Adopt the live strategy before it sets up model and optimizers."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            adopt(trainer.strategy, self.recipe)
-            self._strategy = trainer.strategy
+            self._state = adopt(trainer.strategy, self.recipe)
 
     def _config(self) -> dict[str, Any]:
         return {**self.recipe.as_dict(), "every": self._every}

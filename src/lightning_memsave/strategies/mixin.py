@@ -36,6 +36,7 @@ class MemSaveState:
         self.recipe = recipe
         self.loop = LoopState(recipe)
         self.changes: list[Applied] = []
+        self.started = False
 
     @property
     def applied(self) -> tuple[Applied, ...]:
@@ -71,8 +72,9 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
             fitting = trainer.state.fn == "fit"
             if fitting:
                 check_compatibility([*self.memsave.recipe.stems(), *ways_of_training(trainer)])
-                # A second fit with the same strategy starts with a clean record.
-                self._memsave = MemSaveState(self.memsave.recipe)
+                if self.memsave.started:  # a second fit with the same strategy starts with a clean record
+                    self._memsave = MemSaveState(self.memsave.recipe)
+                self.memsave.started = True
                 _install_loop(trainer, self.memsave.loop, namespace)
             super().setup(trainer)
             if fitting and (config := self.memsave.recipe.get(Checkpointing)):
@@ -152,8 +154,11 @@ def _adopted_class(cls: type, namespace: str) -> Any:
     return _ADOPTED[cls]
 
 
-def adopt(strategy: Any, recipe: Recipe) -> None:
+def adopt(strategy: Any, recipe: Recipe) -> MemSaveState:
     """Give a live strategy the mixin, as Lightning does with optimizers, and the recipe.
+
+    Returns:
+        Where the strategy will record what it did. It holds neither model nor trainer once the run is over.
 
     Raises:
         TypeError: `strategy` is not a Lightning strategy.
@@ -161,4 +166,5 @@ def adopt(strategy: Any, recipe: Recipe) -> None:
     namespace = namespace_of(strategy)
     if not isinstance(strategy, mixin(namespace)):
         strategy.__class__ = _adopted_class(type(strategy), namespace)
-    strategy._memsave = MemSaveState(recipe)
+    state = strategy._memsave = MemSaveState(recipe)
+    return state

@@ -8,15 +8,9 @@ from __future__ import annotations
 
 import functools
 from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
-
-
-def installed_namespaces() -> tuple[str, ...]:
-    """The namespaces that can be imported."""
-    return tuple(name for name in NAMESPACES if find_spec(name.partition(".")[0]) is not None)
 
 
 def namespace_of(obj: object) -> str:

@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from lightning_memsave.strategies.mixin import mixin
-from lightning_memsave.strategies.namespaces import installed_namespaces
 
 
 def strategy_classes(namespace: str, module: str) -> dict[str, Any]:
@@ -71,6 +75,36 @@ def strategy_classes(namespace: str, module: str) -> dict[str, Any]:
 
 
 def register_strategies() -> None:
-    """Register the names in every Lightning namespace that is installed."""
-    for namespace in installed_namespaces():
-        import_module(f"lightning_memsave.strategies.{namespace.replace('.', '_')}")
+    """Register the names in `lightning.pytorch` now, and in `pytorch_lightning` once somebody imports it.
+
+    Not sooner: importing `pytorch_lightning` redirects Lightning's own log messages to itself.
+    """
+    _register_in("lightning.pytorch")
+    if "pytorch_lightning" in sys.modules:
+        _register_in("pytorch_lightning")
+    elif not any(isinstance(finder, _RegisterOnceImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegisterOnceImported())
+
+
+def _register_in(namespace: str) -> None:
+    import_module(f"lightning_memsave.strategies.{namespace.replace('.', '_')}")
+
+
+class _RegisterOnceImported(MetaPathFinder):
+    """Finds nothing itself: runs our registration right after the import of `pytorch_lightning`."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != "pytorch_lightning":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            _register_in(name)
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]  # this loader only
+        return spec

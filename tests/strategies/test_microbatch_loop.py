@@ -1,0 +1,420 @@
+"""Microbatches against whole batches in float64: everything that a user can see is the same to 1e-12."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import warnings
+import weakref
+from collections import namedtuple
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.regression import MeanSquaredError
+from transformers import BatchEncoding
+
+from lightning_memsave import (
+    MemSave,
+    Microbatching,
+    MicrobatchWarning,
+    NoEffectWarning,
+    NotLosslessWarning,
+    microbatches,
+)
+
+from .harness import Net, assert_same_run, fit, largest_difference
+
+EXACT = 1e-12
+
+
+@dataclasses.dataclass
+class Sample:
+    x: Tensor
+    y: Tensor
+    names: list[str]
+
+
+Pair = namedtuple("Pair", "x y")
+SHAPES = {
+    "tuple": lambda x, y: (x, y),
+    "list": lambda x, y: [x, y],
+    "dict": lambda x, y: {"x": x, "y": y, "names": [f"s{i}" for i in range(len(x))], "scale": torch.tensor(1.0)},
+    "nested": lambda x, y: {"in": {"x": x}, "out": (y, [y.clone()])},
+    "namedtuple": Pair,
+    "dataclass": lambda x, y: Sample(x, y, [f"s{i}" for i in range(len(x))]),
+    "BatchEncoding": lambda x, y: BatchEncoding({"x": x, "y": y}),
+}
+
+
+def unpack(batch: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(batch, (tuple, list)):
+        return batch[0], batch[1]
+    if isinstance(batch, Sample):
+        assert len(batch.names) == len(batch.x)
+        return batch.x, batch.y
+    if "in" in batch:
+        return batch["in"]["x"], batch["out"][0]
+    if "names" in batch:
+        assert len(batch["names"]) == len(batch["x"])
+    return batch["x"], batch["y"]
+
+
+class Module(L.LightningModule):
+    def __init__(self, reduction: str = "mean", optimizer: str = "sgd", output: str = "loss", **flags: bool) -> None:
+        super().__init__()
+        self.net, self.reduction, self.kind, self.output, self.flags = Net(), reduction, optimizer, output, flags
+        self.accuracy, self.error = MulticlassAccuracy(3, average="micro"), MeanSquaredError()
+        self.error.set_dtype(torch.float64)
+        self.num_calls = 0
+
+    def training_step(self, batch, batch_idx):
+        self.num_calls += 1
+        x, y = unpack(batch)
+        logits = self.net(x)
+        loss = F.cross_entropy(logits, y, reduction=self.reduction)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("largest", logits.max(), on_step=True, on_epoch=True, reduce_fx="max")
+        self.log("smallest", logits.min(), on_epoch=True, on_step=False, reduce_fx="min")
+        self.log("count", torch.tensor(float(len(y))), on_epoch=True, on_step=False, reduce_fx="sum")
+        self.log("sized", logits.mean(), on_epoch=True, on_step=True, batch_size=len(y))
+        self.log("constant", logits.mean(), on_epoch=True, on_step=True, batch_size=64)
+        if self.flags.get("metrics", True):
+            self.accuracy(logits.argmax(1), y)
+            self.error(logits[:, 0], y.to(logits.dtype))
+            self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+            self.log("error", self.error, on_step=True, on_epoch=True)
+        if self.output == "dict":
+            return {"loss": loss, "logits": logits, "n": torch.tensor(2.0), "tag": "t", "ids": list(range(len(y)))[:0]}
+        return loss
+
+    def configure_optimizers(self):
+        optimizer: Any = {
+            "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+            "adamw": lambda p: torch.optim.AdamW(p, 0.01),
+            "lbfgs": lambda p: torch.optim.LBFGS(p, 0.5, max_iter=5, line_search_fn="strong_wolfe"),
+        }[self.kind](self.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def batches(shape: str = "tuple", sizes: tuple[int, ...] = (10, 10, 4)) -> list[Any]:
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for n in sizes:
+        x = torch.randn(n, 5, generator=generator, dtype=torch.float64)
+        made.append(SHAPES[shape](x, torch.randint(0, 3, (n,), generator=generator)))
+    return made
+
+
+def both(module: Module, data: list[Any], memsave: MemSave, **options: Any) -> tuple[Any, Any]:
+    module = module.double()
+    return fit(module, data, precision="64-true", **options), fit(module, data, memsave, precision="64-true", **options)
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")  # Lightning, of the plain run as well
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_batch_structure_equals_the_whole_batch(shape):
+    memsave = MemSave(microbatch=3)
+    plain, ours = both(Module(output="dict"), batches(shape), memsave)
+    assert_same_run(plain, ours, EXACT)
+    assert memsave.report.loss_class == "exact"
+    assert memsave.report.microbatch_size == 3
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 10, 100])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_sizes_and_reductions(size, reduction):
+    plain, ours = both(Module(reduction=reduction), batches(), MemSave(microbatch=size))
+    assert_same_run(plain, ours, EXACT)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"accumulate_grad_batches": 2},
+        {"accumulate_grad_batches": 3, "max_epochs": 3},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+        {"max_steps": 4, "max_epochs": -1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_trainer_options(options, optimizer):
+    plain, ours = both(Module(optimizer=optimizer), batches(), MemSave(microbatch=3), **options)
+    assert_same_run(plain, ours, EXACT)
+
+
+def test_lbfgs_calls_the_closure_many_times():
+    plain, ours = both(Module(optimizer="lbfgs", metrics=False), batches(), MemSave(microbatch=3))
+    # Round-off is amplified by the line search, so the bar is lower; the number of evaluations is the same.
+    assert len(plain.hooks) == len(ours.hooks)
+    assert_same_run(plain, ours, 1e-8)
+
+
+def test_token_weighted_mean_needs_and_honours_weight_fn():
+    class Tokens(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(4, 6)
+
+        def training_step(self, batch, batch_idx):
+            logits = self.net(batch["x"])  # [B, T, V]
+            return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 6, (8, 7), generator=generator)
+    for row in range(8):
+        labels[row, row % 6 :] = -100 if row % 6 else labels[row, 0]
+    data = [{"x": torch.randn(8, 7, 4, generator=generator, dtype=torch.float64), "labels": labels}]
+    module = Tokens().double()
+    plain = fit(module, data, precision="64-true")
+    weighted = Microbatching(size=3, weight_fn=lambda part: (part["labels"] != -100).sum())
+    assert_same_run(plain, fit(module, data, MemSave(microbatch=weighted), precision="64-true"), EXACT)
+    with pytest.warns(MicrobatchWarning, match="weight_fn"):
+        ours = fit(module, data, MemSave(microbatch=3), precision="64-true")
+    assert_same_run(plain, ours, 0.0)
+
+
+def test_in_batch_negatives_are_detected_and_run_whole():
+    class Contrastive(Module):
+        def training_step(self, batch, batch_idx):
+            x, _ = unpack(batch)
+            z = F.normalize(self.net(x), dim=1)
+            return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
+
+    memsave = MemSave(microbatch=3)
+    with pytest.warns(MicrobatchWarning, match="in-batch negatives.*weight_fn.*split_fn"):
+        plain, ours = both(Contrastive(), batches(), memsave)
+    assert_same_run(plain, ours, 0.0)
+    assert memsave.report.microbatch_size is None
+
+
+def test_an_ambiguous_batch_runs_whole_or_is_cut_by_split_fn():
+    class Weighted(Module):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(batch["x"]), batch["y"], label_smoothing=float(batch["class_weights"][0]))
+
+    data = [{"x": b[0], "y": b[1], "class_weights": torch.full((3,), 0.1)} for b in batches()]
+    with pytest.warns(MicrobatchWarning, match=r"first dimensions \[3, 10\].*split_fn"):
+        plain, ours = both(Weighted(), data, MemSave(microbatch=4))
+    assert_same_run(plain, ours, 0.0)
+
+    def split_fn(batch, size):
+        return [
+            {"x": x, "y": y, "class_weights": batch["class_weights"]}
+            for x, y in zip(batch["x"].split(size), batch["y"].split(size), strict=True)
+        ]
+
+    # `batch_size` cannot tell these apart either, so the weights are given as well.
+    cut = Microbatching(size=4, split_fn=split_fn, weight_fn=lambda part: len(part["x"]))
+    plain, ours = both(Weighted(), data, MemSave(microbatch=cut))
+    assert_same_run(plain, ours, EXACT)
+
+
+def test_the_probe_leaves_no_trace():
+    class Noisy(Module):
+        def __init__(self):
+            super().__init__()
+            self.seen: list[float] = []
+            self.register_buffer("count", torch.zeros(()))
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if not self.training:
+                self.count += 1
+            self.seen.append(float(torch.rand(())))
+            return loss
+
+    module = Noisy().double()
+    calls = []
+
+    class Count(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            calls.append((pl_module.num_calls, len(pl_module.seen), float(pl_module.count), pl_module.seen[0]))
+
+    for memsave in (None, MemSave(microbatch=3)):
+        fit(module, batches(sizes=(6,)), memsave, precision="64-true", max_epochs=1, callbacks=[Count()])
+    (_, _, _, first_random_number), ours = calls
+    assert ours == (2, 2, 0.0, first_random_number)
+
+
+def test_returning_none_skips_the_step():
+    class Skips(Module):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        plain, ours = both(Skips(metrics=False), batches(), MemSave(microbatch=3))
+    assert_same_run(plain, ours, EXACT)
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_fp16_with_a_grad_scaler(overflow):
+    class Scaled(Module):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * (float("inf") if overflow and batch_idx == 1 else 1.0)
+
+    module = Scaled(metrics=False)
+
+    def run(memsave):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        data = [(x.float(), y) for x, y in batches()]
+        seen = fit(module, data, memsave, plugins=[plugin], gradient_clip_val=1.0)
+        return seen, scaler.get_scale()
+
+    (plain, plain_scale), (ours, scale) = run(None), run(MemSave(microbatch=Microbatching(size=3, reduction="mean")))
+    assert scale == plain_scale
+    assert largest_difference(plain.parameters, ours.parameters) < 2e-3  # half-precision round-off
+    assert sorted(plain.hooks) == sorted(ours.hooks)
+
+
+@pytest.mark.parametrize(("layer", "named"), [(nn.BatchNorm1d(5), "BatchNorm1d"), (nn.Dropout(0.5), "Dropout")])
+def test_batchnorm_and_dropout_are_named_and_strict_refuses(layer, named):
+    module = Module().double()
+    module.net = nn.Sequential(layer, Net()).double()
+    memsave = MemSave(microbatch=3)
+    with pytest.warns(NotLosslessWarning, match=rf"net\.0 \({named}"):
+        fit(module, batches(), memsave, precision="64-true")
+    assert memsave.report.loss_class == "changed"
+    assert named in memsave.report.loss_class_reasons[0]
+    with pytest.raises(ValueError, match=rf"strict.*{named}"):
+        fit(module, batches(), MemSave(microbatch=Microbatching(size=3, strict=True)), precision="64-true")
+
+
+def test_a_frozen_batchnorm_is_exact():
+    module = Module().double()
+    module.net = nn.Sequential(nn.BatchNorm1d(5), Net()).double()
+    memsave = MemSave(microbatch=3)
+
+    class Freeze(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, *args):
+            pl_module.net[0].eval()
+
+    plain = fit(module, batches(), precision="64-true", callbacks=[Freeze()])
+    ours = fit(module, batches(), memsave, precision="64-true", callbacks=[Freeze()])
+    assert_same_run(plain, ours, EXACT)
+    assert memsave.report.loss_class == "exact"
+
+
+def gan_steps(module, batch, parts):
+    d_opt, g_opt = module.optimizers()
+    d_opt.zero_grad()
+    for part, weight in parts(batch):
+        real, noise = part
+        fake = module.generator(noise).detach()
+        loss = F.softplus(-module.critic(real)).mean() + F.softplus(module.critic(fake)).mean()
+        module.manual_backward(loss * weight)
+    d_opt.step()
+    g_opt.zero_grad()
+    for part, weight in parts(batch):
+        module.manual_backward(F.softplus(-module.critic(module.generator(part[1]))).mean() * weight)
+    g_opt.step()
+
+
+class Gan(L.LightningModule):
+    def __init__(self, parts):
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.critic = nn.Linear(3, 5), nn.Linear(5, 1)
+        self.parts = parts
+
+    def training_step(self, batch, batch_idx):
+        gan_steps(self, batch, self.parts)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.generator.parameters(), 0.01), torch.optim.Adam(self.critic.parameters(), 0.01)
+
+
+def whole(batch):
+    yield batch, 1.0
+
+
+def test_manual_optimization_gan_with_two_optimizers():
+    data = [(torch.randn(7, 5, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)) for _ in range(3)]
+    torch.manual_seed(0)
+    plain_module = Gan(whole).double()
+    ours_module = Gan(microbatches).double()
+    ours_module.load_state_dict(plain_module.state_dict())
+    memsave = MemSave(microbatch=2)
+    plain = fit(plain_module, data, precision="64-true")
+    ours = fit(ours_module, data, memsave, precision="64-true")
+    assert largest_difference(plain.gradients, ours.gradients) < EXACT
+    assert largest_difference(plain.parameters, ours.parameters) < EXACT
+    assert memsave.report.microbatch_size == 2
+    assert memsave.report.peak_bytes is not None
+    with pytest.warns(NoEffectWarning, match="microbatches"):
+        fit(plain_module, data, MemSave(microbatch=2), precision="64-true")
+
+
+class OutOfMemory(Module):
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return batch[0].clone(), batch[1].clone()  # as on an accelerator: not the data set's own tensors
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return loss
+
+
+def test_after_a_final_out_of_memory_error_nothing_of_ours_holds_tensors():
+    memsave = MemSave(microbatch=3)
+    references = []
+
+    class Keep(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            references.append(weakref.ref(batch[0]))
+
+    module = OutOfMemory().double()
+    hidden = []
+    module.net.inner[0].register_forward_hook(lambda m, i, out: hidden.append(weakref.ref(out)))
+
+    def run():
+        with pytest.raises(torch.OutOfMemoryError):
+            fit(module, batches(), memsave, precision="64-true", callbacks=[Keep()])
+
+    run()
+    gc.collect()
+    assert len(references) == 2
+    assert [r for r in (*references, *hidden) if r() is not None] == []
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_early_zero_grad_frees_gradients_before_the_forward_and_never_while_accumulating():
+    alive: list[bool] = []
+
+    class Looks(Module):
+        def training_step(self, batch, batch_idx):
+            alive.append(any(p.grad is not None for p in self.parameters()))
+            return super().training_step(batch, batch_idx)
+
+    for memsave, expected in ((None, [False, True, True]), (MemSave(), [False, False, False])):
+        alive.clear()
+        fit(Looks().double(), batches(), memsave, precision="64-true", max_epochs=1)
+        assert alive == expected
+    alive.clear()
+    plain, ours = both(Looks(), batches(), MemSave(), max_epochs=1, accumulate_grad_batches=3)
+    assert alive == [False, True, True] * 2
+    assert_same_run(plain, ours, 0.0)
+
+
+def test_measure_changes_nothing_to_the_bit():
+    plain, ours = both(Module(output="dict"), batches(), MemSave("measure"))
+    assert_same_run(plain, ours, 0.0)
+    assert plain.hooks == ours.hooks
