@@ -388,7 +388,7 @@ def test_after_a_final_out_of_memory_error_nothing_of_ours_holds_tensors():
             fit(module, batches(), memsave, precision="64-true", callbacks=[Keep()])
 
     run()
-    del memsave.log  # Lightning gives every callback its module's bound method, and with it the whole trainer
+    del memsave.log, memsave.log_dict  # Lightning gives every callback its module's bound methods: the whole trainer
     gc.collect()
     assert len(references) == 2
     assert [r for r in (*references, *hidden) if r() is not None] == []

@@ -29,13 +29,14 @@ class MemSave(MemoryMonitor):
         ValueError: a setting is wrong or two of them cannot be combined; before training starts.
 
     Example:
-        >>> import lightning as L
-        >>> from lightning.pytorch.demos.boring_classes import BoringModel
-        >>> memsave = MemSave(microbatch=1)
+        >>> import lightning as L, torch
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+        >>> data = torch.utils.data.DataLoader(RandomDataset(32, 64), batch_size=4)
+        >>> memsave = MemSave(microbatch=2)
         >>> L.Trainer(callbacks=[memsave], max_steps=3, logger=False, enable_checkpointing=False,
-        ...           enable_progress_bar=False, enable_model_summary=False, accelerator="cpu").fit(BoringModel())
-        >>> memsave.report.loss_class
-        'exact'
+        ...           enable_progress_bar=False, enable_model_summary=False, accelerator="cpu").fit(BoringModel(), data)
+        >>> memsave.report.loss_class, memsave.report.microbatch_size
+        ('exact', 2)
     """
 
     def __init__(

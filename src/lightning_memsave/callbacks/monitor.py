@@ -35,10 +35,11 @@ class MemoryMonitor(Callback):
 
     Example:
         >>> import lightning as L
-        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+        >>> data = torch.utils.data.DataLoader(RandomDataset(32, 64), batch_size=4)
         >>> monitor = MemoryMonitor()
         >>> L.Trainer(callbacks=[monitor], max_steps=3, logger=False, enable_checkpointing=False,
-        ...           enable_progress_bar=False, enable_model_summary=False, accelerator="cpu").fit(BoringModel())
+        ...           enable_progress_bar=False, enable_model_summary=False, accelerator="cpu").fit(BoringModel(), data)
         >>> sum(monitor.report.by_category.values()) == monitor.report.peak_bytes > 0
         True
     """

@@ -41,8 +41,13 @@ class Applied:
 
     def undo(self) -> None:
         """Restore what was changed. Calling it twice is safe."""
-        restore, self.restore = self.restore, lambda: None
+        restore = self.restore
+        self.keep()
         restore()
+
+    def keep(self) -> None:
+        """Leave the change in place for good; frees what the way back holds."""
+        self.restore = lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,6 +105,7 @@ class Ledger(TorchDispatchMode):
         self._model: nn.Module | None = None
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._hooks: list[Any] = []
+        self._stance: Any = None
         self._has_buckets = False
         self._gradients_are_buckets = False
         self.measurement: Measurement | None = None
@@ -126,6 +127,11 @@ class Ledger(TorchDispatchMode):
             entry = self._book(storage, category, reserved=in_bucket)
             self._was_there(entry)
         entry.category = category
+
+    @property
+    def live_bytes(self) -> int:
+        """What is booked and alive now."""
+        return self._bytes
 
     def reserve(self, category: str, num_bytes: int) -> None:
         """Book bytes that no tensor in Python shows, for example DDP's buckets."""
@@ -240,6 +246,9 @@ class Ledger(TorchDispatchMode):
 
     def __enter__(self) -> Ledger:
         self._held = self._bytes
+        # A compiled region that is called under a dispatch mode stays eager for the rest of the run; in this stance it
+        # runs eagerly now and compiled afterwards.
+        self._stance = torch.compiler.set_stance("force_eager")
         if self._model is not None:
             self._hooks = [
                 p.register_post_accumulate_grad_hook(self._name_gradient)
@@ -251,6 +260,7 @@ class Ledger(TorchDispatchMode):
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]  # untyped in torch
+        self._stance.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
         self._hold_optimizer_state()

@@ -53,7 +53,7 @@ class Meter:
         self._num_steps += 1
         self._device = device
         allocator.reset_peak(device)
-        if self._num_steps in self._due or self._num_steps % self._every == 0:
+        if self._num_steps in self._due or (self._num_steps > 1 and self._num_steps % self._every == 0):
             self._due.discard(self._num_steps)
             self._ledger = Ledger(device).watching(model, optimizers, batch)
             self._ledger.__enter__()

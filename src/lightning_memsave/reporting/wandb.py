@@ -46,9 +46,9 @@ def wandb_logger(
     options.setdefault(
         "settings", wandb.Settings(x_transaction_log_flush_interval=1.0, init_timeout=20.0, silent=quiet)
     )
-    logger = WandbLogger(project=project, save_dir=save_dir, offline=offline, **options)
     if offline:
-        return logger
+        return _offline_logger(project, save_dir, options)
+    logger = WandbLogger(project=project, save_dir=save_dir, **options)
     try:
         _ = logger.experiment
     except (wandb.errors.UsageError, wandb.errors.CommError) as error:
@@ -56,8 +56,15 @@ def wandb_logger(
         rank_zero_warn(
             f"wandb is not reachable ({reason}). The run is kept offline in {save_dir}; upload: `wandb sync`."
         )
-        return WandbLogger(project=project, save_dir=save_dir, offline=True, **options)
+        return _offline_logger(project, save_dir, options)
     return logger
+
+
+def _offline_logger(project: str, save_dir: str, options: Mapping[str, Any]) -> Any:
+    """Ask wandb itself too: Lightning only sets `WANDB_MODE`, which wandb no longer reads once it was started."""
+    from lightning.pytorch.loggers import WandbLogger
+
+    return WandbLogger(project=project, save_dir=save_dir, offline=True, **{**options, "mode": "offline"})
 
 
 def declare_metrics(run: Any) -> None:

@@ -47,10 +47,13 @@ class MemSaveState:
         order = self.recipe.stems()
         return tuple(sorted(done, key=lambda applied: order.index(applied.technique)))
 
-    def undo(self) -> None:
-        """Restore model and optimizers; what was done stays on record."""
+    def finish(self) -> None:
+        """Give the model back as it was; what was done stays on record.
+
+        Optimizers stay low-bit: checkpoints may still be written, and their plain state would take memory.
+        """
         for applied in reversed(self.changes):
-            applied.undo()
+            applied.keep() if applied.technique == "optimizer_state" else applied.undo()
 
 
 @functools.cache
@@ -103,7 +106,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
                 from_plain(optimizer, state) if is_8bit(optimizer) else optimizer.load_state_dict(state)
 
         def teardown(self) -> None:
-            self.memsave.undo()
+            self.memsave.finish()
             self.memsave.loop.warn_if_unused(self.lightning_module)
             _remove_loop(self.lightning_module)
             super().teardown()

@@ -80,7 +80,7 @@ def register_strategies() -> None:
     Not sooner: importing `pytorch_lightning` redirects Lightning's own log messages to itself.
     """
     _register_in("lightning.pytorch")
-    if "pytorch_lightning" in sys.modules:
+    if sys.modules.get("pytorch_lightning") is not None:
         _register_in("pytorch_lightning")
     elif not any(isinstance(finder, _RegisterOnceImported) for finder in sys.meta_path):
         sys.meta_path.insert(0, _RegisterOnceImported())

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -184,8 +184,8 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     before = _changing_buffers(self, region)
 
-    def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        return contextlib.nullcontext(), _buffers_as_before(before)
+    def contexts() -> tuple[contextlib.AbstractContextManager[None], _BuffersAsBefore]:
+        return contextlib.nullcontext(), _BuffersAsBefore(before)
 
     out = checkpoint(original, *args, use_reentrant=False, context_fn=contexts if before else noop_context_fn, **kwargs)
     if region.changing is None:
@@ -221,14 +221,21 @@ def _get_buffer(owner: nn.Module, key: str) -> Tensor:
     return value
 
 
-@contextlib.contextmanager
-def _buffers_as_before(before: _Snapshot) -> Iterator[None]:
-    """During recomputation, the region reads (and may change) clones of the buffers as they were before its forward."""
-    after = [(owner, key, _get_buffer(owner, key)) for owner, key, _ in before.values()]
-    for owner, key, value in before.values():
-        owner._buffers[key] = value.clone()
-    try:
-        yield
-    finally:
-        for owner, key, value in after:
+class _BuffersAsBefore:
+    """During recomputation, the region reads (and may change) clones of the buffers as they were before its forward.
+
+    Entered once for each recomputation; a double backward recomputes twice.
+    """
+
+    def __init__(self, before: _Snapshot) -> None:
+        self._before = before
+        self._after: list[tuple[nn.Module, str, Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._after = [(owner, key, _get_buffer(owner, key)) for owner, key, _ in self._before.values()]
+        for owner, key, value in self._before.values():
+            owner._buffers[key] = value.clone()
+
+    def __exit__(self, *_: object) -> None:
+        for owner, key, value in self._after:
             owner._buffers[key] = value

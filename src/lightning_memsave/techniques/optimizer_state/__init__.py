@@ -126,7 +126,7 @@ def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: Optimizer
     total, any_8bit = 0, False
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if not p.requires_grad:
+            if not p.requires_grad and not optimizer.state.get(p):
                 continue
             per_moment = 4 * p.numel() if p in kept else p.numel() + 4 * num_blocks(p.numel())
             any_8bit |= p not in kept

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.numerics.blockwise import dequantize_blockwise, quantize_blockwise
-from lightning_memsave.techniques.optimizer_state.kin import Kin, memory_of
+from lightning_memsave.techniques.optimizer_state.kin import KINS, Kin, memory_of
 
 SIDE_KEY = "memsave_8bit"
 _VERSION = 1
@@ -114,11 +114,12 @@ def from_plain(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) 
         raise setting_error(
             "optimizer_states", f"must have parameter groups of sizes {sizes}", saved_sizes, "Load the matching model."
         )
+    known = {moment for kin in KINS.values() for moment in kin.moments}
     for state in state_dict["state"].values():
-        if missing := set(memory.kin.moments) - set(state):
+        if known & set(state) != set(memory.kin.moments):
             raise setting_error(
                 "optimizer_states",
-                f"must be of {memory.plain_class.__name__} and hold {', '.join(sorted(missing))}",
+                f"must be of {memory.plain_class.__name__} and hold {', '.join(memory.kin.moments)} alone",
                 sorted(state),
                 "Resume with the optimizer that wrote the checkpoint.",
             )

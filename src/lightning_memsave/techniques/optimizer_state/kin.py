@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,6 @@ KINS: Mapping[str, Kin] = {
         betas=_betas,
         required={**_COMMON, "max_grad_norm": _OFF, "trust_clip": _OFF, "always_adapt": _OFF, "caution": _OFF,
                   "debias": (True,), "bias_correction": (True, 1), "grad_averaging": (True, 1)},
-        has_step=False,
     ),
 }  # fmt: skip
 _ALIASES = {"Lamb": "LAMB"}
@@ -167,7 +167,12 @@ def _class_8bit(class_name: str) -> Any:
             "skip_zeros": False,
         }
 
-    body: dict[str, Any] = {"get_config": get_config, "__module__": __name__}
+    def getstate(self: Any) -> dict[str, Any]:
+        """For copies: what torch copies of an optimizer, and what makes this one an 8-bit one."""
+        own = vars(self).keys() - memory_of(self).plain_attributes - {"step"}
+        return {**torch.optim.Optimizer.__getstate__(self), **{name: vars(self)[name] for name in own}}
+
+    body: dict[str, Any] = {"get_config": get_config, "__getstate__": getstate, "__module__": __name__}
     if class_name == "LAMB8bit":
         body |= {"get_config": _lamb_config(get_config), "update_step": _lamb_step(base.update_step)}
     return type(f"MemSave{class_name}", (base,), body)
@@ -222,9 +227,13 @@ def become_plain(optimizer: torch.optim.Optimizer) -> None:
     from lightning_memsave.techniques.optimizer_state.conversion import plain_state
 
     memory = memory_of(optimizer)
-    state = plain_state(optimizer)
+    # In the dtype of the parameter, as the plain optimizer would hold it.
+    state = {
+        p: {name: value if name == "step" else value.to(p.dtype) for name, value in moments.items()}
+        for p, moments in plain_state(optimizer).items()
+    }
     _change_class(optimizer, memory.plain_class)
-    for name in vars(optimizer).keys() - memory.plain_attributes - {"step"}:
+    for name in vars(optimizer).keys() - memory.plain_attributes - {"step", "_opt_called"}:
         del vars(optimizer)[name]
     optimizer.state.clear()
     optimizer.state.update(state)
@@ -244,11 +253,13 @@ def _count_steps_for_schedulers(optimizer: torch.optim.Optimizer) -> None:
     The scheduler's own wrapper is bound to the class that was (private attributes, seen in torch 2.13).
     """
     method = type(optimizer).step
+    reference = weakref.ref(optimizer)  # an optimizer in a cycle would keep its state until the collector runs
 
     @functools.wraps(method)
     def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # set and read by torch's schedulers
-        return method(optimizer, *args, **kwargs)
+        self: Any = reference()
+        self._opt_called = True  # set and read by torch's schedulers
+        return method(self, *args, **kwargs)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # read by torch's schedulers
     optimizer.step = step  # type: ignore[method-assign]  # as torch's schedulers do

@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_memsave import Checkpointing, MemoryMonitor, MemSave, Microbatching, OptimizerState, Recipe
+from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
+
+QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+class Regressor(L.LightningModule):
+    def __init__(self, width: int = 80) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3))
+        self.net = nn.Sequential(nn.Linear(4, width), *blocks, nn.Linear(width, 1))
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.net(batch[:, :4]) - batch[:, 4:]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class Validated(Regressor):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.net(batch[:, :4]).square().mean())
+
+
+def loader(n: int = 64) -> DataLoader:
+    return DataLoader(torch.randn(n, 5, generator=torch.Generator().manual_seed(0)), batch_size=16)
+
+
+EVERYTHING = {"microbatch": 4, "checkpointing": "blocks", "optimizer_state": "8bit"}
+
+
+def fit(memsave, module=None, **options):
+    torch.manual_seed(0)
+    module = module or Regressor()
+    options = {"max_epochs": 2, "enable_checkpointing": False, **options}
+    trainer = L.Trainer(callbacks=[memsave] if memsave else [], **QUIET, **options)
+    trainer.fit(module, loader())
+    return trainer, module
+
+
+def test_report_adds_up_and_says_what_was_done():
+    memsave = MemSave(**EVERYTHING)
+    fit(memsave)
+    report = memsave.report
+    assert sum(report.by_category.values()) == report.peak_bytes
+    assert [a.technique for a in report.applied] == [
+        "early_zero_grad",
+        "microbatching",
+        "checkpointing",
+        "optimizer_state",
+    ]
+    assert report.microbatch_size == 4
+    assert report.loss_class == "changed"
+    assert report.loss_class_reasons == ("AdamW's moments are rounded to 8 bits",)
+    assert report.num_steps_measured == 2
+    assert report.factor is None
+
+
+def test_factor_against_a_measured_baseline():
+    baseline, memsave = MemSave("measure"), MemSave(**EVERYTHING)
+    fit(baseline)
+    memsave.against(baseline.report)
+    fit(memsave)
+    assert memsave.report.baseline_source == "measured"
+    assert memsave.report.factor == baseline.report.peak_bytes / memsave.report.peak_bytes > 1
+
+
+def test_slots_shorthands_configs_and_false():
+    configs = {
+        "microbatch": Microbatching(size=4),
+        "checkpointing": Checkpointing(),
+        "optimizer_state": OptimizerState(),
+    }
+    assert MemSave(**configs).recipe == MemSave(**EVERYTHING).recipe
+    assert MemSave(checkpointing=True, optimizer_state=True).recipe.stems()[1:] == ("checkpointing", "optimizer_state")
+    recipe = Recipe("mine", (EarlyZeroGrad(), Microbatching(size=2)))
+    assert MemSave(recipe).recipe == recipe
+    assert MemSave(recipe, microbatch=False).recipe.stems() == ("early_zero_grad",)
+    assert MemSave(recipe, microbatch=3).recipe.get(Microbatching).size == 3
+    assert MemSave("measure").recipe.stems() == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"recipe": "magic"}, r"`recipe` must be one of 'measure', 'lossless'.*got 'magic'"),
+        ({"microbatch": 0}, r"`microbatch` must be a positive integer, got 0"),
+        ({"microbatch": True}, "`microbatch` must be a positive integer"),
+        ({"microbatch": "auto"}, r"`microbatch` must be a positive integer"),
+        ({"checkpointing": "no-such-thing"}, r"`checkpointing` must be one of 'blocks', got 'no-such-thing'"),
+        ({"optimizer_state": "1bit"}, r"`optimizer_state` must be one of '8bit', got '1bit'"),
+        ({"recipe": Recipe("a", ()), "microbatch": -3}, "got -3"),
+    ],
+)
+def test_wrong_settings_fail_at_construction(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        MemSave(**arguments)
+
+
+def test_a_recipe_names_each_technique_once():
+    with pytest.raises(ValueError, match="each technique once"):
+        Recipe("twice", (Microbatching(size=1), Microbatching(size=2)))
+
+
+def test_a_selector_without_match_fails_before_training_and_leaves_the_module_whole():
+    module = Regressor()
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ValueError, match=r"Checkpointing.modules.*Sequential"):
+        fit(MemSave(checkpointing=Checkpointing(modules="Nope")), module)
+    assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
+
+
+def test_an_optimizer_without_kin_fails_before_training():
+    class Rprop(Regressor):
+        def configure_optimizers(self):
+            return torch.optim.Rprop(self.parameters())
+
+    with pytest.raises(ValueError, match=r"AdamW, Adam, SGD, Lion, RMSprop, Adagrad, LAMB.*got 'Rprop'"):
+        fit(MemSave(optimizer_state="8bit"), Rprop())
+
+
+def test_checkpoints_load_both_ways_and_resume_is_bit_equal(tmp_path):
+    def run(memsave, ckpt=None, epochs=2):
+        torch.manual_seed(0)
+        module = Regressor()
+        trainer = L.Trainer(
+            callbacks=[memsave] if memsave else [], max_epochs=epochs, enable_checkpointing=False, **QUIET
+        )
+        trainer.fit(module, loader(), ckpt_path=ckpt)
+        return trainer, module
+
+    path, plain_path = tmp_path / "ours.ckpt", tmp_path / "plain.ckpt"
+    trainer, module = run(MemSave(**EVERYTHING))
+    trainer.save_checkpoint(path)
+    plain_trainer, plain = run(None)
+    plain_trainer.save_checkpoint(plain_path)
+
+    ours, theirs = torch.load(path, weights_only=True), torch.load(plain_path, weights_only=True)
+    assert ours["state_dict"].keys() == theirs["state_dict"].keys()
+    states, plain_states = ours["optimizer_states"][0]["state"], theirs["optimizer_states"][0]["state"]
+    described = [{n: (t.shape, t.dtype) for n, t in s.items()} for s in states.values()]
+    assert described == [{n: (t.shape, t.dtype) for n, t in s.items()} for s in plain_states.values()]
+    assert ours["optimizer_states"][0]["param_groups"] == theirs["optimizer_states"][0]["param_groups"]
+
+    _, straight = run(MemSave(**EVERYTHING), epochs=4)
+    _, resumed = run(MemSave(**EVERYTHING), path, epochs=4)
+    for (name, a), b in zip(straight.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    for memsave, ckpt in ((None, path), (MemSave(**EVERYTHING), plain_path)):
+        _, crossed = run(memsave, ckpt, epochs=4)
+        assert all(torch.isfinite(p).all() for p in crossed.parameters())
+        assert any(not torch.equal(a, b) for a, b in zip(crossed.parameters(), module.parameters(), strict=True))
+    assert all(torch.isfinite(p).all() for p in plain.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+def test_fit_twice_validate_and_a_second_trainer():
+    memsave = MemSave(**EVERYTHING)
+    trainer, module = fit(memsave, Validated())
+    first = memsave.report
+    trainer.validate(module, loader(), verbose=False)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, loader())
+    assert len(memsave.report.applied) == 4
+    fit(memsave)
+    assert memsave.report.peak_bytes == first.peak_bytes
+    assert [a.technique for a in memsave.report.applied] == [a.technique for a in first.applied]
+    assert all("_checkpoint_region" not in vars(m) for m in module.modules())
+
+
+def test_monitor_alone_changes_nothing_and_a_second_one_reads_the_first():
+    monitor, second = MemoryMonitor(), MemoryMonitor()
+    torch.manual_seed(0)
+    module = Regressor()
+    trainer = L.Trainer(callbacks=[monitor, second], max_epochs=2, enable_checkpointing=False, **QUIET)
+    trainer.fit(module, loader())
+    assert type(trainer.strategy).__name__ == "SingleDeviceStrategy"
+    _, plain = fit(None)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
+    assert monitor.report == second.report
+    assert monitor.report.num_steps_measured == 2
+    assert trainer.callback_metrics["memsave/peak_bytes"].item() == monitor.report.peak_bytes
+
+
+def test_an_exception_in_the_middle_of_a_measured_step_leaves_nothing_behind():
+    class Fails(Regressor):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1:
+                raise RuntimeError("user's own")
+            return super().training_step(batch, batch_idx)
+
+    memsave = MemSave(**EVERYTHING)
+    with pytest.raises(RuntimeError, match="user's own"):
+        fit(memsave, Fails())
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    assert _get_current_dispatch_mode_stack() == []
+    fit(memsave)
+    assert memsave.report.peak_bytes > 0
+
+
+def test_the_second_step_of_a_long_run_and_every_nth_are_measured():
+    monitor = MemoryMonitor(every=5)
+    trainer = L.Trainer(callbacks=[monitor], max_steps=12, max_epochs=-1, enable_checkpointing=False, **QUIET)
+    trainer.fit(Regressor(), loader())
+    assert monitor.report.num_steps_measured == 4  # 2, 3, 5, 10
+    with pytest.raises(ValueError, match="`every`"):
+        MemoryMonitor(every=0)
+
+
+class FoursDataModule(BoringDataModule):
+    def train_dataloader(self):
+        return DataLoader(self.random_train, batch_size=4)
+
+
+@pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
+@pytest.mark.filterwarnings("ignore:.*`val_dataloader`")
+def test_lightning_cli_yaml(tmp_path, monkeypatch):
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    config = {
+        "seed_everything": 1,
+        "trainer": {
+            **QUIET,
+            "enable_checkpointing": False,
+            "max_steps": 3,
+            "strategy": {"class_path": "lightning_memsave.MemSaveStrategy"},
+            "callbacks": [
+                {
+                    "class_path": "lightning_memsave.MemSave",
+                    "init_args": {
+                        "recipe": "lossless",
+                        "microbatch": {"class_path": "lightning_memsave.Microbatching", "init_args": {"size": 2}},
+                        "checkpointing": False,
+                        "optimizer_state": None,
+                    },
+                },
+                {"class_path": "lightning_memsave.MemoryMonitor", "init_args": {"every": 3}},
+            ],
+        },
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    cli = LightningCLI(BoringModel, FoursDataModule, save_config_callback=None, args=["fit", "--config", str(path)])
+    memsave = cli.trainer.callbacks[0]
+    assert isinstance(memsave, MemSave)
+    assert memsave.report.microbatch_size == 2
+
+    arguments = ["fit", "--trainer.callbacks+=lightning_memsave.MemSave", "--trainer.callbacks.microbatch=2"]
+    arguments += ["--trainer.strategy=memsave", "--trainer.max_steps=3", "--trainer.logger=false"]
+    arguments += ["--trainer.accelerator=cpu", "--trainer.enable_checkpointing=false"]
+    arguments += ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+    cli = LightningCLI(BoringModel, FoursDataModule, save_config_callback=None, args=arguments)
+    assert cli.trainer.callbacks[0].report.microbatch_size == 2

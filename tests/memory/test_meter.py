@@ -1,0 +1,284 @@
+import gc
+import statistics
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from lightning_memsave.core.report import CATEGORIES, MemoryReport
+from lightning_memsave.memory import Ledger, Meter
+from lightning_memsave.memory import meter as meter_module
+from tests.memory.test_allocator import fake_device  # noqa: F401  # a fixture
+
+CPU = torch.device("cpu")
+
+
+class Run:
+    """A model, and steps whose peak is known: weight + data + `elements` more float32."""
+
+    def __init__(self, meter, device=CPU):
+        self.meter, self.device = meter, device
+        self.model, self.batch = nn.Linear(8, 8, bias=False), torch.zeros(4, 8)
+        self.optimizers = [torch.optim.SGD(self.model.parameters(), lr=0.1)]
+        self.base = 8 * 8 * 4 + 4 * 8 * 4
+
+    def step(self, elements=100, inside=lambda: None):
+        self.meter.begin(self.model, self.optimizers, self.batch, self.device)
+        torch.empty(elements)
+        inside()
+        return self.meter.end()
+
+    def measured_steps(self, last):
+        return [number for number in range(1, last + 1) if self.step() is not None]
+
+
+def test_every_must_be_positive():
+    for every in (0, -1):
+        with pytest.raises(ValueError, match=f"`every` must be a positive integer, got {every}"):
+            Meter(every=every)
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [(200, [2, 3]), (5, [2, 3, 5, 10]), (3, [2, 3, 6, 9, 12]), (2, [2, 3, 4, 6, 8, 10, 12]), (1, [*range(2, 13)])],
+)
+def test_which_steps_are_measured(every, expected):
+    # Never the first: a region that is compiled in it would stay eager for the whole run.
+    meter = Meter(every=every)
+    assert Run(meter).measured_steps(12) == expected
+    assert meter.num_steps_measured == len(expected)
+
+
+def test_the_default_is_every_200():
+    run = Run(Meter())
+    assert run.measured_steps(401) == [2, 3, 200, 400]
+
+
+@pytest.mark.parametrize(("after", "expected"), [(0, [2, 3]), (1, [2, 3]), (2, [2, 3, 4]), (6, [2, 3, 7, 8])])
+def test_measure_again_adds_the_next_two_steps(after, expected):
+    meter = Meter(every=200)
+    run, measured = Run(meter), []
+    for number in range(1, 12):
+        if number == after + 1:
+            meter.measure_again()
+        if run.step() is not None:
+            measured.append(number)
+    assert measured == expected
+
+
+def test_a_measurement_is_that_of_its_step():
+    meter = Meter()
+    run = Run(meter)
+    assert run.step(1000) is None
+    assert meter.report() == MemoryReport()
+    assert run.step(10).peak_bytes == run.base + 40
+    assert run.step(30).peak_bytes == run.base + 120
+    assert run.step(1000) is None
+
+
+def test_the_report_keeps_the_highest_peak():
+    meter = Meter(every=4)
+    run = Run(meter)
+    for elements in (1, 10, 30, 20):
+        run.step(elements)
+    report = meter.report()
+    assert report.peak_bytes == run.base + 120
+    assert set(report.by_category) == set(CATEGORIES)
+    assert report.by_category["temporary"] == 120
+    assert report.by_category["weights"] == 256
+    assert report.by_category["data"] == 128
+    assert sum(report.by_category.values()) == report.peak_bytes
+    assert report.num_steps_measured == 3
+    assert report.reserved_bytes is None
+    with pytest.raises(TypeError):
+        report.by_category["data"] = 0
+
+
+def test_abandon_leaves_the_ledger_and_is_safe_at_any_time():
+    meter = Meter()
+    assert meter.abandon() is None
+    run = Run(meter)
+    run.step()
+    meter.begin(run.model, run.optimizers, run.batch, CPU)
+    assert len(_get_current_dispatch_mode_stack()) == 1
+    assert meter.abandon().peak_bytes == run.base
+    assert _get_current_dispatch_mode_stack() == []
+    assert meter.abandon() is None
+    assert meter.end() is None
+    assert meter.num_steps_measured == 0
+    assert run.step().peak_bytes == run.base + 400
+
+
+def test_an_exception_in_a_measured_step():
+    meter = Meter()
+    run = Run(meter)
+    run.step()
+
+    def fail():
+        run.model(torch.zeros(2, 9))
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        run.step(inside=fail)
+    meter.abandon()
+    assert _get_current_dispatch_mode_stack() == []
+    assert not run.model.weight._post_accumulate_grad_hooks
+
+
+def test_the_meter_keeps_neither_model_nor_batch():
+    meter = Meter()
+    run = Run(meter)
+    run.step()
+    run.step()
+    references = [weakref.ref(run.model), weakref.ref(run.batch), weakref.ref(run.optimizers[0])]
+    del run
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+
+
+def test_step_seconds_are_of_the_unmeasured_steps(monkeypatch):
+    clock = iter(range(10**6))
+    durations = iter([100, 100, 100, 5, 9, 6, 100, 4])  # the first, and the measured 2, 3 and 7, are slow
+    now = [0.0]
+
+    def perf_counter():
+        now[0] += next(durations) if next(clock) % 2 else 0
+        return now[0]
+
+    monkeypatch.setattr(meter_module, "time", SimpleNamespace(perf_counter=perf_counter))
+    meter = Meter(every=7)
+    run = Run(meter)
+    assert meter.pop_step_seconds() is None
+    for _ in range(3):
+        run.step()
+    assert meter.pop_step_seconds() is None
+    for _ in range(3):
+        run.step()
+    assert meter.pop_step_seconds() == statistics.median([5, 9, 6])
+    assert meter.pop_step_seconds() is None
+    for _ in range(2):
+        run.step()
+    assert meter.pop_step_seconds() == 4
+
+
+# ---------------------------------------------------------------------- where the allocator counts
+@pytest.fixture
+def on_device(monkeypatch, fake_device):  # noqa: F811
+    monkeypatch.setattr(meter_module, "Ledger", lambda device: Ledger("cpu"))
+    run = Run(Meter(every=200), torch.device("cuda", 0))
+    fake_device.allocate(run.base)
+
+    def step(elements=100, workspace=0):
+        def inside():
+            fake_device.allocate(4 * elements + workspace)
+            fake_device.allocate(-4 * elements - workspace)
+
+        return run.step(elements, inside)
+
+    return SimpleNamespace(run=run, meter=run.meter, step=step, device=fake_device)
+
+
+def test_the_remainder_of_the_allocator_is_temporary(on_device):
+    on_device.step()
+    measured = on_device.step(100, workspace=1000)
+    assert measured.peak_bytes == on_device.run.base + 400 + 1000
+    assert measured.by_category["temporary"] == 400 + 1000
+    assert measured.by_category["weights"] == 256
+    assert sum(measured.by_category.values()) == measured.peak_bytes
+    report = on_device.meter.report()
+    assert report.peak_bytes == measured.peak_bytes
+    assert dict(report.by_category) == measured.by_category
+    assert report.reserved_bytes == 2**21
+
+
+def test_the_allocator_measures_every_step_after_the_first_tracked(on_device):
+    assert on_device.step() is None
+    peaks = [on_device.step(100, workspace).peak_bytes for workspace in (8, 16, 32, 4000)]
+    assert peaks == [on_device.run.base + 400 + workspace for workspace in (8, 16, 32, 4000)]
+    assert on_device.meter.report().peak_bytes == peaks[-1]
+    assert on_device.meter.num_steps_measured == 4
+    assert len(on_device.device.resets) == 5
+
+
+def test_reserved_bytes_are_the_highest(on_device):
+    on_device.step()
+    on_device.step(100, workspace=5 * 2**20)
+    on_device.device.reserved = 2**21
+    on_device.step()
+    assert on_device.meter.report().reserved_bytes == 6 * 2**20
+
+
+def test_a_smaller_step_has_no_negative_category(on_device):
+    run, device = on_device.run, on_device.device
+
+    def step(elements):
+        def inside():
+            activation = run.model(torch.zeros(elements, 8))
+            device.allocate(64 * elements)
+            activation.sum().backward()
+            device.allocate(-64 * elements)
+
+        return run.step(0, inside)
+
+    for _ in range(3):
+        step(5000)
+    smaller = step(10)  # as the last batch of an epoch; not tracked
+    if smaller is not None:
+        assert smaller.peak_bytes == run.base + 640
+        assert sum(smaller.by_category.values()) == smaller.peak_bytes
+        assert min(smaller.by_category.values()) >= 0
+
+
+# ---------------------------------------------------------------------- torch.compile
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("first_measured", [False, True])
+def test_a_compiled_region_is_compiled_once_and_used_in_every_unmeasured_step(backend, first_measured):
+    torch._dynamo.reset()
+    counter, runs = CompileCounter(), []
+
+    def counting(graph, inputs):
+        counter(graph, inputs)
+        compiled = torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+        def run(*args):
+            runs.append(number)
+            return compiled(*args)
+
+        return run
+
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0] = torch.compile(model[0], backend=counting)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    meter, x = Meter(every=200), torch.randn(4, 16)
+    if first_measured:  # a run may also meet its first compiled region under the ledger
+        number = 0
+        with Ledger().watching(model, [optimizer], x):
+            model(x)
+    measured = []
+    for number in range(1, 6):
+        meter.begin(model, [optimizer], x, CPU)
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        measured.append(meter.end())
+        assert counter.frame_count == 1
+    assert [m is not None for m in measured] == [False, True, True, False, False]
+    assert measured[1].by_category["activations"] > 0
+    assert set(runs) >= {1, 4, 5}
+    torch._dynamo.reset()
+
+
+def test_the_compilers_stance_is_restored():
+    assert hasattr(torch.compiler, "set_stance"), "torch.compiler.set_stance has moved"
+    from torch._dynamo import eval_frame
+
+    before = eval_frame._stance
+    run = Run(Meter())
+    run.step()
+    seen = []
+    run.step(inside=lambda: seen.append(eval_frame._stance.stance))
+    assert seen == ["force_eager"]
+    assert eval_frame._stance == before

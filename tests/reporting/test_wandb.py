@@ -1,0 +1,367 @@
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import wandb
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from torch.utils.data import DataLoader
+
+from lightning_memsave import MemoryReport, MemSave, wandb_logger
+from lightning_memsave.reporting.wandb import is_wandb
+from tests.reporting.wandb_file import BLOCK_BYTES, FRAGMENT, HEADER, payloads, read_wandb, wandb_paths
+
+CATEGORIES = ("weights", "gradients", "optimizer_state", "activations", "temporary", "data")
+ODD_BYTES = 2**24 + 1  # a total that float32 cannot hold
+WEIGHT_BYTES = (32 * 2 + 2) * 4 + ODD_BYTES
+BATCH_BYTES = 4 * 32 * 4
+MEASURED_STEPS = (1, 2)  # the second and the third batch
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning")
+
+
+class OddModel(BoringModel):
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.factor = factor
+        self.register_buffer("ballast", torch.zeros(ODD_BYTES, dtype=torch.uint8), persistent=False)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.step(batch) * self.factor
+        self.log_dict({"seen/batch_idx": float(batch_idx), "seen/loss": loss})
+        return loss
+
+    def train_dataloader(self):
+        return DataLoader(RandomDataset(32, 16), batch_size=4)
+
+
+def fit(model, memsave, loggers, **options):
+    L.Trainer(
+        max_epochs=1,
+        limit_val_batches=0,
+        log_every_n_steps=1,
+        accelerator="cpu",
+        callbacks=[memsave],
+        logger=loggers,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    ).fit(model)
+
+
+@contextlib.contextmanager
+def wandb_session():
+    """Lightning and wandb write into the environment; put it back, and leave no wandb process behind."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        wandb.finish()
+        wandb.teardown()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture
+def session():
+    with wandb_session():
+        yield
+
+
+def only_file(folder):
+    (path,) = wandb_paths(folder)
+    return read_wandb(path)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    memsave = MemSave(microbatch=2)
+    memsave.against(MemoryReport(peak_bytes=3 * 2**25))
+    with wandb_session(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        logger = wandb_logger("a project", save_dir=str(folder), offline=True, name="a run")
+        csv = CSVLogger(folder, name="csv")
+        fit(OddModel(), memsave, [csv, logger])
+        wandb.finish()
+        wandb.teardown()
+        return only_file(folder), memsave.report
+
+
+def test_run_is_complete_and_named(run):
+    file, _ = run
+    assert file.finished
+    assert file.name == "a run"
+
+
+def test_history_has_the_peak_at_the_steps_of_lightnings_own_rows(run):
+    file, report = run
+    rows = {row["trainer/global_step"]: row for row in file.history if "memsave/peak_weights_bytes" in row}
+    assert sorted(rows) == [*MEASURED_STEPS, 4]  # 4: the final figures
+    seen = {row["seen/batch_idx"]: row["trainer/global_step"] for row in file.history if "seen/batch_idx" in row}
+    assert seen == {0.0: 0, 1.0: 1, 2.0: 2, 3.0: 3}
+    for row in rows.values():
+        by_category = {category: row[f"memsave/peak_{category}_bytes"] for category in CATEGORIES}
+        assert by_category["weights"] == WEIGHT_BYTES
+        assert by_category["data"] == BATCH_BYTES
+        assert by_category["optimizer_state"] == 0
+        assert by_category["activations"] > 0
+        assert sum(by_category.values()) == row["memsave/peak_bytes"]
+    assert max(row["memsave/peak_bytes"] for row in rows.values()) == report.peak_bytes
+
+
+def test_summary_has_the_report(run):
+    file, report = run
+    assert report.peak_bytes is not None
+    assert float(torch.tensor(report.peak_bytes, dtype=torch.float32)) != report.peak_bytes  # else it proves nothing
+    assert file.summary["memsave/peak_bytes"] == report.peak_bytes
+    assert {c: file.summary[f"memsave/peak_{c}_bytes"] for c in CATEGORIES} == dict(report.by_category)
+    assert file.summary["memsave/factor"] == pytest.approx(3 * 2**25 / report.peak_bytes, rel=1e-12)
+    assert file.summary["memsave/microbatch_size"] == 2
+    assert file.summary["memsave/step_seconds"] == report.step_seconds > 0
+    assert file.summary["memsave/loss_class"] == "exact"
+    assert file.summary["memsave/applied"] == [
+        "early_zero_grad: gradients are freed before the forward pass",
+        "microbatching: batches run in parts of at most 2 samples (mean loss)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "summary"),
+    [
+        ("peak_bytes", "max"),
+        *((f"peak_{category}_bytes", "max") for category in CATEGORIES),
+        ("workspace_bytes", "max"),
+        ("reserved_bytes", "max"),
+        ("num_oom_recovered", "max"),
+        ("factor", "last"),
+        ("step_seconds", "last"),
+        ("microbatch_size", "last"),
+    ],
+)
+def test_metric_is_defined_by_its_exact_name(run, name, summary):
+    definition = run[0].metrics[f"memsave/{name}"]
+    assert definition.step_metric == "trainer/global_step"
+    assert [kind.name for kind, value in definition.summary.ListFields() if value] == [summary]
+
+
+def test_every_logged_metric_is_defined_and_no_glob_is_ours(run):
+    file, _ = run
+    logged = {name for row in file.history for name in row if name.startswith("memsave/")}
+    assert len(logged) >= 10
+    assert logged <= set(file.metrics)
+    assert set(file.globs) == {"*"}  # Lightning's own
+
+
+def test_config_has_the_resolved_recipe(run):
+    microbatching = {"size": 2, "reduction": "auto", "weight_fn": None, "split_fn": None, "strict": False}
+    assert run[0].config["memsave"] == {
+        "recipe": "lossless",
+        "early_zero_grad": {},
+        "microbatching": microbatching,
+        "every": 200,
+    }
+
+
+def test_nan_loss_keeps_the_figures(tmp_path, session):
+    memsave = MemSave()
+    fit(OddModel(factor=math.nan), memsave, wandb_logger(save_dir=str(tmp_path), offline=True))
+    wandb.finish()
+    wandb.teardown()
+    file = only_file(tmp_path)
+    assert all(math.isnan(row["seen/loss"]) for row in file.history if "seen/loss" in row)
+    assert file.summary["memsave/peak_bytes"] == memsave.report.peak_bytes > WEIGHT_BYTES
+    assert file.summary["memsave/peak_weights_bytes"] == WEIGHT_BYTES
+    steps = [row["trainer/global_step"] for row in file.history if "memsave/peak_data_bytes" in row]
+    assert steps == [*MEASURED_STEPS, 4]
+
+
+def test_run_that_raises_keeps_its_rows_and_their_maximum(tmp_path, session):
+    class Raises(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 3:
+                raise RuntimeError("out of luck")
+
+    memsave = MemSave()
+    logger = wandb_logger(save_dir=str(tmp_path), offline=True)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        L.Trainer(
+            max_epochs=1,
+            limit_val_batches=0,
+            accelerator="cpu",
+            callbacks=[memsave, Raises()],
+            logger=logger,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(OddModel())
+    wandb.finish()
+    wandb.teardown()
+    file = only_file(tmp_path)
+    peaks = [row["memsave/peak_bytes"] for row in file.history if "memsave/peak_bytes" in row]
+    assert len(peaks) == len(MEASURED_STEPS)
+    assert max(peaks) == memsave.report.peak_bytes
+    assert file.summary["memsave/peak_bytes"] == {"max": memsave.report.peak_bytes}
+
+
+def go_online(monkeypatch, folder, api_key):
+    """No account, no credentials, and a server that refuses: nothing of this reaches the network."""
+    wandb.teardown()
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("NETRC", str(folder / "no-netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(folder / "config"))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    if api_key:
+        monkeypatch.setenv("WANDB_API_KEY", api_key)
+
+
+@pytest.mark.parametrize("mode", [None, "online"])
+@pytest.mark.parametrize("api_key", [None, "0123456789" * 4])
+def test_without_account_or_network_the_run_is_kept_offline(tmp_path, monkeypatch, session, mode, api_key):
+    go_online(monkeypatch, tmp_path, api_key)
+    if mode:
+        monkeypatch.setenv("WANDB_MODE", mode)
+    # wandb waits for a server that does not answer; a short wait proves the same.
+    options = {"settings": wandb.Settings(init_timeout=1.0, silent=True)} if api_key else {}
+    with pytest.warns(UserWarning, match="wandb") as caught:
+        logger = wandb_logger("fallback", save_dir=str(tmp_path), quiet=True, name="kept", **options)
+        logger.experiment.log({"figure": 2**24 + 1})
+    assert isinstance(logger, WandbLogger)
+    assert len(caught) == 1
+    assert "wandb sync" in str(caught[0].message)
+    assert str(tmp_path) in str(caught[0].message)
+    assert logger.experiment.settings.mode == "offline"
+    wandb.finish()
+    wandb.teardown()
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    file = read_wandb(path)
+    assert file.name == "kept"
+    assert [row["figure"] for row in file.history] == [2**24 + 1]
+
+
+def test_asking_for_offline_is_enough_when_wandb_runs_already(tmp_path, monkeypatch, session):
+    go_online(monkeypatch, tmp_path, None)
+    wandb.setup()  # has read the environment, so what Lightning writes there comes too late
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logger = wandb_logger(save_dir=str(tmp_path), offline=True, quiet=True)
+        assert logger.experiment.settings.mode == "offline"
+
+
+def test_own_settings_are_kept(tmp_path, session):
+    settings = wandb.Settings(x_transaction_log_flush_interval=7.0, silent=True)
+    logger = wandb_logger(save_dir=str(tmp_path), offline=True, settings=settings, tags=["mine"])
+    assert logger.experiment.settings.x_transaction_log_flush_interval == 7.0
+    assert logger.experiment.tags == ("mine",)
+
+
+KILLED = """
+import sys, time
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_memsave import MemSave, wandb_logger
+
+memsave = MemSave()
+
+class Slow(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 2:
+            print("measured", memsave.report.peak_bytes, flush=True)
+        if batch_idx > 2:
+            time.sleep(0.05)
+
+L.Trainer(
+    max_epochs=100, limit_val_batches=0, accelerator="cpu", callbacks=[memsave, Slow()], enable_checkpointing=False,
+    logger=wandb_logger(save_dir=sys.argv[1], offline=True, quiet=True), enable_progress_bar=False,
+    enable_model_summary=False,
+).fit(BoringModel())
+"""
+
+
+def children_of(pid):
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds wandb's process in /proc")
+def test_killed_run_has_its_peak_in_the_file(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        line = next((line for line in process.stdout if line.startswith("measured ")), None)
+        assert line is not None, "the run ended before its third step"
+        time.sleep(2)
+        service = children_of(process.pid)
+        assert service, "wandb's process is not there"
+    finally:
+        # The process that writes the file goes first, as when a container is killed for memory.
+        for pid in (*children_of(process.pid), process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    peak_bytes = int(line.split()[1])
+    deadline = time.monotonic() + 60
+    while not (rows := measured_rows(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert max(row["memsave/peak_bytes"] for row in rows) == peak_bytes > 0
+
+
+def measured_rows(folder):
+    file = only_file(folder)
+    assert not file.finished, "a killed run has no end"
+    return [row for row in file.history if "memsave/peak_bytes" in row]
+
+
+def test_is_wandb_does_not_import_wandb(tmp_path, monkeypatch):
+    logger = WandbLogger(save_dir=tmp_path, offline=True)
+    derived = type("Derived", (WandbLogger,), {})(save_dir=tmp_path, offline=True)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
+        monkeypatch.setitem(sys.modules, name, None)  # importing it now raises
+    assert is_wandb(logger)
+    assert is_wandb(derived)
+    assert not is_wandb(CSVLogger(tmp_path))
+    assert not is_wandb(None)
+
+
+def log_of(*fragments):
+    """Header and fragments (kind, payload), written by this test's own arithmetic."""
+    from zlib import crc32
+
+    out = bytearray(HEADER.pack(b":W&B", 0xBEE1, 0))
+    for kind, payload in fragments:
+        out += FRAGMENT.pack(crc32(payload, crc32(bytes([kind]))), len(payload), kind) + payload
+    return bytes(out)
+
+
+def test_reader_joins_fragments_and_skips_padding():
+    first = b"a" * (BLOCK_BYTES - HEADER.size - FRAGMENT.size - 3)  # leaves three bytes of the block, too few for more
+    content = log_of((1, first))
+    content += bytes(3) + log_of((2, b"bc"), (3, b"d"), (4, b"ef"), (1, b"g"))[HEADER.size :]
+    assert list(payloads(content)) == [first, b"bcdef", b"g"]
+    assert list(payloads(content[:-1])) == [first, b"bcdef"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"not a log", log_of((1, b"abc"))[:-1] + b"x"], ids=["empty", "foreign", "damaged"]
+)
+def test_reader_refuses(content):
+    with pytest.raises(ValueError, match=r"not a \.wandb file|damaged"):
+        list(payloads(content))

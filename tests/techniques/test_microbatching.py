@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_memsave import Ledger, Microbatching, microbatches
+from lightning_memsave.techniques.microbatching import UnsplittableBatchError, batch_size, split, why_not_exact
+from lightning_memsave.techniques.microbatching.reduction import infer_reduction
+from lightning_memsave.techniques.microbatching.split import take
+
+
+@given(num_samples=st.integers(1, 60), size=st.integers(1, 70))
+def test_parts_cover_the_batch_in_order_in_sizes_that_differ_by_at_most_one(num_samples, size):
+    batch = {"x": torch.arange(num_samples), "names": [str(i) for i in range(num_samples)]}
+    parts = split(batch, size)
+    sizes = [n for _, n in parts]
+    assert torch.equal(torch.cat([part["x"] for part, _ in parts]), batch["x"])
+    assert [name for part, _ in parts for name in part["names"]] == batch["names"]
+    assert max(sizes) <= size
+    assert max(sizes) - min(sizes) <= 1
+    assert len(parts) == -(-num_samples // size)
+
+
+@given(num_samples=st.integers(2, 40), size=st.integers(1, 40))
+def test_weighted_gradients_add_up_to_the_gradient_of_the_mean(num_samples, size):
+    generator = torch.Generator().manual_seed(num_samples)
+    x = torch.randn(num_samples, 3, dtype=torch.float64, generator=generator)
+    w = torch.randn(3, dtype=torch.float64, generator=generator, requires_grad=True)
+    (expected,) = torch.autograd.grad((x @ w).exp().mean(), w)
+    for part, weight in microbatches(x, size=size):
+        ((part @ w).exp().mean() * weight).backward()
+    torch.testing.assert_close(w.grad, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_parts_are_views_and_cost_no_memory():
+    x = torch.zeros(8, 4)
+    assert all(part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part, _ in split(x, 3))
+
+
+def test_scalars_constants_and_unrelated_lists_are_given_to_every_part():
+    batch = {"x": torch.zeros(4, 2), "temperature": torch.tensor(0.5), "task": "a", "classes": ["cat", "dog"], "n": 3}
+    for part, _ in split(batch, 2):
+        assert part["temperature"] is batch["temperature"]
+        assert (part["task"], part["classes"], part["n"]) == ("a", ["cat", "dog"], 3)
+
+
+def test_frozen_dataclasses_and_dict_subclasses_keep_their_type_and_extras():
+    @dataclasses.dataclass(frozen=True)
+    class Frozen:
+        x: torch.Tensor
+
+    class Tagged(dict):
+        tag = None
+
+    tagged = Tagged(x=torch.zeros(4))
+    tagged.tag = "kept"
+    part = take({"a": Frozen(torch.arange(4)), "b": tagged}, 1, 3, 4)
+    assert isinstance(part["a"], Frozen)
+    assert part["a"].x.tolist() == [1, 2]
+    assert isinstance(part["b"], Tagged)
+    assert part["b"].tag == "kept"
+    assert len(part["b"]["x"]) == 2
+    assert len(tagged["x"]) == 4  # the user's batch is not touched
+
+
+@pytest.mark.parametrize("batch", [{"x": torch.zeros(3), "y": torch.zeros(4)}, {"n": 1}, [torch.tensor(1.0)], None])
+def test_ambiguous_batches_are_refused_and_name_the_way_out(batch):
+    with pytest.raises(UnsplittableBatchError, match="split_fn"):
+        batch_size(batch)
+
+
+def test_an_empty_batch_is_one_part():
+    assert split(torch.zeros(0, 3), 2)[0][1] == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (lambda x: x.square().mean(), "mean"),
+        (lambda x: x.square().sum(), "sum"),
+        (lambda x: torch.cdist(x, x).mean(), None),
+        (lambda x: x.square().mean().sqrt(), None),
+        (lambda x: x.new_zeros(()), "mean"),
+    ],
+)
+def test_reduction_is_told_from_losses(loss, expected):
+    x = torch.randn(7, 2, dtype=torch.float64)
+    assert infer_reduction(lambda part: float(loss(part)), x, [(x[:2], 2), (x[2:], 5)], 1e-9) == expected
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "10", None])
+def test_wrong_sizes_are_refused_by_name(size):
+    with pytest.raises(ValueError, match="microbatch"):
+        Microbatching(size=size)
+
+
+def test_wrong_reduction_is_refused():
+    with pytest.raises(ValueError, match=r"reduction.*weight_fn"):
+        Microbatching(size=1, reduction="median")
+
+
+def test_modules_that_see_the_batch_are_named_only_while_they_are_active():
+    model = nn.Sequential(
+        nn.BatchNorm1d(3), nn.Dropout(0.1), nn.Dropout(0.0), nn.LSTM(3, 3, 2, dropout=0.1), nn.GroupNorm(1, 3)
+    )
+    assert [reason.split()[0] for reason in why_not_exact(model)] == ["0", "1", "3"]
+    assert why_not_exact(model.eval()) == ()
+
+
+def test_activations_shrink_by_the_ratio_of_the_sizes_to_the_byte():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.zeros(32, 256, 4)
+
+    def activations(size):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        with Ledger().watching(model, batch=x) as ledger:
+            for part, weight in microbatches(x, size=size):
+                (model(part).sum() * weight).backward()
+        return ledger.measurement.by_category["activations"]
+
+    for size in (32, 16, 8, 1):  # Tanh's output for each sample; the loss and the weighted loss
+        assert activations(size) == size * 256 * 4 * 4 + 2 * 4
