@@ -3,7 +3,6 @@ import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
@@ -113,7 +112,7 @@ def test_in_place_operations_are_free():
     def step():
         a = torch.zeros(250)
         a.add_(1).mul_(2)
-        a[:10] = 3
+        a[:10].fill_(3)
         torch.exp(a, out=a)
 
     assert measure(step).peak_bytes == 1000
@@ -191,9 +190,10 @@ def test_activations_are_what_backward_finds():
 
     def step():
         scratch = x * 2  # dies before backward: not an activation
-        y = model(x)
+        loss = model(x).sum()
         del scratch
-        y.sum().backward()
+        loss.backward()
+        del loss
         new(10**6)
 
     measured = measure(step, model, batch=x)
@@ -261,7 +261,8 @@ def test_sparse_and_compressed_tensors_in_the_batch():
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_csr_tensors_in_the_batch():
-    assert nonzero(measure(lambda: None, batch=torch.eye(10).to_sparse_csr())) == {"data": 10 * 4 + 11 * 8 + 10 * 8}
+    tensor = torch.sparse_csr_tensor(torch.arange(11), torch.arange(10), torch.ones(10), (10, 10))
+    assert nonzero(measure(lambda: None, batch=tensor)) == {"data": 10 * 4 + 11 * 8 + 10 * 8}
 
 
 def test_optimizer_state_that_is_made_within_the_step():
@@ -404,10 +405,7 @@ def gpt2():
     return model, lambda: model(input_ids=ids, labels=ids).loss, ids
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers.*")
-@pytest.mark.parametrize("build", [lstm, bert, gpt2])
-def test_within_one_percent_of_the_allocator(build):
-    model, loss, batch = build()
+def tracked_and_allocated(model, loss, batch):
     model.train()
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -419,9 +417,24 @@ def test_within_one_percent_of_the_allocator(build):
     optimizer.zero_grad()
     measured = measure(step, model, [optimizer], batch)
     optimizer.zero_grad()
-    allocated = allocation_peak(step, measured.held_bytes)
+    return measured, allocation_peak(step, measured.held_bytes)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers.*")
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
+@pytest.mark.parametrize("build", [lstm, bert, gpt2])
+def test_within_one_percent_of_the_allocator(build):
+    # Without oneDNN, whose LSTM takes a workspace inside one operation: see the next test.
+    with torch.backends.mkldnn.flags(enabled=build is not lstm):
+        measured, allocated = tracked_and_allocated(*build())
     assert abs(measured.peak_bytes - allocated) <= 0.01 * allocated
     assert measured.by_category["activations"] > 0.2 * measured.peak_bytes
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_the_workspace_of_an_lstm_is_the_allocators_alone():
+    measured, allocated = tracked_and_allocated(*lstm())
+    assert 0.8 * allocated < measured.peak_bytes < allocated
 
 
 @pytest.fixture
@@ -463,29 +476,25 @@ def test_ddp_buckets_are_gradients(process_group, as_view, set_to_none):
 def test_nothing_of_the_ledger_survives():
     model, x = nn.Linear(10, 10), torch.randn(5, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    kept = []
-
-    def step():
-        kept.append(model(x))
-        kept[0].sum().backward()
-        optimizer.step()
-
     ledger = Ledger().watching(model, [optimizer], x)
     with ledger:
-        step()
-    booked = ledger.live_bytes if hasattr(ledger, "live_bytes") else ledger._bytes
-    alive = [model.weight, model.weight.grad, x, kept[0], optimizer.state[model.weight]["momentum_buffer"]]
+        y = model(x)
+        y.sum().backward()
+        optimizer.step()
+    alive = [model.weight, model.weight.grad, x, y, optimizer.state[model.weight]["momentum_buffer"]]
     assert [weakref.getweakrefs(t.untyped_storage()) for t in alive] == [[]] * 5
     assert not model.weight._post_accumulate_grad_hooks
-    measurement, references = ledger.measurement, [weakref.ref(o) for o in (model, x, optimizer, kept[0])]
+
+    booked, measurement = ledger._bytes, ledger.measurement
     peak = measurement.peak_bytes
-    del model, x, optimizer, alive, step
-    kept.clear()
+    references = [weakref.ref(o) for o in (model, x, optimizer, y)]
+    del model, x, y, optimizer, alive
     gc.collect()
     assert [reference() for reference in references] == [None] * 4
     assert ledger._bytes == booked  # no callback fired into the closed ledger
     assert ledger._events == []
     assert measurement.peak_bytes == peak
+
     dead = weakref.ref(ledger)
     del ledger
     gc.collect()
@@ -505,7 +514,8 @@ def test_a_measurement_can_follow_another():
 
 def test_an_exception_leaves_the_mode_stack_clean():
     model = nn.Linear(10, 10)
-    ledger = Ledger().watching(model, batch=torch.zeros(5, 10))
+    x = torch.zeros(5, 10)
+    ledger = Ledger().watching(model, batch=x)
 
     def step():
         new(1000)

@@ -237,14 +237,14 @@ def test_a_smaller_step_has_no_negative_category(on_device):
 @pytest.mark.parametrize("first_measured", [False, True])
 def test_a_compiled_region_is_compiled_once_and_used_in_every_unmeasured_step(backend, first_measured):
     torch._dynamo.reset()
-    counter, runs = CompileCounter(), []
+    counter, runs, measured = CompileCounter(), [], []
 
     def counting(graph, inputs):
         counter(graph, inputs)
         compiled = torch._dynamo.lookup_backend(backend)(graph, inputs)
 
         def run(*args):
-            runs.append(number)
+            runs.append(len(measured) + 1)
             return compiled(*args)
 
         return run
@@ -254,11 +254,10 @@ def test_a_compiled_region_is_compiled_once_and_used_in_every_unmeasured_step(ba
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     meter, x = Meter(every=200), torch.randn(4, 16)
     if first_measured:  # a run may also meet its first compiled region under the ledger
-        number = 0
         with Ledger().watching(model, [optimizer], x):
             model(x)
-    measured = []
-    for number in range(1, 6):
+        assert runs == []
+    for _ in range(5):
         meter.begin(model, [optimizer], x, CPU)
         model(x).sum().backward()
         optimizer.step()

@@ -114,7 +114,7 @@ def test_history_has_the_peak_at_the_steps_of_lightnings_own_rows(run):
     for row in rows.values():
         by_category = {category: row[f"memsave/peak_{category}_bytes"] for category in CATEGORIES}
         assert by_category["weights"] == WEIGHT_BYTES
-        assert by_category["data"] == BATCH_BYTES
+        assert 0 <= by_category["data"] - BATCH_BYTES <= 64  # besides, what Lightning keeps of the logged values
         assert by_category["optimizer_state"] == 0
         assert by_category["activations"] > 0
         assert sum(by_category.values()) == row["memsave/peak_bytes"]
@@ -302,32 +302,39 @@ def children_of(pid):
     return found
 
 
+def peaks_in(folder):
+    try:
+        file = only_file(folder)
+    except ValueError:  # not begun
+        return []
+    assert not file.finished, "a killed run has no end"
+    return [row["memsave/peak_bytes"] for row in file.history if "memsave/peak_bytes" in row]
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds wandb's process in /proc")
 def test_killed_run_has_its_peak_in_the_file(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    service = []
     try:
         line = next((line for line in process.stdout if line.startswith("measured ")), None)
         assert line is not None, "the run ended before its third step"
-        time.sleep(2)
         service = children_of(process.pid)
         assert service, "wandb's process is not there"
+        # Two seconds do; a busy machine gets more, but less than the 15 s after which wandb writes by itself.
+        deadline = time.monotonic() + 8
+        time.sleep(2)
+        while len(peaks_in(tmp_path)) < len(MEASURED_STEPS) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert process.poll() is None, "the run ended by itself"
     finally:
         # The process that writes the file goes first, as when a container is killed for memory.
-        for pid in (*children_of(process.pid), process.pid):
+        for pid in (*service, process.pid):
             os.kill(pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
-    peak_bytes = int(line.split()[1])
-    deadline = time.monotonic() + 60
-    while not (rows := measured_rows(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert max(row["memsave/peak_bytes"] for row in rows) == peak_bytes > 0
-
-
-def measured_rows(folder):
-    file = only_file(folder)
-    assert not file.finished, "a killed run has no end"
-    return [row for row in file.history if "memsave/peak_bytes" in row]
+    peaks = peaks_in(tmp_path)
+    assert len(peaks) == len(MEASURED_STEPS), "the measured steps are not in the file"
+    assert max(peaks) == int(line.split()[1]) > 0
 
 
 def test_is_wandb_does_not_import_wandb(tmp_path, monkeypatch):

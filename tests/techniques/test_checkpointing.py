@@ -21,6 +21,9 @@ from transformers import (
 from lightning_memsave import Checkpointing, Ledger, apply_checkpointing
 from lightning_memsave.demo.model import WideResNet
 from lightning_memsave.techniques.checkpointing import repeated_blocks
+from tests.contracts.spec import Spec
+
+SPEC = Spec(config=Checkpointing(), loss_class="exact", bit_equal=True, shrinks="activations")
 
 BLOCKS = Checkpointing()
 

@@ -7,6 +7,9 @@ from torch.utils.data import DataLoader
 
 from lightning_memsave import EarlyZeroGrad, MemSave, Recipe
 from lightning_memsave.techniques.early_zero_grad import estimate_early_zero_grad
+from tests.contracts.spec import Spec
+
+SPEC = Spec(config=EarlyZeroGrad(), loss_class="exact", bit_equal=True, shrinks="gradients")
 
 
 class Deep(L.LightningModule):

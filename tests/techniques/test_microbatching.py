@@ -12,6 +12,9 @@ from lightning_memsave import Ledger, Microbatching, microbatches
 from lightning_memsave.techniques.microbatching import UnsplittableBatchError, batch_size, split, why_not_exact
 from lightning_memsave.techniques.microbatching.reduction import infer_reduction
 from lightning_memsave.techniques.microbatching.split import take
+from tests.contracts.spec import Spec
+
+SPEC = Spec(config=Microbatching(size=16), loss_class="exact", bit_equal=False, shrinks="activations")
 
 
 @given(num_samples=st.integers(1, 60), size=st.integers(1, 70))

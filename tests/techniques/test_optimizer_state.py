@@ -20,6 +20,9 @@ from lightning_memsave.techniques.optimizer_state import (
     to_plain,
 )
 from lightning_memsave.techniques.optimizer_state.kin import KINS
+from tests.contracts.spec import Spec
+
+SPEC = Spec(config=OptimizerState(), loss_class="changed", bit_equal=False, shrinks="optimizer_state")
 
 CONFIG = OptimizerState()
 ALL_32BIT = OptimizerState(min_size=10**9)

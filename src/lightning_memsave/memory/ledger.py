@@ -266,6 +266,8 @@ class Ledger(TorchDispatchMode):
         self._hold_optimizer_state()
         self.measurement = Measurement(peak_bytes=self._peak, by_category=self._split_at_peak(), held_bytes=self._held)
         # Weak callbacks of storages that live on must not keep this ledger or fire into it.
+        for entry in self._live.values():
+            entry.reference = None  # it holds the callback, which holds the entry
         self._live.clear()
         self._at_start.clear()
         self._events.clear()

@@ -27,19 +27,21 @@ def draw_comparison(reports: Mapping[str, MemoryReport], path: Path, title: str)
 
     figure = Figure(figsize=(9, 0.7 * len(reports) + 1.8), layout="constrained")
     axes = figure.subplots()
-    names = list(reports)
-    left = [0.0] * len(names)
+    rows = range(len(reports))
+    left = [0.0] * len(reports)
     for category, colour in zip(CATEGORIES, _COLOURS, strict=True):
         widths = [report.by_category.get(category, 0) / MIB for report in reports.values()]
-        axes.barh(names, widths, left=left, color=colour, label=category.replace("_", " "))
+        axes.barh(rows, widths, left=left, color=colour, label=category.replace("_", " "))
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    for name, end, report in zip(names, left, reports.values(), strict=True):
+    for row, end, report in zip(rows, left, reports.values(), strict=True):
+        size = "n/a" if report.peak_bytes is None else f"{end:.1f} MiB"
         factor = f"  {report.factor:.1f}x less" if report.factor is not None and report.factor > 1 else ""
-        axes.annotate(f" {end:.1f} MiB{factor}", (end, name), va="center", fontsize=9)
+        axes.annotate(f" {size}{factor}", (end, row), va="center", fontsize=9)
+    axes.set_yticks(rows, list(reports), parse_math=False)  # a `$` in a name is a `$`
     axes.invert_yaxis()
-    axes.set_xlim(0, max(left) * 1.22)
+    axes.set_xlim(0, max(left) * 1.22 or 1.0)
     axes.set_xlabel("peak of live tensor bytes in a training step, MiB")
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_title(title, loc="left", fontsize=11, parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(ncols=3, fontsize=8, frameon=False, loc="lower right")
     figure.savefig(path, dpi=150)

@@ -1,0 +1,17 @@
+"""What each technique promises: one `SPEC` in its test file, to which the contracts hold it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    config: Any
+    """Settings under which the toy module of the contracts is changed."""
+    loss_class: Literal["exact", "unbiased", "changed"]
+    bit_equal: bool = False
+    """Whether results are the same bits; otherwise, for `exact`, 1e-12 in float64."""
+    shrinks: str
+    """The category whose bytes at the peak fall."""
