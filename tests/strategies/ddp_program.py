@@ -1,0 +1,88 @@
+"""Two processes of DDP on CPU (gloo), plain and with MemSave; run by `test_ddp.py`. Rank 0 checks and prints `ok`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memsave import MemSave
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(80, 80), nn.Tanh()) for _ in range(2))
+        self.net = nn.Sequential(nn.Linear(6, 80), *blocks, nn.Linear(80, 3))
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+def train(memsave, strategy, **options):
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    dataset = TensorDataset(
+        torch.randn(46, 6, generator=generator, dtype=torch.float64), torch.randint(0, 3, (46,), generator=generator)
+    )
+    module = Module()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_epochs=2,
+        precision="64-true",
+        strategy=strategy,
+        callbacks=[memsave] if memsave else [],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, DataLoader(dataset, batch_size=7))
+    return module, trainer
+
+
+for options in ({}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.05}):
+    plain, plain_trainer = train(None, "ddp", **options)
+    for strategy in ("ddp", "memsave", "memsave_ddp"):
+        memsave = MemSave(microbatch=3, checkpointing="blocks")
+        ours, trainer = train(memsave, strategy, **options)
+        for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+        difference = plain_trainer.callback_metrics["loss"] - trainer.callback_metrics["loss"]
+        assert abs(float(difference)) < 1e-12
+        assert memsave.report.microbatch_size == 3
+        gradients = sum(p.numel() * 8 for p in ours.parameters())
+        # One copy in DDP's buckets all the time; the other one comes and goes.
+        assert memsave.report.by_category["gradients"] >= gradients, memsave.report
+        # The headline is the maximum over the ranks.
+        assert trainer.callback_metrics["memsave/peak_bytes"].item() >= memsave.report.peak_bytes
+
+low_bit, _ = train(MemSave(optimizer_state="8bit"), "ddp")
+flat = torch.cat([p.detach().flatten() for p in low_bit.parameters()])
+both = [torch.zeros_like(flat) for _ in range(2)]
+torch.distributed.all_gather(both, flat)
+assert torch.equal(*both), "ranks have drifted apart"
+
+try:
+    train(MemSave(microbatch=3), L.pytorch.strategies.DDPStrategy(static_graph=True))
+except ValueError as error:
+    assert "static graph" in str(error), error
+else:
+    raise AssertionError("static_graph=True was not refused")
+if torch.distributed.get_rank() == 0:
+    print("ok", file=sys.stderr)
