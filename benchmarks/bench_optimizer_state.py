@@ -1,0 +1,56 @@
+"""8-bit state beside float32 state, torch's and bitsandbytes': a small GPT-2 with AdamW, and the error after 100 steps."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from harness import Subject, compare
+from lightning_memsave import OptimizerState, apply_optimizer_state
+from models import gpt, relative_difference
+
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+import bitsandbytes  # noqa: E402  # after its logger is quiet
+
+
+def make(setting: str) -> Subject:
+    if setting == "bitsandbytes AdamW8bit":
+        return gpt(setting, bitsandbytes.optim.AdamW8bit, weight_decay=0.01)
+    subject = gpt(setting, weight_decay=0.01)
+    if setting == "8bit":
+        apply_optimizer_state(subject.optimizer, OptimizerState(), subject.model)
+    elif setting == "8bit, nothing kept in 32 bit":
+        everything = OptimizerState(min_size=0, keep_embeddings_32bit=False, keep_norms_32bit=False)
+        apply_optimizer_state(subject.optimizer, everything, subject.model)
+    return subject
+
+
+def parameters_after(setting: str, num_steps: int = 100) -> list[torch.Tensor]:
+    """The way 65,536 + 1,000 parameters go under fixed gradients."""
+    torch.manual_seed(0)
+    weights = torch.nn.ParameterList([torch.zeros(256, 256), torch.zeros(1000)])
+    if setting == "bitsandbytes AdamW8bit":
+        optimizer = bitsandbytes.optim.AdamW8bit(weights.parameters(), lr=1e-3)
+    else:
+        optimizer = torch.optim.AdamW(weights.parameters(), lr=1e-3)
+    if setting.startswith("8bit"):
+        size = 0 if "nothing" in setting else 4096
+        apply_optimizer_state(optimizer, OptimizerState(min_size=size), weights)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num_steps):
+        for p in weights:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    return [p.detach() for p in weights]
+
+
+def quality(subject: Subject) -> tuple[str, float]:
+    error = relative_difference(parameters_after(subject.setting), parameters_after("float32"))
+    return "relative parameter difference from float32 AdamW, 100 steps of fixed gradients", error
+
+
+SETTINGS = ("float32", "8bit", "8bit, nothing kept in 32 bit", "bitsandbytes AdamW8bit")
+
+if __name__ == "__main__":
+    compare("optimizer_state", "GPT-2, 4 layers, width 256, batch 8 x 128, AdamW", [make(s) for s in SETTINGS], quality)

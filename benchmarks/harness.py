@@ -1,0 +1,124 @@
+"""Shared by all benchmarks: paired measurement, and rows that carry what they were measured on.
+
+A row has memory, time and quality together. Times are CPU seconds on one thread, interleaved with the baseline's, so that
+ratios mean something on a shared machine; peaks are the ledger's, with the kernels' workspace from the profiler beside.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from torch import nn
+
+from lightning_memsave import Ledger, allocation_peak
+from lightning_memsave.core.report import CATEGORIES
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass
+class Subject:
+    """A model with everything that one training step needs, under one setting."""
+
+    setting: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: Any
+    step: Callable[[], object]
+
+
+def environment() -> dict[str, str]:
+    cpu = "unknown"
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU {cpu}",
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def measure_memory(subject: Subject) -> dict[str, int]:
+    """Tracked peak by category, and the workspace inside kernels, of one step after a warm-up."""
+    subject.step()
+    with Ledger().watching(subject.model, [subject.optimizer], subject.batch) as ledger:
+        subject.step()
+    measured = ledger.measurement
+    assert measured is not None
+    allocated = allocation_peak(subject.step, measured.held_bytes)
+    return {
+        "peak_bytes": measured.peak_bytes,
+        **{f"{category}_bytes": measured.by_category[category] for category in CATEGORIES},
+        "workspace_bytes": allocated - measured.peak_bytes,
+    }
+
+
+def measure_cpu_seconds(subjects: list[Subject], repeats: int = 9) -> list[list[float]]:
+    """CPU seconds of `repeats` steps of each subject, taking turns."""
+    seconds: list[list[float]] = [[] for _ in subjects]
+    for turn in range(repeats + 1):
+        for subject, taken in zip(subjects, seconds, strict=True):
+            start = time.process_time()
+            subject.step()
+            if turn:  # the first is a warm-up
+                taken.append(time.process_time() - start)
+    return seconds
+
+
+def compare(
+    name: str, model_name: str, subjects: list[Subject], quality: Callable[[Subject], tuple[str, float]]
+) -> None:
+    """Measure `subjects`, the first being the baseline, and write `results/<name>.csv`."""
+    torch.set_num_threads(1)
+    memory = [measure_memory(subject) for subject in subjects]
+    seconds = measure_cpu_seconds(subjects)
+    rows = []
+    for subject, sizes, taken in zip(subjects, memory, seconds, strict=True):
+        quality_name, value = quality(subject)
+        p20, p50, p80 = (statistics.quantiles(taken, n=10)[i] for i in (1, 4, 7))
+        rows.append(
+            {
+                "benchmark": name,
+                "model": model_name,
+                "setting": subject.setting,
+                **sizes,
+                "factor": memory[0]["peak_bytes"] / sizes["peak_bytes"],
+                "cpu_seconds_p20": p20,
+                "cpu_seconds_p50": p50,
+                "cpu_seconds_p80": p80,
+                "cpu_time_ratio": statistics.median(t / base for t, base in zip(taken, seconds[0], strict=True)),
+                "quality": quality_name,
+                "quality_value": value,
+                **environment(),
+            }
+        )
+    write_rows(name, rows)
+
+
+def write_rows(name: str, rows: list[dict[str, Any]]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    shown = ("setting", "peak_bytes", "factor", "cpu_time_ratio", "quality", "quality_value")
+    for row in rows:
+        print(name, *(f"{key}={row[key]}" for key in shown if key in row))
+    print(f"-> {path}")
