@@ -1,4 +1,4 @@
-"""Gradients freed before the forward pass instead of after it, in Lightning's own order: a small GPT-2, and WideResNet."""
+"""Gradients freed before the forward pass instead of after it: a small GPT-2, and WideResNet-28-2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""8-bit state beside float32 state, torch's and bitsandbytes': a small GPT-2 with AdamW, and the error after 100 steps."""
+"""8-bit state beside torch's float32 and bitsandbytes' own: a small GPT-2 with AdamW, and the error of 100 steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Shared by all benchmarks: paired measurement, and rows that carry what they were measured on.
 
-A row has memory, time and quality together. Times are CPU seconds on one thread, interleaved with the baseline's, so that
-ratios mean something on a shared machine; peaks are the ledger's, with the kernels' workspace from the profiler beside.
+A row has memory, time and quality together. Times are CPU seconds on one thread, interleaved with the baseline's, so
+that ratios mean something on a shared machine; peaks are the ledger's, with the kernels' workspace beside.
 """
 
 from __future__ import annotations

@@ -844,3 +844,9 @@ def test_a_deep_copy_is_an_8bit_optimizer_of_its_own(name, with_scheduler):
     assert torch.equal(flat(model), before)
     assert torch.equal(found, run_steps(model, optimizer, range(3, 6)))
     assert_state_equal(to_plain(second)["state"], to_plain(optimizer)["state"])
+
+
+def test_sparse_gradients_are_refused_by_name():
+    model = nn.Sequential(nn.Embedding(100, 64, sparse=True))
+    with pytest.raises(ValueError, match=r"optimizer_state.*sparse gradients.*0\.sparse=True"):
+        apply_optimizer_state(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), OptimizerState(), model)

@@ -78,10 +78,14 @@ def run_demo(config: DemoConfig, console: Console | None = None) -> list[DemoRes
         The runs, in order, each with its report against the first one.
 
     Raises:
-        ValueError: the data folder does not hold what it should.
+        ValueError: the data folder does not hold what it should, or a batch is larger than the data.
     """
     console = console or Console()
     train, test = load_cifar10(config.data_dir) if config.data_dir else load_digits_32(config.seed)
+    if config.batch_size > len(train):
+        raise setting_error(
+            "batch_size", f"must be at most {len(train)} (the training images)", config.batch_size, "Use a smaller one."
+        )
     config.out.mkdir(parents=True, exist_ok=True)
     results: list[DemoResult] = []
     steps = config.epochs * (len(train) // config.batch_size)
@@ -155,11 +159,12 @@ def _present(results: list[DemoResult], config: DemoConfig, console: Console) ->
     console.print(comparison_table(reports, {"step time": ratios, "test accuracy": accuracies}, title=title))
     table = _write_csv(results, config.out / "table.csv")
     picture = draw_comparison(reports, config.out / "memory.png", title)
-    console.print(f"Table:    {table.resolve()}", soft_wrap=True)
-    console.print(f"Picture:  {picture.resolve()}", soft_wrap=True)
+    console.print(f"Table:    {table.resolve()}", soft_wrap=True, markup=False)
+    console.print(f"Picture:  {picture.resolve()}", soft_wrap=True, markup=False)
     if config.wandb:
         folder = (config.out / "wandb").resolve()
-        console.print(f"W&B runs: {folder} (view: wandb leet {folder}; upload: wandb sync {folder})", soft_wrap=True)
+        how = f"(view: wandb leet {folder}; upload: wandb sync {folder})"
+        console.print(f"W&B runs: {folder} {how}", soft_wrap=True, markup=False)
 
 
 def _write_csv(results: list[DemoResult], path: Path) -> Path:
@@ -184,7 +189,12 @@ def _write_csv(results: list[DemoResult], path: Path) -> Path:
 
 
 def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description:32}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     return Progress(*columns, console=console)
 
 

@@ -1,8 +1,8 @@
 """The meter: decides which steps of a run are measured, measures them, and keeps the highest peak.
 
 Tracking costs about 10 microseconds per operation, so it runs on steps 2 and 3, every `every`-th, and two steps after
-each new microbatch size. The first step is never tracked: a compiled region that is first met under a dispatch mode
-would stay eager for the whole run.
+each new microbatch size. The first step is never tracked: it creates state (optimizers, caches, compiled code) that no
+later one creates. While a step is tracked, `torch.compile`d regions run eagerly.
 """
 
 from __future__ import annotations
@@ -60,20 +60,29 @@ class Meter:
         self._began_seconds = time.perf_counter()
 
     def end(self) -> Measurement | None:
-        """Finish a step and return what was measured, or `None` when this step was not."""
+        """Finish a step and return what was measured.
+
+        That is `None` for a step that was not tracked, unless an allocator shows that it went beyond the highest peak.
+        """
         seconds = time.perf_counter() - self._began_seconds
         allocated = allocator.read_peak(self._device)
         tracked = self.abandon()
         if tracked is None and self._num_steps > 1:
             self._seconds.append(seconds)
-        measured = _with_allocator(tracked or self._peak, allocated)
-        if measured is None or (tracked is None and allocated is None):
-            return None
-        self.num_steps_measured += 1
-        if self._peak is None or measured.peak_bytes > self._peak.peak_bytes:
-            self._peak = measured
         if allocated is not None:
             self._reserved_bytes = max(self._reserved_bytes or 0, allocated.reserved_bytes)
+        highest = self._peak
+        if tracked is not None:
+            measured = _with_allocator(tracked, allocated)
+        elif allocated is not None and highest is not None and allocated.allocated_bytes > highest.peak_bytes:
+            measured = _with_allocator(
+                highest, allocated
+            )  # the split of the highest tracked step, and what came on top
+        else:
+            return None
+        self.num_steps_measured += 1
+        if highest is None or measured.peak_bytes > highest.peak_bytes:
+            self._peak = measured
         return measured
 
     def abandon(self) -> Measurement | None:
@@ -101,9 +110,9 @@ class Meter:
         )
 
 
-def _with_allocator(tracked: Measurement | None, peak: allocator.AllocatorPeak | None) -> Measurement | None:
+def _with_allocator(tracked: Measurement, peak: allocator.AllocatorPeak | None) -> Measurement:
     """On an accelerator the allocator's peak is the peak; what the ledger did not see goes under `temporary`."""
-    if tracked is None or peak is None:
+    if peak is None:
         return tracked
     untracked = peak.allocated_bytes - tracked.peak_bytes
     split = dict(tracked.by_category)

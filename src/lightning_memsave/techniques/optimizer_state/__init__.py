@@ -81,9 +81,9 @@ class OptimizerState:
         return cls(format="8bit" if value is True else value)  # type: ignore[arg-type]  # checked in __post_init__
 
 
-def parameters_kept_32bit(model: nn.Module, config: OptimizerState) -> set[Tensor]:
-    """The parameters whose state stays float32 because of the module they belong to or their size."""
-    kept: set[Tensor] = {p for p in model.parameters() if p.numel() < config.min_size}
+def parameters_kept_32bit(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> set[Tensor]:
+    """The parameters whose state stays float32 because of their size or the module they belong to."""
+    kept: set[Tensor] = {p for group in optimizer.param_groups for p in group["params"] if p.numel() < config.min_size}
     for module in model.modules():
         is_norm = "Norm" in type(module).__name__ and not any(module.children())
         is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
@@ -105,8 +105,9 @@ def apply_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerSta
         warnings.warn(f"{type(optimizer).__name__} is a low-bit optimizer already.", NoEffectWarning, stacklevel=2)
         return Applied(technique="optimizer_state", summary=f"{type(optimizer).__name__} is low-bit already")
     name, kin = type(optimizer).__name__, find_kin(optimizer)
-    kept = parameters_kept_32bit(model, config)
+    _refuse_sparse_gradients(model)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = parameters_kept_32bit(optimizer, config, model)
     become_8bit(optimizer, kin, kept)
     num_8bit = sum(p not in kept for p in parameters)
     device = parameters[0].device.type if parameters else "cpu"
@@ -119,10 +120,21 @@ def apply_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerSta
     )
 
 
+def _refuse_sparse_gradients(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise setting_error(
+                "optimizer_state",
+                "cannot take sparse gradients, which bitsandbytes does not",
+                f"{name}.sparse=True",
+                "Use `sparse=False`, or `optimizer_state=False`.",
+            )
+
+
 def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> int:
     """Bytes of the 8-bit optimizer's state once every parameter has been stepped; exact."""
     num_moments = len(find_kin(optimizer).moments)
-    kept = parameters_kept_32bit(model, config)
+    kept = parameters_kept_32bit(optimizer, config, model)
     total, any_8bit = 0, False
     for group in optimizer.param_groups:
         for p in group["params"]:

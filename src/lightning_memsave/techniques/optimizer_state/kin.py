@@ -72,7 +72,7 @@ KINS: Mapping[str, Kin] = {
         class_name="LAMB8bit",
         moments=("exp_avg", "exp_avg_sq"),
         betas=_betas,
-        required={**_COMMON, "max_grad_norm": _OFF, "trust_clip": _OFF, "always_adapt": _OFF, "caution": _OFF,
+        required={**_COMMON, "max_grad_norm": _OFF, "trust_clip": _OFF, "always_adapt": (None, True), "caution": _OFF,
                   "debias": (True,), "bias_correction": (True, 1), "grad_averaging": (True, 1)},
     ),
 }  # fmt: skip
