@@ -14,6 +14,9 @@ for _name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilit
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
+torch.set_num_threads(1)  # for fixtures of modules and sessions, which are made before any test's own
+
+
 @pytest.fixture(autouse=True)
 def _one_thread_and_a_seed():
     threads = torch.get_num_threads()

@@ -92,7 +92,9 @@ def test_png_is_a_picture(tmp_path):
 
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_names_are_drawn_as_they_are(tmp_path, name):
-    texts = drawn({name: report_of((1, 2, 3, 4, 5, 6)), "other": report_of((1, 1, 1, 1, 1, 1))}, tmp_path / "a.svg", name)
+    texts = drawn(
+        {name: report_of((1, 2, 3, 4, 5, 6)), "other": report_of((1, 1, 1, 1, 1, 1))}, tmp_path / "a.svg", name
+    )
     assert texts.count(name) == 2  # as a run and as the title
     draw_comparison({name: report_of((1, 2, 3, 4, 5, 6))}, tmp_path / "a.png", name)
     assert (tmp_path / "a.png").stat().st_size > 1000

@@ -1,9 +1,9 @@
 """Reads back what wandb wrote: its transaction log `run-<id>.wandb`.
 
-The file is LevelDB's log format behind a header of 7 bytes (`:W&B`, 0xBEE1, version 0): blocks of 32 KiB hold fragments,
-each a crc32 (of its type and payload), a length and a type (1 whole, 2 first, 3 middle, 4 last); the joined payload is
-one protobuf `Record`. Call `wandb.finish()` and then `wandb.teardown()` before reading: finishing alone may leave the
-file incomplete. wandb 0.31 ships no reader.
+The file is LevelDB's log format behind a header of 7 bytes (`:W&B`, 0xBEE1, version 0): blocks of 32 KiB hold
+fragments, each a crc32 (of its type and payload), a length and a type (1 whole, 2 first, 3 middle, 4 last); the joined
+payload is one protobuf `Record`. Call `wandb.finish()` and then `wandb.teardown()` before reading: finishing alone may
+leave the file incomplete. wandb 0.31 ships no reader.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lightning's private names that this package uses, each named when it moves; and the names registered with Lightning."""
+"""Lightning's private names that this package uses, each named when it moves; and the names that it registers."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+from packaging.version import Version
+
 SUPPORTED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "torch": ((2, 13), (2, 14)),
     "lightning": ((2, 6), (2, 7)),
@@ -27,8 +29,7 @@ def check_versions(supported: dict[str, tuple[tuple[int, int], tuple[int, int]]]
             found = version(package)
         except PackageNotFoundError:
             continue
-        major, minor = (int(part) for part in found.split(".")[:2])
-        if not lowest <= (major, minor) < beyond:
+        if not lowest <= Version(found).release[:2] < beyond:
             low, high = (".".join(map(str, bound)) for bound in (lowest, beyond))
             raise ImportError(
                 f"lightning-memsave needs {package} >= {low} and < {high}, found {found}. "

@@ -39,8 +39,9 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """Every storage behind a tensor: one for a plain tensor, several for sparse ones and for wrapper subclasses."""
     any_tensor: Any = tensor
     if is_traceable_wrapper_subclass(any_tensor):
-        for name in any_tensor.__tensor_flatten__()[0]:
-            yield from storages(getattr(any_tensor, name))
+        for inner in (getattr(any_tensor, name) for name in any_tensor.__tensor_flatten__()[0]):
+            if isinstance(inner, Tensor):  # DTensor lists its mesh as well
+                yield from storages(inner)
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
     elif tensor.layout is torch.sparse_coo:

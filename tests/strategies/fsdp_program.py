@@ -1,0 +1,75 @@
+"""Two processes of FSDP2 on CPU (gloo), plain and with MemSave; run by `test_distributed.py`. Rank 0 prints `ok`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memsave import MemSave
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 32), *(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2)))
+        self.head = nn.Linear(32, 3)
+
+    def configure_model(self) -> None:
+        for part in (*self.net[1:], self.net, self.head):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.head(self.net(batch[0])), batch[1])
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+def train(memsave, strategy):
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    dataset = TensorDataset(torch.randn(40, 6, generator=generator), torch.randint(0, 3, (40,), generator=generator))
+    module = Module()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_epochs=2,
+        strategy=strategy,
+        callbacks=[memsave] if memsave else [],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(dataset, batch_size=7))
+    return [p.detach().full_tensor() for p in module.parameters()], trainer
+
+
+plain, plain_trainer = train(None, ModelParallelStrategy())
+for strategy in (ModelParallelStrategy(), "memsave_fsdp"):
+    memsave = MemSave(microbatch=3, checkpointing="blocks")
+    ours, trainer = train(memsave, strategy)
+    for a, b in zip(plain, ours, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert abs(float(plain_trainer.callback_metrics["loss"] - trainer.callback_metrics["loss"])) < 1e-5
+    assert memsave.report.microbatch_size == 3
+    assert sum(memsave.report.by_category.values()) == memsave.report.peak_bytes > 0
+
+with pytest.raises(ValueError, match="DTensor"):
+    train(MemSave(optimizer_state="8bit"), "memsave_fsdp")
+if torch.distributed.get_rank() == 0:
+    print("ok", file=sys.stderr)

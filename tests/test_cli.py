@@ -1,0 +1,87 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_memsave import cli
+from lightning_memsave.demo import run as demo
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--epochs", "0"], "`epochs` must be at least 1, got 0"),
+        (["--batch-size", "-3"], "`batch_size` must be at least 1, got -3"),
+        (["--data-dir", "/nonexistent"], "/nonexistent/data_batch_1.bin is missing"),
+    ],
+)
+def test_wrong_settings_are_one_line_and_status_2(capsys, tmp_path, monkeypatch, arguments, complaint):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["demo", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert complaint in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_reach_the_demo(monkeypatch):
+    received = []
+    monkeypatch.setattr(demo, "run_demo", received.append)
+    options = ["--out", "o", "--data-dir", "d", "--epochs", "7", "--batch-size", "9", "--seed", "3", "--no-wandb"]
+    assert cli.main(["demo", *options]) == 0
+    assert cli.main(["demo"]) == 0
+    assert received[0] == demo.DemoConfig(
+        out=Path("o"), data_dir=Path("d"), epochs=7, batch_size=9, seed=3, wandb=False
+    )
+    assert received[1] == demo.DemoConfig(), "the two places that state defaults differ"
+
+
+def test_missing_extra_is_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)  # importing it now raises
+    assert cli.main(["demo", "--out", str(tmp_path / "out")]) == 1
+    err = capsys.readouterr().err
+    assert "pip install 'lightning-memsave[demo]'" in err
+    assert "sklearn" in err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"]])
+def test_help(capsys, arguments):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 0
+    out = capsys.readouterr().out
+    assert "lightning-memsave" in out
+    assert "demo" in out
+
+
+def test_help_lists_every_setting(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--help"])
+    out = capsys.readouterr().out
+    for name in demo.DemoConfig.__dataclass_fields__:
+        assert f"--{name.replace('_', '-')}" in out or f"--no-{name}" in out
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "--epochs", "many"], ["demo", "--no-such-option"]])
+def test_wrong_usage_exits_2(capsys, arguments):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_module_can_be_run(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_memsave.cli", "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "demo" in done.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,241 @@
+"""Rules of the house: a light import, complete rooms, small files, true declarations."""
+
+import ast
+import inspect
+import json
+import re
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+import lightning_memsave
+from lightning_memsave.core import versions
+from lightning_memsave.core.compatibility import COMPATIBILITY, WAYS_OF_TRAINING
+from lightning_memsave.techniques.registry import TECHNIQUES
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "lightning_memsave"
+FILES = sorted(SOURCE.rglob("*.py"))
+STEMS = [technique.stem for technique in TECHNIQUES]
+
+
+def relative(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+LEAN_IMPORT = """
+import json, logging, os, sys
+root = logging.getLogger()
+root_before = (list(root.handlers), root.level, root.disabled, logging.root.manager.disable)
+import lightning.pytorch, pytorch_lightning, torch, torchmetrics
+def levels():
+    return {
+        name: (logger.level, len(logger.handlers))
+        for name, logger in logging.root.manager.loggerDict.items() if isinstance(logger, logging.Logger)
+    }
+before, threads = levels(), torch.get_num_threads()
+brought_by_lightning = {"matplotlib", "transformers"} & set(sys.modules)
+generator, environment = torch.get_rng_state(), dict(os.environ)
+import lightning_memsave
+after = levels()
+print(json.dumps({
+    "heavy": sorted(
+        {"bitsandbytes", "wandb", "sklearn", "matplotlib", "transformers"} & set(sys.modules) - brought_by_lightning
+    ),
+    "cuda": torch.cuda.is_initialized(),
+    "root_changed": (list(root.handlers), root.level, root.disabled, logging.root.manager.disable) != root_before,
+    "levels_changed": [name for name in before if after[name] != before[name]],
+    "own_levels": [name for name in after if name.startswith("lightning_memsave") and after[name] != (0, 0)],
+    "threads_changed": torch.get_num_threads() != threads,
+    "random_state_changed": not torch.equal(torch.get_rng_state(), generator),
+    "environment_changed": dict(os.environ) != environment,
+    "files": os.listdir(),
+}))
+"""
+
+
+def test_lean_import(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", LEAN_IMPORT], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "heavy": [],
+        "cuda": False,
+        "root_changed": False,
+        "levels_changed": [],
+        "own_levels": [],
+        "threads_changed": False,
+        "random_state_changed": False,
+        "environment_changed": False,
+        "files": [],
+    }
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_technique_is_complete(stem):
+    rooms = {
+        "code": [f"src/lightning_memsave/techniques/{stem}.py", f"src/lightning_memsave/techniques/{stem}/__init__.py"],
+        "test": [f"tests/techniques/test_{stem}.py"],
+        "benchmark": [f"benchmarks/bench_{stem}.py"],
+        "page": [f"docs/techniques/{stem}.md"],
+    }
+    missing = [
+        f"{room} ({' or '.join(paths)})"
+        for room, paths in rooms.items()
+        if not any((ROOT / path).is_file() for path in paths)
+    ]
+    rows = {frozenset((row.first, row.second)) for row in COMPATIBILITY}
+    missing += [
+        f"row of {stem} with {other} (core/compatibility.py)"
+        for other in STEMS
+        if other != stem and frozenset((stem, other)) not in rows
+    ]
+    assert not missing, f"{stem} lacks: {'; '.join(missing)}"
+
+
+def test_techniques_have_one_name_each():
+    assert len(set(STEMS)) == len(STEMS)
+    rooms = {path.stem for path in (SOURCE / "techniques").iterdir() if not path.name.startswith("_")} - {"registry"}
+    assert rooms == set(STEMS), "a technique in the room that the registry does not list, or the reverse"
+
+
+def test_compatibility_names_what_exists():
+    known = {*STEMS, *WAYS_OF_TRAINING}
+    for row in COMPATIBILITY:
+        assert {row.first, row.second} <= known, row
+        assert (row.refused_because is None) == (row.remedy is None), f"a refusal without a way out: {row}"
+    pairs = [frozenset((row.first, row.second)) for row in COMPATIBILITY]
+    assert all(len(pair) == 2 for pair in pairs)
+    assert [sorted(a) for a, b in combinations(pairs, 2) if a == b] == [], "two rows for one pair"
+
+
+def test_no_file_is_long():
+    lengths = {relative(path): len(path.read_text().splitlines()) for path in FILES}
+    assert len(lengths) > 20
+    assert {name: length for name, length in lengths.items() if length > 350} == {}
+
+
+def test_no_function_is_long():
+    found, seen = [], 0
+    for path in FILES:
+        text = path.read_text()
+        lines = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                seen += 1
+                length = node.end_lineno - node.lineno + 1
+                if length > 80 and "# noqa: C901" not in lines[node.lineno - 1]:
+                    found.append(f"{relative(path)}:{node.lineno} {node.name} has {length} lines")
+    assert seen > 100
+    assert found == []
+
+
+def test_no_module_is_named_for_no_job():
+    names = {"utils", "util", "helpers", "helper", "common", "misc"}
+    assert [relative(path) for path in SOURCE.rglob("*") if path.stem.strip("_") in names] == []
+
+
+@pytest.mark.parametrize("word", ["TODO", "FIXME", "XXX"])
+def test_nothing_is_left_undone(word):
+    found = [
+        f"{relative(path)}:{number}"
+        for path in FILES
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(rf"\b{word}\b", line)
+    ]
+    assert found == []
+
+
+def test_public_names_are_sorted_and_complete():
+    names = lightning_memsave.__all__
+    assert names == sorted(set(names))
+    imported = {
+        name
+        for name, value in vars(lightning_memsave).items()
+        if not name.startswith("_") and getattr(value, "__module__", "").startswith("lightning_memsave.")
+    }
+    assert imported - set(names) <= {"check_versions", "register_strategies"}
+
+
+@pytest.mark.parametrize("name", lightning_memsave.__all__)
+def test_public_name_has_a_docstring(name):
+    value = getattr(lightning_memsave, name)
+    doc = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    assert doc, f"{name} has no docstring"
+    assert not doc.startswith(f"{name}("), f"{name} has only the docstring that dataclass writes"
+
+
+def declared(package):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (requirement,) = [text for text in project["dependencies"] if re.match(r"[\w-]+", text)[0] == package]
+    low, high = re.fullmatch(rf"{package}>=([\d.]+),<([\d.]+)", requirement).groups()
+    return tuple(tuple(int(part) for part in bound.split(".")) for bound in (low, high))
+
+
+@pytest.mark.parametrize("package", ["torch", "lightning"])
+def test_supported_range_is_the_declared_one(package):
+    assert versions.SUPPORTED[package] == declared(package)
+
+
+def test_every_checked_package_is_known_here():
+    assert set(versions.SUPPORTED) == {"torch", "lightning"}
+
+
+def just_outside(package):
+    (low_major, low_minor), (high_major, high_minor) = declared(package)
+    return [
+        f"{low_major}.{low_minor - 1}.9",
+        f"{high_major}.{high_minor}.0",
+        f"{high_major}.{high_minor}.0.dev20260101+cu130",
+        f"{low_major + 1}.0.0",
+        f"{low_major - 1}.99.0",
+    ]
+
+
+def just_inside(package):
+    (low_major, low_minor), (high_major, high_minor) = declared(package)
+    return [
+        f"{low_major}.{low_minor}.0",
+        f"{low_major}.{low_minor}.0+cpu",
+        f"{low_major}.{low_minor}.0a0+git1234",
+        f"{high_major}.{high_minor - 1}.99",
+    ]
+
+
+def pretend(monkeypatch, package, found):
+    real = versions.version
+    monkeypatch.setattr(versions, "version", lambda name: found if name == package else real(name))
+
+
+@pytest.mark.parametrize(
+    ("package", "found"), [(package, found) for package in versions.SUPPORTED for found in just_outside(package)]
+)
+def test_version_outside_the_range_is_refused_with_a_remedy(monkeypatch, package, found):
+    pretend(monkeypatch, package, found)
+    with pytest.raises(ImportError, match="lightning-memsave needs") as caught:
+        versions.check_versions()
+    text = str(caught.value)
+    low, high = (".".join(map(str, bound)) for bound in declared(package))
+    assert f"found {found}" in text
+    assert f"pip install '{package}>={low},<{high}'" in text
+
+
+@pytest.mark.parametrize(
+    ("package", "found"), [(package, found) for package in versions.SUPPORTED for found in just_inside(package)]
+)
+def test_version_inside_the_range_is_accepted(monkeypatch, package, found):
+    pretend(monkeypatch, package, found)
+    versions.check_versions()
+
+
+def test_package_version_is_a_release_number():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", lightning_memsave.__version__)
