@@ -18,7 +18,7 @@ for seed in (0, 1, 2):
         rows.append(
             {
                 "benchmark": "demo",
-                "model": "WideResNet-28-2, digits, batch 100, SGD momentum, 4 epochs",
+                "model": "WideResNet-28-2, digits, batch 100, SGD momentum, 3 epochs",
                 "setting": result.name,
                 "seed": seed,
                 "peak_bytes": result.report.peak_bytes,

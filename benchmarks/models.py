@@ -47,7 +47,8 @@ def gpt(setting: str, optimizer_class: Any = torch.optim.AdamW, **options: Any) 
 
 
 def gradients(subject: Subject) -> list[torch.Tensor]:
-    """Gradients of one step from the seed's weights, without stepping."""
+    """Gradients of one step from the present weights, which are put back; random numbers are the same each time."""
+    torch.manual_seed(5)
     state = {name: value.clone() for name, value in subject.model.state_dict().items()}
     subject.step()
     found = [p.grad.clone() for p in subject.model.parameters() if p.grad is not None]

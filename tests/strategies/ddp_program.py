@@ -1,4 +1,4 @@
-"""Two processes of DDP on CPU (gloo), plain and with MemSave; run by `test_distributed.py`. Rank 0 checks and prints `ok`."""
+"""Two processes of DDP on CPU (gloo), plain and with MemSave; run by `test_distributed.py`. Rank 0 prints `ok`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import MemSave
-
-warnings.simplefilter("ignore")
-torch.set_num_threads(1)
 
 
 class Module(L.LightningModule):
@@ -57,29 +54,36 @@ def train(memsave, strategy, **options):
     return module, trainer
 
 
-for options in ({}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.05}):
-    plain, plain_trainer = train(None, "ddp", **options)
-    for strategy in ("ddp", "memsave", "memsave_ddp"):
-        memsave = MemSave(microbatch=3, checkpointing="blocks")
-        ours, trainer = train(memsave, strategy, **options)
-        for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
-        difference = plain_trainer.callback_metrics["loss"] - trainer.callback_metrics["loss"]
-        assert abs(float(difference)) < 1e-12
-        assert memsave.report.microbatch_size == 3
-        gradients = sum(p.numel() * 8 for p in ours.parameters())
-        # One copy in DDP's buckets all the time; the other one comes and goes.
-        assert memsave.report.by_category["gradients"] >= gradients, memsave.report
-        # The headline is the maximum over the ranks.
-        assert trainer.callback_metrics["memsave/peak_bytes"].item() >= memsave.report.peak_bytes
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for options in ({}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.05}):
+        plain, plain_trainer = train(None, "ddp", **options)
+        for strategy in ("ddp", "memsave", "memsave_ddp"):
+            memsave = MemSave(microbatch=3, checkpointing="blocks")
+            ours, trainer = train(memsave, strategy, **options)
+            for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+            difference = plain_trainer.callback_metrics["loss"] - trainer.callback_metrics["loss"]
+            assert abs(float(difference)) < 1e-12
+            assert memsave.report.microbatch_size == 3
+            gradients = sum(p.numel() * 8 for p in ours.parameters())
+            # One copy in DDP's buckets all the time; the other one comes and goes.
+            assert memsave.report.by_category["gradients"] >= gradients, memsave.report
+            # The headline is the maximum over the ranks.
+            assert trainer.callback_metrics["memsave/peak_bytes"].item() >= memsave.report.peak_bytes
 
-low_bit, _ = train(MemSave(optimizer_state="8bit"), "ddp")
-flat = torch.cat([p.detach().flatten() for p in low_bit.parameters()])
-both = [torch.zeros_like(flat) for _ in range(2)]
-torch.distributed.all_gather(both, flat)
-assert torch.equal(*both), "ranks have drifted apart"
+    low_bit, _ = train(MemSave(optimizer_state="8bit"), "ddp")
+    flat = torch.cat([p.detach().flatten() for p in low_bit.parameters()])
+    both = [torch.zeros_like(flat) for _ in range(2)]
+    torch.distributed.all_gather(both, flat)
+    assert torch.equal(*both), "ranks have drifted apart"
 
-with pytest.raises(ValueError, match="static graph"):
-    train(MemSave(microbatch=3), L.pytorch.strategies.DDPStrategy(static_graph=True))
-if torch.distributed.get_rank() == 0:
-    print("ok", file=sys.stderr)
+    with pytest.raises(ValueError, match="static graph"):
+        train(MemSave(microbatch=3), L.pytorch.strategies.DDPStrategy(static_graph=True))
+    if torch.distributed.get_rank() == 0:
+        print("ok", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

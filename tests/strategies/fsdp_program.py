@@ -16,9 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import MemSave
 
-warnings.simplefilter("ignore")
-torch.set_num_threads(1)
-
 
 class Module(L.LightningModule):
     def __init__(self) -> None:
@@ -59,17 +56,24 @@ def train(memsave, strategy):
     return [p.detach().full_tensor() for p in module.parameters()], trainer
 
 
-plain, plain_trainer = train(None, ModelParallelStrategy())
-for strategy in (ModelParallelStrategy(), "memsave_fsdp"):
-    memsave = MemSave(microbatch=3, checkpointing="blocks")
-    ours, trainer = train(memsave, strategy)
-    for a, b in zip(plain, ours, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert abs(float(plain_trainer.callback_metrics["loss"] - trainer.callback_metrics["loss"])) < 1e-5
-    assert memsave.report.microbatch_size == 3
-    assert sum(memsave.report.by_category.values()) == memsave.report.peak_bytes > 0
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    plain, plain_trainer = train(None, ModelParallelStrategy())
+    for strategy in (ModelParallelStrategy(), "memsave_fsdp"):
+        memsave = MemSave(microbatch=3, checkpointing="blocks")
+        ours, trainer = train(memsave, strategy)
+        for a, b in zip(plain, ours, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert abs(float(plain_trainer.callback_metrics["loss"] - trainer.callback_metrics["loss"])) < 1e-5
+        assert memsave.report.microbatch_size == 3
+        assert sum(memsave.report.by_category.values()) == memsave.report.peak_bytes > 0
 
-with pytest.raises(ValueError, match="DTensor"):
-    train(MemSave(optimizer_state="8bit"), "memsave_fsdp")
-if torch.distributed.get_rank() == 0:
-    print("ok", file=sys.stderr)
+    with pytest.raises(ValueError, match="DTensor"):
+        train(MemSave(optimizer_state="8bit"), "memsave_fsdp")
+    if torch.distributed.get_rank() == 0:
+        print("ok", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
