@@ -267,3 +267,16 @@ def test_lightning_cli_yaml(tmp_path, monkeypatch):
     arguments += ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
     cli = LightningCLI(BoringModel, FoursDataModule, save_config_callback=None, args=arguments)
     assert cli.trainer.callbacks[0].report.microbatch_size == 2
+
+
+def test_workspace_is_measured_when_asked_for_and_the_first_monitor_decides():
+    monitor, memsave = MemoryMonitor(every=4, workspace=True), MemSave(**EVERYTHING)
+    trainer = L.Trainer(callbacks=[monitor, memsave], max_epochs=2, enable_checkpointing=False, **QUIET)
+    trainer.fit(Regressor(), loader())
+    report = memsave.report
+    assert report.workspace_bytes == monitor.report.workspace_bytes
+    # Linear layers need next to none; what the profiler sees beyond tensors is about generator states and scalars.
+    assert 0 <= report.workspace_bytes < 0.1 * report.peak_bytes
+    assert report.microbatch_size == 4
+    assert len(report.applied) == 4
+    assert MemSave().report.workspace_bytes is None

@@ -29,6 +29,8 @@ class MemoryMonitor(Callback):
 
     Args:
         every: measure every this many steps.
+        workspace: profile the step after each measured one as well, for `report.workspace_bytes` (CPU only; costs time
+            and memory in that step).
 
     Raises:
         ValueError: `every` is below 1.
@@ -44,10 +46,10 @@ class MemoryMonitor(Callback):
         True
     """
 
-    def __init__(self, every: int = 200) -> None:
+    def __init__(self, every: int = 200, workspace: bool = False) -> None:
         super().__init__()
-        self._every = every
-        self._meter = Meter(every)
+        self._every, self._workspace = every, workspace
+        self._meter = Meter(every, workspace=workspace)
         self._leader: MemoryMonitor | None = None
         self._baseline: MemoryReport | None = None
         self._step_seconds: float | None = None
@@ -81,7 +83,7 @@ class MemoryMonitor(Callback):
             return
         first = next(c for c in trainer.callbacks if isinstance(c, MemoryMonitor))
         self._leader = None if first is self else first
-        self._meter = Meter(self._every)
+        self._meter = Meter(self._every, workspace=self._workspace)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Tell the loggers how this run is configured."""

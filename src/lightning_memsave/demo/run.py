@@ -25,6 +25,7 @@ from lightning_memsave.demo.data import load_cifar10, load_digits_32
 from lightning_memsave.demo.model import ImageClassifier, WideResNet
 from lightning_memsave.reporting.chart import draw_comparison
 from lightning_memsave.reporting.console import comparison_table
+from lightning_memsave.reporting.page import write_page
 from lightning_memsave.reporting.wandb import wandb_logger
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -72,7 +73,7 @@ class DemoResult:
 
 
 def run_demo(config: DemoConfig, console: Console | None = None) -> list[DemoResult]:
-    """Train each of `RUNS` from the same weights on the same batches; write `table.csv`, `memory.png` and W&B runs.
+    """Train each of `RUNS` from the same weights on the same batches; write table, picture, page and W&B runs.
 
     Returns:
         The runs, in order, each with its report against the first one.
@@ -156,11 +157,13 @@ def _present(results: list[DemoResult], config: DemoConfig, console: Console) ->
     title = (
         f"WideResNet-28-2, {'CIFAR-10' if config.data_dir else 'digits'}, batch {config.batch_size}, seed {config.seed}"
     )
-    console.print(comparison_table(reports, {"step time": ratios, "test accuracy": accuracies}, title=title))
-    table = _write_csv(results, config.out / "table.csv")
+    table = comparison_table(reports, {"step time": ratios, "test accuracy": accuracies}, title=title)
+    console.print(table)
+    rows = _write_csv(results, config.out / "table.csv")
     picture = draw_comparison(reports, config.out / "memory.png", title)
-    console.print(f"Table:    {table.resolve()}", soft_wrap=True, markup=False)
-    console.print(f"Picture:  {picture.resolve()}", soft_wrap=True, markup=False)
+    page = write_page(table, picture, config.out / "index.html", title)
+    for what, path in (("Table:   ", rows), ("Picture: ", picture), ("Page:    ", page)):
+        console.print(f"{what} {path.resolve()}", soft_wrap=True, markup=False)
     if config.wandb:
         folder = (config.out / "wandb").resolve()
         how = f"(view: wandb leet {folder}; upload: wandb sync {folder})"

@@ -19,6 +19,7 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.memory import allocator
 from lightning_memsave.memory.ledger import Ledger, Measurement
+from lightning_memsave.memory.verify import AllocationProfile
 
 
 class Meter:
@@ -26,13 +27,18 @@ class Meter:
 
     Args:
         every: measure every this many steps, besides the first ones.
+        workspace: profile the step after each measured one, to learn the workspace inside kernels (CPU only).
     """
 
-    def __init__(self, every: int = 200) -> None:
+    def __init__(self, every: int = 200, *, workspace: bool = False) -> None:
         if every < 1:
             raise setting_error("every", "must be a positive integer", every, "Use 200, or 1 to measure each step.")
         self._every = every
+        self._workspace = workspace
         self._ledger: Ledger | None = None
+        self._profile: AllocationProfile | None = None
+        self._profile_next: Measurement | None = None
+        self._workspace_bytes: int | None = None
         self._device = torch.device("cpu")
         self._num_steps = 0
         self._due = {2, 3}
@@ -57,6 +63,9 @@ class Meter:
             self._due.discard(self._num_steps)
             self._ledger = Ledger(device).watching(model, optimizers, batch)
             self._ledger.__enter__()
+        elif self._workspace and self._profile_next is not None and device.type == "cpu":
+            self._profile = AllocationProfile()
+            self._profile.__enter__()
         self._began_seconds = time.perf_counter()
 
     def end(self) -> Measurement | None:
@@ -66,8 +75,11 @@ class Meter:
         """
         seconds = time.perf_counter() - self._began_seconds
         allocated = allocator.read_peak(self._device)
+        was_profiled = self._profile is not None
         tracked = self.abandon()
-        if tracked is None and self._num_steps > 1:
+        if tracked is not None:
+            self._profile_next = tracked
+        elif self._num_steps > 1 and not was_profiled:
             self._seconds.append(seconds)
         if allocated is not None:
             self._reserved_bytes = max(self._reserved_bytes or 0, allocated.reserved_bytes)
@@ -88,6 +100,12 @@ class Meter:
     def abandon(self) -> Measurement | None:
         """Leave the ledger whatever happened in the step; safe to call at any time."""
         ledger, self._ledger = self._ledger, None
+        profiled, self._profile = self._profile, None
+        if profiled is not None and self._profile_next is not None:
+            profiled.__exit__(None, None, None)
+            found = self._profile_next.held_bytes + profiled.peak_bytes - self._profile_next.peak_bytes
+            self._workspace_bytes = max(self._workspace_bytes or 0, found)
+            self._profile_next = None
         if ledger is None:
             return None
         ledger.__exit__(None, None, None)
@@ -105,6 +123,7 @@ class Meter:
         return MemoryReport(
             peak_bytes=self._peak.peak_bytes,
             by_category=MappingProxyType(self._peak.by_category),
+            workspace_bytes=self._workspace_bytes,
             reserved_bytes=self._reserved_bytes,
             num_steps_measured=self.num_steps_measured,
         )

@@ -8,6 +8,7 @@ per cent of time, so it is asked for, never on by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -19,9 +20,25 @@ def allocation_peak(step: Callable[[], object], held_bytes: int) -> int:
         step: one training step; runs under the profiler.
         held_bytes: what is alive already and was allocated before, as `Measurement.held_bytes` counts it.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with AllocationProfile() as profiled:
         step()
-    return held_bytes + peak_of_changes(_allocation_sizes(profiler))
+    return held_bytes + profiled.peak_bytes
+
+
+class AllocationProfile:
+    """Profiles CPU allocations between its start and its end; afterwards `peak_bytes` is the peak above the start."""
+
+    def __init__(self) -> None:
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self.peak_bytes = 0
+
+    def __enter__(self) -> AllocationProfile:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._profile.__exit__(*exc_info)
+        self.peak_bytes = peak_of_changes(_allocation_sizes(self._profile))
 
 
 def peak_of_changes(changes: Iterable[int]) -> int:

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lightning_memsave import Checkpointing, EarlyZeroGrad, Microbatching, OptimizerState, Recipe
+from lightning_memsave.planner.recipes import RECIPES, resolve
+from lightning_memsave.techniques.registry import TECHNIQUES, technique_of
+
+
+def test_the_order_is_the_registrys_whatever_the_order_of_the_arguments():
+    recipe = resolve("lossless", {"optimizer_state": "8bit", "microbatch": 2, "checkpointing": "blocks"})
+    assert recipe.stems() == tuple(technique.stem for technique in TECHNIQUES)
+
+
+def test_slots_do_not_change_the_recipe_they_start_from():
+    mine = Recipe("mine", (Microbatching(size=2),))
+    assert resolve(mine, {"microbatch": 5}).get(Microbatching).size == 5
+    assert resolve(mine, {"microbatch": False}).techniques == ()
+    assert mine.get(Microbatching).size == 2
+    assert resolve("measure", {}) == RECIPES["measure"]
+
+
+def test_as_dict_is_plain_and_names_functions_and_classes():
+    def tokens(batch):
+        return 1
+
+    recipe = Recipe(
+        "mine",
+        (
+            EarlyZeroGrad(),
+            Microbatching(size=2, weight_fn=tokens),
+            Checkpointing(modules=Microbatching),
+            OptimizerState(),
+        ),
+    )
+    plain = json.loads(json.dumps(recipe.as_dict()))
+    assert plain["microbatching"]["size"] == 2
+    assert plain["microbatching"]["weight_fn"].endswith("tokens")
+    assert plain["checkpointing"]["modules"] == "Microbatching"
+    assert plain["recipe"] == "mine"
+
+
+def test_unknown_recipes_list_what_there_is():
+    with pytest.raises(ValueError, match=r"'measure', 'lossless' or a `Recipe`, got 'fast'"):
+        resolve("fast", {})
+
+
+def test_every_config_belongs_to_one_row():
+    for technique in TECHNIQUES:
+        config = technique.config(size=1) if technique.config is Microbatching else technique.config()
+        assert technique_of(config) is technique
