@@ -275,8 +275,146 @@ def test_workspace_is_measured_when_asked_for_and_the_first_monitor_decides():
     trainer.fit(Regressor(), loader())
     report = memsave.report
     assert report.workspace_bytes == monitor.report.workspace_bytes
-    # Linear layers need next to none; what the profiler sees beyond tensors is about generator states and scalars.
-    assert 0 <= report.workspace_bytes < 0.1 * report.peak_bytes
+    # bitsandbytes' CPU code takes up to 20 bytes per element of the largest parameter inside its operation.
+    assert 0 < report.workspace_bytes < 80 * 80 * 20 + 100_000
     assert report.microbatch_size == 4
     assert len(report.applied) == 4
     assert MemSave().report.workspace_bytes is None
+
+
+def modes():
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return _get_current_dispatch_mode_stack()
+
+
+def test_a_skipped_rest_of_an_epoch_leaves_no_ledger_behind():
+    class Skips(Validated):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 1 and self.trainer.current_epoch == 0 else None
+
+        def on_validation_batch_start(self, *args):
+            assert modes() == []
+
+    memsave = MemSave()
+    trainer = L.Trainer(callbacks=[memsave], max_epochs=3, enable_checkpointing=False, **QUIET)
+    trainer.fit(Skips(), loader(), loader())
+    assert modes() == []
+    assert memsave.report.num_steps_measured == 2
+
+
+def test_accumulation_shows_the_same_optimizer_state():
+    states = []
+    for accumulate in (1, 4):
+        memsave = MemSave("measure")
+        fit(memsave, accumulate_grad_batches=accumulate, max_epochs=4)
+        states.append(memsave.report.by_category["optimizer_state"])
+    assert states[0] == states[1] > 0
+
+
+class BackwardByHand(Regressor):
+    """Plain Lightning zeroes what this backward leaves behind, because it zeroes after `training_step`."""
+
+    def training_step(self, batch, batch_idx):
+        (self.net(batch[:, :4]).square().mean() * 0.1).backward()
+        return super().training_step(batch, batch_idx)
+
+
+class ReadsInHook(Regressor):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("norm", torch.zeros(()))
+
+    def on_before_zero_grad(self, optimizer):
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        self.norm += sum(g.norm() for g in grads) + self.net(torch.ones(1, 4)).detach().sum()
+
+
+@pytest.mark.parametrize("module", [BackwardByHand, ReadsInHook])
+@pytest.mark.parametrize("settings", [{}, {"microbatch": 16}], ids=["default", "one part"])
+def test_early_zero_grad_steps_aside_where_it_would_change_a_run(module, settings):
+    torch.manual_seed(0)
+    plain, ours = module(), module()
+    ours.load_state_dict(plain.state_dict())
+    memsave = MemSave(**settings)
+    fit(None, plain)
+    fit(memsave, ours)
+    for (name, a), b in zip(plain.state_dict().items(), ours.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    assert ("early_zero_grad" in [a.technique for a in memsave.report.applied]) == (module is BackwardByHand)
+
+
+def test_reports_and_callbacks_can_be_copied_and_pickled():
+    import dataclasses
+    import pickle
+
+    memsave = MemSave(**EVERYTHING)
+    fit(memsave)
+    for twin in (pickle.loads(pickle.dumps(memsave.report)), copy.deepcopy(memsave.report)):
+        assert twin == memsave.report
+    assert dataclasses.asdict(memsave.report)["peak_bytes"] == memsave.report.peak_bytes
+    del memsave.log, memsave.log_dict  # Lightning's, bound to the module
+    assert pickle.loads(pickle.dumps(memsave)).report == memsave.report
+
+
+def test_without_the_callback_the_next_fit_is_plain_again():
+    trainer, module = fit(MemSave(**EVERYTHING))
+    assert type(trainer.optimizers[0]).__name__ == "MemSaveAdamW8bit"  # its checkpoint can still be written
+    trainer.callbacks.clear()
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, loader())
+    assert type(trainer.optimizers[0]) is torch.optim.AdamW
+    assert trainer.strategy.memsave.applied == ()
+
+
+def test_two_memsaves_are_refused_and_one_leads_whatever_the_order():
+    two = [MemSave(microbatch=2), MemSave(checkpointing="blocks")]
+    trainer = L.Trainer(callbacks=two, max_epochs=1, enable_checkpointing=False, **QUIET)
+    with pytest.raises(ValueError, match="one MemSave"):
+        trainer.fit(Regressor(), loader())
+    baseline, memsave, monitor = MemSave("measure"), MemSave(**EVERYTHING), MemoryMonitor(every=3)
+    fit(baseline)
+    memsave.against(baseline.report)
+    trainer = L.Trainer(callbacks=[monitor, memsave], max_epochs=2, enable_checkpointing=False, **QUIET)
+    trainer.fit(Regressor(), loader())
+    assert memsave.report.num_steps_measured == 3  # 2, 3, 6
+    assert trainer.callback_metrics["memsave/factor"].item() == memsave.report.factor
+    assert trainer.callback_metrics["memsave/microbatch_size"].item() == 4
+    assert monitor.report == memsave.report
+
+
+def test_checkpoints_have_the_keys_of_plain_ones(tmp_path):
+    saved = []
+    for memsave in (None, MemSave(**EVERYTHING)):
+        trainer, _ = fit(memsave)
+        during = tmp_path / "during.ckpt"
+
+        class Save(L.Callback):
+            def on_train_epoch_end(self, trainer, pl_module, path=during):
+                trainer.save_checkpoint(path)
+
+        trainer = L.Trainer(
+            callbacks=[*([memsave] if memsave else []), Save()], max_epochs=1, enable_checkpointing=False, **QUIET
+        )
+        trainer.fit(Regressor(), loader())
+        saved.append(torch.load(during, weights_only=True))
+    plain, ours = saved
+    assert ours.keys() == plain.keys()
+    assert ours["loops"]["fit_loop"].keys() == plain["loops"]["fit_loop"].keys()
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_that_are_compiled_can_be_regions(how):
+    torch.manual_seed(0)
+    plain, ours = Regressor(), Regressor()
+    ours.load_state_dict(plain.state_dict())
+    for number in (1, 2, 3):
+        if how == "in place":
+            ours.net[number].compile(backend="aot_eager")
+        else:
+            ours.net[number] = torch.compile(ours.net[number], backend="aot_eager")
+    fit(None, plain)
+    fit(MemSave(checkpointing=Checkpointing(modules="net.[123]")), ours)
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -150,7 +150,7 @@ def test_wandb_has_one_run_per_line(outcome):
 def test_without_wandb_there_is_no_wandb(tmp_path, monkeypatch):
     make_small(monkeypatch, {"only": {"recipe": "measure"}})
     (result,), text = run(DemoConfig(out=tmp_path, epochs=1, batch_size=8, wandb=False))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.png", "table.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.html", "memory.png", "table.csv"]
     assert "W&B" not in text
     assert result.report.factor is None
 

@@ -58,18 +58,6 @@ def test_the_default_is_every_200():
     assert run.measured_steps(401) == [2, 3, 200, 400]
 
 
-@pytest.mark.parametrize(("after", "expected"), [(0, [2, 3]), (1, [2, 3]), (2, [2, 3, 4]), (6, [2, 3, 7, 8])])
-def test_measure_again_adds_the_next_two_steps(after, expected):
-    meter = Meter(every=200)
-    run, measured = Run(meter), []
-    for number in range(1, 12):
-        if number == after + 1:
-            meter.measure_again()
-        if run.step() is not None:
-            measured.append(number)
-    assert measured == expected
-
-
 def test_a_measurement_is_that_of_its_step():
     meter = Meter()
     run = Run(meter)
@@ -94,8 +82,29 @@ def test_the_report_keeps_the_highest_peak():
     assert sum(report.by_category.values()) == report.peak_bytes
     assert report.num_steps_measured == 3
     assert report.reserved_bytes is None
-    with pytest.raises(TypeError):
-        report.by_category["data"] = 0
+    report.by_category["data"] = 0
+    assert meter.report().by_category["data"] == 128  # each report is a copy
+
+
+def test_batches_between_two_updates_are_one_step():
+    model, measured = torch.nn.Linear(2, 2), []
+    meter = Meter(every=5)
+    for batch in range(24):  # two batches for each update
+        meter.begin(model, [], (), torch.device("cpu"), num_updates=batch // 2)
+        measured += [batch // 2 + 1] if meter.end() is not None else []
+    assert measured == [2, 2, 3, 3, 5, 5, 10, 10]
+
+
+def test_a_batch_without_an_end_leaves_no_ledger_behind():
+    model, meter = torch.nn.Linear(2, 2), Meter(every=1)
+    for _ in range(3):
+        meter.begin(model, [], (), torch.device("cpu"))
+    assert len(_get_current_dispatch_mode_stack()) == 1
+    meter.abandon()
+    assert _get_current_dispatch_mode_stack() == []
+    fresh = Meter()
+    assert fresh.end() is None
+    assert fresh.pop_step_seconds() is None
 
 
 def test_abandon_leaves_the_ledger_and_is_safe_at_any_time():

@@ -146,7 +146,6 @@ def test_summary_has_the_report(run):
         *((f"peak_{category}_bytes", "max") for category in CATEGORIES),
         ("workspace_bytes", "max"),
         ("reserved_bytes", "max"),
-        ("num_oom_recovered", "max"),
         ("factor", "last"),
         ("step_seconds", "last"),
         ("microbatch_size", "last"),

@@ -64,9 +64,6 @@ class Spy(Callback):
     def on_after_backward(self, *args):
         self.seen.hooks.append("after_backward")
 
-    def on_before_zero_grad(self, *args):
-        self.seen.hooks.append("before_zero_grad")
-
     def on_train_batch_start(self, *args):
         self.seen.hooks.append("batch_start")
 

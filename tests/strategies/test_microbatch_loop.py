@@ -419,3 +419,141 @@ def test_measure_changes_nothing_to_the_bit():
     plain, ours = both(Module(output="dict"), batches(), MemSave("measure"))
     assert_same_run(plain, ours, 0.0)
     assert plain.hooks == ours.hooks
+
+
+Two = namedtuple("Two", "a b")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        lambda logits, y, i: {"array": logits.detach().numpy()},
+        lambda logits, y, i: {"pair": (logits.detach(), None), "named": Two(logits.detach(), y)},
+        lambda logits, y, i: {
+            "flag": True,
+            "count": 3,
+            "tensor_count": torch.tensor(3),
+            "tensor_flag": torch.tensor(True),
+        },
+        lambda logits, y, i: {"ids": ["i"] * len(y), "inner": {"y": y, "names": ["s"] * len(y)}},
+    ],
+    ids=["numpy", "tuples", "scalars", "lists"],
+)
+def test_outputs_of_any_kind_are_those_of_the_whole_batch(extra):
+    class Returns(Module):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            x, y = unpack(batch)
+            return {"loss": loss, **extra(self.net(x), y, batch_idx)}
+
+        def on_train_batch_end(self, outputs, *args):
+            for name, value in outputs.items():
+                if isinstance(value, Tensor) and name != "loss":
+                    assert not value.is_floating_point()  # counts and flags keep their type
+
+    plain, ours = both(Returns(), batches(), MemSave(microbatch=3))
+    for a, b in zip(plain.outputs, ours.outputs, strict=True):
+        for name in a:
+            if name == "array":
+                assert abs(a[name] - b[name]).max() < EXACT
+            elif name == "flag":
+                assert b[name] is True
+            else:
+                assert largest_difference(a[name], b[name]) < EXACT, name
+
+
+def test_outputs_that_differ_between_the_parts_become_lists():
+    class Returns(Module):
+        calls = 0
+
+        def training_step(self, batch, batch_idx):
+            self.calls += self.training
+            first = self.calls % 4 == 1
+            loss = super().training_step(batch, batch_idx)
+            return {"loss": loss, "sometimes": loss.detach() if first else None, **({"once": "x"} if first else {})}
+
+    ours = fit(Returns().double(), batches(sizes=(12,)), MemSave(microbatch=3), precision="64-true", max_epochs=1)
+    assert ours.outputs[0]["once"] == "x"
+    assert len(ours.outputs[0]["sometimes"]) == 4
+    assert ours.outputs[0]["sometimes"][1:] == [None] * 3
+
+
+def test_composite_metrics_have_the_value_of_the_batch():
+    class Composite(Module):
+        def __init__(self):
+            super().__init__()
+            self.both = MulticlassAccuracy(3, average="micro") + 2 * MulticlassAccuracy(3, average="macro")
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            x, y = unpack(batch)
+            self.both(self.net(x).argmax(1), y)
+            self.log("composite", self.both, on_step=True, on_epoch=True)
+            return loss
+
+    plain, ours = both(Composite(), batches(), MemSave(microbatch=3))
+    assert_same_run(plain, ours, 1e-6)  # torchmetrics computes these in float32
+
+
+def test_a_loss_that_starts_at_zero_is_not_taken_for_a_mean():
+    class Hinge(Module):
+        def training_step(self, batch, batch_idx):
+            x, _ = unpack(batch)
+            scale = 0.0 if self.trainer.global_step == 0 else 1e-2
+            return (self.net(x).sum(1) + 3).relu().sum() * scale
+
+    memsave = MemSave(microbatch=3)
+    with pytest.warns(MicrobatchWarning, match="zero, which does not tell"):
+        plain, ours = both(Hinge(), batches(), memsave)
+    assert_same_run(plain, ours, EXACT)
+    summary = memsave.report.applied[1].summary
+    assert "(sum loss)" in summary
+    assert "1 batches ran whole" in summary
+
+
+def test_one_odd_batch_runs_whole_and_the_others_are_still_cut():
+    sizes = []
+
+    class Records(Module):
+        def training_step(self, batch, batch_idx):
+            sizes.append(len(batch["x"]))
+            return F.cross_entropy(self.net(batch["x"]), batch["y"])
+
+    data = [{"x": x, "y": y} for x, y in batches(sizes=(6, 6, 6))]
+    data[1]["odd"] = torch.zeros(5)
+    config = Microbatching(size=3, reduction="mean")
+    with pytest.warns(MicrobatchWarning, match=r"first dimensions \[5, 6\]"):
+        fit(Records().double(), data, MemSave(microbatch=config), precision="64-true", max_epochs=1)
+    assert sizes == [3, 3, 6, 3, 3]
+
+
+@pytest.mark.parametrize("kind", ["coo", "csr", "jagged"])
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_batches_that_cannot_be_sliced_run_whole(kind):
+    x = torch.randn(6, 5, dtype=torch.float64)
+    make = {
+        "coo": lambda: x.to_sparse(),
+        "csr": lambda: x.to_sparse_csr(),
+        "jagged": lambda: torch.nested.nested_tensor(list(x), layout=torch.jagged),
+    }[kind]
+
+    class Dense(Module):
+        def training_step(self, batch, batch_idx):
+            dense = batch["x"].to_dense() if kind != "jagged" else torch.stack(batch["x"].unbind())
+            return self.net(dense).square().mean()
+
+    with pytest.warns(MicrobatchWarning, match="layout"):
+        plain, ours = both(Dense(), [{"x": make()}], MemSave(microbatch=3))
+    assert_same_run(plain, ours, 0.0)
+
+
+def test_numpy_arrays_and_model_outputs_are_cut_as_well():
+    from transformers.modeling_outputs import BaseModelOutput
+
+    from lightning_memsave.techniques.microbatching import split
+
+    batch = {"x": torch.zeros(4, 2).numpy(), "out": BaseModelOutput(last_hidden_state=torch.arange(4.0))}
+    parts = [part for part, _ in split(batch, 2)]
+    assert [part["x"].shape for part in parts] == [(2, 2), (2, 2)]
+    assert parts[1]["out"].last_hidden_state.tolist() == parts[1]["out"]["last_hidden_state"].tolist() == [2.0, 3.0]

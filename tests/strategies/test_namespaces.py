@@ -62,9 +62,12 @@ def test_strategy_by_name(callbacks):
     trainer = L.Trainer(strategy="memsave", callbacks=callbacks, **QUIET)
     assert type(trainer.strategy) is MemSaveStrategy
     trainer.fit(BoringModel(), fours())
-    expected = ("early_zero_grad", "microbatching") if callbacks else ("early_zero_grad",)
-    assert trainer.strategy.memsave.recipe.stems() == expected
-    assert [a.technique for a in trainer.strategy.memsave.applied] == list(expected)
+    assert trainer.strategy.memsave.recipe.stems() == ("early_zero_grad",)
+    if callbacks:  # its configuration wins, for as long as it is there
+        applied = callbacks[0].report.applied
+        assert [a.technique for a in applied] == ["early_zero_grad", "microbatching"]
+    else:
+        assert [a.technique for a in trainer.strategy.memsave.applied] == ["early_zero_grad"]
 
 
 def test_strategy_by_instance_and_by_ddp_name():

@@ -850,3 +850,9 @@ def test_sparse_gradients_are_refused_by_name():
     model = nn.Sequential(nn.Embedding(100, 64, sparse=True))
     with pytest.raises(ValueError, match=r"optimizer_state.*sparse gradients.*0\.sparse=True"):
         apply_optimizer_state(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), OptimizerState(), model)
+
+
+def test_only_the_optimizers_own_parameters_are_checked_for_sparse_gradients():
+    model = nn.ModuleDict({"sparse": nn.Embedding(100, 64, sparse=True), "linear": nn.Linear(64, 64)})
+    applied = apply_optimizer_state(torch.optim.AdamW(model["linear"].parameters()), OptimizerState(), model)
+    assert "1 of 2" in applied.summary

@@ -6,9 +6,10 @@ import dataclasses
 from typing import Any
 
 from lightning_memsave.callbacks.monitor import MemoryMonitor
+from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.planner.recipes import Recipe, resolve
-from lightning_memsave.strategies.mixin import MemSaveState, adopt
+from lightning_memsave.strategies.mixin import MemSaveState, adopt, release
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
@@ -53,10 +54,8 @@ class MemSave(MemoryMonitor):
         """What is switched on, as data."""
         self._state: MemSaveState | None = None
 
-    @property
-    def report(self) -> MemoryReport:
-        """What was measured and done so far."""
-        measured = super().report
+    def _measured(self) -> MemoryReport:
+        measured = super()._measured()
         if self._state is None:
             return measured
         applied = self._state.applied
@@ -70,7 +69,20 @@ class MemSave(MemoryMonitor):
         """Adopt the live strategy before it sets up model and optimizers."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
+            if sum(isinstance(c, MemSave) for c in trainer.callbacks) > 1:
+                raise setting_error(
+                    "callbacks",
+                    "must hold one MemSave",
+                    [type(c).__name__ for c in trainer.callbacks],
+                    "Merge their settings.",
+                )
             self._state = adopt(trainer.strategy, self.recipe)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Stop measuring, and give the strategy back: a later fit without this callback is without its settings."""
+        super().teardown(trainer, pl_module, stage)
+        if stage == "fit":
+            release(trainer.strategy)
 
     def _config(self) -> dict[str, Any]:
         return {**self.recipe.as_dict(), "every": self._every}

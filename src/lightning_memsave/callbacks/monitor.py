@@ -16,7 +16,6 @@ HEADLINES = (
     "memsave/peak_bytes",
     "memsave/factor",
     "memsave/microbatch_size",
-    "memsave/num_oom_recovered",
     "memsave/step_seconds",
 )
 
@@ -66,24 +65,26 @@ class MemoryMonitor(Callback):
     @property
     def report(self) -> MemoryReport:
         """What was measured so far."""
-        if self._leader is not None:
-            return self._leader.report
-        baseline = self._baseline.peak_bytes if self._baseline is not None else None
-        return dataclasses.replace(
-            self._meter.report(),
-            baseline_peak_bytes=baseline,
-            baseline_source="measured" if baseline is not None else None,
-            step_seconds=self._step_seconds,
-        )
+        measured = self._leader.report if self._leader is not None else self._measured()
+        if self._baseline is None:
+            return measured
+        return dataclasses.replace(measured, baseline_peak_bytes=self._baseline.peak_bytes, baseline_source="measured")
+
+    def _measured(self) -> MemoryReport:
+        return dataclasses.replace(self._meter.report(), step_seconds=self._step_seconds)
 
     # ------------------------------------------------------------------ hooks
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Start a fresh measurement; a second monitor reads the first one's."""
+        """Start a fresh measurement. One callback measures, a `MemSave` if there is one; others read its figures."""
         if stage != "fit":
             return
-        first = next(c for c in trainer.callbacks if isinstance(c, MemoryMonitor))
-        self._leader = None if first is self else first
-        self._meter = Meter(self._every, workspace=self._workspace)
+        monitors = [c for c in trainer.callbacks if isinstance(c, MemoryMonitor)]
+        leader = min(monitors, key=lambda c: type(c) is MemoryMonitor)  # the first one, a subclass before others
+        self._leader = None if leader is self else leader
+        # How to measure is said by the first plain monitor, beside a MemSave as well.
+        settings = next((c for c in monitors if type(c) is MemoryMonitor), self)
+        self._meter = Meter(settings._every, workspace=settings._workspace)
+        self._step_seconds = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Tell the loggers how this run is configured."""
@@ -93,7 +94,8 @@ class MemoryMonitor(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin a step."""
         if self._leader is None:
-            self._meter.begin(trainer.strategy.model, trainer.optimizers, batch, trainer.strategy.root_device)
+            strategy = trainer.strategy
+            self._meter.begin(strategy.model, trainer.optimizers, batch, strategy.root_device, trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a step and log what was measured in it."""
@@ -105,6 +107,7 @@ class MemoryMonitor(Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the headlines through `self.log`, so that checkpoints and sweeps can use them; maximum over ranks."""
+        self._meter.abandon()  # a skipped batch has had no end
         if self._leader is not None:
             return
         self._step_seconds = self._meter.pop_step_seconds() or self._step_seconds
@@ -114,6 +117,10 @@ class MemoryMonitor(Callback):
                 # float64: `self.log` would round a Python float to float32.
                 value = torch.tensor(metrics[name], dtype=_widest(pl_module.device), device=pl_module.device)
                 pl_module.log(name, value, reduce_fx="max", sync_dist=True, batch_size=1)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Stop measuring a batch that Lightning skipped."""
+        self._meter.abandon()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Write the final figures to the loggers that keep summaries, and one line for people."""

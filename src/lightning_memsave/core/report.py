@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal
 
 LossClass = Literal["exact", "unbiased", "changed"]
@@ -25,6 +24,10 @@ def worst_loss_class(classes: Iterable[LossClass]) -> LossClass:
     return max(classes, key=LOSS_CLASSES.index, default="exact")
 
 
+def _nothing() -> None:
+    """The way back of what need not be undone."""
+
+
 @dataclass(kw_only=True)
 class Applied:
     """What one technique did to one run, and the way back."""
@@ -36,7 +39,7 @@ class Applied:
     loss_class: LossClass = "exact"
     reasons: tuple[str, ...] = ()
     """Why the loss class is what it is; empty for `"exact"`."""
-    restore: Callable[[], None] = field(default=lambda: None, repr=False)
+    restore: Callable[[], None] = field(default=_nothing, repr=False)
     """The way back; called once, by `undo`."""
 
     def undo(self) -> None:
@@ -47,7 +50,7 @@ class Applied:
 
     def keep(self) -> None:
         """Leave the change in place for good; frees what the way back holds."""
-        self.restore = lambda: None
+        self.restore = _nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,7 @@ class MemoryReport:
     """
 
     peak_bytes: int | None = None
-    by_category: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    by_category: Mapping[str, int] = field(default_factory=dict)
     workspace_bytes: int | None = None
     """Bytes that kernels took and gave back inside one operation, at the peak; `None` unless verified."""
     reserved_bytes: int | None = None
@@ -69,7 +72,6 @@ class MemoryReport:
     baseline_source: Literal["measured", "predicted"] | None = None
     microbatch_size: int | None = None
     """Samples whose activations live at once; `None` when the batch is not split."""
-    num_oom_recovered: int = 0
     step_seconds: float | None = None
     """Median wall time of the steps that were not being measured."""
     num_steps_measured: int = 0
@@ -100,7 +102,7 @@ class MemoryReport:
         """Everything measured, under the names that every logger sees.
 
         >>> MemoryReport(peak_bytes=3, by_category={"weights": 3}).metrics()
-        {'memsave/peak_bytes': 3, 'memsave/peak_weights_bytes': 3, 'memsave/num_oom_recovered': 0}
+        {'memsave/peak_bytes': 3, 'memsave/peak_weights_bytes': 3}
         """
         named: dict[str, float | None] = {"memsave/peak_bytes": self.peak_bytes}
         named |= {f"memsave/peak_{category}_bytes": size for category, size in self.by_category.items()}
@@ -109,7 +111,6 @@ class MemoryReport:
             "memsave/reserved_bytes": self.reserved_bytes,
             "memsave/factor": self.factor,
             "memsave/microbatch_size": self.microbatch_size,
-            "memsave/num_oom_recovered": self.num_oom_recovered,
             "memsave/step_seconds": self.step_seconds,
         }
         return {name: value for name, value in named.items() if value is not None}

@@ -50,6 +50,9 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()):
             yield part.untyped_storage()
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        for part in (tensor.ccol_indices(), tensor.row_indices(), tensor.values()):
+            yield part.untyped_storage()
 
 
 def tensors_in(tree: object, _seen: set[int] | None = None) -> Iterator[Tensor]:

@@ -1,8 +1,9 @@
 """The meter: decides which steps of a run are measured, measures them, and keeps the highest peak.
 
-Tracking costs about 10 microseconds per operation, so it runs on steps 2 and 3, every `every`-th, and two steps after
-each new microbatch size. The first step is never tracked: it creates state (optimizers, caches, compiled code) that no
-later one creates. While a step is tracked, `torch.compile`d regions run eagerly.
+Tracking costs some tens of microseconds per operation, so it runs on steps 2 and 3 and every `every`-th. A step is what
+lies between two optimizer steps: with gradient accumulation, several batches. The first step is never tracked: it
+creates state (optimizers, caches, compiled code) that the later ones start with. While a step is tracked,
+`torch.compile`d regions run eagerly.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable
-from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.memory import allocator
 from lightning_memsave.memory.ledger import Ledger, Measurement
 from lightning_memsave.memory.verify import AllocationProfile
+
+_FIRST_MEASURED = (2, 3)
 
 
 class Meter:
@@ -41,26 +43,38 @@ class Meter:
         self._workspace_bytes: int | None = None
         self._device = torch.device("cpu")
         self._num_steps = 0
-        self._due = {2, 3}
-        self._began_seconds = 0.0
+        self._num_updates: int | None = None
+        self._began_seconds: float | None = None
         self._seconds: list[float] = []
         self._peak: Measurement | None = None
         self._reserved_bytes: int | None = None
         self.num_steps_measured = 0
 
-    def measure_again(self) -> None:
-        """Measure the next two steps as well: something that decides the peak has changed."""
-        self._due |= {self._num_steps + 1, self._num_steps + 2} - {1}
-
     def begin(
-        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], batch: object, device: torch.device
+        self,
+        model: nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        batch: object,
+        device: torch.device,
+        num_updates: int | None = None,
     ) -> None:
-        """Start a step; enters the ledger when this step is to be measured."""
-        self._num_steps += 1
+        """Start a batch; enters the ledger when its step is to be measured.
+
+        Args:
+            model: its parameters, buffers and gradients are booked.
+            optimizers: their state is booked.
+            batch: the tensors of the batch are booked.
+            device: where memory is measured.
+            num_updates: how often optimizers have stepped so far. Batches between two updates are one step; by default
+                each batch is.
+        """
+        self.abandon()  # a batch that Lightning skipped has had no end
+        if num_updates is None or num_updates != self._num_updates:
+            self._num_updates = num_updates
+            self._num_steps += 1
         self._device = device
         allocator.reset_peak(device)
-        if self._num_steps in self._due or (self._num_steps > 1 and self._num_steps % self._every == 0):
-            self._due.discard(self._num_steps)
+        if self._num_steps in _FIRST_MEASURED or (self._num_steps > 1 and self._num_steps % self._every == 0):
             self._ledger = Ledger(device).watching(model, optimizers, batch)
             self._ledger.__enter__()
         elif self._workspace and self._profile_next is not None and device.type == "cpu":
@@ -73,13 +87,18 @@ class Meter:
 
         That is `None` for a step that was not tracked, unless an allocator shows that it went beyond the highest peak.
         """
-        seconds = time.perf_counter() - self._began_seconds
+        if self._began_seconds is None:
+            return None
+        seconds, self._began_seconds = time.perf_counter() - self._began_seconds, None
         allocated = allocator.read_peak(self._device)
-        was_profiled = self._profile is not None
+        profiled, expected = self._profile, self._profile_next
         tracked = self.abandon()
+        if profiled is not None and expected is not None:
+            found = expected.held_bytes + profiled.peak_bytes - expected.peak_bytes
+            self._workspace_bytes = max(self._workspace_bytes or 0, found)
         if tracked is not None:
             self._profile_next = tracked
-        elif self._num_steps > 1 and not was_profiled:
+        elif self._num_steps > 1 and profiled is None:
             self._seconds.append(seconds)
         if allocated is not None:
             self._reserved_bytes = max(self._reserved_bytes or 0, allocated.reserved_bytes)
@@ -101,10 +120,8 @@ class Meter:
         """Leave the ledger whatever happened in the step; safe to call at any time."""
         ledger, self._ledger = self._ledger, None
         profiled, self._profile = self._profile, None
-        if profiled is not None and self._profile_next is not None:
+        if profiled is not None:
             profiled.__exit__(None, None, None)
-            found = self._profile_next.held_bytes + profiled.peak_bytes - self._profile_next.peak_bytes
-            self._workspace_bytes = max(self._workspace_bytes or 0, found)
             self._profile_next = None
         if ledger is None:
             return None
@@ -122,7 +139,7 @@ class Meter:
             return MemoryReport()
         return MemoryReport(
             peak_bytes=self._peak.peak_bytes,
-            by_category=MappingProxyType(self._peak.by_category),
+            by_category=dict(self._peak.by_category),
             workspace_bytes=self._workspace_bytes,
             reserved_bytes=self._reserved_bytes,
             num_steps_measured=self.num_steps_measured,

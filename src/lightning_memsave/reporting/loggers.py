@@ -31,8 +31,8 @@ def log_config(trainer: Any, config: Mapping[str, Any]) -> None:
 
 
 def log_metrics(trainer: Any, metrics: Mapping[str, float]) -> None:
-    """One row of metrics at the current step."""
-    for logger in trainer.loggers:
+    """One row of metrics at the current step; no row when there are none."""
+    for logger in trainer.loggers if metrics else ():
         logger.log_metrics(dict(metrics), step=_global_step(trainer))
 
 

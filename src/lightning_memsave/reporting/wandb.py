@@ -15,7 +15,6 @@ _MAXIMA = (
     *(f"memsave/peak_{category}_bytes" for category in CATEGORIES),
     "memsave/workspace_bytes",
     "memsave/reserved_bytes",
-    "memsave/num_oom_recovered",
 )
 _LAST = ("memsave/factor", "memsave/step_seconds", "memsave/microbatch_size")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 @dataclass(frozen=True, kw_only=True)
 class _Call:
     value: Any
-    num_samples: int
+    num_samples: float
     microbatch: int
     options: dict[str, Any]
 
@@ -29,7 +29,7 @@ class DeferredLogs:
     def __init__(self, results: Any, log: Callable[..., None]) -> None:
         self._results, self._log = results, log
         self._calls: dict[tuple[str, str], list[_Call]] = {}
-        self._microbatch, self._num_samples = -1, 0
+        self._microbatch, self._num_samples = -1, 0.0
 
     def __enter__(self) -> DeferredLogs:
         self._results.log = self._collect
@@ -38,7 +38,7 @@ class DeferredLogs:
     def __exit__(self, *_: object) -> None:
         del self._results.log
 
-    def begin(self, microbatch: Any, num_samples: int) -> None:
+    def begin(self, microbatch: Any, num_samples: float) -> None:
         """The next calls belong to this microbatch."""
         self._microbatch += 1
         self._num_samples = num_samples
@@ -83,8 +83,8 @@ def _merge(
     elif len(set(sizes)) == 1 and sizes != samples:
         weights = samples  # a constant that the user wrote down: it stays
     else:
-        weights = [int(size or 0) for size in sizes]  # derived from the microbatch: it adds up
-        options["batch_size"] = sum(weights)
+        weights = [float(size or 0) for size in sizes]  # derived from the microbatch: it adds up
+        options["batch_size"] = int(sum(weights))
     if reduce_name == "sum" or is_sum_loss:
         return values.sum(), options
     if reduce_name in ("min", "max"):

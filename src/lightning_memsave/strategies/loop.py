@@ -8,6 +8,7 @@ right.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections import OrderedDict
@@ -42,11 +43,19 @@ class LoopState:
         self.microbatching = recipe.get(Microbatching)
         self.zero_grad_first = recipe.get(EarlyZeroGrad) is not None
         self.reduction: Reduction | None = None
-        self.applied: Applied | None = None
-        """What microbatching did; `None` until a batch was cut."""
-        self._given_up = False
+        self._applied: Applied | None = None
+        self._given_up = self._warned = False
+        self._num_whole = 0
 
-    def microbatches(self, trainer: Any, kwargs: dict[str, Any]) -> list[tuple[Any, int]]:
+    @property
+    def applied(self) -> Applied | None:
+        """What microbatching did; `None` until a batch was cut."""
+        if self._applied is None or not self._num_whole:
+            return self._applied
+        whole = f"{self._applied.summary}; {self._num_whole} batches ran whole"
+        return dataclasses.replace(self._applied, summary=whole)
+
+    def microbatches(self, trainer: Any, kwargs: dict[str, Any]) -> list[tuple[Any, float]]:
         """The microbatches of `kwargs["batch"]`; only the batch itself when it cannot or need not be cut."""
         batch = kwargs.get("batch")
         config = self.microbatching
@@ -55,7 +64,7 @@ class LoopState:
         try:
             parts = config.parts(batch)
         except UnsplittableBatchError as error:
-            self._give_up(str(error))
+            self._run_whole(f"A batch is run whole: {error}")
             return [(batch, 0)]
         if len(parts) == 1:
             return parts
@@ -63,29 +72,35 @@ class LoopState:
             self.reduction = self._find_reduction(trainer, kwargs, config, parts)
             if self.reduction is None:
                 return [(batch, 0)]
-            self.applied = self._describe(trainer.lightning_module, config)
+            self._applied = self._describe(trainer.lightning_module, config)
         return parts
 
     def _find_reduction(
-        self, trainer: Any, kwargs: dict[str, Any], config: Microbatching, parts: list[tuple[Any, int]]
+        self, trainer: Any, kwargs: dict[str, Any], config: Microbatching, parts: list[tuple[Any, float]]
     ) -> Reduction | None:
         if config.reduction != "auto":
             return config.reduction
         if config.weight_fn is not None:
             return "mean"
-        result = infer_module_reduction(trainer, kwargs, sum(n for _, n in parts), config)
-        if result.reduction is None:
-            self._give_up(
-                f"{result.why_not} For a mean over something else than samples pass "
-                "`Microbatching(weight_fn=...)`, for samples that belong together `split_fn=...`; if you know "
+        result = infer_module_reduction(trainer, kwargs, int(sum(n for _, n in parts)), config)
+        if result.why_not:
+            self._given_up = True  # no other batch would tell
+            self._run_whole(
+                f"Batches are not cut into microbatches: {result.why_not} For a mean over something else than samples "
+                "pass `Microbatching(weight_fn=...)`, for samples that belong together `split_fn=...`; if you know "
                 'better, `reduction="mean"` or `"sum"`.'
+            )
+        elif result.reduction is None:
+            self._run_whole(
+                "A batch is run whole: its loss is zero, which does not tell a mean from a sum. "
+                '`Microbatching(reduction="mean")` or `"sum"` does.'
             )
         return result.reduction
 
     def used_by_hand(self, num_parts: int) -> None:
         """`microbatches(batch)` was called inside `training_step`."""
-        if self.microbatching is not None and num_parts > 1 and self.applied is None:
-            self.applied = Applied(
+        if self.microbatching is not None and num_parts > 1 and self._applied is None:
+            self._applied = Applied(
                 technique="microbatching",
                 summary=f"training_step takes its batches in parts of at most {self.microbatching.size} samples",
             )
@@ -100,9 +115,11 @@ class LoopState:
                 stacklevel=2,
             )
 
-    def _give_up(self, why: str) -> None:
-        self._given_up = True
-        warnings.warn(f"Batches are not cut into microbatches: {why}", MicrobatchWarning, stacklevel=2)
+    def _run_whole(self, warning: str) -> None:
+        self._num_whole += 1
+        if not self._warned:
+            self._warned = True
+            warnings.warn(warning, MicrobatchWarning, stacklevel=2)
 
     def _describe(self, module: Any, config: Microbatching) -> Applied:
         modules = why_not_exact(module)
@@ -150,13 +167,18 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             zero_grad = self._zero_grad_fn
             if state.zero_grad_first and zero_grad is not None:
                 zero_grad()
-                self._zero_grad_fn = None
+                self._zero_grad_fn = self._zero_gradients_made_since
             try:
                 return super().closure(*args, **kwargs) if len(parts) == 1 else self._run(parts, state)
             finally:
                 self._zero_grad_fn = zero_grad  # LBFGS calls again
 
-        def _run(self, parts: list[tuple[Any, int]], state: LoopState) -> Any:
+        def _zero_gradients_made_since(self) -> None:
+            """A `training_step` may call backward itself; Lightning drops what that leaves behind."""
+            if any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"]):
+                self._optimizer.zero_grad()
+
+        def _run(self, parts: list[tuple[Any, float]], state: LoopState) -> Any:
             trainer = self._loop.trainer
             config, reduction = state.microbatching, state.reduction
             assert config is not None
@@ -164,7 +186,7 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             weights = config.weights(parts, reduction)
             losses: list[Tensor | None] = []  # as training_step returned them
             outputs: list[dict[str, Any]] = []
-            sizes: list[int] = []
+            sizes: list[float] = []
             total: Tensor | None = None
             results, log = trainer._results, pl.ResultCollection.log
             with DeferredLogs(results, log) as logs, MergedMetrics(trainer.lightning_module):
@@ -209,7 +231,12 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             super().__init__(parent.trainer)
             self.optim_progress = parent.optim_progress  # `trainer.global_step` is computed from it
             self._skip_backward = parent._skip_backward
-            self.parent, self.state = parent, state
+            self._replaced, self.state = (parent,), state  # in a tuple: Lightning saves the loops that it finds
+
+        @property
+        def parent(self) -> Any:
+            """The loop that this one stands in for."""
+            return self._replaced[0]
 
         def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
             return MicrobatchClosure(self, kwargs, optimizer, batch_idx)

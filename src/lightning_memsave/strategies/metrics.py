@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torchmetrics import Metric
+from torchmetrics.metric import CompositionalMetric
 
 _MERGEABLE = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}
 
@@ -32,6 +33,12 @@ class _Saved:
         self.metric._forward_cache = self.forward_cache
 
 
+def _composite_value(metric: CompositionalMetric) -> Any:
+    """A composite (`accuracy + recall`) has no state: its value for the batch is made from those of its parts."""
+    parts = (part._forward_cache if isinstance(part, Metric) else part for part in (metric.metric_a, metric.metric_b))
+    return metric.op(*(part for part in parts if part is not None))
+
+
 class MergedMetrics:
     """Resets the metrics of a module for one batch and merges that batch into what they held before.
 
@@ -52,7 +59,8 @@ class MergedMetrics:
         if failed is not None:
             self.restore()
             return
-        for saved in self._mergeable():
+        mergeable = self._mergeable()
+        for saved in mergeable:
             metric, num_updates = saved.metric, saved.metric._update_count
             if num_updates == 0:
                 saved.restore()
@@ -62,6 +70,10 @@ class MergedMetrics:
             if saved.update_count:
                 metric._reduce_states(saved.state)
             metric._computed, metric._forward_cache = None, batch_value
+        for saved in reversed(self._saved):  # inner ones first
+            composite: Any = saved.metric if isinstance(saved.metric, CompositionalMetric) else None
+            if composite is not None and composite._forward_cache is not None:
+                composite._forward_cache = _composite_value(composite)
 
     def restore(self) -> None:
         """Put every metric back to what it was before the batch."""
@@ -72,5 +84,6 @@ class MergedMetrics:
         return [
             saved
             for saved in self._saved
-            if all(getattr(fn, "__name__", None) in _MERGEABLE for fn in saved.metric._reductions.values())
+            if saved.metric._reductions
+            and all(getattr(fn, "__name__", None) in _MERGEABLE for fn in saved.metric._reductions.values())
         ]

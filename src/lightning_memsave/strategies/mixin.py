@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_memsave.core.compatibility import check_compatibility
@@ -23,6 +24,7 @@ from lightning_memsave.techniques.microbatching import Microbatching, active_mic
 from lightning_memsave.techniques.optimizer_state import (
     OptimizerState,
     apply_optimizer_state,
+    check_optimizers,
     from_plain,
     is_8bit,
     to_plain,
@@ -63,6 +65,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
 
     class MemSaveMixin(base):  # type: ignore[misc, valid-type]  # a base known at run time
         _memsave: MemSaveState | None = None
+        _memsave_before: MemSaveState | None = None
 
         @property
         def memsave(self) -> MemSaveState:
@@ -86,6 +89,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
         def setup_optimizers(self, trainer: Any) -> None:
             super().setup_optimizers(trainer)
             if config := self.memsave.recipe.get(OptimizerState):
+                check_optimizers(self.optimizers, trainer.lightning_module)  # all of them, before the first is changed
                 self.memsave.changes.extend(
                     apply_optimizer_state(optimizer, config, trainer.lightning_module) for optimizer in self.optimizers
                 )
@@ -137,8 +141,21 @@ def ways_of_training(trainer: Any) -> list[str]:
 def _install_loop(trainer: Any, state: LoopState, namespace: str) -> None:
     if state.microbatching is None and not state.zero_grad_first:
         return
+    if state.zero_grad_first and (hook := _reader_of_gradients(trainer)):
+        state.zero_grad_first = False
+        rank_zero_info(f"memsave: gradients are freed after the forward pass, as {hook} may read them.")
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.automatic_optimization = loop_class(namespace)(epoch_loop.automatic_optimization, state)
+
+
+def _reader_of_gradients(trainer: Any) -> str | None:
+    """A user's hook that runs with `zero_grad` and so would run before the forward pass instead of after it."""
+    hooks = [(owner, "on_before_zero_grad") for owner in (trainer.lightning_module, *trainer.callbacks)]
+    for owner, hook in (*hooks, (trainer.lightning_module, "optimizer_zero_grad")):
+        defined_in = next(cls for cls in type(owner).__mro__ if hook in vars(cls))
+        if not defined_in.__module__.startswith(("lightning.", "pytorch_lightning.")):
+            return f"{type(owner).__name__}.{hook}"
+    return None
 
 
 def _remove_loop(module: Any) -> None:
@@ -169,5 +186,15 @@ def adopt(strategy: Any, recipe: Recipe) -> MemSaveState:
     namespace = namespace_of(strategy)
     if not isinstance(strategy, mixin(namespace)):
         strategy.__class__ = _adopted_class(type(strategy), namespace)
+    elif strategy._memsave is None:
+        strategy._memsave = strategy.memsave  # one of ours by name: lossless
+    if strategy._memsave_before is None:
+        strategy._memsave_before = strategy._memsave or MemSaveState(Recipe("adopted"))
     state = strategy._memsave = MemSaveState(recipe)
     return state
+
+
+def release(strategy: Any) -> None:
+    """Undo `adopt`: the strategy has the recipe that it had before, none if it was not ours."""
+    if strategy._memsave_before is not None:
+        strategy._memsave, strategy._memsave_before = strategy._memsave_before, None

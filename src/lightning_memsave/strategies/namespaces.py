@@ -35,6 +35,5 @@ def internals(namespace: str) -> SimpleNamespace:
         Closure=automatic.Closure,
         ClosureResult=automatic.ClosureResult,
         block_sync=import_module(f"{namespace}.loops.utilities")._block_parallel_sync_behavior,
-        call_strategy_hook=import_module(f"{namespace}.trainer.call")._call_strategy_hook,
         ResultCollection=import_module(f"{namespace}.trainer.connectors.logger_connector.result")._ResultCollection,
     )

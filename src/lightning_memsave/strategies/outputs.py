@@ -2,45 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 
 def detached(value: Any) -> Any:
     """`value` without graphs, so that a microbatch's activations can be freed."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, Mapping):
-        return {key: detached(child) for key, child in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(detached(child) for child in value)
-    return value
+    return tree_map_only(Tensor, Tensor.detach, value)
 
 
-def merge_outputs(outputs: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
-    """Per-sample tensors and lists are joined, scalars averaged over samples, equal values kept.
+def merge_outputs(outputs: list[dict[str, Any]], sizes: list[float]) -> dict[str, Any]:
+    """Per-sample tensors, arrays and lists are joined, floating-point scalars averaged over samples, equal values kept.
+
+    What cannot be merged becomes the list of what each microbatch returned.
 
     >>> import torch
     >>> parts = [{"y": torch.tensor([1, 2]), "n": torch.tensor(1.0)}, {"y": torch.tensor([3]), "n": torch.tensor(4.0)}]
     >>> merge_outputs(parts, [2, 1])
     {'y': tensor([1, 2, 3]), 'n': tensor(2.)}
     """
-    return {key: _merge([output[key] for output in outputs], sizes) for key in outputs[0]}
+    keys = dict.fromkeys(key for output in outputs for key in output)
+    return {
+        key: _merge([o[key] for o in outputs if key in o], [n for o, n in zip(outputs, sizes, strict=True) if key in o])
+        for key in keys
+    }
 
 
-def _merge(values: list[Any], sizes: list[int]) -> Any:
-    first = values[0]
-    if isinstance(first, Tensor):
-        if first.ndim == 0:
-            return sum(v * n for v, n in zip(values, sizes, strict=True)) / sum(sizes)
-        if all(v.size(0) == n for v, n in zip(values, sizes, strict=True)):
-            return torch.cat(values)
+def _merge(values: list[Any], sizes: list[float]) -> Any:
+    if len(values) == 1:
+        return values[0]
+    if all(type(v) is list and len(v) == n for v, n in zip(values, sizes, strict=True)):
+        return [child for v in values for child in v]
+    if all(type(v) is dict and v.keys() == values[0].keys() for v in values):
+        return {key: _merge([v[key] for v in values], sizes) for key in values[0]}
+    flat = [tree_flatten(v) for v in values]
+    if any(spec != flat[0][1] for _, spec in flat):
         return values
-    if isinstance(first, Mapping):
-        return {key: _merge([v[key] for v in values], sizes) for key in first}
-    if isinstance(first, (list, tuple)) and all(len(v) == n for v, n in zip(values, sizes, strict=True)):
-        return type(first)(child for v in values for child in v)
-    return first if all(v == first for v in values) else values
+    leaves = zip(*(leaves for leaves, _ in flat), strict=True)
+    return tree_unflatten([_merge_leaf(list(leaf), sizes) for leaf in leaves], flat[0][1])
+
+
+def _merge_leaf(values: list[Any], sizes: list[float]) -> Any:
+    first = values[0]
+    if any(type(v) is not type(first) for v in values):
+        return values
+    if not isinstance(first, Tensor) and hasattr(first, "__array__"):
+        joined = _merge_leaf([torch.as_tensor(v) for v in values], sizes)
+        return joined.numpy() if isinstance(joined, Tensor) else values
+    if isinstance(first, Tensor):
+        if first.ndim and all(v.size(0) == n for v, n in zip(values, sizes, strict=True)):
+            return torch.cat(values)
+        if first.ndim == 0 and first.is_floating_point():
+            return sum(v * n for v, n in zip(values, sizes, strict=True)) / sum(sizes)
+        return first if all(torch.equal(v, first) for v in values) else values
+    return first if all(v is first or v == first for v in values) else values

@@ -23,9 +23,9 @@ _COARSE_TOLERANCE = 2e-2  # half precision anywhere in the model or by autocast
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The reduction, or why there is none."""
+    """The reduction, or why there is none; neither when this batch does not tell."""
 
-    reduction: Reduction | None
+    reduction: Reduction | None = None
     why_not: str = ""
 
 
@@ -44,17 +44,15 @@ def infer_module_reduction(
     if config.split_fn is None:
         num_used = min(num_samples, max(3, 2 * config.size))
         cut = max(1, num_used // 3)
+        parts: list[tuple[Any, float]]
         whole = take(batch, 0, num_used, num_samples)
         parts = [(take(whole, 0, cut, num_used), cut), (take(whole, cut, num_used, num_used), num_used - cut)]
     else:
-        whole, parts = batch, config.parts(batch)
-    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+        whole = batch
+        parts = config.parts(batch)
 
     def loss_of(part: Any) -> float:
         with trainer.precision_plugin.train_step_context():
-            nonlocal dtypes
-            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(trainer.strategy.root_device.type):
-                dtypes = {torch.bfloat16}
             output = trainer.strategy.training_step(*{**kwargs, "batch": part}.values())
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
@@ -63,18 +61,26 @@ def infer_module_reduction(
 
     with _without_a_trace(trainer, module):
         try:
-            loss_of(parts[0][0])  # learn the precision
-            tolerance = max((_TOLERANCE.get(dtype, _COARSE_TOLERANCE) for dtype in dtypes), default=_COARSE_TOLERANCE)
-            reduction = infer_reduction(loss_of, whole, parts, tolerance)
+            found = infer_reduction(loss_of, whole, parts, _relative_tolerance(trainer))
         except Exception as error:  # whatever user code raises outside its usual mode
-            return ProbeResult(None, f"the loss cannot be evaluated in eval mode ({type(error).__name__}: {error}).")
-    if reduction is None:
+            why_not = f"the loss cannot be evaluated in eval mode ({type(error).__name__}: {error})."
+            return ProbeResult(why_not=why_not)
+    if found == "either":
+        return ProbeResult()
+    if found == "neither":
         return ProbeResult(
-            None,
-            "the loss of a batch is neither the mean nor the sum of the losses of its parts (in-batch negatives, or a "
-            "mean over something else than samples).",
+            why_not="the loss of a batch is neither the mean nor the sum of the losses of its parts "
+            "(in-batch negatives, or a mean over something else than samples).",
         )
-    return ProbeResult(reduction)
+    return ProbeResult(found)
+
+
+def _relative_tolerance(trainer: Any) -> float:
+    with trainer.precision_plugin.train_step_context():
+        if torch.is_autocast_enabled(trainer.strategy.root_device.type):
+            return _COARSE_TOLERANCE
+    dtypes = {p.dtype for p in trainer.lightning_module.parameters() if p.is_floating_point()}
+    return max((_TOLERANCE.get(dtype, _COARSE_TOLERANCE) for dtype in dtypes), default=_COARSE_TOLERANCE)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The strategies that can be named: `"memsave"`, `"memsave_ddp"`, `"memsave_fsdp"`, in each Lightning namespace.
 
-`"memsave"` is what `"auto"` would choose: one device, or DDP when there are several.
+`"memsave"` is one device, or DDP when there are several.
 """
 
 from __future__ import annotations

@@ -176,6 +176,7 @@ def _unmake_region(module: nn.Module) -> None:
         module.forward = region.previous_forward
 
 
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # what is inside may still be compiled
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a region; named so that a pickled module finds its own class's method again."""
     region: _Region = self.__dict__[_REGION]

@@ -76,18 +76,18 @@ class Microbatching:
             )
         return cls(size=value)
 
-    def parts(self, batch: Any) -> list[tuple[Any, int]]:
+    def parts(self, batch: Any) -> list[tuple[Any, float]]:
         """The microbatches of `batch`, each with its number of samples (with `split_fn` and `weight_fn`, its weight).
 
         Raises:
             UnsplittableBatchError: the batch dimension cannot be told and there is no `split_fn`.
         """
         if self.split_fn is None:
-            return split(batch, self.size)
+            return list(split(batch, self.size))
         count = batch_size if self.weight_fn is None else self.weight_fn
-        return [(part, int(count(part))) for part in self.split_fn(batch, self.size)]
+        return [(part, float(count(part))) for part in self.split_fn(batch, self.size)]
 
-    def weights(self, parts: list[tuple[Any, int]], reduction: Literal["mean", "sum"]) -> list[float]:
+    def weights(self, parts: list[tuple[Any, float]], reduction: Literal["mean", "sum"]) -> list[float]:
         """What each microbatch's loss is multiplied by."""
         if len(parts) == 1 or reduction == "sum":
             return [1.0] * len(parts)

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 Reduction = Literal["mean", "sum"]
+Finding = Literal["mean", "sum", "either", "neither"]
 
 
 def infer_reduction(
-    loss_of: Callable[[Any], float], whole: Any, parts: Sequence[tuple[Any, int]], relative_tolerance: float
-) -> Reduction | None:
+    loss_of: Callable[[Any], float], whole: Any, parts: Sequence[tuple[Any, float]], relative_tolerance: float
+) -> Finding:
     """Compare the loss of a batch with the losses of its parts.
 
     Args:
@@ -25,7 +26,7 @@ def infer_reduction(
         relative_tolerance: how far two ways to the same loss may differ.
 
     Returns:
-        `"mean"`, `"sum"`, or `None` when the loss is neither.
+        `"either"` when both rules hold, as for a loss of zero.
 
     >>> samples = [1.0, 2.0, 6.0]
     >>> infer_reduction(lambda xs: sum(xs) / len(xs), samples, [(samples[:1], 1), (samples[1:], 2)], 1e-9)
@@ -36,8 +37,9 @@ def infer_reduction(
     sizes = [n for _, n in parts]
     tolerance = relative_tolerance * max(abs(expected), *map(abs, losses), 1e-30)
     mean = sum(loss * n for loss, n in zip(losses, sizes, strict=True)) / sum(sizes)
-    if abs(expected - mean) <= tolerance:
+    is_mean, is_sum = abs(expected - mean) <= tolerance, abs(expected - sum(losses)) <= tolerance
+    if is_mean and is_sum:
+        return "either"
+    if is_mean:
         return "mean"
-    if abs(expected - sum(losses)) <= tolerance:
-        return "sum"
-    return None
+    return "sum" if is_sum else "neither"

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -35,9 +36,18 @@ def _children(node: Any) -> Iterable[Any]:
     return ()
 
 
+def _is_array(node: object) -> bool:
+    """A tensor, or a numpy array (told without importing numpy)."""
+    return isinstance(node, Tensor) or (hasattr(node, "__array__") and hasattr(node, "shape"))
+
+
 def _first_dimensions(node: Any) -> set[int]:
-    if isinstance(node, Tensor):
-        return {node.size(0)} if node.ndim else set()
+    if isinstance(node, Tensor) and (node.layout is not torch.strided or node.is_nested):
+        raise UnsplittableBatchError(
+            f"a tensor of layout {node.layout} cannot be cut by samples. Pass `Microbatching(split_fn=...)`."
+        )
+    if _is_array(node):
+        return {node.shape[0]} if len(node.shape) else set()
     return set().union(*(_first_dimensions(child) for child in _children(node)))
 
 
@@ -59,18 +69,10 @@ def batch_size(batch: Any) -> int:
 
 def take(node: Any, start: int, stop: int, num_samples: int) -> Any:
     """Samples `start` to `stop` of a batch of `num_samples`. Tensors become views, containers keep their type."""
-    if isinstance(node, Tensor):
-        return node[start:stop] if node.ndim else node
+    if _is_array(node):
+        return node[start:stop] if len(node.shape) else node
     if isinstance(node, Mapping):
-        parts = {key: take(value, start, stop, num_samples) for key, value in node.items()}
-        rebuilt = copy.copy(node)  # keeps what a subclass holds beside its items (BatchEncoding, ModelOutput)
-        if hasattr(rebuilt, "data") and isinstance(rebuilt.data, dict):
-            rebuilt.data = parts
-        elif isinstance(rebuilt, dict):
-            rebuilt.update(parts)
-        else:
-            rebuilt = type(node)(parts)  # type: ignore[call-arg]  # a Mapping is built from a mapping
-        return rebuilt
+        return _rebuilt(node, {key: take(value, start, stop, num_samples) for key, value in node.items()})
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return type(node)(*(take(child, start, stop, num_samples) for child in node))
     if _is_dataclass(node):
@@ -83,6 +85,21 @@ def take(node: Any, start: int, stop: int, num_samples: int) -> Any:
             return node[start:stop] if len(node) == num_samples else node
         return type(node)(take(child, start, stop, num_samples) for child in node)
     return node
+
+
+def _rebuilt(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the same type with other items."""
+    kind: Any = type(mapping)
+    if _is_dataclass(mapping):  # transformers' ModelOutput, whose items may not be updated
+        return kind(**items)
+    copied: Any = copy.copy(mapping)  # keeps what a subclass holds beside its items (BatchEncoding)
+    if isinstance(getattr(copied, "data", None), dict):
+        copied.data = items
+        return copied
+    if isinstance(copied, dict):
+        copied.update(items)
+        return copied
+    return kind(items)
 
 
 def split(batch: Any, size: int) -> list[tuple[Any, int]]:

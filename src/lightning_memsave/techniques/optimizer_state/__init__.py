@@ -22,6 +22,7 @@ on working; checkpoints are written in torch's layout; LAMB keeps the trust rati
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,6 +38,7 @@ from lightning_memsave.techniques.optimizer_state.kin import become_8bit, become
 __all__ = [
     "OptimizerState",
     "apply_optimizer_state",
+    "check_optimizers",
     "estimate_optimizer_state",
     "from_plain",
     "is_8bit",
@@ -81,6 +83,11 @@ class OptimizerState:
         return cls(format="8bit" if value is True else value)  # type: ignore[arg-type]  # checked in __post_init__
 
 
+def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its state is low-bit already: ours, or one of bitsandbytes' own."""
+    return is_8bit(optimizer) or type(optimizer).__module__.startswith("bitsandbytes")
+
+
 def parameters_kept_32bit(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> set[Tensor]:
     """The parameters whose state stays float32 because of their size or the module they belong to."""
     kept: set[Tensor] = {p for group in optimizer.param_groups for p in group["params"] if p.numel() < config.min_size}
@@ -99,13 +106,13 @@ def apply_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerSta
         ValueError: there is no kin, or a setting of this optimizer that the kin does not have.
         ModuleNotFoundError: bitsandbytes is not installed.
     """
-    if is_8bit(optimizer) or type(optimizer).__module__.startswith("bitsandbytes"):
+    if is_low_bit(optimizer):
         import warnings
 
         warnings.warn(f"{type(optimizer).__name__} is a low-bit optimizer already.", NoEffectWarning, stacklevel=2)
         return Applied(technique="optimizer_state", summary=f"{type(optimizer).__name__} is low-bit already")
+    check_optimizers([optimizer], model)
     name, kin = type(optimizer).__name__, find_kin(optimizer)
-    _refuse_sparse_gradients(model)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kept = parameters_kept_32bit(optimizer, config, model)
     become_8bit(optimizer, kin, kept)
@@ -120,9 +127,20 @@ def apply_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerSta
     )
 
 
-def _refuse_sparse_gradients(model: nn.Module) -> None:
+def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> None:
+    """Refuse what cannot become 8-bit, before anything is changed.
+
+    Raises:
+        ValueError: an optimizer without kin, a setting that the kin lacks, or sparse gradients.
+    """
+    own: set[Tensor] = set()
+    for optimizer in optimizers:
+        if not is_low_bit(optimizer):
+            find_kin(optimizer)
+            own.update(p for group in optimizer.param_groups for p in group["params"])
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+        is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        if is_sparse and own.intersection(module.parameters(recurse=False)):
             raise setting_error(
                 "optimizer_state",
                 "cannot take sparse gradients, which bitsandbytes does not",
