@@ -95,6 +95,14 @@ def test_batches_between_two_updates_are_one_step():
     assert measured == [2, 2, 3, 3, 5, 5, 10, 10]
 
 
+def test_a_loop_that_hides_its_optimizers_is_measured_batch_by_batch_in_the_end():
+    model, meter, measured = torch.nn.Linear(2, 2), Meter(), []
+    for batch in range(1, 262):
+        meter.begin(model, [], (), torch.device("cpu"), num_updates=0)
+        measured += [batch] if meter.end() is not None else []
+    assert measured == [258, 259]
+
+
 def test_a_batch_without_an_end_leaves_no_ledger_behind():
     model, meter = torch.nn.Linear(2, 2), Meter(every=1)
     for _ in range(3):

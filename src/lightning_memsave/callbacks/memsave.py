@@ -84,5 +84,10 @@ class MemSave(MemoryMonitor):
         if stage == "fit":
             release(trainer.strategy)
 
+    def _headlines(self) -> dict[str, float]:
+        config = self.recipe.get(Microbatching)
+        configured = {"memsave/microbatch_size": config.size} if config is not None else {}
+        return {**super()._headlines(), **configured}
+
     def _config(self) -> dict[str, Any]:
-        return {**self.recipe.as_dict(), "every": self._every}
+        return {**self.recipe.as_dict(), "every": self._meter.every}

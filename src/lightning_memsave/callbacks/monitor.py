@@ -12,12 +12,7 @@ from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.memory.meter import Meter
 from lightning_memsave.reporting.loggers import log_config, log_metrics, log_summary
 
-HEADLINES = (
-    "memsave/peak_bytes",
-    "memsave/factor",
-    "memsave/microbatch_size",
-    "memsave/step_seconds",
-)
+HEADLINES = ("memsave/peak_bytes", "memsave/factor", "memsave/step_seconds")
 
 
 class MemoryMonitor(Callback):
@@ -111,12 +106,10 @@ class MemoryMonitor(Callback):
         if self._leader is not None:
             return
         self._step_seconds = self._meter.pop_step_seconds() or self._step_seconds
-        metrics = self.report.metrics()
-        for name in HEADLINES:
-            if name in metrics:
-                # float64: `self.log` would round a Python float to float32.
-                value = torch.tensor(metrics[name], dtype=_widest(pl_module.device), device=pl_module.device)
-                pl_module.log(name, value, reduce_fx="max", sync_dist=True, batch_size=1)
+        for name, figure in self._headlines().items():
+            # float64: `self.log` would round a Python float to float32.
+            value = torch.tensor(figure, dtype=_widest(pl_module.device), device=pl_module.device)
+            pl_module.log(name, value, reduce_fx="max", sync_dist=True, batch_size=1)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stop measuring a batch that Lightning skipped."""
@@ -135,8 +128,12 @@ class MemoryMonitor(Callback):
         """Stop measuring."""
         self._meter.abandon()
 
+    def _headlines(self) -> dict[str, float]:
+        """The same names on every rank, because each is reduced over all of them."""
+        return {name: figure for name, figure in self.report.metrics().items() if name in HEADLINES}
+
     def _config(self) -> dict[str, Any]:
-        return {"recipe": None, "every": self._every}
+        return {"recipe": None, "every": self._meter.every}
 
 
 def _widest(device: torch.device) -> torch.dtype:

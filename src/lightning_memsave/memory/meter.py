@@ -22,6 +22,7 @@ from lightning_memsave.memory.ledger import Ledger, Measurement
 from lightning_memsave.memory.verify import AllocationProfile
 
 _FIRST_MEASURED = (2, 3)
+_LONGEST_STEP = 256  # batches
 
 
 class Meter:
@@ -35,7 +36,7 @@ class Meter:
     def __init__(self, every: int = 200, *, workspace: bool = False) -> None:
         if every < 1:
             raise setting_error("every", "must be a positive integer", every, "Use 200, or 1 to measure each step.")
-        self._every = every
+        self.every = every
         self._workspace = workspace
         self._ledger: Ledger | None = None
         self._profile: AllocationProfile | None = None
@@ -44,6 +45,7 @@ class Meter:
         self._device = torch.device("cpu")
         self._num_steps = 0
         self._num_updates: int | None = None
+        self._num_batches_in_step = 0
         self._began_seconds: float | None = None
         self._seconds: list[float] = []
         self._peak: Measurement | None = None
@@ -69,12 +71,15 @@ class Meter:
                 each batch is.
         """
         self.abandon()  # a batch that Lightning skipped has had no end
-        if num_updates is None or num_updates != self._num_updates:
+        self._num_batches_in_step += 1
+        # A step without end belongs to a loop that hides its optimizers; there, each batch counts.
+        if num_updates is None or num_updates != self._num_updates or self._num_batches_in_step > _LONGEST_STEP:
             self._num_updates = num_updates
             self._num_steps += 1
+            self._num_batches_in_step = 0 if self._num_batches_in_step <= _LONGEST_STEP else _LONGEST_STEP
         self._device = device
         allocator.reset_peak(device)
-        if self._num_steps in _FIRST_MEASURED or (self._num_steps > 1 and self._num_steps % self._every == 0):
+        if self._num_steps in _FIRST_MEASURED or (self._num_steps > 1 and self._num_steps % self.every == 0):
             self._ledger = Ledger(device).watching(model, optimizers, batch)
             self._ledger.__enter__()
         elif self._workspace and self._profile_next is not None and device.type == "cpu":
@@ -106,9 +111,7 @@ class Meter:
         if tracked is not None:
             measured = _with_allocator(tracked, allocated)
         elif allocated is not None and highest is not None and allocated.allocated_bytes > highest.peak_bytes:
-            measured = _with_allocator(
-                highest, allocated
-            )  # the split of the highest tracked step, and what came on top
+            measured = _with_allocator(highest, allocated)  # the highest tracked step's split, and what came on top
         else:
             return None
         self.num_steps_measured += 1

@@ -72,7 +72,7 @@ class LoopState:
             self.reduction = self._find_reduction(trainer, kwargs, config, parts)
             if self.reduction is None:
                 return [(batch, 0)]
-            self._applied = self._describe(trainer.lightning_module, config)
+            self._applied = self._describe(trainer.lightning_module, config, "batches run")
         return parts
 
     def _find_reduction(
@@ -97,13 +97,10 @@ class LoopState:
             )
         return result.reduction
 
-    def used_by_hand(self, num_parts: int) -> None:
+    def used_by_hand(self, module: Any, num_parts: int) -> None:
         """`microbatches(batch)` was called inside `training_step`."""
         if self.microbatching is not None and num_parts > 1 and self._applied is None:
-            self._applied = Applied(
-                technique="microbatching",
-                summary=f"training_step takes its batches in parts of at most {self.microbatching.size} samples",
-            )
+            self._applied = self._describe(module, self.microbatching, "training_step takes its batches")
 
     def warn_if_unused(self, module: Any) -> None:
         """Manual optimization cuts its batches itself; say so when it did not."""
@@ -121,7 +118,7 @@ class LoopState:
             self._warned = True
             warnings.warn(warning, MicrobatchWarning, stacklevel=2)
 
-    def _describe(self, module: Any, config: Microbatching) -> Applied:
+    def _describe(self, module: Any, config: Microbatching, what: str) -> Applied:
         modules = why_not_exact(module)
         named = ", ".join(modules[:5]) + (f" and {len(modules) - 5} more" if len(modules) > 5 else "")
         if modules and config.strict:
@@ -137,9 +134,10 @@ class LoopState:
                 NotLosslessWarning,
                 stacklevel=2,
             )
+        reduction = f" ({self.reduction} loss)" if self.reduction else ""
         return Applied(
             technique="microbatching",
-            summary=f"batches run in parts of at most {config.size} samples ({self.reduction} loss)",
+            summary=f"{what} in parts of at most {config.size} samples{reduction}",
             loss_class="changed" if modules else "exact",
             reasons=(f"microbatches change the result of {named}",) if modules else (),
         )

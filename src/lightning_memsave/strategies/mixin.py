@@ -95,7 +95,8 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
                 )
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            with active_microbatching(self.memsave.recipe.get(Microbatching), self.memsave.loop.used_by_hand):
+            on_use = functools.partial(self.memsave.loop.used_by_hand, self.lightning_module)
+            with active_microbatching(self.memsave.recipe.get(Microbatching), on_use):
                 return super().training_step(*args, **kwargs)
 
         def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
