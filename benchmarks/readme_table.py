@@ -17,8 +17,8 @@ def table() -> str:
         rows = list(csv.DictReader(file))
     settings = list(dict.fromkeys(row["setting"] for row in rows))
     lines = [
-        "| run | peak | factor | activations | optimizer state | step time | test accuracy (min to max) |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| run | peak | factor | activations | optimizer state | test accuracy (min to max) |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     for setting in settings:
         runs = [row for row in rows if row["setting"] == setting]
@@ -30,7 +30,6 @@ def table() -> str:
         lines.append(
             f"| {setting} | {mean('peak_bytes') / MIB:.1f} MiB | {mean('factor'):.2f}x "
             f"| {mean('activations_bytes') / MIB:.1f} MiB | {mean('optimizer_state_bytes') / MIB:.1f} MiB "
-            f"| {mean('wall_time_ratio'):.2f}x "
             f"| {statistics.mean(accuracies):.1%} ({min(accuracies):.1%} to {max(accuracies):.1%}) |"
         )
     return "\n".join(lines)
