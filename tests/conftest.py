@@ -9,6 +9,10 @@ os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", HF_HUB_OFFLINE="1",
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("shared machines", deadline=None, derandomize=True)
+settings.load_profile("shared machines")
 
 for _name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
     logging.getLogger(_name).setLevel(logging.ERROR)
