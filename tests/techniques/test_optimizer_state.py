@@ -1,7 +1,5 @@
 import copy
 import gc
-import io
-import warnings
 import weakref
 
 import bitsandbytes
@@ -22,132 +20,25 @@ from lightning_memsave.techniques.optimizer_state import (
 from lightning_memsave.techniques.optimizer_state.kin import KINS
 from tests.contracts.spec import Spec
 
+from .optimizer_state_subjects import (
+    ALL_32BIT,
+    BOUNDS_8BIT,
+    CONFIG,
+    LAMB,
+    PLAIN,
+    Lamb,
+    big_model,
+    every_kin,
+    flat,
+    run_steps,
+    state_bytes,
+    state_dtypes,
+    through_disk,
+    trained_8bit,
+    twins,
+)
+
 SPEC = Spec(config=OptimizerState(), loss_class="changed", bit_equal=False, shrinks="optimizer_state")
-
-CONFIG = OptimizerState()
-ALL_32BIT = OptimizerState(min_size=10**9)
-
-
-class Lion(torch.optim.Optimizer):
-    """Chen et al., 2023, algorithm 2."""
-
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in (p for p in group["params"] if p.grad is not None):
-                moment = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                direction = (beta1 * moment + (1 - beta1) * p.grad).sign()
-                p -= group["lr"] * (direction + group["weight_decay"] * p)
-                moment.copy_(beta2 * moment + (1 - beta2) * p.grad)
-
-
-class LAMB(torch.optim.Optimizer):
-    """You et al., 2020, algorithm 2, with the step counted per parameter."""
-
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-                state["step"] += 1
-                state["exp_avg"].copy_(beta1 * state["exp_avg"] + (1 - beta1) * p.grad)
-                state["exp_avg_sq"].copy_(beta2 * state["exp_avg_sq"] + (1 - beta2) * p.grad**2)
-                first = state["exp_avg"] / (1 - beta1 ** float(state["step"]))
-                second = state["exp_avg_sq"] / (1 - beta2 ** float(state["step"]))
-                update = first / (second.sqrt() + group["eps"]) + group["weight_decay"] * p
-                ratio = p.norm() / update.norm() if p.norm() > 0 and update.norm() > 0 else 1.0
-                p -= group["lr"] * ratio * update
-
-
-class Lamb(LAMB):
-    pass
-
-
-PLAIN = {
-    "AdamW": lambda params, **kw: torch.optim.AdamW(params, **{"lr": 1e-2, "weight_decay": 0.1, **kw}),
-    "Adam": lambda params, **kw: torch.optim.Adam(params, **{"lr": 1e-2, **kw}),
-    "SGD": lambda params, **kw: torch.optim.SGD(params, **{"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, **kw}),
-    "Lion": lambda params, **kw: Lion(params, **{"lr": 1e-3, "weight_decay": 0.1, **kw}),
-    "RMSprop": lambda params, **kw: torch.optim.RMSprop(params, **{"lr": 1e-3, "weight_decay": 0.01, **kw}),
-    "Adagrad": lambda params, **kw: torch.optim.Adagrad(params, **{"lr": 1e-2, "weight_decay": 0.01, **kw}),
-    "LAMB": lambda params, **kw: LAMB(params, **{"lr": 1e-2, "weight_decay": 0.1, **kw}),
-}
-every_kin = pytest.mark.parametrize("name", PLAIN)
-
-
-def big_model(dtype=torch.float32):
-    """One parameter with 8-bit state, one just too small for it."""
-    return nn.Sequential(nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 32)).to(dtype)
-
-
-def set_gradients(model, step):
-    # Given, not computed, so that two optimizers see the same ones whatever they do to the parameters.
-    random = torch.Generator().manual_seed(1000 + step)
-    for i, p in enumerate(model.parameters()):
-        if p.requires_grad:
-            noise = torch.randn(p.shape, generator=random)
-            p.grad = (0.1 * (noise + 0.5 * torch.sin(torch.arange(p.numel()).view(p.shape) + i))).to(p.dtype)
-
-
-def run_steps(model, optimizer, steps):
-    """The parameters after each of `steps`, [steps, elements]."""
-    rows = []
-    for step in steps:
-        set_gradients(model, step)
-        optimizer.step()
-        rows.append(torch.cat([p.detach().double().flatten() for p in model.parameters()]))
-    return torch.stack(rows)
-
-
-def flat(model):
-    return torch.cat([p.detach().double().flatten() for p in model.parameters()])
-
-
-def twins(name, model=None, config=CONFIG, **settings):
-    """(model, plain optimizer), (equal model, 8-bit optimizer)."""
-    first = big_model() if model is None else model
-    second = copy.deepcopy(first)
-    plain, ours = PLAIN[name](first.parameters(), **settings), PLAIN[name](second.parameters(), **settings)
-    apply_optimizer_state(ours, config, second)
-    return (first, plain), (second, ours)
-
-
-def trained_8bit(name, model=None, steps=4):
-    model = big_model() if model is None else model
-    optimizer = PLAIN[name](model.parameters())
-    applied = apply_optimizer_state(optimizer, CONFIG, model)
-    run_steps(model, optimizer, range(steps))
-    return model, optimizer, applied
-
-
-def state_bytes(optimizer):
-    storages = {}
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
-    return sum(storages.values())
-
-
-def state_dtypes(optimizer, p):
-    return {v.dtype for k, v in optimizer.state[p].items() if k in ("state1", "state2")}
-
-
-def through_disk(state_dict):
-    buffer = io.BytesIO()
-    torch.save(state_dict, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 def test_the_tests_know_every_kin():
@@ -155,8 +46,6 @@ def test_the_tests_know_every_kin():
 
 
 # ---------------------------------------------------------------------- the same steps
-# Relative L2 error of the distance travelled over 10 steps, about three times what is measured.
-BOUNDS_8BIT = {"AdamW": 0.03, "Adam": 0.03, "SGD": 0.03, "Lion": 0.1, "RMSprop": 0.015, "Adagrad": 0.015, "LAMB": 0.03}
 
 
 @every_kin
@@ -529,104 +418,6 @@ def test_an_8bit_optimizer_dies_without_the_garbage_collector(with_scheduler):
         gc.enable()
 
 
-# ---------------------------------------------------------------------- schedulers
-SCHEDULERS = {
-    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 8),
-    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=12, cycle_momentum=True),
-    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-    "sequential": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.8)], milestones=[3]
-    ),
-    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, factor=0.5),
-}
-
-
-def scheduled(optimizer, model, scheduler_name, when, apply):
-    """Learning rate and momentum of 10 steps; `when` says at what moment the optimizer becomes 8-bit."""
-    if when == "before":
-        apply(optimizer, model)
-    scheduler = SCHEDULERS[scheduler_name](optimizer)
-    if when == "after":
-        apply(optimizer, model)
-    seen = []
-    for step in range(10):
-        if when == "middle" and step == 5:
-            apply(optimizer, model)
-        set_gradients(model, step)
-        optimizer.step()
-        scheduler.step(*([1.0] if scheduler_name == "plateau" else []))
-        seen.append([(g["lr"], g.get("momentum"), g.get("betas")) for g in optimizer.param_groups])
-    return seen
-
-
-@pytest.mark.parametrize("when", ["before", "after", "middle"])
-@pytest.mark.parametrize("scheduler_name", SCHEDULERS)
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_schedulers_steer_it_as_before(name, scheduler_name, when):
-    (first, plain), (second, ours) = [(m := big_model(), PLAIN[name](m.parameters())) for _ in range(2)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        expected = scheduled(plain, first, scheduler_name, "never", None)
-        found = scheduled(ours, second, scheduler_name, when, lambda o, m: apply_optimizer_state(o, CONFIG, m) and None)
-    assert found == expected
-    assert len({str(row) for row in found}) > 2
-    assert is_8bit(ours)
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_the_schedule_reaches_the_steps(name):
-    model = nn.Linear(30, 30)
-    second = copy.deepcopy(model)
-    plain, ours = PLAIN[name](model.parameters()), PLAIN[name](second.parameters())
-    schedulers = [SCHEDULERS["one cycle"](o) for o in (plain, ours)]
-    apply_optimizer_state(ours, CONFIG, second)
-    start = flat(model)
-    for step in range(10):
-        run_steps(model, plain, [step])
-        run_steps(second, ours, [step])
-        for scheduler in schedulers:
-            scheduler.step()
-    assert (flat(second) - flat(model)).norm() / (flat(model) - start).norm() < 1e-5
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_schedulers_go_on_after_undo(when):
-    model = big_model()
-    optimizer = PLAIN["AdamW"](model.parameters())
-    if when == "before":
-        applied = apply_optimizer_state(optimizer, CONFIG, model)
-    scheduler = SCHEDULERS["cosine"](optimizer)
-    if when == "after":
-        applied = apply_optimizer_state(optimizer, CONFIG, model)
-    run_steps(model, optimizer, [0])
-    applied.undo()
-    # torch warns here when it does not know of the step before.
-    scheduler.step()
-    run_steps(model, optimizer, [1])
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(scheduler.get_last_lr()[0])
-
-
-def test_a_scheduler_stepped_too_early_still_warns():
-    model = big_model()
-    optimizer = PLAIN["AdamW"](model.parameters())
-    scheduler = SCHEDULERS["cosine"](optimizer)
-    apply_optimizer_state(optimizer, CONFIG, model)
-    with pytest.warns(UserWarning, match=r"before `optimizer\.step\(\)`"):
-        scheduler.step()
-
-
-def test_a_learning_rate_tensor():
-    model = nn.Linear(30, 30)
-    second = copy.deepcopy(model)
-    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ours = torch.optim.AdamW(second.parameters(), lr=torch.tensor(1e-2))
-    apply_optimizer_state(ours, CONFIG, second)
-    start = flat(model)
-    expected, found = run_steps(model, plain, range(3)) - start, run_steps(second, ours, range(3)) - start
-    assert (found - expected).norm() / expected.norm() < 1e-5
-
-
 # ---------------------------------------------------------------------- refusals
 @pytest.mark.parametrize(
     ("build", "word"),
@@ -684,166 +475,6 @@ def test_adam_with_decoupled_weight_decay_is_taken():
     start = flat(model)
     expected, found = run_steps(model, plain, range(5)) - start, run_steps(second, ours, range(5)) - start
     assert (found - expected).norm() / expected.norm() < 1e-5
-
-
-# ---------------------------------------------------------------------- checkpoints
-def assert_state_equal(first, second):
-    assert first.keys() == second.keys()
-    for key in first:
-        assert first[key].keys() == second[key].keys()
-        for name, value in first[key].items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(second[key][name])), (key, name)
-
-
-@every_kin
-def test_to_plain_has_torchs_layout(name):
-    _, optimizer, _ = trained_8bit(name)
-    plain_model = big_model()
-    plain = PLAIN[name](plain_model.parameters())
-    run_steps(plain_model, plain, range(4))
-    saved, expected = to_plain(optimizer), plain.state_dict()
-    assert saved["state"].keys() == expected["state"].keys()
-    for number, state in expected["state"].items():
-        assert saved["state"][number].keys() == state.keys()
-        for key, value in state.items():
-            assert torch.as_tensor(saved["state"][number][key]).shape == torch.as_tensor(value).shape
-            assert key == "step" or saved["state"][number][key].dtype == value.dtype
-    assert saved["param_groups"] == expected["param_groups"]
-
-
-@every_kin
-def test_to_plain_loads_into_the_plain_optimizer(name):
-    model, optimizer, _ = trained_8bit(name)
-    second = copy.deepcopy(model)
-    plain = PLAIN[name](second.parameters())
-    plain.load_state_dict(through_disk(to_plain(optimizer)))
-    start = flat(model)
-    expected, found = run_steps(second, plain, range(4, 9)) - start, run_steps(model, optimizer, range(4, 9)) - start
-    assert (found - expected).norm() / expected.norm() < BOUNDS_8BIT[name]
-
-
-@every_kin
-def test_a_plain_state_dict_loads_into_the_8bit_optimizer(name):
-    model = big_model()
-    plain = PLAIN[name](model.parameters())
-    run_steps(model, plain, range(4))
-    second = copy.deepcopy(model)
-    ours = PLAIN[name](second.parameters(), lr=123.0)
-    apply_optimizer_state(ours, CONFIG, second)
-    from_plain(ours, through_disk(plain.state_dict()))
-    assert ours.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
-    start = flat(model)
-    expected, found = run_steps(model, plain, range(4, 9)) - start, run_steps(second, ours, range(4, 9)) - start
-    assert (found - expected).norm() / expected.norm() < BOUNDS_8BIT[name]
-
-
-@every_kin
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_continues_bit_for_bit(name, dtype):
-    model, optimizer, _ = trained_8bit(name, big_model(dtype))
-    saved = through_disk(to_plain(optimizer))
-    second = copy.deepcopy(model)
-    resumed = PLAIN[name](second.parameters(), lr=123.0)
-    apply_optimizer_state(resumed, CONFIG, second)
-    from_plain(resumed, saved)
-    assert_state_equal(to_plain(resumed)["state"], saved["state"])
-    expected, found = run_steps(model, optimizer, range(4, 9)), run_steps(second, resumed, range(4, 9))
-    assert torch.equal(found, expected)
-    assert_state_equal(to_plain(resumed)["state"], to_plain(optimizer)["state"])
-
-
-def test_a_checkpoint_of_other_settings_loads_and_rounds():
-    model, optimizer, _ = trained_8bit("AdamW")
-    second = copy.deepcopy(model)
-    resumed = PLAIN["AdamW"](second.parameters())
-    apply_optimizer_state(resumed, ALL_32BIT, second)
-    from_plain(resumed, to_plain(optimizer))
-    assert_state_equal(to_plain(resumed)["state"], to_plain(optimizer)["state"])
-
-
-def test_to_plain_before_the_first_step():
-    model = big_model()
-    optimizer = PLAIN["AdamW"](model.parameters())
-    apply_optimizer_state(optimizer, CONFIG, model)
-    saved = through_disk(to_plain(optimizer))
-    assert saved["state"] == {}
-    from_plain(optimizer, saved)
-    run_steps(model, optimizer, range(2))
-    torch.optim.AdamW(big_model().parameters()).load_state_dict(saved)
-
-
-def test_a_saved_state_is_not_changed_by_later_steps_of_another_run():
-    model, optimizer, _ = trained_8bit("AdamW")
-    saved = through_disk(to_plain(optimizer))
-    kept = copy.deepcopy(saved["state"])
-    from_plain(optimizer, saved)
-    run_steps(model, optimizer, range(3))
-    assert_state_equal(saved["state"], kept)
-
-
-WRONG = [("AdamW", "SGD"), ("SGD", "AdamW"), ("RMSprop", "Adam"), ("Adagrad", "RMSprop"), ("Lion", "AdamW")]
-
-
-@pytest.mark.parametrize(("written_by", "read_by"), [*WRONG, ("AdamW", "Lion"), ("LAMB", "Lion")])
-@pytest.mark.parametrize("low_bit", [True, False])
-def test_a_checkpoint_of_another_optimizer_is_refused(written_by, read_by, low_bit):
-    if low_bit:
-        saved = to_plain(trained_8bit(written_by)[1])
-    else:
-        plain_model = big_model()
-        plain = PLAIN[written_by](plain_model.parameters())
-        run_steps(plain_model, plain, range(2))
-        saved = plain.state_dict()
-    _, optimizer, _ = trained_8bit(read_by)
-    before = copy.deepcopy(to_plain(optimizer))
-    with pytest.raises(ValueError, match="optimizer_states"):
-        from_plain(optimizer, saved)
-    after = to_plain(optimizer)
-    assert_state_equal(after["state"], before["state"])
-    assert after["param_groups"] == before["param_groups"]
-
-
-def test_a_checkpoint_of_other_groups_is_refused():
-    saved = to_plain(trained_8bit("AdamW")[1])
-    larger = nn.Sequential(*big_model(), nn.Linear(32, 32))
-    optimizer = PLAIN["AdamW"](larger.parameters())
-    apply_optimizer_state(optimizer, CONFIG, larger)
-    with pytest.raises(ValueError, match=r"sizes \[6\], got \[4\]"):
-        from_plain(optimizer, saved)
-    model = big_model()
-    split = PLAIN["AdamW"]([{"params": model[0].parameters()}, {"params": model[2].parameters()}])
-    apply_optimizer_state(split, CONFIG, model)
-    with pytest.raises(ValueError, match=r"sizes \[2, 2\], got \[4\]"):
-        from_plain(split, saved)
-
-
-def test_a_checkpoint_of_a_newer_version_is_refused():
-    _, optimizer, _ = trained_8bit("AdamW")
-    saved = to_plain(optimizer)
-    saved["memsave_8bit"]["version"] += 1
-    with pytest.raises(ValueError, match="Update lightning-memsave"):
-        from_plain(optimizer, saved)
-
-
-# ---------------------------------------------------------------------- copies
-@every_kin
-@pytest.mark.parametrize("with_scheduler", [False, True])
-def test_a_deep_copy_is_an_8bit_optimizer_of_its_own(name, with_scheduler):
-    model = big_model()
-    optimizer = PLAIN[name](model.parameters())
-    if with_scheduler:
-        lr_scheduler.CosineAnnealingLR(optimizer, 100)
-    apply_optimizer_state(optimizer, CONFIG, model)
-    run_steps(model, optimizer, range(3))
-    second_model, second = copy.deepcopy((model, optimizer))
-    assert is_8bit(second)
-    assert second.param_groups[0]["params"][0] is second_model[0].weight
-    assert state_bytes(second) == state_bytes(optimizer)
-    before = flat(model)
-    found = run_steps(second_model, second, range(3, 6))
-    assert torch.equal(flat(model), before)
-    assert torch.equal(found, run_steps(model, optimizer, range(3, 6)))
-    assert_state_equal(to_plain(second)["state"], to_plain(optimizer)["state"])
 
 
 def test_sparse_gradients_are_refused_by_name():
