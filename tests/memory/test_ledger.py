@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave.core.report import CATEGORIES
-from lightning_memsave.memory import Ledger, allocation_peak
+from lightning_memsave.memory import Ledger
 from lightning_memsave.memory.ledger import autograd_is_running, tensors_in
 
 MIB = 2**20
@@ -381,95 +381,6 @@ def test_reserved_bytes():
     assert ledger.measurement.peak_bytes == 5100
     assert ledger.measurement.by_category["gradients"] == 5000
     assert ledger.measurement.held_bytes == 5000
-
-
-# ---------------------------------------------------------------------- against the allocator
-def lstm():
-    model, head, x = nn.LSTM(64, 128, num_layers=2, batch_first=True), nn.Linear(128, 10), torch.randn(32, 30, 64)
-    return nn.ModuleList([model, head]), lambda: head(model(x)[0]).square().mean(), x
-
-
-def bert():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=500, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=256
-    )
-    model, ids = transformers.BertForMaskedLM(config), torch.randint(500, (16, 48))
-    return model, lambda: model(input_ids=ids, labels=ids).loss, ids
-
-
-def gpt2():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=500, n_positions=64, n_embd=64, n_layer=3, n_head=4)
-    model, ids = transformers.GPT2LMHeadModel(config), torch.randint(500, (16, 48))
-    return model, lambda: model(input_ids=ids, labels=ids).loss, ids
-
-
-def tracked_and_allocated(model, loss, batch):
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step():
-        loss().backward()
-        optimizer.step()
-
-    step()
-    optimizer.zero_grad()
-    measured = measure(step, model, [optimizer], batch)
-    optimizer.zero_grad()
-    return measured, allocation_peak(step, measured.held_bytes)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers.*")
-@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
-@pytest.mark.parametrize("build", [lstm, bert, gpt2])
-def test_within_one_percent_of_the_allocator(build):
-    # Without oneDNN, whose LSTM takes a workspace inside one operation: see the next test.
-    with torch.backends.mkldnn.flags(enabled=build is not lstm):
-        measured, allocated = tracked_and_allocated(*build())
-    assert abs(measured.peak_bytes - allocated) <= 0.01 * allocated
-    assert measured.by_category["activations"] > 0.2 * measured.peak_bytes
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-def test_the_workspace_of_an_lstm_is_the_allocators_alone():
-    measured, allocated = tracked_and_allocated(*lstm())
-    assert 0.8 * allocated < measured.peak_bytes < allocated
-
-
-@pytest.fixture
-def process_group(tmp_path):
-    import torch.distributed as dist
-
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("as_view", [False, True])
-@pytest.mark.parametrize("set_to_none", [False, True])
-def test_ddp_buckets_are_gradients(process_group, as_view, set_to_none):
-    inner = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU())))
-    model = nn.parallel.DistributedDataParallel(inner, gradient_as_bucket_view=as_view)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    x = torch.randn(512, 256)
-
-    def step():
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    for _ in range(3):  # DDP rebuilds its buckets after the first
-        step()
-        optimizer.zero_grad(set_to_none=set_to_none)
-    measured = measure(step, model, [optimizer], x)
-    optimizer.zero_grad(set_to_none=set_to_none)
-    allocated = allocation_peak(step, measured.held_bytes)
-    assert abs(measured.peak_bytes - allocated) <= 0.001 * allocated
-    parameters = sum(p.nbytes for p in inner.parameters())
-    assert measured.by_category["weights"] == parameters
-    assert measured.by_category["optimizer_state"] == parameters
-    assert parameters <= measured.by_category["gradients"] <= (1 if as_view else 2) * parameters
 
 
 # ---------------------------------------------------------------------- leaving no trace
