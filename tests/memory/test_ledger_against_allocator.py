@@ -8,8 +8,6 @@ from lightning_memsave.memory import allocation_peak
 
 from .test_ledger import measure
 
-MIB = 2**20
-
 
 def lstm():
     model, head, x = nn.LSTM(64, 128, num_layers=2, batch_first=True), nn.Linear(128, 10), torch.randn(32, 30, 64)
