@@ -20,6 +20,7 @@ from torchmetrics.regression import MeanSquaredError
 from transformers import BatchEncoding
 
 from lightning_memsave import (
+    Checkpointing,
     MemSave,
     Microbatching,
     MicrobatchWarning,
@@ -358,6 +359,27 @@ def test_manual_optimization_gan_with_two_optimizers():
     assert memsave.report.peak_bytes is not None
     with pytest.warns(NoEffectWarning, match="microbatches"):
         fit(plain_module, data, MemSave(microbatch=2), precision="64-true")
+
+
+def test_manual_optimization_gan_with_regions_and_8bit_state():
+    class WideGan(Gan):
+        def __init__(self):
+            super().__init__(whole)
+            self.generator = nn.Sequential(
+                nn.Linear(3, 64), nn.Sequential(nn.Linear(64, 64), nn.Tanh()), nn.Linear(64, 5)
+            )
+            self.critic = nn.Sequential(nn.Linear(5, 64), nn.Sequential(nn.Linear(64, 64), nn.Tanh()), nn.Linear(64, 1))
+
+    data = [(torch.randn(7, 5), torch.randn(7, 3)) for _ in range(3)]
+    module, regions = WideGan(), Checkpointing(modules="*.1")
+    plain = fit(module, data)
+    checkpointed = MemSave(checkpointing=regions)
+    assert largest_difference(plain.parameters, fit(module, data, checkpointed).parameters) == 0
+    memsave = MemSave(checkpointing=regions, optimizer_state="8bit")
+    ours = fit(module, data, memsave)
+    assert [a.technique for a in memsave.report.applied] == ["checkpointing", "optimizer_state", "optimizer_state"]
+    assert memsave.report.by_category["optimizer_state"] < checkpointed.report.by_category["optimizer_state"]
+    assert 0 < largest_difference(plain.parameters, ours.parameters) < 0.1
 
 
 class OutOfMemory(Module):

@@ -11,7 +11,7 @@ starts to run is an activation; this holds for every backward of the step, and f
 checkpoint region (inside backward, gradient mode on) as well. Parameters, gradients and optimizer state are known by
 identity, at the latest when the step ends. The rest is temporary.
 
-Cost: about 10 microseconds for each operation, so callers measure some steps, not all (`memory.meter`).
+Cost: some tens of microseconds for each operation, so callers measure some steps, not all (`memory.meter`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Measurement:
 
 
 class Ledger(TorchDispatchMode):
-    """Books every tensor storage on `device` between `open` and `close`.
+    """Books every tensor storage on `device` while it is entered; `measurement` holds the result afterwards.
 
     Example:
         >>> model, x = nn.Linear(4, 4, bias=False), torch.zeros(2, 4)

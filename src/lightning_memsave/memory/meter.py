@@ -72,11 +72,12 @@ class Meter:
         """
         self.abandon()  # a batch that Lightning skipped has had no end
         self._num_batches_in_step += 1
+        is_new = num_updates is None or num_updates != self._num_updates
+        if is_new:
+            self._num_updates, self._num_batches_in_step = num_updates, 0
         # A step without end belongs to a loop that hides its optimizers; there, each batch counts.
-        if num_updates is None or num_updates != self._num_updates or self._num_batches_in_step > _LONGEST_STEP:
-            self._num_updates = num_updates
+        if is_new or self._num_batches_in_step > _LONGEST_STEP:
             self._num_steps += 1
-            self._num_batches_in_step = 0 if self._num_batches_in_step <= _LONGEST_STEP else _LONGEST_STEP
         self._device = device
         allocator.reset_peak(device)
         if self._num_steps in _FIRST_MEASURED or (self._num_steps > 1 and self._num_steps % self.every == 0):

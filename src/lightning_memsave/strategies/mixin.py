@@ -111,10 +111,11 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
                 from_plain(optimizer, state) if is_8bit(optimizer) else optimizer.load_state_dict(state)
 
         def teardown(self) -> None:
+            module = self.lightning_module
             self.memsave.finish()
-            self.memsave.loop.warn_if_unused(self.lightning_module)
-            _remove_loop(self.lightning_module)
+            _remove_loop(module)
             super().teardown()
+            self.memsave.loop.warn_if_unused(module)
 
     MemSaveMixin.__qualname__ = "MemSaveMixin"
     return MemSaveMixin
@@ -140,6 +141,10 @@ def ways_of_training(trainer: Any) -> list[str]:
 
 
 def _install_loop(trainer: Any, state: LoopState, namespace: str) -> None:
+    if (
+        not trainer.lightning_module.automatic_optimization
+    ):  # Lightning bypasses the loop, and the user zeroes gradients
+        state.zero_grad_first = False
     if state.microbatching is None and not state.zero_grad_first:
         return
     if state.zero_grad_first and (hook := _reader_of_gradients(trainer)):

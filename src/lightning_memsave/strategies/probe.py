@@ -44,16 +44,17 @@ def infer_module_reduction(
     if config.split_fn is None:
         num_used = min(num_samples, max(3, 2 * config.size))
         cut = max(1, num_used // 3)
-        parts: list[tuple[Any, float]]
         whole = take(batch, 0, num_used, num_samples)
-        parts = [(take(whole, 0, cut, num_used), cut), (take(whole, cut, num_used, num_used), num_used - cut)]
+        parts: list[tuple[Any, float]] = [
+            (take(whole, 0, cut, num_used), cut),
+            (take(whole, cut, num_used, num_used), num_used - cut),
+        ]
     else:
         whole = batch
         parts = config.parts(batch)
 
     def loss_of(part: Any) -> float:
-        with trainer.precision_plugin.train_step_context():
-            output = trainer.strategy.training_step(*{**kwargs, "batch": part}.values())
+        output = trainer.strategy.training_step(*{**kwargs, "batch": part}.values())
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise TypeError("training_step returned no loss")
