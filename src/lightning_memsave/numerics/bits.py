@@ -1,0 +1,37 @@
+"""Small integers packed into bytes: masks at 1 bit, window positions at 2 or 4. In plain torch; kernels equal it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def bits_for(num_values: int) -> int:
+    """The fewest of 1, 2, 4, 8 bits that tell `num_values` values apart; 0 when a byte does not.
+
+    >>> [bits_for(n) for n in (2, 4, 9, 49, 257)]
+    [1, 2, 4, 8, 0]
+    """
+    return next((bits for bits in (1, 2, 4, 8) if num_values <= 2**bits), 0)
+
+
+def pack(values: Tensor, bits: int) -> Tensor:
+    """Bytes (uint8, [ceil(n * bits / 8)]) of integers (uint8 or bool, [n]) below 2**bits.
+
+    >>> pack(torch.tensor([1, 0, 0, 1, 1], dtype=torch.uint8), 1)
+    tensor([25], dtype=torch.uint8)
+    """
+    per_byte = 8 // bits
+    if per_byte == 1:
+        return values.to(torch.uint8, copy=True)
+    padded = torch.nn.functional.pad(values.view(torch.uint8), (0, -values.numel() % per_byte)).view(-1, per_byte)
+    packed = padded[:, 0].clone()
+    for lane in range(1, per_byte):
+        packed |= padded[:, lane] << (lane * bits)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int, num_values: int) -> Tensor:
+    """The integers (uint8, [num_values]) that `pack` was given."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, None] >> shifts) & (2**bits - 1)).view(-1)[:num_values]

@@ -1,0 +1,70 @@
+"""The fastest implementation of `kbit` and `bits` for a device; all are equal bit for bit.
+
+CUDA: Triton, where it is installed (it comes with torch's CUDA builds). CPU: C, where a compiler is. Else plain torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.numerics import bits, kbit
+from lightning_memsave.numerics.kernels import native
+
+
+def quantize(flat: Tensor, bits: int, seed: int | None, signed: bool = False) -> tuple[Tensor, Tensor] | None:
+    """As `kbit.quantize`; on CUDA a block that is not finite is coded all the same, and decoded as NaN."""
+    return _kbit(flat.device).quantize(flat, bits, seed, signed)  # type: ignore[no-any-return]  # one of three modules
+
+
+def dequantize(codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bool = False) -> Tensor:
+    """As `kbit.dequantize`."""
+    return _kbit(codes.device).dequantize(codes, ranges, bits, out, signed)  # type: ignore[no-any-return]
+
+
+def pack_mask(mask: Tensor) -> Tensor:
+    """One bit per element of a boolean mask, [n]."""
+    return native.pack_mask(mask) if _has_native(mask.device) else bits.pack(mask, 1)
+
+
+def pack_positive(flat: Tensor) -> Tensor:
+    """The mask `flat > 0`, one bit per element."""
+    return native.pack_positive(flat) if _has_native(flat.device) else bits.pack(flat > 0, 1)
+
+
+def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
+    """The boolean mask, [num_values]."""
+    if _has_native(packed.device):
+        return native.unpack_mask(packed, num_values)
+    return bits.unpack(packed, 1, num_values).view(torch.bool)
+
+
+def implementation(device: torch.device) -> str:
+    """Which one is used: `"triton"`, `"c"` or `"torch"`."""
+    if device.type == "cuda" and _has_triton():
+        return "triton"
+    return "c" if _has_native(device) else "torch"
+
+
+def _kbit(device: torch.device):  # type: ignore[no-untyped-def]  # one of three modules of the same functions
+    match implementation(device):
+        case "triton":
+            from lightning_memsave.numerics.kernels import triton_kbit
+
+            return triton_kbit
+        case "c":
+            return native
+        case _:
+            return kbit
+
+
+def _has_native(device: torch.device) -> bool:
+    return device.type == "cpu" and native.library() is not None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

@@ -1,0 +1,258 @@
+/* The CPU kernels of numerics: k-bit codes and bit masks, equal bit for bit to kbit.py and bits.py.
+ *
+ * Built on first use by native.py with the machine's C compiler. Contraction is off, since a fused multiply-add would
+ * round otherwise than the reference; without trapping math, selections of floats become vector instructions. Loops over
+ * 16 lanes are written so that the compiler turns them into vector minima and maxima.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define BLOCK 256
+#define LANES 16
+#define SMALLEST_STEP 0x1p-126f
+#define SMALLEST_POSITIVE 1e-38f
+
+static inline uint32_t mix(uint32_t x) {
+    x ^= x >> 16; x *= 0x7feb352dU;
+    x ^= x >> 15; x *= 0x846ca68bU;
+    return x ^ (x >> 16);
+}
+
+static inline float from_bits(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
+static inline uint32_t to_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
+
+/* Round to bfloat16 towards -inf or +inf; returns a float32. -0 becomes 0, as minima of both depend on their order. */
+static inline float bfloat16_down(float f) {
+    uint32_t u = to_bits(f + 0.0f), t = u & 0xFFFF0000U;
+    return from_bits(t != u && (u >> 31) ? t + 0x10000U : t);
+}
+static inline float bfloat16_up(float f) {
+    uint32_t u = to_bits(f + 0.0f), t = u & 0xFFFF0000U;
+    return from_bits(t != u && !(u >> 31) ? t + 0x10000U : t);
+}
+static inline uint16_t high_half(float f) { return (uint16_t)(to_bits(f) >> 16); }
+static inline float from_half(uint16_t h) { return from_bits((uint32_t)h << 16); }
+
+static inline float step_of(float low, float high, float top) {
+    float step = bfloat16_up((high - low) / top);
+    return step > 0 && step < SMALLEST_STEP ? SMALLEST_STEP : step;
+}
+
+/* The 256 floats of a block; the last block is filled with its last element. Returns a pointer to them. */
+static inline const float *load(const void *x, int is_bfloat16, long n, long b, float *buffer) {
+    long left = n - b * BLOCK;
+    if (!is_bfloat16) {
+        const float *from = (const float *)x + b * BLOCK;
+        if (left >= BLOCK) return from;
+        for (long i = 0; i < BLOCK; i++) buffer[i] = from[i < left ? i : left - 1];
+    } else {
+        const uint16_t *from = (const uint16_t *)x + b * BLOCK;
+        if (left >= BLOCK) for (long i = 0; i < BLOCK; i++) buffer[i] = from_half(from[i]);
+        else for (long i = 0; i < BLOCK; i++) buffer[i] = from_half(from[i < left ? i : left - 1]);
+    }
+    return buffer;
+}
+
+static inline void store(const float *values, void *y, int is_bfloat16, long n, long b) {
+    long left = n - b * BLOCK;
+    if (left > BLOCK) left = BLOCK;
+    if (!is_bfloat16) { memcpy((float *)y + b * BLOCK, values, left * 4); return; }
+    uint16_t *to = (uint16_t *)y + b * BLOCK;
+    for (long i = 0; i < left; i++) { /* to the nearest, ties to even */
+        uint32_t u = to_bits(values[i]);
+        to[i] = (uint16_t)((u + 0x7FFF + ((u >> 16) & 1)) >> 16);
+    }
+}
+
+static inline void pack(const uint8_t *code, uint8_t *out, int bits) {
+    if (bits == 8) memcpy(out, code, 256);
+    else if (bits == 4) for (int i = 0; i < 128; i++) out[i] = code[i] | (code[i + 128] << 4);
+    else for (int i = 0; i < 64; i++)
+        out[i] = code[i] | (code[i + 64] << 2) | (code[i + 128] << 4) | (code[i + 192] << 6);
+}
+
+static inline void unpack(const uint8_t *in, uint8_t *code, int bits) {
+    if (bits == 8) memcpy(code, in, 256);
+    else if (bits == 4) for (int i = 0; i < 128; i++) { code[i] = in[i] & 15; code[i + 128] = in[i] >> 4; }
+    else for (int i = 0; i < 64; i++) {
+        code[i] = in[i] & 3; code[i + 64] = (in[i] >> 2) & 3;
+        code[i + 128] = (in[i] >> 4) & 3; code[i + 192] = in[i] >> 6;
+    }
+}
+
+static inline float dither_of(uint32_t seed, int i) {
+    return (float)(int32_t)(mix(seed + (uint32_t)i * 0x9E3779B9U) >> 8) * 0x1p-24f;
+}
+
+static inline int is_finite(float f) { return (to_bits(f) & 0x7F800000U) != 0x7F800000U; }
+
+/* Each `quantize*` works on blocks [first, last) and returns 1, or 0 when a value or a range is not finite. */
+int quantize(const void *x, int is_bfloat16, uint8_t *codes, uint16_t *ranges, long n, int bits, int stochastic,
+             uint32_t seed, long first, long last) {
+    int all_finite = 1;
+    for (long b = first; b < last; b++) {
+        float buffer[BLOCK], low[LANES], high[LANES], least[LANES], dither[BLOCK];
+        uint32_t bad[LANES];
+        uint8_t code[BLOCK];
+        const float *v = load(x, is_bfloat16, n, b, buffer);
+        for (int k = 0; k < LANES; k++) { low[k] = least[k] = INFINITY; high[k] = -INFINITY; bad[k] = 0; }
+        for (int i = 0; i < BLOCK; i += LANES)
+            for (int k = 0; k < LANES; k++) {
+                float f = v[i + k], p = f > 0 ? f : INFINITY;
+                low[k] = f < low[k] ? f : low[k];
+                high[k] = f > high[k] ? f : high[k];
+                least[k] = p < least[k] ? p : least[k];
+                bad[k] |= (to_bits(f) & 0x7F800000U) == 0x7F800000U;
+            }
+        for (int k = 1; k < LANES; k++) {
+            low[0] = low[k] < low[0] ? low[k] : low[0];
+            high[0] = high[k] > high[0] ? high[k] : high[0];
+            least[0] = least[k] < least[0] ? least[k] : least[0];
+            bad[0] |= bad[k];
+        }
+        int keeps_zero = low[0] == 0 && high[0] > 0;
+        float top = (float)(keeps_zero ? (1 << bits) - 2 : (1 << bits) - 1);
+        float from = bfloat16_down(keeps_zero ? least[0] : low[0]), step = step_of(from, high[0], top);
+        float inverse = step > 0 ? 1 / step : 0;
+        all_finite &= !bad[0] && is_finite(from) && is_finite(step);
+        ranges[2 * b] = high_half(from);
+        ranges[2 * b + 1] = high_half(step) | (keeps_zero ? 0x8000 : 0);
+        uint32_t block_seed = mix((uint32_t)b ^ seed);
+        if (stochastic) for (int i = 0; i < BLOCK; i++) dither[i] = dither_of(block_seed, i);
+        else for (int i = 0; i < BLOCK; i++) dither[i] = 0.5f;
+        for (int i = 0; i < BLOCK; i++) {
+            float level = (v[i] - from) * inverse + dither[i];
+            level = level < 0 ? 0 : level;
+            level = level > top ? top : level;
+            int c = (int)level;
+            code[i] = (uint8_t)(keeps_zero ? (v[i] > 0 ? c + 1 : 0) : c);
+        }
+        pack(code, codes + b * (32 * bits), bits);
+    }
+    return all_finite;
+}
+
+void dequantize(const uint8_t *codes, const uint16_t *ranges, void *y, int is_bfloat16, long n, int bits, long first,
+                long last) {
+    for (long b = first; b < last; b++) {
+        float values[BLOCK], low = from_half(ranges[2 * b]), step = from_half(ranges[2 * b + 1] & 0x7FFF);
+        uint8_t code[BLOCK];
+        unpack(codes + b * (32 * bits), code, bits);
+        if (ranges[2 * b + 1] >> 15)
+            for (int i = 0; i < BLOCK; i++) {
+                float f = low + step * (float)((int)code[i] - 1);
+                values[i] = code[i] ? f : 0.0f;
+            }
+        else
+            for (int i = 0; i < BLOCK; i++) values[i] = low + step * (float)code[i];
+        store(values, y, is_bfloat16, n, b);
+    }
+}
+
+int quantize_signed(const void *x, int is_bfloat16, uint8_t *codes, uint16_t *ranges, long n, int bits, int stochastic,
+                    uint32_t seed, long first, long last) {
+    int all_finite = 1, half = 1 << (bits - 1);
+    float top = (float)(half - 1);
+    for (long b = first; b < last; b++) {
+        float buffer[BLOCK], dither[BLOCK], low_n[LANES], high_n[LANES], low_p[LANES], high_p[LANES];
+        uint32_t bad[LANES];
+        uint8_t code[BLOCK];
+        const float *v = load(x, is_bfloat16, n, b, buffer);
+        for (int k = 0; k < LANES; k++) {
+            low_n[k] = low_p[k] = INFINITY; high_n[k] = high_p[k] = -INFINITY; bad[k] = 0;
+        }
+        for (int i = 0; i < BLOCK; i += LANES)
+            for (int k = 0; k < LANES; k++) {
+                float f = v[i + k], a = f > 0 ? INFINITY : f, c = f > 0 ? -INFINITY : f;
+                float d = f > 0 ? f : INFINITY, e = f > 0 ? f : -INFINITY;
+                low_n[k] = a < low_n[k] ? a : low_n[k];
+                high_n[k] = c > high_n[k] ? c : high_n[k];
+                low_p[k] = d < low_p[k] ? d : low_p[k];
+                high_p[k] = e > high_p[k] ? e : high_p[k];
+                bad[k] |= (to_bits(f) & 0x7F800000U) == 0x7F800000U;
+            }
+        for (int k = 1; k < LANES; k++) {
+            low_n[0] = low_n[k] < low_n[0] ? low_n[k] : low_n[0];
+            high_n[0] = high_n[k] > high_n[0] ? high_n[k] : high_n[0];
+            low_p[0] = low_p[k] < low_p[0] ? low_p[k] : low_p[0];
+            high_p[0] = high_p[k] > high_p[0] ? high_p[k] : high_p[0];
+            bad[0] |= bad[k];
+        }
+        float lows[2] = {low_n[0], low_p[0]}, highs[2] = {high_n[0], high_p[0]};
+        float from[2], step[2], inverse[2]; /* of the elements <= 0, and of those > 0 */
+        for (int side = 0; side < 2; side++) {
+            float low = lows[side], high = highs[side];
+            if (low > high) low = high = 0; /* none belongs */
+            from[side] = bfloat16_down(low);
+            step[side] = step_of(from[side], high, top);
+            inverse[side] = step[side] > 0 ? 1 / step[side] : 0;
+            all_finite &= is_finite(from[side]) && is_finite(step[side]);
+            ranges[4 * b + 2 * side] = high_half(from[side]);
+            ranges[4 * b + 2 * side + 1] = high_half(step[side]);
+        }
+        all_finite &= !bad[0];
+        uint32_t block_seed = mix((uint32_t)b ^ seed);
+        if (stochastic) for (int i = 0; i < BLOCK; i++) dither[i] = dither_of(block_seed, i);
+        else for (int i = 0; i < BLOCK; i++) dither[i] = 0.5f;
+        float from_n = from[0], from_p = from[1], inverse_n = inverse[0], inverse_p = inverse[1];
+        for (int i = 0; i < BLOCK; i++) {
+            float f = v[i];
+            float level_n = (f - from_n) * inverse_n + dither[i], level_p = (f - from_p) * inverse_p + dither[i];
+            float level = f > 0 ? level_p : level_n;
+            level = level < 0 ? 0 : level;
+            level = level > top ? top : level;
+            int c = (int)level;
+            code[i] = (uint8_t)(f > 0 ? c + half : c);
+        }
+        pack(code, codes + b * (32 * bits), bits);
+    }
+    return all_finite;
+}
+
+void dequantize_signed(const uint8_t *codes, const uint16_t *ranges, void *y, int is_bfloat16, long n, int bits,
+                       long first, long last) {
+    int half = 1 << (bits - 1);
+    for (long b = first; b < last; b++) {
+        float values[BLOCK], r[4];
+        uint8_t code[BLOCK];
+        for (int k = 0; k < 4; k++) r[k] = from_half(ranges[4 * b + k]);
+        unpack(codes + b * (32 * bits), code, bits);
+        for (int i = 0; i < BLOCK; i++) {
+            int c = code[i];
+            float n_value = r[0] + r[1] * (float)c, p_value = r[2] + r[3] * (float)(c - half);
+            n_value = n_value > 0 ? 0 : n_value;
+            p_value = p_value < SMALLEST_POSITIVE ? SMALLEST_POSITIVE : p_value;
+            values[i] = c >= half ? p_value : n_value;
+        }
+        store(values, y, is_bfloat16, n, b);
+    }
+}
+
+/* Bit masks, bit i of byte j being element 8 j + i; `first` and `last` count bytes. */
+void pack_mask(const uint8_t *mask, uint8_t *out, long n, long first, long last) {
+    for (long j = first; j < last; j++) {
+        uint64_t word = 0;
+        memcpy(&word, mask + 8 * j, n - 8 * j >= 8 ? 8 : n - 8 * j);
+        out[j] = (uint8_t)((word * 0x0102040810204080ULL) >> 56);
+    }
+}
+
+void unpack_mask(const uint8_t *packed, uint8_t *mask, long n, long first, long last) {
+    for (long j = first; j < last; j++) {
+        uint8_t byte[8];
+        for (int i = 0; i < 8; i++) byte[i] = (packed[j] >> i) & 1;
+        memcpy(mask + 8 * j, byte, n - 8 * j >= 8 ? 8 : n - 8 * j);
+    }
+}
+
+/* The mask `x > 0` of float32 values. */
+void pack_positive(const float *x, uint8_t *out, long n, long first, long last) {
+    for (long j = first; j < last; j++) {
+        uint8_t byte = 0;
+        long left = n - 8 * j < 8 ? n - 8 * j : 8;
+        if (left == 8) for (int i = 0; i < 8; i++) byte |= (uint8_t)((x[8 * j + i] > 0) << i);
+        else for (int i = 0; i < left; i++) byte |= (uint8_t)((x[8 * j + i] > 0) << i);
+        out[j] = byte;
+    }
+}

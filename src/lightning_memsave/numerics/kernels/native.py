@@ -1,0 +1,150 @@
+"""The CPU kernels in C, built on first use with the machine's compiler; without one, plain torch does the work.
+
+Measured on one thread against `torch.compile` of the reference and plain torch (`benchmarks/bench_codecs.py`): only C
+is faster than what it saves. The library is cached per user, source and CPU; building it takes about a second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.numerics.kbit import BLOCK_SIZE
+
+_SOURCE = Path(__file__).with_name("native.c")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math", "-shared", "-fPIC")
+_TYPES = (torch.float32, torch.bfloat16)  # others are converted
+_MIN_PER_THREAD = 1 << 18  # elements; below that a thread costs more than it brings
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or `None` where they cannot be built."""
+    compiler = next((path for path in map(shutil.which, ("cc", "gcc", "clang")) if path), None)
+    if compiler is None:
+        return None
+    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join((compiler, *_FLAGS, _cpu())).encode()).hexdigest()[:16]
+    cache = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "lightning_memsave"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        built = cache / f"native-{key}.so"
+        if not built.exists():
+            with tempfile.TemporaryDirectory(dir=cache) as folder:  # renamed when complete: others may build as well
+                part = Path(folder) / built.name
+                subprocess.run([compiler, *_FLAGS, str(_SOURCE), "-o", str(part), "-lm"], check=True, capture_output=True)
+                part.replace(built)
+        return ctypes.CDLL(str(built))
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _cpu() -> str:
+    """What `-march=native` depends on: a home folder may be shared by different machines."""
+    info = Path("/proc/cpuinfo")
+    flags = [line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))] if info.exists() else []
+    return f"{platform.machine()} {platform.processor()} {flags[:1]}"
+
+
+def _in_threads(work: Callable[[int, int], int | None], num_units: int, per_unit: int) -> bool:
+    """Run `work(first, last)` over parts of the range; False when one of them returned 0."""
+    wanted = min(torch.get_num_threads(), num_units * per_unit // _MIN_PER_THREAD)
+    if wanted <= 1:
+        return work(0, num_units) != 0
+    cuts = [num_units * i // wanted for i in range(wanted + 1)]
+    return 0 not in list(_pool(wanted).map(work, cuts[:-1], cuts[1:]))  # ctypes releases the GIL
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, "memsave")
+
+
+def quantize(flat: Tensor, bits: int, seed: int | None, signed: bool = False) -> tuple[Tensor, Tensor] | None:
+    """As `kbit.quantize`."""
+    lib = library()
+    assert lib is not None
+    flat = flat if flat.dtype in _TYPES else flat.float()
+    blocks = -(-flat.numel() // BLOCK_SIZE)
+    codes = torch.empty(blocks, 32 * bits, dtype=torch.uint8)
+    ranges = torch.empty(blocks, 4 if signed else 2, dtype=torch.bfloat16)
+    function = lib.quantize_signed if signed else lib.quantize
+
+    def work(first: int, last: int) -> int:
+        found: int = function(
+            *(_pointer(flat), int(flat.dtype == torch.bfloat16), _pointer(codes), _pointer(ranges)),
+            *(ctypes.c_long(flat.numel()), bits, int(seed is not None), ctypes.c_uint32(seed or 0)),
+            *(ctypes.c_long(first), ctypes.c_long(last)),
+        )
+        return found
+
+    return (codes, ranges) if _in_threads(work, blocks, BLOCK_SIZE) else None
+
+
+def dequantize(codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bool = False) -> Tensor:
+    """As `kbit.dequantize`."""
+    lib = library()
+    assert lib is not None
+    target = out if out.dtype in _TYPES else torch.empty(out.shape, dtype=torch.float32)
+    function = lib.dequantize_signed if signed else lib.dequantize
+
+    def work(first: int, last: int) -> None:
+        function(
+            *(_pointer(codes), _pointer(ranges), _pointer(target), int(target.dtype == torch.bfloat16)),
+            *(ctypes.c_long(target.numel()), bits, ctypes.c_long(first), ctypes.c_long(last)),
+        )
+
+    _in_threads(work, len(codes), BLOCK_SIZE)
+    return out if target is out else out.copy_(target)
+
+
+def pack_mask(mask: Tensor) -> Tensor:
+    """As `bits.pack(mask, 1)` of a boolean mask."""
+    return _bytes_from("pack_mask", mask)
+
+
+def pack_positive(flat: Tensor) -> Tensor:
+    """As `bits.pack(flat > 0, 1)`."""
+    return _bytes_from("pack_positive", flat) if flat.dtype == torch.float32 else pack_mask(flat > 0)
+
+
+def _bytes_from(name: str, flat: Tensor) -> Tensor:
+    lib = library()
+    assert lib is not None
+    packed = torch.empty(-(-flat.numel() // 8), dtype=torch.uint8)
+    function = getattr(lib, name)
+
+    def work(first: int, last: int) -> None:
+        function(_pointer(flat), _pointer(packed), *map(ctypes.c_long, (flat.numel(), first, last)))
+
+    _in_threads(work, packed.numel(), 8)
+    return packed
+
+
+def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
+    """As `bits.unpack(packed, 1, num_values).bool()`."""
+    lib = library()
+    assert lib is not None
+    mask = torch.empty(num_values, dtype=torch.bool)
+
+    def work(first: int, last: int) -> None:
+        lib.unpack_mask(_pointer(packed), _pointer(mask), *map(ctypes.c_long, (num_values, first, last)))
+
+    _in_threads(work, packed.numel(), 8)
+    return mask
+
+
+def _pointer(tensor: Tensor) -> ctypes.c_void_p:
+    assert tensor.is_contiguous()
+    return ctypes.c_void_p(tensor.data_ptr())
