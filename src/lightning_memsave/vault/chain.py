@@ -1,0 +1,104 @@
+"""The fused chain: normalisation, ReLU and what follows live on one sign-preserving code of the normalised tensor.
+
+Plain autograd keeps x (for the normalisation) and y = relu(z) (for the ReLU and the convolution), 8 bytes per element,
+where z = scale * x + shift. Here z alone is kept, at 4 bit with its sign exact (`numerics.kbit`, 0.531 B/element);
+backward reads y = relu(z) and x = (z - shift) / scale. The ReLU's mask is exact, noise in z is unbiased, both maps are
+affine where they are read: the gradient is unbiased. Coding x itself would be biased, since relu(normalise(decoded x))
+has another mask.
+
+Dividing by the scale multiplies the noise in x, which the normalisation's backward multiplies by the scale again; where
+a weight is so small that this loses its sense (below 1 % of the largest), the layer falls back to separate codes. So
+does a normalisation in eval mode, whose statistics are not saved.
+
+Source: ours; in-place activated BatchNorm (Rota Bulò, Porzi, Kontschieder, 2018, https://arxiv.org/abs/1712.02616)
+inverts a leaky ReLU and the BatchNorm exactly in the same way, but has to replace the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.vault.forms import Coded, Rank, Recipe, covers_its_storage
+from lightning_memsave.vault.graph import Node, inputs_of, saved
+from lightning_memsave.vault.recipes import fold, fold_groups, norm_parameters, per_channel
+
+_SMALLEST_WEIGHT = 1e-2  # of the largest one
+
+
+def relu_input(y: Tensor) -> Node | None:
+    """The normalisation behind y = relu(normalise(x)); `None` when `y` is something else."""
+    node = y.grad_fn
+    if node is None or node.name() != "ReluBackward0":
+        return None
+    norm, output_nr = inputs_of(node)[0]
+    return norm if norm is not None and output_nr == 0 and norm.name() in _AFFINE else None
+
+
+def chain(
+    y: Tensor, x: Tensor, norm: Node, z: Tensor | None, rank: Rank, seed: int, operands: Mapping[int, Any]
+) -> tuple[Recipe, Recipe] | None:
+    """Forms for y = relu(z) and for x, on one code of z.
+
+    Args:
+        y: the ReLU's output.
+        x: the normalisation's input, of the same shape.
+        norm: the normalisation's node.
+        z: its output where it is still there; computed again otherwise.
+        rank: bits of the code.
+        seed: of its dither.
+        operands: as in `recipes`.
+
+    Returns:
+        The two forms, or `None` where the chain would not be sound.
+    """
+    affine = _AFFINE[norm.name()](norm, operands, x)
+    if affine is None or not (covers_its_storage(y) and covers_its_storage(x)) or x.stride() != y.stride():
+        return None
+    scale, shift = affine  # broadcast over x
+    size = scale.abs()
+    if not bool(size.amin() >= _SMALLEST_WEIGHT * size.amax()) or not bool(size.amin() > 0):
+        return None
+    if z is None or z.stride() != y.stride():
+        z = torch.addcmul(shift, x, scale)
+    coded = Coded.of(z.detach().as_strided((z.numel(),), (1,), z.storage_offset()), rank, seed, signed=True)
+    if coded is None:
+        return None
+    shape, stride = y.shape, y.stride()
+
+    def decoded() -> Tensor:
+        return coded.flat().as_strided(shape, stride)
+
+    def behind() -> Tensor:
+        return decoded().sub_(shift).div_(scale)
+
+    return (
+        Recipe(lambda: decoded().relu_(), y, rank, (coded,), 0),
+        Recipe(behind, x, rank, (coded,), 0),
+    )
+
+
+def _batch_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> tuple[Tensor, Tensor] | None:
+    affine = norm_parameters(node, operands)
+    if affine is None or not saved(node, "training"):
+        return None
+    scale, shift = fold(saved(node, "result1"), saved(node, "result2"), *affine)
+    return per_channel(scale, x.dim()), per_channel(shift, x.dim())
+
+
+def _group_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> tuple[Tensor, Tensor] | None:
+    affine = norm_parameters(node, operands)
+    if affine is None:
+        return None
+    folded = fold_groups(saved(node, "result1"), saved(node, "result2"), *affine, x.shape[1])
+    scale, shift = (values.view(*values.shape, *[1] * (x.dim() - 2)) for values in folded)
+    return scale, shift
+
+
+_AFFINE: Mapping[str, Callable[[Node, Mapping[int, Any], Tensor], tuple[Tensor, Tensor] | None]] = {
+    "NativeBatchNormBackward0": _batch_norm,
+    "NativeGroupNormBackward0": _group_norm,
+}

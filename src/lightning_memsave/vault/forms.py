@@ -1,0 +1,313 @@
+"""The forms in which an entry is kept: bytes, a code, a recipe, or nothing but its shape.
+
+Each gives the whole storage back as a flat tensor. `rank` says how faithfully: higher is better, see `Rank`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.numerics import bits, kernels
+from lightning_memsave.vault.graph import Values
+
+
+class Rank(IntEnum):
+    """How much of a tensor is needed, from nothing to every bit; what lies between the two is what codes deliver."""
+
+    SHAPE = 0
+    MASK = 1
+    INT2 = 2
+    INT4 = 3
+    INT8 = 4
+    BF16 = 5
+    EXACT = 6
+
+
+BITS = {Rank.INT2: 2, Rank.INT4: 4, Rank.INT8: 8}
+
+
+class Form(Protocol):
+    """One way of keeping a tensor."""
+
+    kind: str
+    """What reports call it."""
+    rank: Rank
+
+    def flat(self) -> Tensor:
+        """The storage's elements, [n]; a fresh tensor unless the form is `Raw`."""
+
+    def payload(self) -> Iterator[Tensor]:
+        """The tensors that this form keeps alive."""
+
+
+class Raw:
+    """The bytes themselves."""
+
+    kind, rank = "raw", Rank.EXACT
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat
+
+    def flat(self) -> Tensor:
+        """The tensor itself."""
+        return self._flat
+
+    def payload(self) -> Iterator[Tensor]:
+        """The tensor itself."""
+        yield self._flat
+
+
+class Shape:
+    """Nothing: whoever reads it looks at sizes only."""
+
+    kind, rank = "shape only", Rank.SHAPE
+
+    def __init__(self, flat: Tensor) -> None:
+        self._like, self._size = flat.new_empty(0), flat.numel()
+
+    def flat(self) -> Tensor:
+        """Arbitrary values."""
+        return self._like.new_empty(self._size)
+
+    def without_memory(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor | None:
+        """A tensor of that shape on one element; `None` where the strides tell of another order of dimensions."""
+        is_plain = stride == torch.empty(size, device="meta").stride()
+        return self._like.new_zeros(()).expand(size) if is_plain else None
+
+    def payload(self) -> Iterator[Tensor]:
+        """Nothing."""
+        return iter(())
+
+
+class Mask:
+    """One bit per element, standing for two values: a ReLU's sign, dropout's noise, an attention mask."""
+
+    kind = "1-bit mask"
+
+    def __init__(self, packed: Tensor, size: int, low: Tensor, high: Tensor, rank: Rank = Rank.EXACT) -> None:
+        self._packed, self._size, self._values, self.rank = packed, size, (low, high), rank
+
+    @classmethod
+    def positive(cls, flat: Tensor) -> Mask:
+        """Keeps `flat > 0`, as 1 and 0."""
+        return cls(kernels.pack_positive(flat), flat.numel(), flat.new_zeros(()), flat.new_ones(()), Rank.MASK)
+
+    @classmethod
+    def inside(cls, flat: Tensor, low: float, high: float) -> Mask:
+        """Keeps `low < flat < high`, as the middle and as `high`."""
+        packed = kernels.pack_mask((flat > low) & (flat < high))
+        return cls(packed, flat.numel(), flat.new_tensor(high), flat.new_tensor((low + high) / 2), Rank.MASK)
+
+    @classmethod
+    def of_two_values(cls, flat: Tensor) -> Mask | None:
+        """A tensor that holds exactly two values, to the bit; `None` for any other."""
+        if not _is_either(flat[:256], *flat[:256].aminmax()):  # nearly all others end here
+            return None
+        low, high = flat.aminmax()
+        if not _is_either(flat, low, high):
+            return None
+        return cls(kernels.pack_mask(flat == high), flat.numel(), low, high)
+
+    def flat(self) -> Tensor:
+        """The two values."""
+        mask = kernels.unpack_mask(self._packed, self._size)
+        low, high = self._values
+        return mask if low.dtype == torch.bool else torch.where(mask, high, low)
+
+    def payload(self) -> Iterator[Tensor]:
+        """Bits and values."""
+        yield from (self._packed, *self._values)
+
+
+def _is_either(flat: Tensor, low: Tensor, high: Tensor) -> bool:
+    if low == 0 and flat.signbit().any():
+        return False  # -0 is equal to 0, but not the same
+    return bool(((flat == low) | (flat == high)).all())
+
+
+def boolean_mask(flat: Tensor) -> Mask:
+    """A boolean tensor."""
+    return Mask(kernels.pack_mask(flat), flat.numel(), flat.new_zeros(()), flat.new_ones(()))
+
+
+class Narrow:
+    """Integers in the narrowest type that holds their range."""
+
+    kind, rank = "narrowed integers", Rank.EXACT
+
+    def __init__(self, flat: Tensor, dtype: torch.dtype) -> None:
+        self._values, self._dtype = flat.to(dtype), flat.dtype
+
+    @classmethod
+    def of(cls, flat: Tensor) -> Narrow | None:
+        """`None` when no narrower type does."""
+        low, high = (int(value) for value in torch.aminmax(flat))
+        for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+            info = torch.iinfo(dtype)
+            if info.min <= low and high <= info.max:
+                return cls(flat, dtype) if dtype.itemsize < flat.element_size() else None
+        return None
+
+    def flat(self) -> Tensor:
+        """The integers."""
+        return self._values.to(self._dtype)
+
+    def payload(self) -> Iterator[Tensor]:
+        """The narrow integers."""
+        yield self._values
+
+
+class WindowIndex:
+    """A max-pool's argmax as the position inside the window: 2 bits for 2x2 windows instead of int64.
+
+    Args:
+        index: int64, [..., *out_size]: flat positions in the input plane.
+        plane: sizes of the input plane.
+        kernel, stride, padding, dilation: of the pool, one number per dimension of the plane.
+    """
+
+    kind, rank = "pool index", Rank.EXACT
+
+    def __init__(self, index: Tensor, plane: Sequence[int], window: Sequence[Sequence[int]]) -> None:
+        self._plane, self._window, self._out_size = plane, window, index.shape[-len(plane) :]
+        self._planes, self._bits = index.numel() // self._out_size.numel(), bits.bits_for(_product(window[0]))
+        flat = index.reshape(self._planes, *self._out_size)
+        self._packed = bits.pack(torch.cat([self._local(part) for part in flat.split(self._per_chunk())]), self._bits)
+
+    @classmethod
+    def fits(cls, window: Sequence[Sequence[int]]) -> bool:
+        """Whether a byte can tell the window's positions apart."""
+        return bits.bits_for(_product(window[0])) > 0
+
+    def _per_chunk(self) -> int:
+        return max(1, 2**18 // self._out_size.numel())
+
+    def _starts(self, device: torch.device) -> list[Tensor]:
+        """For each dimension, where the windows begin in the plane (negative in the padding)."""
+        _, stride, padding, _ = self._window
+        ranks = range(len(self._plane))
+        return [
+            (torch.arange(self._out_size[d], device=device) * stride[d] - padding[d]).view(
+                [-1 if other == d else 1 for other in ranks]
+            )
+            for d in ranks
+        ]
+
+    def _local(self, index: Tensor) -> Tensor:
+        kernel, _, _, dilation = self._window
+        local, starts = torch.zeros_like(index), self._starts(index.device)
+        place = 1
+        for d in reversed(range(len(self._plane))):
+            position = index % self._plane[d]
+            index = index // self._plane[d]
+            local += (position - starts[d]) // dilation[d] * place
+            place *= kernel[d]
+        return local.to(torch.uint8).view(-1)
+
+    def flat(self) -> Tensor:
+        """The int64 indices."""
+        kernel, _, _, dilation = self._window
+        starts = self._starts(self._packed.device)
+        local = bits.unpack(self._packed, self._bits, self._planes * self._out_size.numel())
+        out = torch.empty(self._planes, *self._out_size, dtype=torch.int64, device=local.device)
+        count = self._per_chunk()
+        for part, target in zip(local.view(out.shape).split(count), out.split(count), strict=True):
+            rest, place = part.long(), 1
+            target.zero_()
+            for d in reversed(range(len(self._plane))):
+                target += (starts[d] + rest % kernel[d] * dilation[d]) * place
+                rest = rest // kernel[d]
+                place *= self._plane[d]
+        return out.view(-1)
+
+    def payload(self) -> Iterator[Tensor]:
+        """The packed positions."""
+        yield self._packed
+
+
+def _product(sizes: Sequence[int]) -> int:
+    return int(torch.Size(sizes).numel())
+
+
+class Cast:
+    """bfloat16: half of float32's bytes, 8 bits of precision, rounded to the nearest."""
+
+    kind, rank = "bf16", Rank.BF16
+
+    def __init__(self, flat: Tensor) -> None:
+        self._values, self._dtype = flat.bfloat16(), flat.dtype
+
+    def flat(self) -> Tensor:
+        """The rounded values."""
+        return self._values.to(self._dtype)
+
+    def payload(self) -> Iterator[Tensor]:
+        """The narrow values."""
+        yield self._values
+
+
+class Coded:
+    """k bits per element with stochastic rounding (`numerics.kbit`)."""
+
+    def __init__(self, coded: tuple[Tensor, Tensor], like: Tensor, rank: Rank, signed: bool) -> None:
+        self._coded, self._size, self._dtype, self.rank, self._signed = coded, like.numel(), like.dtype, rank, signed
+        self.kind = f"int{BITS[rank]}"
+
+    @classmethod
+    def of(cls, flat: Tensor, rank: Rank, seed: int, signed: bool = False) -> Coded | None:
+        """`None` when a value is not finite."""
+        coded = kernels.quantize(flat, BITS[rank], seed, signed)
+        return None if coded is None else cls(coded, flat, rank, signed)
+
+    def flat(self) -> Tensor:
+        """The decoded values."""
+        codes, ranges = self._coded
+        out = torch.empty(self._size, dtype=self._dtype, device=codes.device)
+        return kernels.dequantize(codes, ranges, BITS[self.rank], out, self._signed)
+
+    def payload(self) -> Iterator[Tensor]:
+        """Codes and ranges."""
+        yield from self._coded
+
+
+class Recipe:
+    """How to compute a tensor again from entries that are kept anyway."""
+
+    def __init__(self, compute: Values, like: Tensor, rank: Rank, needs: tuple[object, ...], depth: int) -> None:
+        self.kind, self.rank, self.depth = "recomputed", rank, depth
+        self._compute, self._needs = compute, needs
+        self._size, self._stride, self._dtype = like.shape, like.stride(), like.dtype
+        self._numel = like.untyped_storage().nbytes() // like.element_size()
+
+    def flat(self) -> Tensor:
+        """The value, laid out in memory as it was."""
+        with torch.no_grad():
+            value = self._compute()
+        assert value.shape == self._size, "a recipe gives the tensor that it stands for"
+        is_in_place = value.stride() == self._stride and value.dtype == self._dtype
+        if is_in_place and value.untyped_storage().nbytes() == self._numel * value.element_size():
+            return value.as_strided((self._numel,), (1,), 0)
+        out = torch.empty(self._numel, dtype=self._dtype, device=value.device)
+        out.as_strided(self._size, self._stride).copy_(value)
+        return out
+
+    def payload(self) -> Iterator[Tensor]:
+        """The codes that a chain shares; entries count for themselves."""
+        for need in self._needs:
+            if isinstance(need, Coded):
+                yield from need.payload()
+
+
+def covers_its_storage(tensor: Tensor) -> bool:
+    """Whether a tensor is all of its storage, each element once, in any order of its dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

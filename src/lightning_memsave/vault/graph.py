@@ -1,0 +1,146 @@
+"""What the vault reads of torch: the autograd graph behind a tensor, and storages that it must not keep alive.
+
+Every private name of torch that this room uses stands here (seen in torch 2.13); a test fails when one moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Node = torch.autograd.graph.Node
+
+
+class Edge(NamedTuple):
+    """One output of one node: what a tensor is called in the graph."""
+
+    sequence_nr: int
+    output_nr: int
+
+
+def edge_of(tensor: Tensor) -> Edge | None:
+    """The edge that `tensor` leaves its node by; `None` for a leaf."""
+    node = tensor.grad_fn
+    return None if node is None else Edge(node._sequence_nr(), tensor.output_nr)
+
+
+def inputs_of(node: Node) -> tuple[tuple[Node | None, int], ...]:
+    """The node and output number behind each differentiable input; `(None, 0)` where no gradient flows."""
+    return node.next_functions
+
+
+def output_of(node: Node, output_nr: int) -> Any:
+    """Shape, dtype and device of an output of `node`."""
+    return node._input_metadata[output_nr]  # the inputs of a node's backward are the outputs of its forward
+
+
+def sequence_nr_of(node: Node) -> int:
+    """The number of a node: unique among those that one thread made."""
+    return node._sequence_nr()  # type: ignore[no-any-return]  # untyped in torch
+
+
+def saved(node: Node, name: str) -> Any:
+    """An attribute that a node keeps for its backward."""
+    return getattr(node, f"_saved_{name}")
+
+
+def packed(node: Node, name: str) -> Any:
+    """What the pack hook returned for an attribute that a node keeps; `None` where it keeps none or had no hook."""
+    keeper = getattr(node, f"_raw_saved_{name}", None)
+    try:
+        return None if keeper is None else keeper.data
+    except RuntimeError:  # kept without hooks
+        return None
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The identity of a tensor's storage while it lives."""
+    return tensor.untyped_storage()._cdata
+
+
+class WeakStorage:
+    """A reference to a storage that does not keep it alive."""
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reference = StorageWeakRef(tensor.untyped_storage())
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether anybody still holds the storage. Its address may be given to another one afterwards."""
+        return not self._reference.expired()
+
+    def get(self) -> torch.UntypedStorage | None:
+        """The storage, or `None` when nobody holds it any more."""
+        return torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)  # type: ignore[no-any-return]
+
+
+# ------------------------------------------------------------------------------- weights
+# Nodes that make of weights what is still a weight: views, casts, and the arithmetic of reparametrisations.
+_VIEWS = "T View UnsafeView ReshapeAlias Transpose Permute Expand Alias AsStrided Slice Select Split SplitWithSizes "
+_VIEWS += "Squeeze Unsqueeze Unbind Detach"
+_OF_ONE_WEIGHT = frozenset(f"{name}Backward{i}" for name in f"{_VIEWS} Clone ToCopy".split() for i in (0, 1))
+_OF_WEIGHTS = frozenset(f"{name}Backward0" for name in "WeightNormInterface Add Sub Mul Div Mm Bmm Cat Stack".split())
+
+
+def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:
+    """Whether `tensor` is a leaf that requires a gradient, or computed from such leaves alone.
+
+    Casts of autocast, transposes, weight norm, LoRA's merge. An embedding's output depends on parameters only as well,
+    but brings in data, so the nodes that may lie between are listed.
+    """
+    if tensor.is_leaf:
+        return tensor.requires_grad
+    largest = 0
+
+    def ends_in_leaves(node: Node | None, depth: int) -> bool:
+        nonlocal largest
+        if node is None or depth == 0:
+            return False
+        if (leaf := getattr(node, "variable", None)) is not None:
+            largest = max(largest, leaf.numel())
+            return True
+        name, inputs = node.name(), inputs_of(node)
+        if name in _OF_ONE_WEIGHT:
+            return ends_in_leaves(inputs[0][0], depth - 1)
+        # A missing edge may be a constant; then the result is no larger than the weight, which data would make it.
+        flowing = [n for n, _ in inputs if n is not None]
+        return name in _OF_WEIGHTS and bool(flowing) and all(ends_in_leaves(n, depth - 1) for n in flowing)
+
+    return ends_in_leaves(tensor.grad_fn, depth) and tensor.numel() <= largest
+
+
+# ------------------------------------------------------------------------------- in-place changes
+def watch(tensor: Tensor) -> Tensor:
+    """A tensor of the whole storage, flat, that counts in-place changes together with `tensor`."""
+    watched = tensor.detach()  # shares the counter, and is not a view: views hold on to their base
+    watch_again(watched, tensor.untyped_storage())
+    return watched
+
+
+def let_go(watched: Tensor) -> None:
+    """Make it drop its bytes; it goes on counting."""
+    watched.data = watched.new_empty(0)
+
+
+def watch_again(watched: Tensor, storage: torch.UntypedStorage) -> None:
+    """Give it its bytes back."""
+    size = storage.nbytes() // watched.element_size()
+    watched.data = watched.new_empty(0).set_(storage, 0, (size,), (1,))  # type: ignore[call-overload]  # torch's stub lacks it
+
+
+def check_version(watched: Tensor, version: int, shape: tuple[int, ...]) -> None:
+    """Raise what autograd raises for a saved tensor that was changed in place; hooks switch its own check off."""
+    if watched._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{watched.type()} {list(shape)}] is at version {watched._version}; expected version {version} instead."
+        )
+
+
+Values = Callable[[], Tensor]

@@ -1,0 +1,111 @@
+"""What each operation needs of the tensors that it keeps for backward: every bit, a lossy copy, a sign, or only a shape.
+
+An operation is told by the name of the function that is being called (`max_pool2d`, `linear`, `mul`), which a function
+mode sees, also inside modules. An operation that is not listed needs every bit: a custom autograd Function, a new
+operation, whatever is nonlinear in what it keeps.
+
+*Lossy* are operations whose gradient is linear in the tensor that they keep, so that unbiased noise there is unbiased
+noise in the gradient (convolution, matmul, multiplication), those that read its sign only, and those whose curvature
+was measured to be harmless (activations, attention, normalisation; `tests/techniques/test_activation_compression.py`).
+
+*Sensitive* are results that appear in their own derivative (softmax, tanh, exp), statistics, and everything that carries
+no gradient (targets, masks, attention's log-sum-exp): kept exactly, whoever keeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lightning_memsave.vault.forms import Rank
+from lightning_memsave.vault.graph import Node
+
+LOSSY = frozenset(
+    """
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+    linear bilinear matmul mm bmm mv addmm baddbmm addbmm einsum tensordot inner outer
+    __matmul__ __rmatmul__ multi_head_attention_forward scaled_dot_product_attention
+    mul mul_ __mul__ __rmul__ __imul__ multiply addcmul square
+    batch_norm instance_norm group_norm layer_norm rms_norm
+    relu relu_ leaky_relu leaky_relu_ prelu rrelu hardtanh relu6 abs threshold
+    gelu silu mish elu celu selu softplus hardswish logsigmoid softsign glu
+    """.split()
+)
+"""Functions whose saved tensors may be noisy, where a gradient flows through these."""
+
+SHAPE_ONLY = frozenset(
+    """
+    max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+    avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    """.split()
+)
+"""Functions that keep their floating-point input and read nothing but its shape."""
+
+SIGN_ONLY = frozenset({"relu", "relu_", "leaky_relu", "leaky_relu_"})
+"""Functions whose backward compares what they keep with zero."""
+
+SENSITIVE = frozenset(
+    f"{name}Backward0"
+    for name in """
+    Softmax LogSoftmax SafeSoftmax Tanh Sigmoid LogSigmoid Exp Exp2 Expm1 Sqrt Rsqrt Reciprocal Erf Logsumexp
+    Log Log2 Log1P Pow Sin Cos CumSum Cumprod Norm LinalgVectorNorm Var VarMean Std StdMean
+    """.split()
+)
+"""Nodes whose results stay exact."""
+
+
+class Call(NamedTuple):
+    """The function that is running, as the user called it."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument by position or by name."""
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+
+
+NO_CALL = Call("", (), {})
+
+
+def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank]) -> Rank:
+    """What `call` needs of `tensor`, which it is about to keep.
+
+    Args:
+        tensor: floating point.
+        call: who keeps it.
+        lossy: what is enough where noise is allowed.
+        overrides: ranks by function name, which go before the tables.
+    """
+    if (override := overrides.get(call.name)) is not None:
+        return override if tensor.requires_grad else Rank.EXACT
+    if not tensor.requires_grad:
+        return Rank.EXACT
+    if call.name in SHAPE_ONLY:
+        return Rank.SHAPE
+    node = tensor.grad_fn
+    if call.name in SIGN_ONLY and _reads_the_sign(node, call):
+        return Rank.MASK
+    if _is_sensitive(tensor, node) or not _may_be_lossy(call):
+        return Rank.EXACT
+    return lossy
+
+
+def _reads_the_sign(node: Node | None, call: Call) -> bool:
+    if call.name.startswith("leaky"):  # keeps its input; the result where that was overwritten
+        return call.argument(1, "negative_slope", 0.01) > 0
+    return node is not None and node.name() == "ReluBackward0"  # keeps its result
+
+
+def _is_sensitive(tensor: Tensor, node: Node | None) -> bool:
+    # Further outputs of a normalisation are its statistics; those of a split or an LSTM are not.
+    return node is not None and (node.name() in SENSITIVE or (tensor.output_nr > 0 and "Norm" in node.name()))
+
+
+def _may_be_lossy(call: Call) -> bool:
+    if call.name in ("pow", "__pow__"):
+        return bool(call.argument(1, "exponent") == 2)
+    return call.name in LOSSY

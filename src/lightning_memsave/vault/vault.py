@@ -1,0 +1,291 @@
+"""The vault: what is kept between forward and backward, through autograd's saved-tensor hooks.
+
+Inside `scope()`, every tensor that autograd keeps becomes a handle on an entry; one entry per storage, so views and
+several consumers share it and the bytes go with the last of them. What an entry holds follows from what its consumers
+need (`policy`): a tensor that is also an output waits, raw, until a few later ones have come, because its next consumer
+may need more of it than the first; then it is coded, and its own bytes die as soon as the forward pass lets go of them.
+
+Never touched: parameters and what is computed from them alone, tensors below `min_numel` elements, subclasses of
+`Tensor`, windows into larger storages that carry no gradient (slices of a data set). At the end of the scope, an entry
+whose original somebody still holds (the batch, a returned output) takes the original back: coding it saved nothing.
+
+Limits: tensors that a custom autograd Function stores on `ctx` directly are invisible to hooks; inside
+`torch.utils.checkpoint` (non-reentrant) torch's own hooks come first, so regions are left to themselves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_memsave.numerics.kbit import mix
+from lightning_memsave.vault import forms, policy
+from lightning_memsave.vault.chain import chain, relu_input
+from lightning_memsave.vault.entries import Entry, Handle, Passed, Recent, kept_bytes
+from lightning_memsave.vault.forms import Rank
+from lightning_memsave.vault.graph import Edge, edge_of, inputs_of, is_made_of_weights, sequence_nr_of, storage_key
+from lightning_memsave.vault.offload import Offloader
+from lightning_memsave.vault.recipes import Derivation, Source
+
+_NUM_WAITING = 3  # entries that stay raw for their next consumers
+
+
+@dataclass
+class Tally:
+    """What one scope kept: for each form, how many entries, their plain bytes, and the bytes that they hold."""
+
+    entries: Counter[str] = field(default_factory=Counter)
+    plain_bytes: Counter[str] = field(default_factory=Counter)
+    held_bytes: int = 0
+
+
+class Vault:
+    """Keeps the tensors that backward needs, in fewer bytes.
+
+    Args:
+        lossy: what is enough for a tensor whose consumers bear noise.
+        recompute: whether tensors may be computed again from what is kept anyway.
+        fuse: whether normalisation and ReLU share one code.
+        overrides: ranks by function name; they go before the policy's tables.
+        min_numel: tensors with fewer elements are left alone.
+        seed: of the dither.
+        offloader: moves what is left out of the device's memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        lossy: Rank = Rank.EXACT,
+        recompute: bool = False,
+        fuse: bool = False,
+        overrides: Mapping[str, Rank] | None = None,
+        min_numel: int = 1024,
+        seed: int = 0,
+        offloader: Offloader | None = None,
+    ) -> None:
+        self.lossy, self.recompute, self.fuse, self.min_numel = lossy, recompute, fuse, min_numel
+        self.overrides, self.seed, self.offloader = dict(overrides or {}), seed, offloader
+        self.num_coded = 0
+        """How many dithers were drawn; part of a checkpoint, so that a resumed run draws the next ones."""
+        self.within: list[Rank] = []
+        """Ranks that hold inside the modules that are running, the innermost last."""
+        self.tally = Tally()
+        """What the latest scope kept."""
+        self._call = policy.NO_CALL
+        self._recent = Recent()
+        self._depth = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._entries: weakref.WeakValueDictionary[tuple[int, int, torch.dtype], Entry] = weakref.WeakValueDictionary()
+        self._handles: weakref.WeakValueDictionary[Edge, Handle] = weakref.WeakValueDictionary()
+        self._operands: dict[int, Any] = {}
+        self._waiting: deque[weakref.ref[Entry]] = deque()
+        self._derivation = Derivation(self._handles, self._operands)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Everything that autograd keeps inside is kept here. An inner scope of the same vault does nothing."""
+        if self._depth or not torch.is_grad_enabled():
+            yield
+            return
+        self._depth += 1
+        self._recent.replace(None)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), _Calls(self):
+                yield
+            self._settle()
+        finally:
+            self._depth -= 1
+            self._begin()
+
+    def entries(self) -> list[Entry]:
+        """The entries of the scope that is open."""
+        return list(self._entries.values())
+
+    # --------------------------------------------------------------------------- packing
+    def _pack(self, tensor: Tensor) -> Handle | Passed:
+        if not self._manages(tensor):
+            return Passed(tensor)
+        key = storage_key(tensor), tensor._version, tensor.dtype
+        entry = self._entries.get(key)
+        if entry is None or not entry.original.is_alive:  # its address was given to another storage
+            entry = self._entries[key] = Entry(tensor, self._recent)
+            self._waiting.append(weakref.ref(entry))
+        handle = Handle(entry, tensor)
+        edge = edge_of(tensor)
+        if edge is not None:
+            self._handles[edge] = handle
+        self._raise_need(entry, tensor)
+        while len(self._waiting) > _NUM_WAITING:
+            self._code(self._waiting.popleft()())
+        return handle
+
+    def _manages(self, tensor: Tensor) -> bool:
+        if (
+            tensor.numel() < self.min_numel
+            or type(tensor) is not Tensor
+            or tensor.layout is not torch.strided
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or tensor.untyped_storage().nbytes() % tensor.element_size()
+        ):
+            return False
+        if not tensor.requires_grad:
+            return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
+        return not is_made_of_weights(tensor)
+
+    def _raise_need(self, entry: Entry, tensor: Tensor) -> None:
+        call = self._call
+        if tensor.dtype == torch.int64 and (index := _window_index(tensor, call)) is not None:
+            entry.become(index)
+            entry.need = Rank.EXACT
+            return
+        if not tensor.dtype.is_floating_point:
+            entry.need = Rank.EXACT
+            return
+        lossy = self.within[-1] if self.within else self.lossy
+        need = policy.need(tensor, call, lossy, self.overrides)
+        if need <= entry.need and need > Rank.SHAPE:
+            return
+        entry.need = max(entry.need, need)
+        if self.fuse and self._fused(entry, tensor):
+            return
+        if entry.form.rank < entry.need:  # coded for somebody who needed less
+            entry.become_raw(tensor.untyped_storage())
+            self._waiting.append(weakref.ref(entry))
+        if self.recompute and entry.is_raw and need >= Rank.INT2 and forms.covers_its_storage(tensor):
+            source = self._derivation.of(tensor, need)
+            if source is not None:
+                entry.become(_recipe(source, tensor))
+
+    def _fused(self, entry: Entry, y: Tensor) -> bool:
+        """Put ReLU's output and the normalisation's input on one code, where both may be lossy."""
+        norm = relu_input(y)
+        if norm is None or not entry.is_raw or not self.lossy <= Rank.INT8 or entry.need > self.lossy:
+            return False
+        producer, producer_nr = inputs_of(norm)[0]
+        source = None if producer is None else self._handles.get(Edge(sequence_nr_of(producer), producer_nr))
+        if source is None or not source.entry.is_raw or source.entry.need != self.lossy:
+            return False
+        x, argument = source.get(), self._call.argument(0, "input")
+        is_z = isinstance(argument, Tensor) and argument.grad_fn is norm and argument.shape == y.shape
+        found = chain(y, x, norm, argument if is_z else None, self.lossy, self._next_seed(), self._operands)
+        if found is None:
+            return False
+        entry.become(found[0])
+        source.entry.become(found[1])
+        return True
+
+    # --------------------------------------------------------------------------- coding
+    def _code(self, entry: Entry | None) -> None:
+        """Give an entry the smallest form that its consumers allow."""
+        if entry is None or not entry.is_raw or not entry.is_unchanged:
+            return
+        form = self._form_of(entry.flat(), entry.need)
+        if self.offloader is not None:
+            form = self.offloader.take(form or entry.form)
+        if form is not None:
+            entry.become(form)
+
+    def _form_of(self, flat: Tensor, need: Rank) -> forms.Form | None:
+        if flat.dtype == torch.bool:
+            return forms.boolean_mask(flat)
+        if not flat.dtype.is_floating_point:
+            is_index = flat.dtype in (torch.int64, torch.int32, torch.int16)
+            return forms.Narrow.of(flat) if is_index else None
+        if need == Rank.SHAPE:
+            return forms.Shape(flat)
+        if need == Rank.MASK:
+            return forms.Mask.positive(flat)
+        if need == Rank.EXACT:
+            return forms.Mask.of_two_values(flat)
+        if need == Rank.BF16:
+            return forms.Cast(flat) if flat.element_size() > 2 and bool(flat.isfinite().all()) else None
+        return forms.Coded.of(flat, need, self._next_seed())
+
+    def _next_seed(self) -> int:
+        self.num_coded += 1
+        return mix(mix(self.seed & 0xFFFFFFFF) ^ (self.num_coded & 0xFFFFFFFF))
+
+    def _settle(self) -> None:
+        """Code what still waits; give back what coding did not free; count."""
+        while self._waiting:
+            self._code(self._waiting.popleft()())
+        entries, tally = self.entries(), Tally()
+        for entry in entries:
+            if not entry.is_raw and (storage := entry.original.get()) is not None:
+                entry.become_raw(storage)
+            tally.entries[entry.form.kind] += 1
+            tally.plain_bytes[entry.form.kind] += entry.plain_bytes
+        tally.held_bytes = kept_bytes(entries)
+        self.tally = tally
+
+
+def _unpack(kept: Handle | Passed) -> Tensor:
+    return kept.get()
+
+
+def _recipe(source: Source, tensor: Tensor) -> forms.Recipe:
+    return forms.Recipe(source.values, tensor, source.rank, source.needs, source.depth)
+
+
+# ------------------------------------------------------------------------------- who is calling
+class _Calls(TorchFunctionMode):
+    """Tells the vault which function is running, and notes operands that the graph does not keep."""
+
+    def __init__(self, vault: Vault) -> None:
+        super().__init__()
+        self._vault = vault
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        vault, kwargs = self._vault, kwargs or {}
+        before, name = vault._call, getattr(func, "__name__", "")
+        call = vault._call = policy.Call(name, args, kwargs)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            vault._call = before
+        if name in _NOTED and isinstance(result, Tensor) and result.grad_fn is not None:
+            vault._operands[sequence_nr_of(result.grad_fn)] = _NOTED[name](call)
+        return result
+
+
+def _scalar(call: policy.Call) -> Any:
+    """The number in `tensor + number`, on either side."""
+    return next((a for a in call.args[:2] if isinstance(a, (int, float))), None)
+
+
+_NOTED = {
+    "batch_norm": lambda call: call.argument(4, "bias"),
+    "group_norm": lambda call: call.argument(3, "bias"),
+    "add": _scalar,
+    "__add__": _scalar,
+    "__radd__": _scalar,
+    "sub": _scalar,
+    "__sub__": _scalar,
+}
+"""What a recipe needs and no node keeps: a normalisation's bias, a number that is added."""
+
+_POOLS = {"max_pool1d": 1, "max_pool2d": 2, "max_pool3d": 3}
+
+
+def _window_index(index: Tensor, call: policy.Call) -> forms.WindowIndex | None:
+    """The small form of a max-pool's argmax; `None` for any other integers."""
+    dims = _POOLS.get(call.name.removesuffix("_with_indices"))
+    if dims is None or not forms.covers_its_storage(index) or not index.is_contiguous():
+        return None
+    source, kernel = call.argument(0, "input"), call.argument(1, "kernel_size")
+    settings = kernel, call.argument(2, "stride") or kernel, call.argument(3, "padding", 0), call.argument(4, "dilation", 1)
+    window = [[s] * dims if isinstance(s, int) else list(s) * (dims if len(s) == 1 else 1) for s in settings]
+    if not forms.WindowIndex.fits(window):
+        return None
+    return forms.WindowIndex(index, source.shape[-dims:], window)
