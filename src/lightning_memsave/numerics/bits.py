@@ -35,3 +35,34 @@ def unpack(packed: Tensor, bits: int, num_values: int) -> Tensor:
     """The integers (uint8, [num_values]) that `pack` was given."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((packed[:, None] >> shifts) & (2**bits - 1)).view(-1)[:num_values]
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def pack_two(flat: Tensor) -> tuple[Tensor, Tensor] | None:
+    """One bit per element, and the two values, of a tensor [n] that holds at most two bit patterns; else `None`.
+
+    >>> packed, values = pack_two(torch.tensor([0.0, 2.0, 2.0]))
+    >>> unpack_two(packed, values, 3)
+    tensor([0., 2., 2.])
+    >>> pack_two(torch.tensor([0.0, -0.0, 1.0])) is None
+    True
+    """
+    patterns = flat.view(_INTEGERS[flat.element_size()])
+    head = patterns[:256]
+    if not _are_two(head, *head.aminmax()):  # nearly all others end here
+        return None
+    low, high = patterns.aminmax()
+    if not _are_two(patterns, low, high):
+        return None
+    return pack(patterns == high, 1), torch.stack([low, high]).view(flat.dtype)
+
+
+def _are_two(patterns: Tensor, low: Tensor, high: Tensor) -> bool:
+    return bool(((patterns == low) | (patterns == high)).all())
+
+
+def unpack_two(packed: Tensor, values: Tensor, size: int) -> Tensor:
+    """The values that `pack_two` was given, [size]."""
+    return torch.where(unpack(packed, 1, size).view(torch.bool), values[1], values[0])

@@ -69,13 +69,14 @@ def quantize(flat: Tensor, bits: int, seed: int | None, signed: bool = False) ->
 
 def dequantize(codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bool = False) -> Tensor:
     """Decode into `out` (floating point, [n], contiguous) and return it."""
+    limit = min(torch.finfo(out.dtype).max, torch.finfo(torch.float32).max)  # a range rounded outwards may leave it
     per_chunk = _CHUNK // BLOCK_SIZE
     for first in range(0, len(codes), per_chunk):
         code = _unpack(codes[first : first + per_chunk], bits)
         span = ranges[first : first + per_chunk].float()
         values = (_decode_signed if signed else _decode)(code, span, bits)
         target = out[first * BLOCK_SIZE : first * BLOCK_SIZE + values.numel()]
-        target.copy_(values.reshape(-1)[: target.numel()])
+        target.copy_(values.reshape(-1)[: target.numel()].clamp(-limit, limit))
     return out
 
 
@@ -95,7 +96,8 @@ def _decode(code: Tensor, span: Tensor, bits: int) -> Tensor:
     low, step = span[:, :1], span[:, 1:]  # [N, 1]
     keeps_zero = step.signbit()
     values = low + step.abs() * (code - keeps_zero.float())
-    return torch.where(keeps_zero & (code == 0), 0.0, values)
+    positive = torch.where(code > 0, values.clamp_min(_SMALLEST_POSITIVE), 0.0)
+    return torch.where(keeps_zero, positive, values)
 
 
 def _signed_chunk(blocks: Tensor, bits: int, dither: Tensor | float) -> tuple[Tensor, Tensor]:

@@ -85,54 +85,53 @@ class Shape:
 
 
 class Mask:
-    """One bit per element, standing for two values: a ReLU's sign, dropout's noise, an attention mask."""
+    """One bit per element: a boolean tensor, or a sign, read back as 1 and 0."""
 
     kind = "1-bit mask"
 
-    def __init__(self, packed: Tensor, size: int, low: Tensor, high: Tensor, rank: Rank = Rank.EXACT) -> None:
-        self._packed, self._size, self._values, self.rank = packed, size, (low, high), rank
+    def __init__(self, packed: Tensor, like: Tensor, rank: Rank) -> None:
+        self._packed, self._size, self._dtype, self.rank = packed, like.numel(), like.dtype, rank
+
+    @classmethod
+    def of(cls, flat: Tensor) -> Mask:
+        """A boolean tensor."""
+        return cls(kernels.pack_mask(flat), flat, Rank.EXACT)
 
     @classmethod
     def positive(cls, flat: Tensor) -> Mask:
-        """Keeps `flat > 0`, as 1 and 0."""
-        return cls(kernels.pack_positive(flat), flat.numel(), flat.new_zeros(()), flat.new_ones(()), Rank.MASK)
+        """`flat > 0`."""
+        return cls(kernels.pack_positive(flat), flat, Rank.MASK)
+
+    def flat(self) -> Tensor:
+        """True and False, or 1 and 0."""
+        return kernels.unpack_mask(self._packed, self._size).to(self._dtype)
+
+    def payload(self) -> Iterator[Tensor]:
+        """The bits."""
+        yield self._packed
+
+
+class TwoValues:
+    """One bit per element of a tensor that holds two values: dropout's noise, an attention mask of 0 and -inf."""
+
+    kind, rank = "1-bit mask", Rank.EXACT
+
+    def __init__(self, packed: Tensor, values: Tensor, size: int) -> None:
+        self._packed, self._values, self._size = packed, values, size
 
     @classmethod
-    def inside(cls, flat: Tensor, low: float, high: float) -> Mask:
-        """Keeps `low < flat < high`, as the middle and as `high`."""
-        packed = kernels.pack_mask((flat > low) & (flat < high))
-        return cls(packed, flat.numel(), flat.new_tensor(high), flat.new_tensor((low + high) / 2), Rank.MASK)
-
-    @classmethod
-    def of_two_values(cls, flat: Tensor) -> Mask | None:
-        """A tensor that holds exactly two values, to the bit; `None` for any other."""
-        if not _is_either(flat[:256], *flat[:256].aminmax()):  # nearly all others end here
-            return None
-        low, high = flat.aminmax()
-        if not _is_either(flat, low, high):
-            return None
-        return cls(kernels.pack_mask(flat == high), flat.numel(), low, high)
+    def of(cls, flat: Tensor) -> TwoValues | None:
+        """`None` for a tensor with more values, told apart by their bits."""
+        found = kernels.pack_two(flat)
+        return None if found is None else cls(*found, flat.numel())
 
     def flat(self) -> Tensor:
         """The two values."""
-        mask = kernels.unpack_mask(self._packed, self._size)
-        low, high = self._values
-        return mask if low.dtype == torch.bool else torch.where(mask, high, low)
+        return kernels.unpack_two(self._packed, self._values, self._size)
 
     def payload(self) -> Iterator[Tensor]:
         """Bits and values."""
-        yield from (self._packed, *self._values)
-
-
-def _is_either(flat: Tensor, low: Tensor, high: Tensor) -> bool:
-    if low == 0 and flat.signbit().any():
-        return False  # -0 is equal to 0, but not the same
-    return bool(((flat == low) | (flat == high)).all())
-
-
-def boolean_mask(flat: Tensor) -> Mask:
-    """A boolean tensor."""
-    return Mask(kernels.pack_mask(flat), flat.numel(), flat.new_zeros(()), flat.new_ones(()))
+        yield from (self._packed, self._values)
 
 
 class Narrow:

@@ -198,7 +198,7 @@ class Vault:
 
     def _form_of(self, flat: Tensor, need: Rank) -> forms.Form | None:
         if flat.dtype == torch.bool:
-            return forms.boolean_mask(flat)
+            return forms.Mask.of(flat)
         if not flat.dtype.is_floating_point:
             is_index = flat.dtype in (torch.int64, torch.int32, torch.int16)
             return forms.Narrow.of(flat) if is_index else None
@@ -207,7 +207,7 @@ class Vault:
         if need == Rank.MASK:
             return forms.Mask.positive(flat)
         if need == Rank.EXACT:
-            return forms.Mask.of_two_values(flat)
+            return forms.TwoValues.of(flat)
         if need == Rank.BF16:
             return forms.Cast(flat) if flat.element_size() > 2 and bool(flat.isfinite().all()) else None
         return forms.Coded.of(flat, need, self._next_seed())
@@ -267,13 +267,14 @@ def _scalar(call: policy.Call) -> Any:
 _NOTED = {
     "batch_norm": lambda call: call.argument(4, "bias"),
     "group_norm": lambda call: call.argument(3, "bias"),
+    "layer_norm": lambda call: call.argument(4, "eps", 1e-5),
     "add": _scalar,
     "__add__": _scalar,
     "__radd__": _scalar,
     "sub": _scalar,
     "__sub__": _scalar,
 }
-"""What a recipe needs and no node keeps: a normalisation's bias, a number that is added."""
+"""What a recipe needs and no node keeps: a normalisation's bias or epsilon, a number that is added."""
 
 _POOLS = {"max_pool1d": 1, "max_pool2d": 2, "max_pool3d": 3}
 

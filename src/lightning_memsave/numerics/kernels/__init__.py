@@ -42,6 +42,18 @@ def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
     return bits.unpack(packed, 1, num_values).view(torch.bool)
 
 
+def pack_two(flat: Tensor) -> tuple[Tensor, Tensor] | None:
+    """One bit per element, and the two values, of a tensor [n] that holds at most two bit patterns; else `None`."""
+    is_native = _has_native(flat.device) and flat.element_size() == 4
+    return native.pack_two(flat) if is_native else bits.pack_two(flat)
+
+
+def unpack_two(packed: Tensor, values: Tensor, size: int) -> Tensor:
+    """The values that `pack_two` was given, [size]."""
+    is_native = _has_native(packed.device) and values.element_size() == 4
+    return native.unpack_two(packed, values, size) if is_native else bits.unpack_two(packed, values, size)
+
+
 def implementation(device: torch.device) -> str:
     """Which one is used: `"triton"`, `"c"` or `"torch"`."""
     if device.type == "cuda" and _has_triton():

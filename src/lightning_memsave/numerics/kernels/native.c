@@ -4,6 +4,7 @@
  * round otherwise than the reference; without trapping math, selections of floats become vector instructions. Loops over
  * 16 lanes are written so that the compiler turns them into vector minima and maxima.
  */
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -12,6 +13,7 @@
 #define LANES 16
 #define SMALLEST_STEP 0x1p-126f
 #define SMALLEST_POSITIVE 1e-38f
+#define LARGEST_BFLOAT16 0x1.fep127f
 
 static inline uint32_t mix(uint32_t x) {
     x ^= x >> 16; x *= 0x7feb352dU;
@@ -54,9 +56,14 @@ static inline const float *load(const void *x, int is_bfloat16, long n, long b, 
     return buffer;
 }
 
-static inline void store(const float *values, void *y, int is_bfloat16, long n, long b) {
+static inline void store(float *values, void *y, int is_bfloat16, long n, long b) {
     long left = n - b * BLOCK;
     if (left > BLOCK) left = BLOCK;
+    float limit = is_bfloat16 ? LARGEST_BFLOAT16 : FLT_MAX; /* a range rounded outwards may leave it */
+    for (long i = 0; i < left; i++) {
+        values[i] = values[i] > limit ? limit : values[i];
+        values[i] = values[i] < -limit ? -limit : values[i];
+    }
     if (!is_bfloat16) { memcpy((float *)y + b * BLOCK, values, left * 4); return; }
     uint16_t *to = (uint16_t *)y + b * BLOCK;
     for (long i = 0; i < left; i++) { /* to the nearest, ties to even */
@@ -142,6 +149,7 @@ void dequantize(const uint8_t *codes, const uint16_t *ranges, void *y, int is_bf
         if (ranges[2 * b + 1] >> 15)
             for (int i = 0; i < BLOCK; i++) {
                 float f = low + step * (float)((int)code[i] - 1);
+                f = f < SMALLEST_POSITIVE ? SMALLEST_POSITIVE : f;
                 values[i] = code[i] ? f : 0.0f;
             }
         else
@@ -229,30 +237,76 @@ void dequantize_signed(const uint8_t *codes, const uint16_t *ranges, void *y, in
     }
 }
 
-/* Bit masks, bit i of byte j being element 8 j + i; `first` and `last` count bytes. */
-void pack_mask(const uint8_t *mask, uint8_t *out, long n, long first, long last) {
-    for (long j = first; j < last; j++) {
+/* Bit masks: bit i of byte j is element 8 j + i. `first` and `last` count bytes. Elements are compared into bytes 0 or
+ * 1, 64 at a time, which vectorises; eight bytes then become one by a multiplication that gathers their lowest bits. */
+static inline void gather(const uint8_t *mask, uint8_t *out, long num_elements) {
+    for (long j = 0; 8 * j < num_elements; j++) {
         uint64_t word = 0;
-        memcpy(&word, mask + 8 * j, n - 8 * j >= 8 ? 8 : n - 8 * j);
+        memcpy(&word, mask + 8 * j, num_elements - 8 * j >= 8 ? 8 : num_elements - 8 * j);
         out[j] = (uint8_t)((word * 0x0102040810204080ULL) >> 56);
     }
 }
 
+static inline long until(long n, long last) { return 8 * last < n ? 8 * last : n; }
+
+void pack_mask(const uint8_t *mask, uint8_t *out, long n, long first, long last) {
+    gather(mask + 8 * first, out + first, until(n, last) - 8 * first);
+}
+
 void unpack_mask(const uint8_t *packed, uint8_t *mask, long n, long first, long last) {
-    for (long j = first; j < last; j++) {
-        uint8_t byte[8];
-        for (int i = 0; i < 8; i++) byte[i] = (packed[j] >> i) & 1;
-        memcpy(mask + 8 * j, byte, n - 8 * j >= 8 ? 8 : n - 8 * j);
+    long i = 8 * first, end = until(n, last);
+    for (; i + 8 <= end; i += 8) {
+        uint64_t word = packed[i / 8] * 0x0101010101010101ULL & 0x8040201008040201ULL; /* byte k holds bit k */
+        word = ((word + 0x7F7F7F7F7F7F7F7FULL) | word) >> 7 & 0x0101010101010101ULL;   /* not zero -> 1 */
+        memcpy(mask + i, &word, 8);
     }
+    for (; i < end; i++) mask[i] = packed[i / 8] >> (i % 8) & 1;
 }
 
 /* The mask `x > 0` of float32 values. */
 void pack_positive(const float *x, uint8_t *out, long n, long first, long last) {
-    for (long j = first; j < last; j++) {
-        uint8_t byte = 0;
-        long left = n - 8 * j < 8 ? n - 8 * j : 8;
-        if (left == 8) for (int i = 0; i < 8; i++) byte |= (uint8_t)((x[8 * j + i] > 0) << i);
-        else for (int i = 0; i < left; i++) byte |= (uint8_t)((x[8 * j + i] > 0) << i);
-        out[j] = byte;
+    for (long i = 8 * first, end = until(n, last); i < end; i += 64) {
+        uint8_t mask[64];
+        long count = end - i < 64 ? end - i : 64;
+        if (count == 64) for (int k = 0; k < 64; k++) mask[k] = x[i + k] > 0;
+        else for (int k = 0; k < count; k++) mask[k] = x[i + k] > 0;
+        gather(mask, out + i / 8, count);
     }
+}
+
+/* The first bit pattern of 32-bit values, and the first other one (or the same again). */
+void find_two(const uint32_t *x, uint32_t *values, long n) {
+    long i = 1;
+    while (i < n && x[i] == x[0]) i++;
+    values[0] = x[0];
+    values[1] = x[i < n ? i : 0];
+}
+
+/* The mask `x == values[1]`; returns 0 when an element equals neither value. */
+int pack_two(const uint32_t *x, const uint32_t *values, uint8_t *out, long n, long first, long last) {
+    uint32_t low = values[0], high = values[1];
+    for (long i = 8 * first, end = until(n, last); i < end; i += 64) {
+        uint8_t mask[64];
+        uint32_t other = 0;
+        long count = end - i < 64 ? end - i : 64;
+        if (count == 64) for (int k = 0; k < 64; k++) {
+            uint32_t v = x[i + k];
+            mask[k] = v == high;
+            other |= (uint32_t)(v != high) & (uint32_t)(v != low);
+        } else for (int k = 0; k < count; k++) {
+            mask[k] = x[i + k] == high;
+            other |= (uint32_t)(x[i + k] != high) & (uint32_t)(x[i + k] != low);
+        }
+        if (other) return 0;
+        gather(mask, out + i / 8, count);
+    }
+    return 1;
+}
+
+void unpack_two(const uint8_t *packed, const uint32_t *values, uint32_t *x, long n, long first, long last) {
+    uint32_t low = values[0], differs = values[0] ^ values[1];
+    long i = 8 * first, end = until(n, last);
+    for (; i + 8 <= end; i += 8)
+        for (int k = 0; k < 8; k++) x[i + k] = low ^ (differs & -((uint32_t)packed[i / 8] >> k & 1));
+    for (; i < end; i++) x[i] = low ^ (differs & -((uint32_t)packed[i / 8] >> (i % 8) & 1));
 }

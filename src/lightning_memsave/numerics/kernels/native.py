@@ -106,7 +106,8 @@ def dequantize(codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bo
         )
 
     _in_threads(work, len(codes), BLOCK_SIZE)
-    return out if target is out else out.copy_(target)
+    limit = torch.finfo(out.dtype).max
+    return out if target is out else out.copy_(target.clamp_(-limit, limit) if out.dtype == torch.float16 else target)
 
 
 def pack_mask(mask: Tensor) -> Tensor:
@@ -143,6 +144,34 @@ def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
 
     _in_threads(work, packed.numel(), 8)
     return mask
+
+
+def pack_two(flat: Tensor) -> tuple[Tensor, Tensor] | None:
+    """As `bits.pack_two`, for 32-bit elements."""
+    lib = library()
+    assert lib is not None
+    values, packed = flat.new_empty(2), torch.empty(-(-flat.numel() // 8), dtype=torch.uint8)
+    lib.find_two(_pointer(flat), _pointer(values), ctypes.c_long(flat.numel()))
+
+    def work(first: int, last: int) -> int:
+        sizes = map(ctypes.c_long, (flat.numel(), first, last))
+        found: int = lib.pack_two(_pointer(flat), _pointer(values), _pointer(packed), *sizes)
+        return found
+
+    return (packed, values) if _in_threads(work, packed.numel(), 8) else None
+
+
+def unpack_two(packed: Tensor, values: Tensor, size: int) -> Tensor:
+    """As `bits.unpack_two`, for 32-bit elements."""
+    lib = library()
+    assert lib is not None
+    out = values.new_empty(size)
+
+    def work(first: int, last: int) -> None:
+        lib.unpack_two(_pointer(packed), _pointer(values), _pointer(out), *map(ctypes.c_long, (size, first, last)))
+
+    _in_threads(work, packed.numel(), 8)
+    return out
 
 
 def _pointer(tensor: Tensor) -> ctypes.c_void_p:
