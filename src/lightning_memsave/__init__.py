@@ -22,6 +22,10 @@ from lightning_memsave.strategies.lightning_pytorch import (  # noqa: E402
     MemSaveStrategy,
 )
 from lightning_memsave.strategies.registration import register_strategies  # noqa: E402
+from lightning_memsave.techniques.activation_compression import (  # noqa: E402
+    ActivationCompression,
+    apply_activation_compression,
+)
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing  # noqa: E402
 from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad  # noqa: E402
 from lightning_memsave.techniques.microbatching import Microbatching, microbatches  # noqa: E402
@@ -31,6 +35,7 @@ register_strategies()
 
 __version__ = "0.1.0"
 __all__ = [
+    "ActivationCompression",
     "Applied",
     "Checkpointing",
     "EarlyZeroGrad",
@@ -49,6 +54,7 @@ __all__ = [
     "OptimizerState",
     "Recipe",
     "allocation_peak",
+    "apply_activation_compression",
     "apply_checkpointing",
     "apply_optimizer_state",
     "microbatches",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_memsave.callbacks.monitor import MemoryMonitor
@@ -10,6 +11,7 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.planner.recipes import Recipe, resolve
 from lightning_memsave.strategies.mixin import MemSaveState, adopt, release
+from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
@@ -23,6 +25,8 @@ class MemSave(MemoryMonitor):
     Args:
         recipe: `"lossless"` (what is exact and free), `"measure"` (change nothing: the baseline run), or a `Recipe`.
         microbatch: samples per microbatch, or `Microbatching(...)`.
+        activations: how saved activations are kept: `"exact"`, `"int8"`, `"int4"`, `"int4-chain"`, a list such as
+            `["exact", "int4"]`, or `ActivationCompression(...)`.
         checkpointing: `"blocks"`, or `Checkpointing(...)`.
         optimizer_state: `"8bit"`, or `OptimizerState(...)`.
 
@@ -45,11 +49,17 @@ class MemSave(MemoryMonitor):
         recipe: str | Recipe = "lossless",
         *,
         microbatch: int | bool | Microbatching | None = None,
+        activations: str | bool | Sequence[str] | ActivationCompression | None = None,
         checkpointing: str | bool | Checkpointing | None = None,
         optimizer_state: str | bool | OptimizerState | None = None,
     ) -> None:
         super().__init__()
-        slots = {"microbatch": microbatch, "checkpointing": checkpointing, "optimizer_state": optimizer_state}
+        slots = {
+            "microbatch": microbatch,
+            "activations": activations,
+            "checkpointing": checkpointing,
+            "optimizer_state": optimizer_state,
+        }
         self.recipe = resolve(recipe, slots)
         """What is switched on, as data."""
         self._state: MemSaveState | None = None

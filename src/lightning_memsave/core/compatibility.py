@@ -28,6 +28,7 @@ WAYS_OF_TRAINING = (
     "model parallel (FSDP2)",
     "DeepSpeed",
     "dataloader_iter",
+    "torch.compile of the whole module",
     "fp16 with a GradScaler",
 )
 
@@ -35,14 +36,21 @@ COMPATIBILITY = (
     Row("early_zero_grad", "microbatching"),
     Row("early_zero_grad", "checkpointing"),
     Row("early_zero_grad", "optimizer_state"),
+    Row("early_zero_grad", "activation_compression"),
+    Row("microbatching", "activation_compression"),
+    Row("activation_compression", "checkpointing"),
+    Row("activation_compression", "optimizer_state"),
     Row("microbatching", "checkpointing"),
     Row("microbatching", "optimizer_state"),
     Row("checkpointing", "optimizer_state"),
     # `training_step` cuts its batch itself there, with `microbatches(batch)`.
     Row("microbatching", "manual optimization"),
+    Row("activation_compression", "manual optimization"),
     Row("checkpointing", "manual optimization"),
     Row("optimizer_state", "manual optimization"),
     Row("microbatching", "DDP"),
+    Row("activation_compression", "DDP"),
+    Row("activation_compression", "model parallel (FSDP2)"),
     Row("checkpointing", "DDP"),
     Row("optimizer_state", "DDP"),
     Row(
@@ -81,7 +89,14 @@ COMPATIBILITY = (
         "`training_step(dataloader_iter)` draws its batches itself, so there is none to cut",
         "Take `batch` as the argument, or use `microbatches(batch)` inside and `microbatch=False`.",
     ),
+    Row(
+        "activation_compression",
+        "torch.compile of the whole module",
+        "its backward asks for every kept tensor at once, which raises the peak",
+        "Compile the blocks one by one (`for block in blocks: block.compile()`), or set `activations=False`.",
+    ),
     Row("microbatching", "fp16 with a GradScaler"),
+    Row("activation_compression", "fp16 with a GradScaler"),
     Row("optimizer_state", "fp16 with a GradScaler"),
     Row("checkpointing", "fp16 with a GradScaler"),
 )

@@ -34,7 +34,8 @@ def pack(values: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int, num_values: int) -> Tensor:
     """The integers (uint8, [num_values]) that `pack` was given."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> shifts) & (2**bits - 1)).view(-1)[:num_values]
+    lanes: Tensor = (packed[:, None] >> shifts) & (2**bits - 1)
+    return lanes.view(-1)[:num_values]
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -10,7 +10,8 @@ ReLU is wrong for 4 % of the elements at 4 bit and 18 % at 2 bit, and the gradie
 
 *Sign-preserving* (`signed=True`). Half of the codes span the block's elements <= 0, the other half those > 0, each with
 its own range (8/256 bytes per element more than the codes: 0.531 at 4 bit). The sign of every element survives, so a
-ReLU that reads the decoded tensor has the exact mask.
+ReLU that reads the decoded tensor has the exact mask. Both halves code magnitudes: their ends nearest to zero are
+rounded towards zero and never past it, where cutting the decoded value off would be a bias.
 
 The dither is a hash of (seed, block, element), never a random generator: any implementation on any device draws the
 same numbers, and a resumed run repeats them.
@@ -102,27 +103,25 @@ def _decode(code: Tensor, span: Tensor, bits: int) -> Tensor:
 
 def _signed_chunk(blocks: Tensor, bits: int, dither: Tensor | float) -> tuple[Tensor, Tensor]:
     half = 2 ** (bits - 1)
-    is_positive = blocks > 0
-    low_n, step_n = _side(blocks, ~is_positive, half)
-    low_p, step_p = _side(blocks, is_positive, half)
-    top = torch.tensor(half - 1.0)
-    negative = _round(blocks, low_n[:, None], step_n[:, None], top, dither)
-    positive = _round(blocks, low_p[:, None], step_p[:, None], top, dither) + half
-    code = torch.where(is_positive, positive, negative)
+    magnitudes, is_positive = blocks.abs(), blocks > 0
+    low_n, step_n = _side(magnitudes, ~is_positive, half)
+    low_p, step_p = _side(magnitudes, is_positive, half)
+    low = torch.where(is_positive, low_p[:, None], low_n[:, None])
+    step = torch.where(is_positive, step_p[:, None], step_n[:, None])
+    code = _round(magnitudes, low, step, torch.tensor(half - 1.0), dither) + is_positive * half
     return _pack(code.to(torch.uint8), bits), torch.stack([low_n, step_n, low_p, step_p], 1).bfloat16()
 
 
-def _side(blocks: Tensor, belongs: Tensor, half: int) -> tuple[Tensor, Tensor]:
+def _side(magnitudes: Tensor, belongs: Tensor, half: int) -> tuple[Tensor, Tensor]:
     """Range of the elements that belong; zeros when none does."""
-    any_belongs = belongs.any(1)
-    low = torch.where(any_belongs, torch.where(belongs, blocks, torch.inf).amin(1), 0)
-    high = torch.where(any_belongs, torch.where(belongs, blocks, -torch.inf).amax(1), 0)
+    low = torch.where(belongs.any(1), torch.where(belongs, magnitudes, torch.inf).amin(1), 0)
+    high = torch.where(belongs, magnitudes, 0).amax(1)
     return _range(low, high, torch.full_like(low, half - 1))
 
 
 def _decode_signed(code: Tensor, span: Tensor, bits: int) -> Tensor:
     half = 2 ** (bits - 1)
-    negative = (span[:, 0:1] + span[:, 1:2] * code).clamp_max(0)
+    negative = 0 - (span[:, 0:1] + span[:, 1:2] * code)
     positive = (span[:, 2:3] + span[:, 3:4] * (code - half)).clamp_min(_SMALLEST_POSITIVE)
     return torch.where(code >= half, positive, negative)
 

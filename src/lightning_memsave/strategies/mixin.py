@@ -17,8 +17,10 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_memsave.core.compatibility import check_compatibility
 from lightning_memsave.core.report import Applied
 from lightning_memsave.planner.recipes import RECIPES, Recipe
+from lightning_memsave.strategies.activations import ForwardScope
 from lightning_memsave.strategies.loop import LoopState, loop_class
-from lightning_memsave.strategies.namespaces import namespace_of
+from lightning_memsave.strategies.namespaces import is_compiled, namespace_of
+from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing
 from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
 from lightning_memsave.techniques.optimizer_state import (
@@ -38,12 +40,15 @@ class MemSaveState:
         self.recipe = recipe
         self.loop = LoopState(recipe)
         self.changes: list[Applied] = []
+        self.forward_scope: ForwardScope | None = None
         self.started = False
 
     @property
     def applied(self) -> tuple[Applied, ...]:
         """What each technique did so far, in the order of the recipe."""
         done = [*self.changes, *([self.loop.applied] if self.loop.applied else [])]
+        if self.forward_scope is not None:
+            done.append(self.forward_scope.applied)
         if self.loop.zero_grad_first:
             done.append(Applied(technique="early_zero_grad", summary="gradients are freed before the forward pass"))
         order = self.recipe.stems()
@@ -54,6 +59,8 @@ class MemSaveState:
 
         Optimizers stay low-bit: checkpoints may still be written, and their plain state would take memory.
         """
+        if self.forward_scope is not None:
+            self.forward_scope.close()
         for applied in reversed(self.changes):
             applied.keep() if applied.technique == "optimizer_state" else applied.undo()
 
@@ -83,8 +90,10 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
                 self.memsave.started = True
                 _install_loop(trainer, self.memsave.loop, namespace)
             super().setup(trainer)
-            if fitting and (config := self.memsave.recipe.get(Checkpointing)):
-                self.memsave.changes.append(apply_checkpointing(trainer.lightning_module, config))
+            if fitting and (regions := self.memsave.recipe.get(Checkpointing)):
+                self.memsave.changes.append(apply_checkpointing(trainer.lightning_module, regions))
+            if fitting and (activations := self.memsave.recipe.get(ActivationCompression)):
+                self.memsave.forward_scope = ForwardScope(trainer, activations)
 
         def setup_optimizers(self, trainer: Any) -> None:
             super().setup_optimizers(trainer)
@@ -96,8 +105,10 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             on_use = functools.partial(self.memsave.loop.used_by_hand, self.lightning_module)
+            step = functools.partial(super().training_step, *args, **kwargs)
             with active_microbatching(self.memsave.recipe.get(Microbatching), on_use):
-                return super().training_step(*args, **kwargs)
+                scope = self.memsave.forward_scope
+                return step() if scope is None else scope.run(self.lightning_module.trainer, step)
 
         def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             plain = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer wraps
@@ -135,6 +146,7 @@ def ways_of_training(trainer: Any) -> list[str]:
         "model parallel (FSDP2)": "ModelParallelStrategy" in kinds,
         "DeepSpeed": "DeepSpeedStrategy" in kinds,
         "dataloader_iter": is_param_in_hook_signature(training_step, "dataloader_iter", explicit=True),
+        "torch.compile of the whole module": is_compiled(trainer.lightning_module),
         "fp16 with a GradScaler": getattr(strategy.precision_plugin, "scaler", None) is not None,
     }
     return [name for name, is_present in present.items() if is_present]

@@ -37,3 +37,8 @@ def internals(namespace: str) -> SimpleNamespace:
         block_sync=import_module(f"{namespace}.loops.utilities")._block_parallel_sync_behavior,
         ResultCollection=import_module(f"{namespace}.trainer.connectors.logger_connector.result")._ResultCollection,
     )
+
+
+def is_compiled(module: object) -> bool:
+    """Whether a LightningModule was compiled as a whole before it was handed to the trainer."""
+    return getattr(module, "_compiler_ctx", None) is not None

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
 
-Config = EarlyZeroGrad | Microbatching | Checkpointing | OptimizerState
+Config = EarlyZeroGrad | Microbatching | ActivationCompression | Checkpointing | OptimizerState
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Technique:
 TECHNIQUES = (
     Technique("early_zero_grad", EarlyZeroGrad),
     Technique("microbatching", Microbatching, "microbatch", Microbatching.from_shorthand),
+    Technique("activation_compression", ActivationCompression, "activations", ActivationCompression.from_shorthand),
     Technique("checkpointing", Checkpointing, "checkpointing", Checkpointing.from_shorthand),
     Technique("optimizer_state", OptimizerState, "optimizer_state", OptimizerState.from_shorthand),
 )

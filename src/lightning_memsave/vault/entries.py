@@ -104,7 +104,10 @@ class Handle:
             RuntimeError: it was changed in place since it was kept, as autograd itself would.
         """
         self.entry.check(self.size)
-        if isinstance(self.entry.form, Shape) and (cheap := self.entry.form.without_memory(self.size, self.stride)) is not None:
+        if (
+            isinstance(self.entry.form, Shape)
+            and (cheap := self.entry.form.without_memory(self.size, self.stride)) is not None
+        ):
             return cheap
         return self.entry.flat().as_strided(self.size, self.stride, self.offset)
 

@@ -305,7 +305,9 @@ class Recipe:
 def covers_its_storage(tensor: Tensor) -> bool:
     """Whether a tensor is all of its storage, each element once, in any order of its dimensions."""
     expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1
+    ):
         if stride != expected:
             return False
         expected *= size

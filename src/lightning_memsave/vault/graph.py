@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 
 Node = torch.autograd.graph.Node
 
@@ -40,7 +41,7 @@ def output_of(node: Node, output_nr: int) -> Any:
 
 def sequence_nr_of(node: Node) -> int:
     """The number of a node: unique among those that one thread made."""
-    return node._sequence_nr()  # type: ignore[no-any-return]  # untyped in torch
+    return node._sequence_nr()
 
 
 def saved(node: Node, name: str) -> Any:
@@ -59,7 +60,7 @@ def packed(node: Node, name: str) -> Any:
 
 def storage_key(tensor: Tensor) -> int:
     """The identity of a tensor's storage while it lives."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 class WeakStorage:
@@ -77,15 +78,20 @@ class WeakStorage:
 
     def get(self) -> torch.UntypedStorage | None:
         """The storage, or `None` when nobody holds it any more."""
-        return torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)  # type: ignore[no-any-return]
+        return torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
 
 
 # ------------------------------------------------------------------------------- weights
 # Nodes that make of weights what is still a weight: views, casts, and the arithmetic of reparametrisations.
-_VIEWS = "T View UnsafeView ReshapeAlias Transpose Permute Expand Alias AsStrided Slice Select Split SplitWithSizes "
-_VIEWS += "Squeeze Unsqueeze Unbind Detach"
-_OF_ONE_WEIGHT = frozenset(f"{name}Backward{i}" for name in f"{_VIEWS} Clone ToCopy".split() for i in (0, 1))
-_OF_WEIGHTS = frozenset(f"{name}Backward0" for name in "WeightNormInterface Add Sub Mul Div Mm Bmm Cat Stack".split())
+def _nodes(names: str) -> frozenset[str]:
+    return frozenset(f"{name}Backward{overload}" for name in names.split() for overload in (0, 1))
+
+
+_OF_ONE_WEIGHT = _nodes(
+    "T View UnsafeView ReshapeAlias Transpose Permute Expand Alias AsStrided Slice Select Split SplitWithSizes "
+    "Squeeze Unsqueeze Unbind Detach Clone ToCopy"
+)
+_OF_WEIGHTS = _nodes("WeightNormInterface Add Sub Mul Div Mm Bmm Cat Stack")
 
 
 def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:
@@ -115,6 +121,12 @@ def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:
     return ends_in_leaves(tensor.grad_fn, depth) and tensor.numel() <= largest
 
 
+def is_innermost(mode: TorchFunctionMode) -> bool:
+    """Whether `mode` is the function mode that sees a call first."""
+    depth = torch._C._len_torch_function_stack()
+    return depth > 0 and torch._C._get_function_stack_at(depth - 1) is mode
+
+
 # ------------------------------------------------------------------------------- in-place changes
 def watch(tensor: Tensor) -> Tensor:
     """A tensor of the whole storage, flat, that counts in-place changes together with `tensor`."""
@@ -131,7 +143,7 @@ def let_go(watched: Tensor) -> None:
 def watch_again(watched: Tensor, storage: torch.UntypedStorage) -> None:
     """Give it its bytes back."""
     size = storage.nbytes() // watched.element_size()
-    watched.data = watched.new_empty(0).set_(storage, 0, (size,), (1,))  # type: ignore[call-overload]  # torch's stub lacks it
+    watched.data = watched.new_empty(0).set_(storage, 0, (size,), (1,))
 
 
 def check_version(watched: Tensor, version: int, shape: tuple[int, ...]) -> None:

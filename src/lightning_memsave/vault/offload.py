@@ -1,14 +1,200 @@
-"""Offload: payloads leave the device's memory between forward and backward, and come back bit for bit."""
+"""Offload: what an entry holds leaves the device's memory between forward and backward, and comes back bit for bit.
+
+On CUDA to pinned host memory: copies run on a stream of their own, and while backward works on one entry the next ones
+are already being fetched. On CPU to a temporary file, which the system's page cache may or may not hold: those pages
+are free to be dropped, but a limit on a container's memory may count them.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
 
-from lightning_memsave.vault.forms import Form
+import torch
+from torch import Tensor
+
+from lightning_memsave.vault.forms import Form, Raw, Recipe
+
+_MIN_BYTES = 1 << 16  # smaller tensors stay
+_NUM_AHEAD = 2  # entries that are fetched before backward asks for them
 
 
-class Offloader(Protocol):
-    """Moves what a form holds somewhere else."""
+class Offloader:
+    """Moves what forms hold somewhere else.
 
-    def take(self, form: Form) -> Form:
-        """A form that holds the same elsewhere."""
+    Args:
+        folder: where the file of CPU tensors lies; the system's temporary folder by default.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        self._folder = folder
+        self._file: File | None = None
+        self._streams: dict[torch.device, Stream] = {}
+
+    def __getstate__(self) -> dict[str, object]:  # a copied module opens a file of its own
+        return {"_folder": self._folder, "_file": None, "_streams": {}}
+
+    def take(self, form: Form) -> Form | None:
+        """A form that holds the same elsewhere; `None` when it is not worth moving."""
+        payload = list(form.payload())
+        if isinstance(form, (Recipe, Offloaded)) or sum(t.nbytes for t in payload) < _MIN_BYTES:
+            return None
+        return Offloaded(form, [self._place(tensor) for tensor in payload])
+
+    def _place(self, tensor: Tensor) -> Place:
+        if tensor.device.type == "cuda":
+            stream = self._streams.setdefault(tensor.device, Stream(tensor.device))
+            return InHostMemory(tensor, stream)
+        if self._file is None:
+            self._file = File(self._folder)
+        return InFile(tensor, self._file)
+
+
+class Place(Protocol):
+    """Where one tensor went."""
+
+    def get(self) -> Tensor:
+        """The tensor, back on its device."""
+
+
+class Offloaded:
+    """A form whose tensors are elsewhere."""
+
+    kind = "offloaded"
+
+    def __init__(self, form: Form, places: list[Place]) -> None:
+        self.rank, self._places = form.rank, places
+        self._form = None if isinstance(form, Raw) else form
+        self._empty()
+
+    def flat(self) -> Tensor:
+        """Fetched, and decoded."""
+        values = [place.get() for place in self._places]
+        if self._form is None:
+            return values[0]
+        for tensor, value in zip(self._form.payload(), values, strict=True):
+            tensor.data = value
+        try:
+            return self._form.flat()
+        finally:
+            self._empty()
+
+    def _empty(self) -> None:
+        for tensor in self._form.payload() if self._form is not None else ():
+            tensor.data = tensor.new_empty(0)
+
+    def payload(self) -> Iterator[Tensor]:
+        """Nothing on the device."""
+        return iter(())
+
+
+# ------------------------------------------------------------------------------- CPU: a file
+class File:
+    """A temporary file without a name; its space is used anew once nothing lies in it."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # lives as long as this object
+        self._lock, self._end, self._num_inside = threading.Lock(), 0, 0
+
+    def write(self, tensor: Tensor) -> int:
+        """Append a tensor's bytes; returns where they lie."""
+        with self._lock:
+            offset = self._end
+            self._file.seek(offset)
+            self._file.write(_bytes(tensor))
+            self._end += tensor.nbytes
+            self._num_inside += 1
+            return offset
+
+    def read(self, offset: int, out: Tensor) -> None:
+        """Fill `out` with the bytes at `offset`."""
+        with self._lock:
+            self._file.seek(offset)
+            count = self._file.readinto(_bytes(out))
+            if count != out.nbytes:
+                raise OSError(f"offload file: {count} of {out.nbytes} bytes read at {offset}")
+
+    def remove(self) -> None:
+        """One tensor less."""
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                self._end = 0
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat: Any = tensor.view(-1).view(torch.uint8).numpy()  # an array has the buffer protocol, says only Python 3.12
+    return memoryview(flat)
+
+
+class InFile:
+    """A CPU tensor in a file."""
+
+    def __init__(self, tensor: Tensor, file: File) -> None:
+        self._shape, self._dtype, self._file = tensor.shape, tensor.dtype, file
+        self._offset = file.write(tensor.contiguous())
+        weakref.finalize(self, file.remove)
+
+    def get(self) -> Tensor:
+        """Read it."""
+        out = torch.empty(self._shape, dtype=self._dtype)
+        self._file.read(self._offset, out)
+        return out
+
+
+# ------------------------------------------------------------------------------- CUDA: pinned host memory
+class Stream:
+    """The copying stream of one device, and what went over it, in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.side = torch.cuda.Stream(device)
+        self._sent: list[weakref.ref[InHostMemory]] = []
+
+    def sent(self, place: InHostMemory) -> int:
+        """Note a tensor; returns its number."""
+        if all(other() is None for other in self._sent[-1:]):  # a new forward pass
+            self._sent = [other for other in self._sent if other() is not None]
+        self._sent.append(weakref.ref(place))
+        return len(self._sent) - 1
+
+    def fetch_before(self, number: int) -> None:
+        """Start fetching what backward asks for next: it goes from the last to the first."""
+        for reference in self._sent[max(0, number - _NUM_AHEAD) : number]:
+            if (place := reference()) is not None:
+                place.fetch()
+
+
+class InHostMemory:
+    """A CUDA tensor in pinned host memory."""
+
+    def __init__(self, tensor: Tensor, stream: Stream) -> None:
+        self._device, self._stream = tensor.device, stream
+        self._fetched: Tensor | None = None
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        stream.side.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream.side):
+            self._host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream.side)  # its memory is not given away before the copy is done
+        self._number = stream.sent(self)
+        self._ready = torch.cuda.Event()
+
+    def fetch(self) -> None:
+        """Start the copy back; the stream's order puts it behind the copy out."""
+        if self._fetched is None:
+            with torch.cuda.stream(self._stream.side):
+                self._fetched = self._host.to(self._device, non_blocking=True)
+                self._ready.record(self._stream.side)
+
+    def get(self) -> Tensor:
+        """Wait for it on the device, not on the host."""
+        self.fetch()
+        fetched, self._fetched = self._fetched, None
+        assert fetched is not None
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(self._ready)
+        fetched.record_stream(current)
+        self._stream.fetch_before(self._number)
+        return fetched

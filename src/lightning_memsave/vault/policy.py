@@ -1,4 +1,4 @@
-"""What each operation needs of the tensors that it keeps for backward: every bit, a lossy copy, a sign, or only a shape.
+"""What each operation needs of the tensors that it keeps: every bit, a lossy copy, a sign, or only a shape.
 
 An operation is told by the name of the function that is being called (`max_pool2d`, `linear`, `mul`), which a function
 mode sees, also inside modules. An operation that is not listed needs every bit: a custom autograd Function, a new
@@ -8,8 +8,8 @@ operation, whatever is nonlinear in what it keeps.
 noise in the gradient (convolution, matmul, multiplication), those that read its sign only, and those whose curvature
 was measured to be harmless (activations, attention, normalisation; `tests/techniques/test_activation_compression.py`).
 
-*Sensitive* are results that appear in their own derivative (softmax, tanh, exp), statistics, and everything that carries
-no gradient (targets, masks, attention's log-sum-exp): kept exactly, whoever keeps them.
+*Sensitive* are results that appear in their own derivative (softmax, tanh, exp), statistics, and everything that
+carries no gradient (targets, masks, attention's log-sum-exp): kept exactly, whoever keeps them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from torch import Tensor
 from lightning_memsave.vault.forms import Rank
 from lightning_memsave.vault.graph import Node
 
-LOSSY = frozenset(
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+LOSSY = _names(
     """
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
     linear bilinear matmul mm bmm mv addmm baddbmm addbmm einsum tensordot inner outer
@@ -31,27 +36,29 @@ LOSSY = frozenset(
     batch_norm instance_norm group_norm layer_norm rms_norm
     relu relu_ leaky_relu leaky_relu_ prelu rrelu hardtanh relu6 abs threshold
     gelu silu mish elu celu selu softplus hardswish logsigmoid softsign glu
-    """.split()
+    """
 )
 """Functions whose saved tensors may be noisy, where a gradient flows through these."""
 
-SHAPE_ONLY = frozenset(
+SHAPE_ONLY = _names(
     """
     max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
     avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-    """.split()
+    """
 )
 """Functions that keep their floating-point input and read nothing but its shape."""
 
-SIGN_ONLY = frozenset({"relu", "relu_", "leaky_relu", "leaky_relu_"})
+SIGN_ONLY = _names("relu relu_ leaky_relu leaky_relu_")
 """Functions whose backward compares what they keep with zero."""
 
 SENSITIVE = frozenset(
     f"{name}Backward0"
-    for name in """
-    Softmax LogSoftmax SafeSoftmax Tanh Sigmoid LogSigmoid Exp Exp2 Expm1 Sqrt Rsqrt Reciprocal Erf Logsumexp
-    Log Log2 Log1P Pow Sin Cos CumSum Cumprod Norm LinalgVectorNorm Var VarMean Std StdMean
-    """.split()
+    for name in _names(
+        """
+        Softmax LogSoftmax SafeSoftmax Tanh Sigmoid LogSigmoid Exp Exp2 Expm1 Sqrt Rsqrt Reciprocal Erf Logsumexp
+        Log Log2 Log1P Pow Sin Cos CumSum Cumprod Norm LinalgVectorNorm Var VarMean Std StdMean
+        """
+    )
 )
 """Nodes whose results stay exact."""
 
@@ -81,7 +88,7 @@ def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank])
         overrides: ranks by function name, which go before the tables.
     """
     if (override := overrides.get(call.name)) is not None:
-        return override if tensor.requires_grad else Rank.EXACT
+        return override
     if not tensor.requires_grad:
         return Rank.EXACT
     if call.name in SHAPE_ONLY:
@@ -96,7 +103,7 @@ def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank])
 
 def _reads_the_sign(node: Node | None, call: Call) -> bool:
     if call.name.startswith("leaky"):  # keeps its input; the result where that was overwritten
-        return call.argument(1, "negative_slope", 0.01) > 0
+        return bool(call.argument(1, "negative_slope", 0.01) > 0)
     return node is not None and node.name() == "ReluBackward0"  # keeps its result
 
 

@@ -36,7 +36,6 @@ from lightning_memsave.vault.graph import (
     sequence_nr_of,
 )
 
-
 MAX_DEPTH = 6
 """How many operations a recomputation may chain: bounds its time, as recipes may build on recipes."""
 
@@ -198,7 +197,8 @@ def _layer_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
         y = (x.to(mean.dtype) - mean) * rstd  # [..., D], statistics [..., 1]
         if weight is not None:
             y = torch.addcmul(bias.to(y.dtype), y, weight.to(y.dtype)) if bias is not None else y.mul_(weight)
-        return y.to(dtype)
+        out: Tensor = y.to(dtype)
+        return out
 
     return Rule(normalise, is_linear=True, exactly=again)
 
@@ -211,7 +211,9 @@ def _group_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
     mean, rstd = saved(node, "result1"), saved(node, "result2")  # [B, G]
 
     def normalise(x: Tensor) -> Tensor:
-        scale, shift = (s.view(*s.shape, *[1] * (x.dim() - 2)) for s in fold_groups(mean, rstd, weight, bias, x.shape[1]))
+        scale, shift = (
+            s.view(*s.shape, *[1] * (x.dim() - 2)) for s in fold_groups(mean, rstd, weight, bias, x.shape[1])
+        )
         return torch.addcmul(shift, x, scale).to(x.dtype)  # [B, C, 1, ...]
 
     return Rule(normalise, is_linear=True)

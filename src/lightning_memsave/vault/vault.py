@@ -31,7 +31,15 @@ from lightning_memsave.vault import forms, policy
 from lightning_memsave.vault.chain import chain, relu_input
 from lightning_memsave.vault.entries import Entry, Handle, Passed, Recent, kept_bytes
 from lightning_memsave.vault.forms import Rank
-from lightning_memsave.vault.graph import Edge, edge_of, inputs_of, is_made_of_weights, sequence_nr_of, storage_key
+from lightning_memsave.vault.graph import (
+    Edge,
+    edge_of,
+    inputs_of,
+    is_innermost,
+    is_made_of_weights,
+    sequence_nr_of,
+    storage_key,
+)
 from lightning_memsave.vault.offload import Offloader
 from lightning_memsave.vault.recipes import Derivation, Source
 
@@ -73,13 +81,13 @@ class Vault:
     ) -> None:
         self.lossy, self.recompute, self.fuse, self.min_numel = lossy, recompute, fuse, min_numel
         self.overrides, self.seed, self.offloader = dict(overrides or {}), seed, offloader
-        self.num_coded = 0
-        """How many dithers were drawn; part of a checkpoint, so that a resumed run draws the next ones."""
+        self._step, self._num_drawn = 0, 0
         self.within: list[Rank] = []
         """Ranks that hold inside the modules that are running, the innermost last."""
         self.tally = Tally()
         """What the latest scope kept."""
         self._call = policy.NO_CALL
+        self._mode = _Calls(self)
         self._recent = Recent()
         self._depth = 0
         self._begin()
@@ -100,18 +108,36 @@ class Vault:
         self._depth += 1
         self._recent.replace(None)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), _Calls(self):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), self._mode:
                 yield
             self._settle()
         finally:
             self._depth -= 1
             self._begin()
 
+    @contextmanager
+    def unseen(self, name: str) -> Iterator[None]:
+        """Calls inside are not looked at: what they keep is kept for one function of that `name`.
+
+        For compiled regions: a function mode that is active would be compiled into them.
+        """
+        if not self._depth or not is_innermost(self._mode):
+            yield
+            return
+        before, self._call = self._call, policy.Call(name, (), {})
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+            self._call = before
+
     def entries(self) -> list[Entry]:
         """The entries of the scope that is open."""
         return list(self._entries.values())
 
     # --------------------------------------------------------------------------- packing
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pack(self, tensor: Tensor) -> Handle | Passed:
         if not self._manages(tensor):
             return Passed(tensor)
@@ -192,7 +218,7 @@ class Vault:
             return
         form = self._form_of(entry.flat(), entry.need)
         if self.offloader is not None:
-            form = self.offloader.take(form or entry.form)
+            form = self.offloader.take(form or entry.form) or form
         if form is not None:
             entry.become(form)
 
@@ -212,9 +238,17 @@ class Vault:
             return forms.Cast(flat) if flat.element_size() > 2 and bool(flat.isfinite().all()) else None
         return forms.Coded.of(flat, need, self._next_seed())
 
+    def draw_for(self, step: int) -> None:
+        """Draw the dither from a stream of this step's own, in which several scopes go on; repeats when resumed."""
+        if step != self._step:
+            self._step, self._num_drawn = step, 0
+
     def _next_seed(self) -> int:
-        self.num_coded += 1
-        return mix(mix(self.seed & 0xFFFFFFFF) ^ (self.num_coded & 0xFFFFFFFF))
+        self._num_drawn += 1
+        seed = 0
+        for part in (self.seed, self._step, self._num_drawn):
+            seed = mix((seed + part) & 0xFFFFFFFF)
+        return seed
 
     def _settle(self) -> None:
         """Code what still waits; give back what coding did not free; count."""
@@ -230,8 +264,14 @@ class Vault:
         self.tally = tally
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _unpack(kept: Handle | Passed) -> Tensor:
     return kept.get()
+
+
+def refuses_hooks(error: RuntimeError) -> bool:
+    """Whether this is what torch.func's transforms raise inside a scope."""
+    return "saved tensor hooks" in str(error) and "torch.func" in str(error)
 
 
 def _recipe(source: Source, tensor: Tensor) -> forms.Recipe:
@@ -246,6 +286,7 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self._vault = vault
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled function that is met breaks its graph here
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         vault, kwargs = self._vault, kwargs or {}
         before, name = vault._call, getattr(func, "__name__", "")
@@ -285,7 +326,12 @@ def _window_index(index: Tensor, call: policy.Call) -> forms.WindowIndex | None:
     if dims is None or not forms.covers_its_storage(index) or not index.is_contiguous():
         return None
     source, kernel = call.argument(0, "input"), call.argument(1, "kernel_size")
-    settings = kernel, call.argument(2, "stride") or kernel, call.argument(3, "padding", 0), call.argument(4, "dilation", 1)
+    settings = (
+        kernel,
+        call.argument(2, "stride") or kernel,
+        call.argument(3, "padding", 0),
+        call.argument(4, "dilation", 1),
+    )
     window = [[s] * dims if isinstance(s, int) else list(s) * (dims if len(s) == 1 else 1) for s in settings]
     if not forms.WindowIndex.fits(window):
         return None

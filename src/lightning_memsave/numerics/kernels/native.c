@@ -172,8 +172,8 @@ int quantize_signed(const void *x, int is_bfloat16, uint8_t *codes, uint16_t *ra
         }
         for (int i = 0; i < BLOCK; i += LANES)
             for (int k = 0; k < LANES; k++) {
-                float f = v[i + k], a = f > 0 ? INFINITY : f, c = f > 0 ? -INFINITY : f;
-                float d = f > 0 ? f : INFINITY, e = f > 0 ? f : -INFINITY;
+                float f = v[i + k], m = fabsf(f), a = f > 0 ? INFINITY : m, c = f > 0 ? -INFINITY : m;
+                float d = f > 0 ? m : INFINITY, e = f > 0 ? m : -INFINITY;
                 low_n[k] = a < low_n[k] ? a : low_n[k];
                 high_n[k] = c > high_n[k] ? c : high_n[k];
                 low_p[k] = d < low_p[k] ? d : low_p[k];
@@ -188,7 +188,7 @@ int quantize_signed(const void *x, int is_bfloat16, uint8_t *codes, uint16_t *ra
             bad[0] |= bad[k];
         }
         float lows[2] = {low_n[0], low_p[0]}, highs[2] = {high_n[0], high_p[0]};
-        float from[2], step[2], inverse[2]; /* of the elements <= 0, and of those > 0 */
+        float from[2], step[2], inverse[2]; /* of the magnitudes of the elements <= 0, and of those > 0 */
         for (int side = 0; side < 2; side++) {
             float low = lows[side], high = highs[side];
             if (low > high) low = high = 0; /* none belongs */
@@ -205,8 +205,8 @@ int quantize_signed(const void *x, int is_bfloat16, uint8_t *codes, uint16_t *ra
         else for (int i = 0; i < BLOCK; i++) dither[i] = 0.5f;
         float from_n = from[0], from_p = from[1], inverse_n = inverse[0], inverse_p = inverse[1];
         for (int i = 0; i < BLOCK; i++) {
-            float f = v[i];
-            float level_n = (f - from_n) * inverse_n + dither[i], level_p = (f - from_p) * inverse_p + dither[i];
+            float f = v[i], m = fabsf(f);
+            float level_n = (m - from_n) * inverse_n + dither[i], level_p = (m - from_p) * inverse_p + dither[i];
             float level = f > 0 ? level_p : level_n;
             level = level < 0 ? 0 : level;
             level = level > top ? top : level;
@@ -228,8 +228,7 @@ void dequantize_signed(const uint8_t *codes, const uint16_t *ranges, void *y, in
         unpack(codes + b * (32 * bits), code, bits);
         for (int i = 0; i < BLOCK; i++) {
             int c = code[i];
-            float n_value = r[0] + r[1] * (float)c, p_value = r[2] + r[3] * (float)(c - half);
-            n_value = n_value > 0 ? 0 : n_value;
+            float n_value = 0 - (r[0] + r[1] * (float)c), p_value = r[2] + r[3] * (float)(c - half);
             p_value = p_value < SMALLEST_POSITIVE ? SMALLEST_POSITIVE : p_value;
             values[i] = c >= half ? p_value : n_value;
         }

@@ -43,7 +43,8 @@ def library() -> ctypes.CDLL | None:
         if not built.exists():
             with tempfile.TemporaryDirectory(dir=cache) as folder:  # renamed when complete: others may build as well
                 part = Path(folder) / built.name
-                subprocess.run([compiler, *_FLAGS, str(_SOURCE), "-o", str(part), "-lm"], check=True, capture_output=True)
+                command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(part), "-lm"]
+                subprocess.run(command, check=True, capture_output=True)
                 part.replace(built)
         return ctypes.CDLL(str(built))
     except (OSError, subprocess.CalledProcessError):
@@ -53,7 +54,8 @@ def library() -> ctypes.CDLL | None:
 def _cpu() -> str:
     """What `-march=native` depends on: a home folder may be shared by different machines."""
     info = Path("/proc/cpuinfo")
-    flags = [line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))] if info.exists() else []
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = [line for line in lines if line.startswith(("flags", "Features"))]
     return f"{platform.machine()} {platform.processor()} {flags[:1]}"
 
 

@@ -7,7 +7,7 @@ its lower end in the lower half, that of its step in the upper.
 Whether all values are finite is not asked, since the host would have to wait for the answer: a block that is not
 finite gets NaN for its lower ends, and decodes to NaN.
 """
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -79,14 +79,15 @@ def _quantize(
     finite = tl.min(tl.min(_is_finite(values).to(tl.int32), axis=2), axis=1) > 0  # [blocks]
     if signed:
         top = 2.0 ** (bits - 1) - 1
-        low_n, step_n = _range(values, ~above, top)
-        low_p, step_p = _range(values, above, top)
+        magnitudes = tl.abs(values)
+        low_n, step_n = _range(magnitudes, ~above, top)
+        low_p, step_p = _range(magnitudes, above, top)
         finite &= _is_finite(low_n) & _is_finite(step_n) & _is_finite(low_p) & _is_finite(step_p)
         tl.store(ranges + 2 * block, tl.where(finite, _word(low_n, step_n), _NAN_RANGE), mask=block < num_blocks)
         tl.store(ranges + 2 * block + 1, tl.where(finite, _word(low_p, step_p), _NAN_RANGE), mask=block < num_blocks)
         low = tl.where(above, low_p[:, None, None], low_n[:, None, None])
         inverse = tl.where(above, _inverse(step_p)[:, None, None], _inverse(step_n)[:, None, None])
-        code = _level(values, low, inverse, top, block, element, seed, stochastic)
+        code = _level(magnitudes, low, inverse, top, block, element, seed, stochastic)
         code += tl.where(above, 2 ** (bits - 1), 0)
     else:
         keeps_zero = (_smallest(values) == 0) & (_largest(values) > 0)  # [blocks]
@@ -125,7 +126,7 @@ def _dequantize(
         low = tl.where(above, _low(word_p), _low(word_n))
         step = tl.where(above, _step(word_p), _step(word_n))
         value = low + step * tl.where(above, code - 2 ** (bits - 1), code).to(tl.float32)
-        value = tl.where(above, _at_least_positive(value), tl.where(value > 0, 0.0, value))
+        value = tl.where(above, _at_least_positive(value), 0.0 - value)
     else:
         word = tl.load(ranges + block, mask=exists, other=0)[:, None, None]
         keeps_zero = word < 0

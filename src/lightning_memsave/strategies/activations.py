@@ -1,0 +1,64 @@
+"""Activation compression in a run: `training_step` runs inside the vault's scope."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from lightning_memsave.core.errors import NoEffectWarning
+from lightning_memsave.core.report import Applied
+from lightning_memsave.techniques.activation_compression import ActivationCompression, open_vault, summarize
+from lightning_memsave.vault import refuses_hooks
+
+
+class ForwardScope:
+    """The vault of one fit.
+
+    Args:
+        trainer: Lightning's trainer; its module is set up, and of its batches the vault counts the noise.
+        config: how to keep what is kept.
+
+    Raises:
+        ValueError: as `open_vault`.
+    """
+
+    def __init__(self, trainer: Any, config: ActivationCompression) -> None:
+        rank = trainer.global_rank  # each process has noise of its own
+        self._config = dataclasses.replace(config, seed=config.seed + 0x9E3779B9 * rank)
+        self._vault, self._applied = open_vault(trainer.lightning_module, self._config)
+        self._is_on = True
+
+    def run(self, trainer: Any, step: Callable[[], Any]) -> Any:
+        """Call `step`, which runs `training_step` on a batch or a part of one."""
+        if not self._is_on:
+            return step()
+        # Counted by the trainer, so that a resumed run goes on where the first one stopped.
+        self._vault.draw_for(trainer.fit_loop.total_batch_idx)
+        try:
+            with self._vault.scope():
+                return step()
+        except RuntimeError as error:
+            if not refuses_hooks(error):
+                raise
+        self._is_on = False
+        warnings.warn(
+            "Activation compression is switched off: `training_step` uses torch.func, which refuses saved-tensor "
+            "hooks. This batch is run again without it.",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+        return step()
+
+    @property
+    def applied(self) -> Applied:
+        """What was done so far."""
+        if not self._is_on:
+            summary = "off: torch.func refuses saved-tensor hooks"
+            return dataclasses.replace(self._applied, summary=summary, loss_class="exact", reasons=())
+        return dataclasses.replace(self._applied, summary=summarize(self._config, self._vault.tally))
+
+    def close(self) -> None:
+        """Take the hooks off the model; twice is safe."""
+        self._applied.undo()

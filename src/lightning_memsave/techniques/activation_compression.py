@@ -1,0 +1,258 @@
+"""Activation compression: what autograd keeps for backward is kept in fewer bytes.
+
+What shrinks: the activations between forward and backward, 95 % of a CNN's training memory; no module is touched, no
+call is rewritten. Bytes per element of a float32 activation (4 in plain torch), and the loss class:
+
+| codec        | B/element | loss class | what is kept                                                             |
+|--------------|-----------|------------|--------------------------------------------------------------------------|
+| "exact"      | 0 or 4    | exact      | nothing of a tensor that follows cheaply from what is kept anyway        |
+| "bf16"       | 2         | unbiased   | the value, stochastically rounded to bfloat16                            |
+| "int8"       | 1.016     | unbiased   | a code per element and a range per 256, stochastically rounded           |
+| "int4"       | 0.516     | unbiased   |                                                                          |
+| "int2"       | 0.266     | unbiased   | the noise is large: see the page                                         |
+| "int4-chain" | 0.531     | unbiased   | "int4", and one code for the two tensors of normalisation + ReLU         |
+| "offload"    | 0         | exact      | what the others leave goes to pinned host memory (CUDA) or to a file     |
+
+With every codec, what needs less is kept in less, exactly: boolean and two-valued tensors (dropout's noise) as 1 bit, a
+ReLU's output as 1 bit where nobody else needs it, a max-pool's argmax as 2 bits and its input as its shape, integers in
+the narrowest type. Codecs combine: `("exact", "int4")` computes again what it can and codes the rest.
+
+Only tensors of operations that bear noise are coded lossily (`vault.policy` is the table); softmax, losses, statistics
+and custom functions keep every bit. Noise that a gradient is linear in leaves it unbiased; its size is measured in
+`benchmarks/bench_activation_compression.py`.
+
+Sources: Chen et al., "ActNN", 2021 (https://arxiv.org/abs/2104.14129); Liu et al., "GACT", 2022
+(https://arxiv.org/abs/2206.11357) for activations of any network; Chen et al., 2016 (https://arxiv.org/abs/1604.06174),
+section 4.2, for recomputing the cheap half. Different: one vault for all of it, found from the autograd graph; no
+mixed bits per layer; zeros and signs survive coding.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.report import Applied
+from lightning_memsave.core.units import format_bytes
+from lightning_memsave.numerics.kbit import coded_bytes
+from lightning_memsave.vault import Rank, Tally, Vault
+from lightning_memsave.vault.compiled import compiled_regions, shield
+from lightning_memsave.vault.offload import Offloader
+
+RANKS = {"exact": Rank.EXACT, "bf16": Rank.BF16, "int8": Rank.INT8, "int4": Rank.INT4, "int2": Rank.INT2}
+"""What a module or an operation may be set to, and how much of a tensor that keeps."""
+CODECS = (*RANKS, "int4-chain", "offload")
+_LOSSY = ("bf16", "int8", "int4", "int2", "int4-chain")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCompression:
+    """Settings of activation compression.
+
+    Raises:
+        ValueError: an unknown codec, two lossy ones, or a number out of its range.
+    """
+
+    codecs: tuple[str, ...] = ("exact",)
+    """Any of `"exact"`, `"offload"`, and one of `"bf16"`, `"int8"`, `"int4"`, `"int2"`, `"int4-chain"`."""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Codec by pattern (`*`, `?`) of a module's qualified name or class name, for what is kept inside it. The
+    innermost module decides, and the first pattern that matches it: `{"head": "exact", "layers.0.*": "int8"}`."""
+    operations: Mapping[str, str] = field(default_factory=dict)
+    """Codec by name of a function, before the policy's table: `{"gelu": "int8", "sin": "int4"}`. The name of a custom
+    autograd Function is not seen; `"compiled"` stands for `torch.compile`d modules."""
+    min_numel: int = 1024
+    """Tensors with fewer elements are left alone."""
+    seed: int = 0
+    """Of the stochastic rounding, which never draws from torch's generators."""
+    offload_folder: str | None = None
+    """Where `"offload"` writes on CPU; the system's temporary folder by default. Not on a RAM disk."""
+
+    def __post_init__(self) -> None:
+        for codec in self.codecs:
+            if codec not in CODECS:
+                raise setting_error("activations", f"must be of {', '.join(map(repr, CODECS))}", codec, _REMEDY)
+        lossy = [codec for codec in self.codecs if codec in _LOSSY]
+        if not self.codecs or len(lossy) > 1 or len(set(self.codecs)) < len(self.codecs):
+            raise setting_error("activations", "must name codecs once, and one lossy one at most", self.codecs, _REMEDY)
+        for name in ("modules", "operations"):
+            for key, codec in getattr(self, name).items():
+                if codec not in RANKS:
+                    setting = f"ActivationCompression.{name}[{key!r}]"
+                    raise setting_error(setting, f"must be one of {', '.join(map(repr, RANKS))}", codec, _REMEDY)
+        if self.min_numel < 1:
+            raise setting_error(
+                "ActivationCompression.min_numel", "must be a positive integer", self.min_numel, "The default is 1024."
+            )
+        if self.offload_folder is not None and not Path(self.offload_folder).is_dir():
+            raise setting_error(
+                "ActivationCompression.offload_folder", "must be an existing folder", self.offload_folder, "Create it."
+            )
+
+    @classmethod
+    def from_shorthand(cls, value: object) -> ActivationCompression:
+        """`activations="int4"`, `activations=["exact", "int4"]`; `True` means `"exact"`."""
+        if value is True:
+            return cls()
+        names = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+        return cls(codecs=names)
+
+    @property
+    def lossy(self) -> Rank:
+        """What is enough for a tensor that may be noisy."""
+        return next((RANKS[codec.removesuffix("-chain")] for codec in self.codecs if codec in _LOSSY), Rank.EXACT)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no tensor is changed."""
+        return min([self.lossy, *(RANKS[c] for c in (*self.modules.values(), *self.operations.values()))]) == Rank.EXACT
+
+
+_REMEDY = 'For example `activations="exact"` or `activations=["exact", "int4"]`.'
+
+
+def estimate_activation_compression(num_elements: int, config: ActivationCompression) -> int:
+    """Bytes that a float32 activation of `num_elements` is kept in, where its operation bears noise."""
+    if config.lossy is Rank.EXACT:
+        return 4 * num_elements
+    if config.lossy is Rank.BF16:
+        return 2 * num_elements
+    return coded_bytes(num_elements, int(config.lossy.name.removeprefix("INT")))
+
+
+# ---------------------------------------------------------------------------------------------------- on a module
+_VAULT = "_activation_vault"
+
+
+def apply_activation_compression(model: nn.Module, config: ActivationCompression) -> Applied:
+    """What `model`'s forward keeps for backward is compressed, in place; `state_dict`, types and `deepcopy` stay.
+
+    The loss, outside of the model, keeps what it keeps.
+
+    Raises:
+        ValueError: applied twice, a pattern matches no module, or the whole model is compiled.
+    """
+    if _VAULT in model.__dict__:
+        raise setting_error("activations", "must be applied once", type(model).__name__, "Call `.undo()` of the first.")
+    vault, applied = open_vault(model, config)
+    model.__dict__[_VAULT] = _Scope(vault, model.__dict__.get("forward"))
+    model.forward = types.MethodType(forward, model)
+    close = applied.restore
+
+    def restore() -> None:
+        scope = model.__dict__.pop(_VAULT)
+        del model.forward
+        if scope.previous_forward is not None:
+            model.forward = scope.previous_forward
+        close()
+
+    applied.restore = restore
+    return applied
+
+
+class _Scope:
+    """What a module with a vault remembers. A copy of the module has a vault of its own."""
+
+    def __init__(self, vault: Vault, previous_forward: Callable[..., Any] | None) -> None:
+        self.vault, self.previous_forward = vault, previous_forward
+
+
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module with a vault; named so that a pickled module finds its own class's method again."""
+    scope: _Scope = self.__dict__[_VAULT]
+    original = scope.previous_forward or types.MethodType(type(self).forward, self)
+    with scope.vault.scope():
+        return original(*args, **kwargs)
+
+
+def open_vault(model: nn.Module, config: ActivationCompression) -> tuple[Vault, Applied]:
+    """A vault for what `model` computes, whose `scope()` the caller enters; undoing takes its hooks off the model.
+
+    Raises:
+        ValueError: a pattern matches no module, or the whole model is compiled.
+    """
+    _refuse_whole_compiled(model)
+    vault = Vault(
+        lossy=config.lossy,
+        recompute="exact" in config.codecs,
+        fuse="int4-chain" in config.codecs,
+        overrides={name: RANKS[codec] for name, codec in config.operations.items()},
+        min_numel=config.min_numel,
+        seed=config.seed,
+        offloader=Offloader(config.offload_folder) if "offload" in config.codecs else None,
+    )
+    removals = [*_set_modules(model, vault, config.modules), *shield(model, vault)]
+
+    def restore() -> None:
+        for remove in removals:
+            remove()
+
+    is_exact = config.is_exact
+    return vault, Applied(
+        technique="activation_compression",
+        summary=", ".join(config.codecs),
+        loss_class="exact" if is_exact else "unbiased",
+        reasons=() if is_exact else (f"activations are kept with the noise of {', '.join(config.codecs)}",),
+        restore=restore,
+    )
+
+
+def summarize(config: ActivationCompression, tally: Tally) -> str:
+    """One line on what the latest forward pass kept, and in how much."""
+    plain = sum(tally.plain_bytes.values())
+    if not plain:
+        return ", ".join(config.codecs)
+    forms = ", ".join(f"{count} {kind}" for kind, count in tally.entries.most_common())
+    return f"{', '.join(config.codecs)}: {format_bytes(plain)} kept in {format_bytes(tally.held_bytes)} ({forms})"
+
+
+def _set_modules(model: nn.Module, vault: Vault, patterns: Mapping[str, str]) -> list[Callable[[], None]]:
+    """Hooks that tell the vault which codec holds inside which module."""
+    unused, removals = set(patterns), []
+    for name, module in model.named_modules():
+        matching = [p for p in patterns if any(fnmatchcase(text, p) for text in (name, type(module).__name__))]
+        unused.difference_update(matching)
+        if matching:
+            hooks = _Within(vault, RANKS[patterns[matching[0]]])
+            removals.append(module.register_forward_pre_hook(hooks.enter, prepend=True).remove)
+            removals.append(module.register_forward_hook(hooks.leave, always_call=True).remove)
+    if unused:
+        for remove in removals:
+            remove()
+        known = ", ".join(sorted({type(m).__name__ for m in model.modules()}))
+        raise setting_error(
+            "ActivationCompression.modules", "must match modules", sorted(unused)[0], f"Classes in this model: {known}."
+        )
+    return removals
+
+
+@dataclass
+class _Within:
+    vault: Vault
+    rank: Rank
+
+    def enter(self, *_: object) -> None:
+        self.vault.within.append(self.rank)
+
+    def leave(self, *_: object) -> None:
+        self.vault.within.pop()
+
+
+def _refuse_whole_compiled(model: nn.Module) -> None:
+    total = sum(p.numel() for p in model.parameters())
+    for name, module in compiled_regions(model):
+        if 2 * sum(p.numel() for p in module.parameters()) > total:
+            raise setting_error(
+                "activations",
+                "cannot be used with a whole model that is compiled: its backward asks for everything at once, which "
+                "raises the peak",
+                name or type(model).__name__,
+                "Compile its blocks one by one (`for block in blocks: block.compile()`), or set `activations=False`.",
+            )

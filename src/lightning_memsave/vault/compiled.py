@@ -1,0 +1,53 @@
+"""`torch.compile`d modules in a scope: the function mode of the vault must not be traced into them.
+
+A compiled region runs as one custom function, so what it keeps is kept exactly unless the user says otherwise; its
+tensors are handed over together when its forward ends. Private names (torch 2.13): `_compiled_call_impl` and
+`OptimizedModule`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from lightning_memsave.vault.vault import Vault
+
+NAME = "compiled"
+"""What a compiled region is called in the policy."""
+
+
+def compiled_regions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that were compiled with `module.compile()` or `torch.compile(module)`, with their names."""
+    for name, module in model.named_modules():
+        if _entrance(module) is not None:
+            yield name, module
+
+
+def shield(model: nn.Module, vault: Vault) -> list[Callable[[], None]]:
+    """Keep the vault from looking into the compiled regions of `model`; returns the ways back."""
+    return [_wrap(module, vault) for _, module in list(compiled_regions(model))]
+
+
+def _entrance(module: nn.Module) -> str | None:
+    """The attribute that holds the compiled callable."""
+    if isinstance(module, OptimizedModule):
+        return "forward"
+    return "_compiled_call_impl" if module._compiled_call_impl is not None else None
+
+
+def _wrap(module: nn.Module, vault: Vault) -> Callable[[], None]:
+    attribute = _entrance(module)
+    assert attribute is not None
+    compiled = getattr(module, attribute)
+
+    @functools.wraps(compiled)
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        with vault.unseen(NAME):
+            return compiled(*args, **kwargs)
+
+    setattr(module, attribute, unseen)
+    return lambda: setattr(module, attribute, compiled)

@@ -1,0 +1,250 @@
+import math
+import shutil
+import stat
+import subprocess
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from lightning_memsave.numerics import bits, kbit, kernels
+from lightning_memsave.numerics.kernels import native
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+KINDS = {
+    "normal": torch.randn,
+    "relu": lambda n: torch.randn(n).relu(),
+    "gelu": lambda n: torch.nn.functional.gelu(torch.randn(n)),
+    "constant": lambda n: torch.full((n,), 0.3),
+    "negative": lambda n: -torch.rand(n) - 5,
+    "heavy tails": lambda n: torch.randn(n) / torch.randn(n).abs().clamp_min(1e-3),
+    "denormal": lambda n: torch.randn(n) * 1e-39,
+    "denormal relu": lambda n: (torch.randn(n) * 1e-44).relu(),
+    "large": lambda n: torch.rand(n) * 3.39e38,
+    "overflowing": lambda n: torch.randn(n) * 3e38,
+    "zeros of both signs": lambda n: torch.zeros(n) * torch.randn(n),
+    "few negative zeros": lambda n: torch.where(torch.rand(n) < 0.01, -0.0, torch.rand(n) * (torch.rand(n) < 0.5)),
+}
+floats = st.lists(st.floats(width=32), min_size=1, max_size=20)
+any_kind = pytest.mark.parametrize("signed", [False, True], ids=["zeros", "signs"])
+any_bits = pytest.mark.parametrize("width", kbit.BITS)
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+
+
+def assert_equal_bit_for_bit(values, width, seed, signed):
+    expected = kbit.quantize(values, width, seed, signed)
+    found = native.quantize(values, width, seed, signed)
+    if expected is None:
+        assert found is None
+        return
+    for a, b in zip(found, expected, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    for dtype in DTYPES:
+        decoded = native.dequantize(*expected, width, torch.empty(len(values), dtype=dtype), signed)
+        reference = kbit.dequantize(*expected, width, torch.empty(len(values), dtype=dtype), signed)
+        assert torch.equal(decoded.view(torch.uint8), reference.view(torch.uint8))
+
+
+# ------------------------------------------------------------------------------- C equals the reference
+@needs_compiler
+@any_kind
+@any_bits
+@pytest.mark.parametrize("seed", [None, 2**32 - 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", KINDS)
+def test_codes_equal_the_reference(name, dtype, seed, width, signed):
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    for size in (1, 255, 256, 1000):
+        values = KINDS[name](size)
+        values = values if name == "overflowing" else values.clamp(-limit, limit)
+        assert_equal_bit_for_bit(values.to(dtype), width, seed, signed)
+
+
+@needs_compiler
+@any_kind
+@any_bits
+@settings(max_examples=60)
+@given(values=floats, seed=st.none() | st.integers(0, 2**32 - 1))
+def test_codes_of_any_floats_equal_the_reference(width, signed, values, seed):
+    assert_equal_bit_for_bit(torch.tensor(values), width, seed, signed)
+
+
+@needs_compiler
+@any_kind
+@any_bits
+@settings(max_examples=60)
+@given(patterns=st.lists(st.integers(-(2**15), 2**15 - 1), min_size=1, max_size=300))
+def test_codes_of_any_bfloat16_equal_the_reference(width, signed, patterns):
+    values = torch.tensor(patterns, dtype=torch.int16).view(torch.bfloat16)
+    assert_equal_bit_for_bit(values, width, 3, signed)
+    assert_equal_bit_for_bit(values.nan_to_num(0, 1, 1) / 2, width, 3, signed)  # all finite
+
+
+@needs_compiler
+@any_kind
+@any_bits
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_range_from_nan_decodes_to_nan(dtype, width, signed):
+    # What the kernels on CUDA write for a block that is not finite.
+    ranges = torch.tensor([[math.nan, 0] * (2 if signed else 1)], dtype=torch.bfloat16)
+    codes = torch.randint(0, 256, (1, 32 * width), dtype=torch.uint8)
+    for module in (kbit, native):
+        assert bool(module.dequantize(codes, ranges, width, torch.empty(256, dtype=dtype), signed).isnan().all())
+
+
+@needs_compiler
+@any_kind
+def test_number_of_threads_does_not_show(signed, monkeypatch):
+    monkeypatch.setattr(native, "_MIN_PER_THREAD", 256)
+    values, mask = torch.randn(256 * 13 + 7), torch.rand(256 * 13 + 7) < 0.5
+    found = []
+    for threads in (1, 2, 3, 5):
+        torch.set_num_threads(threads)
+        codes, ranges = native.quantize(values, 4, 1, signed)
+        decoded = native.dequantize(codes, ranges, 4, torch.empty_like(values), signed)
+        packed = native.pack_mask(mask)
+        found.append(
+            (codes, ranges, decoded, packed, native.unpack_mask(packed, len(mask)), native.pack_positive(values))
+        )
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True))
+
+
+@needs_compiler
+@any_kind
+@pytest.mark.parametrize("place", [0, 1500, 256 * 13 + 6])
+def test_every_thread_reports_what_is_not_finite(place, signed, monkeypatch):
+    monkeypatch.setattr(native, "_MIN_PER_THREAD", 256)
+    torch.set_num_threads(4)
+    values = torch.randn(256 * 13 + 7)
+    values[place] = math.inf
+    assert native.quantize(values, 4, 1, signed) is None
+
+
+@needs_compiler
+def test_large_tensors_are_shared_between_threads(monkeypatch):
+    torch.set_num_threads(2)
+    pools = []
+    pool = native._pool
+    monkeypatch.setattr(native, "_pool", lambda threads: pools.append(threads) or pool(threads))
+    values = torch.randn(2 * native._MIN_PER_THREAD + 300)
+    assert_equal_bit_for_bit(values, 4, 1, False)
+    assert set(pools) == {2}
+
+
+# ------------------------------------------------------------------------------- masks
+@given(mask=st.lists(st.booleans(), max_size=70))
+def test_masks_equal_the_reference(mask):
+    mask = torch.tensor(mask, dtype=torch.bool)
+    packed = kernels.pack_mask(mask)
+    assert torch.equal(packed, bits.pack(mask, 1))
+    assert packed.numel() == math.ceil(len(mask) / 8)
+    assert torch.equal(kernels.unpack_mask(packed, len(mask)), mask)
+
+
+@given(values=st.lists(st.floats(width=16), max_size=70), dtype=st.sampled_from(DTYPES))
+def test_masks_of_positive_values_equal_the_reference(values, dtype):
+    values = torch.tensor(values, dtype=dtype)
+    packed = kernels.pack_positive(values)
+    assert torch.equal(packed, bits.pack(values > 0, 1))
+    assert torch.equal(kernels.unpack_mask(packed, len(values)), values > 0)
+
+
+# ------------------------------------------------------------------------------- which implementation
+def use_all(signed=False):
+    """Every function of `kernels` on values that are the same each time."""
+    values = torch.linspace(-1, 1, 1000)
+    codes, ranges = kernels.quantize(values, 4, 7, signed)
+    packed = kernels.pack_mask(values > 0.5)
+    return (
+        *(codes, ranges, kernels.dequantize(codes, ranges, 4, torch.empty_like(values), signed)),
+        *(packed, kernels.unpack_mask(packed, len(values)), kernels.pack_positive(values)),
+    )
+
+
+@pytest.fixture
+def rebuilt(tmp_path, monkeypatch):
+    """As in a new process and for a new user."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.library.cache_clear()
+    yield tmp_path
+    native.library.cache_clear()
+
+
+def compiler_that(tmp_path, monkeypatch, does):
+    script = tmp_path / "cc"
+    script.write_text(f"#!/bin/sh\n{does}\n")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(shutil, "which", lambda name: str(script))
+
+
+def assert_falls_back(expected):
+    assert kernels.implementation(CPU) == "torch"
+    assert native.library() is None
+    assert all(map(torch.equal, use_all(), expected))
+
+
+def test_without_a_compiler_torch_gives_the_same(rebuilt, monkeypatch):
+    expected = use_all()
+    native.library.cache_clear()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert_falls_back(expected)
+
+
+@pytest.mark.parametrize(
+    "does",
+    ["exit 1", 'while [ "$1" != -o ]; do shift; done; echo nonsense > "$2"', "kill -9 $$", "true"],
+    ids=["fails", "writes nonsense", "is killed", "writes nothing"],
+)
+def test_with_a_broken_compiler_torch_gives_the_same(does, rebuilt, monkeypatch):
+    expected = use_all()
+    native.library.cache_clear()
+    compiler_that(rebuilt, monkeypatch, does)
+    assert_falls_back(expected)
+
+
+def test_with_a_compiler_that_cannot_be_run_torch_gives_the_same(rebuilt, monkeypatch):
+    expected = use_all()
+    native.library.cache_clear()
+    monkeypatch.setattr(shutil, "which", lambda name: str(rebuilt / "gone"))
+    assert_falls_back(expected)
+
+
+def test_without_a_writable_cache_torch_gives_the_same(rebuilt, monkeypatch):
+    expected = use_all()
+    native.library.cache_clear()
+    (rebuilt / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(rebuilt / "file"))
+    assert_falls_back(expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("by", ["XDG_CACHE_HOME", "HOME"])
+def test_library_is_built_once_into_the_users_cache(by, rebuilt, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv(by, str(rebuilt))
+    assert kernels.implementation(CPU) == "c"
+    folder = rebuilt / (".cache" if by == "HOME" else "") / "lightning_memsave"
+    (built,) = folder.iterdir()  # nothing half-built is left beside it
+    assert built.match("native-*.so")
+    native.library.cache_clear()
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("built twice"))
+    assert kernels.implementation(CPU) == "c"
+
+
+@needs_compiler
+def test_other_source_or_machine_gets_a_library_of_its_own(rebuilt, monkeypatch):
+    native.library()
+    native.library.cache_clear()
+    monkeypatch.setattr(native, "_cpu", lambda: "another")
+    native.library()
+    assert len(list((rebuilt / "lightning_memsave").iterdir())) == 2
+
+
+@pytest.mark.parametrize(("has_triton", "expected"), [(True, "triton"), (False, "torch")])
+def test_cuda_uses_triton_where_it_is(has_triton, expected, monkeypatch):
+    monkeypatch.setattr(kernels, "_has_triton", lambda: has_triton)
+    assert kernels.implementation(torch.device("cuda")) == expected
+    assert kernels.implementation(CPU) in {"c", "torch"}
