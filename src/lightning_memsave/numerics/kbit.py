@@ -180,8 +180,13 @@ def _mix(value: Tensor) -> Tensor:
     return value ^ value >> 16
 
 
-def _dither(seed: int, first_block: int, num_blocks: int, device: torch.device) -> Tensor:
-    """Uniform numbers in [0, 1) with 24 bits, [num_blocks, 256]."""
+def random_bits(seed: int, first_block: int, num_blocks: int, device: torch.device) -> Tensor:
+    """32 random bits per element, held in int64, [num_blocks, 256]."""
     block = torch.arange(first_block, first_block + num_blocks, device=device) & 0xFFFFFFFF
     element = torch.arange(BLOCK_SIZE, device=device) * 0x9E3779B9
-    return (_mix((_mix(block ^ seed)[:, None] + element) & 0xFFFFFFFF) >> 8).float() * 2.0**-24
+    return _mix((_mix(block ^ seed)[:, None] + element) & 0xFFFFFFFF)
+
+
+def _dither(seed: int, first_block: int, num_blocks: int, device: torch.device) -> Tensor:
+    """Uniform numbers in [0, 1) with 24 bits, [num_blocks, 256]."""
+    return (random_bits(seed, first_block, num_blocks, device) >> 8).float() * 2.0**-24

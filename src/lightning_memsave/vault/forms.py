@@ -234,12 +234,18 @@ def _product(sizes: Sequence[int]) -> int:
 
 
 class Cast:
-    """bfloat16: half of float32's bytes, 8 bits of precision, rounded to the nearest."""
+    """bfloat16: half of float32's bytes, 8 bits of precision, stochastically rounded."""
 
     kind, rank = "bf16", Rank.BF16
 
-    def __init__(self, flat: Tensor) -> None:
-        self._values, self._dtype = flat.bfloat16(), flat.dtype
+    def __init__(self, values: Tensor, dtype: torch.dtype) -> None:
+        self._values, self._dtype = values, dtype
+
+    @classmethod
+    def of(cls, flat: Tensor, seed: int) -> Cast | None:
+        """`None` when a value is not finite, or takes no more than bfloat16 anyway."""
+        values = kernels.round_to_bfloat16(flat, seed) if flat.element_size() > 2 else None
+        return None if values is None else cls(values, flat.dtype)
 
     def flat(self) -> Tensor:
         """The rounded values."""

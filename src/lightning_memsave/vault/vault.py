@@ -235,7 +235,7 @@ class Vault:
         if need == Rank.EXACT:
             return forms.TwoValues.of(flat)
         if need == Rank.BF16:
-            return forms.Cast(flat) if flat.element_size() > 2 and bool(flat.isfinite().all()) else None
+            return forms.Cast.of(flat, self._next_seed())
         return forms.Coded.of(flat, need, self._next_seed())
 
     def draw_for(self, step: int) -> None:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from lightning_memsave.numerics import bits, kbit
+from lightning_memsave.numerics import bits, kbit, rounding
 from lightning_memsave.numerics.kernels import native
 
 
@@ -23,6 +23,11 @@ def quantize(flat: Tensor, bits: int, seed: int | None, signed: bool = False) ->
 def dequantize(codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bool = False) -> Tensor:
     """As `kbit.dequantize`."""
     return _kbit(codes.device).dequantize(codes, ranges, bits, out, signed)  # type: ignore[no-any-return]
+
+
+def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
+    """As `rounding.round_to_bfloat16`."""
+    return (native if _has_native(flat.device) else rounding).round_to_bfloat16(flat, seed)
 
 
 def pack_mask(mask: Tensor) -> Tensor:

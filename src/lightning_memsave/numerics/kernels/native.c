@@ -236,6 +236,21 @@ void dequantize_signed(const uint8_t *codes, const uint16_t *ranges, void *y, in
     }
 }
 
+/* Stochastic rounding to bfloat16; returns 0 when a value is not finite. */
+int round_to_bfloat16(const uint32_t *x, uint16_t *out, long n, uint32_t seed, long first, long last) {
+    uint32_t bad = 0;
+    for (long b = first; b < last; b++) {
+        uint32_t block_seed = mix((uint32_t)b ^ seed);
+        long left = n - b * BLOCK < BLOCK ? n - b * BLOCK : BLOCK;
+        for (long i = 0; i < left; i++) {
+            uint32_t v = x[b * BLOCK + i], rounded = v + (mix(block_seed + (uint32_t)i * 0x9E3779B9U) & 0xFFFF);
+            bad |= (v & 0x7F800000U) == 0x7F800000U;
+            out[b * BLOCK + i] = (uint16_t)(((rounded & 0x7F800000U) == 0x7F800000U ? v : rounded) >> 16);
+        }
+    }
+    return !bad;
+}
+
 /* Bit masks: bit i of byte j is element 8 j + i. `first` and `last` count bytes. Elements are compared into bytes 0 or
  * 1, 64 at a time, which vectorises; eight bytes then become one by a multiplication that gathers their lowest bits. */
 static inline void gather(const uint8_t *mask, uint8_t *out, long num_elements) {

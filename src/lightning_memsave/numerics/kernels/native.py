@@ -112,6 +112,23 @@ def dequantize(codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bo
     return out if target is out else out.copy_(target.clamp_(-limit, limit) if out.dtype == torch.float16 else target)
 
 
+def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
+    """As `rounding.round_to_bfloat16`."""
+    lib = library()
+    assert lib is not None
+    flat = flat.float()
+    out = torch.empty(flat.shape, dtype=torch.bfloat16)
+
+    def work(first: int, last: int) -> int:
+        found: int = lib.round_to_bfloat16(
+            *(_pointer(flat), _pointer(out), ctypes.c_long(flat.numel()), ctypes.c_uint32(seed)),
+            *(ctypes.c_long(first), ctypes.c_long(last)),
+        )
+        return found
+
+    return out if _in_threads(work, -(-flat.numel() // BLOCK_SIZE), BLOCK_SIZE) else None
+
+
 def pack_mask(mask: Tensor) -> Tensor:
     """As `bits.pack(mask, 1)` of a boolean mask."""
     return _bytes_from("pack_mask", mask)
