@@ -27,7 +27,9 @@ def dequantize(codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bo
 
 def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
     """As `rounding.round_to_bfloat16`."""
-    return (native if _has_native(flat.device) else rounding).round_to_bfloat16(flat, seed)
+    if _has_native(flat.device):
+        return native.round_to_bfloat16(flat, seed)
+    return rounding.round_to_bfloat16(flat, seed)
 
 
 def pack_mask(mask: Tensor) -> Tensor:
