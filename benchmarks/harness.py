@@ -35,6 +35,8 @@ class Subject:
     optimizer: torch.optim.Optimizer
     batch: Any
     step: Callable[[], object]
+    loss: Callable[[], torch.Tensor] | None = None
+    """The forward half of a step on the whole batch, where that is measured by itself."""
 
 
 def environment() -> dict[str, str]:
@@ -69,6 +71,17 @@ def measure_memory(subject: Subject) -> dict[str, int]:
     }
 
 
+def measure_kept_bytes(subject: Subject) -> int:
+    """Bytes that are alive after the forward pass and were not before: what waits for backward."""
+    assert subject.loss is not None
+    with Ledger().watching(subject.model, [subject.optimizer], subject.batch) as ledger:
+        before = ledger.live_bytes
+        loss = subject.loss()
+        kept = ledger.live_bytes - before
+    loss.backward()
+    return kept
+
+
 def measure_cpu_seconds(subjects: list[Subject], repeats: int = 9) -> list[list[float]]:
     """CPU seconds of `repeats` steps of each subject, taking turns."""
     seconds: list[list[float]] = [[] for _ in subjects]
@@ -82,16 +95,22 @@ def measure_cpu_seconds(subjects: list[Subject], repeats: int = 9) -> list[list[
 
 
 def compare(
-    name: str, model_name: str, subjects: list[Subject], quality: Callable[[Subject], tuple[str, float]]
+    name: str,
+    model_name: str,
+    subjects: list[Subject],
+    quality: Callable[[Subject], tuple[str, float]],
+    details: Callable[[Subject], dict[str, Any]] = lambda _: {},
+    repeats: int = 9,
 ) -> None:
-    """Measure `subjects`, the first being the baseline, and write `results/<name>.csv`."""
+    """Measure `subjects`, the first being the baseline, and write `results/<name>.csv`, with columns of `details`."""
     torch.set_num_threads(1)
     memory = [measure_memory(subject) for subject in subjects]
-    seconds = measure_cpu_seconds(subjects)
+    seconds = measure_cpu_seconds(subjects, repeats)
     rows = []
     for subject, sizes, taken in zip(subjects, memory, seconds, strict=True):
         quality_name, value = quality(subject)
-        p20, p50, p80 = (statistics.quantiles(taken, n=10)[i] for i in (1, 4, 7))
+        p20, p50, p80 = _p20_p50_p80(taken)
+        ratio20, ratio50, ratio80 = _p20_p50_p80([t / base for t, base in zip(taken, seconds[0], strict=True)])
         rows.append(
             {
                 "benchmark": name,
@@ -102,22 +121,36 @@ def compare(
                 "cpu_seconds_p20": p20,
                 "cpu_seconds_p50": p50,
                 "cpu_seconds_p80": p80,
-                "cpu_time_ratio": statistics.median(t / base for t, base in zip(taken, seconds[0], strict=True)),
+                "cpu_time_ratio_p20": ratio20,
+                "cpu_time_ratio": ratio50,
+                "cpu_time_ratio_p80": ratio80,
                 "quality": quality_name,
                 "quality_value": value,
+                **details(subject),
                 **environment(),
             }
         )
     write_rows(name, rows)
 
 
-def write_rows(name: str, rows: list[dict[str, Any]]) -> None:
+def _p20_p50_p80(values: list[float]) -> list[float]:
+    deciles = statistics.quantiles(values, n=10)
+    return [deciles[1], statistics.median(values), deciles[7]]
+
+
+def save_rows(name: str, rows: list[dict[str, Any]]) -> Path:
+    """Write `results/<name>.csv`; a cell that a row lacks stays empty."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.csv"
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+    return path
+
+
+def write_rows(name: str, rows: list[dict[str, Any]]) -> None:
+    path = save_rows(name, rows)
     shown = ("setting", "peak_bytes", "factor", "cpu_time_ratio", "quality", "quality_value")
     for row in rows:
         print(name, *(f"{key}={row[key]}" for key in shown if key in row))

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch import Tensor, nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from harness import Subject
 from lightning_memsave import microbatches
@@ -27,7 +35,10 @@ def wide_resnet(setting: str, batch_size: int = 100, microbatch: int | None = No
             (F.cross_entropy(model(images), labels) * weight).backward()
         optimizer.step()
 
-    return Subject(setting, model, optimizer, batch, step)
+    def loss() -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    return Subject(setting, model, optimizer, batch, step, loss)
 
 
 def gpt(setting: str, optimizer_class: Any = torch.optim.AdamW, **options: Any) -> Subject:
@@ -37,16 +48,94 @@ def gpt(setting: str, optimizer_class: Any = torch.optim.AdamW, **options: Any) 
     model = GPT2LMHeadModel(GPT2Config(**shape, use_cache=False, loss_type="ForCausalLMLoss")).train()
     optimizer = optimizer_class(model.parameters(), lr=1e-3, **options)
     ids = torch.randint(0, 1000, (8, 128))
+    return _subject(setting, model, optimizer, ids, lambda: model(input_ids=ids, labels=ids).loss)
 
+
+class PlainBlock(nn.Module):
+    """Pre-norm attention and feed-forward, of torch's own modules only."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.gelu, self.down = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm1(x)).unflatten(2, (3, self.num_heads, -1))  # [B, T, 3, heads, width / heads]
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.down(self.gelu(self.up(self.norm2(x)))))
+
+
+class PlainGPT(nn.Module):
+    """Token and position embedding, blocks, a norm, and a head of its own."""
+
+    def __init__(
+        self, num_layers: int, width: int, num_heads: int, context: int, num_tokens: int = 256, dropout: float = 0.1
+    ) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(num_tokens, width), nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(PlainBlock(width, num_heads, dropout) for _ in range(num_layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, num_tokens, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[B, T] -> [B, T, num_tokens]."""
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        return self.head(self.norm(self.blocks(self.dropout(x))))
+
+
+def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """Mean cross-entropy of each token given the ones before."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def plain_gpt(setting: str, batch_size: int = 8, context: int = 256, **shape: Any) -> Subject:
+    """A GPT of plain torch modules (6 layers, width 256, 8 heads, context 256, batch 8, bytes, dropout 0.1), AdamW."""
+    torch.manual_seed(0)
+    model = PlainGPT(**{"num_layers": 6, "width": 256, "num_heads": 8, **shape}, context=context)
+    ids = torch.randint(0, 256, (batch_size, context))
+    return _subject(setting, model, _adamw(model), ids, lambda: next_token_loss(model(ids), ids))
+
+
+def llama(setting: str) -> Subject:
+    """A small Llama (4 layers, width 256, 4 heads on 2 for keys and values, batch 8 x 128), AdamW."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "vocab_size": 1000}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, use_cache=False)).train()
+    ids = torch.randint(0, 1000, (8, 128))
+    return _subject(setting, model, _adamw(model), ids, lambda: next_token_loss(model(input_ids=ids).logits, ids))
+
+
+def vit(setting: str) -> Subject:
+    """A small ViT (4 layers, width 192, 3 heads, 32x32 images in patches of 4, batch 32), AdamW."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 3}
+    model = ViTForImageClassification(ViTConfig(**shape, image_size=32, patch_size=4, num_labels=10)).train()
+    batch = images, labels = torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))
+    return _subject(setting, model, _adamw(model), batch, lambda: F.cross_entropy(model(images).logits, labels))
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _subject(
+    setting: str, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss: Callable[[], Tensor]
+) -> Subject:
     def step() -> None:
         optimizer.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
+        loss().backward()
         optimizer.step()
 
-    return Subject(setting, model, optimizer, ids, step)
+    return Subject(setting, model, optimizer, batch, step, loss)
 
 
-def gradients(subject: Subject) -> list[torch.Tensor]:
+def gradients(subject: Subject) -> list[Tensor]:
     """Gradients of one step from the present weights, which are put back; random numbers are the same each time."""
     torch.manual_seed(5)
     state = {name: value.clone() for name, value in subject.model.state_dict().items()}
@@ -56,7 +145,7 @@ def gradients(subject: Subject) -> list[torch.Tensor]:
     return found
 
 
-def relative_difference(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+def relative_difference(a: list[Tensor], b: list[Tensor]) -> float:
     """Norm of the difference over norm of the second, all tensors together."""
     difference = sum(float((x - y).double().square().sum()) for x, y in zip(a, b, strict=True))
     return (difference / sum(float(y.double().square().sum()) for y in b)) ** 0.5

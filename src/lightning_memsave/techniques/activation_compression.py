@@ -13,6 +13,9 @@ call is rewritten. Bytes per element of a float32 activation (4 in plain torch),
 | "int4-chain" | 0.531     | unbiased   | "int4", and one code for the two tensors of normalisation + ReLU         |
 | "offload"    | 0         | exact      | what the others leave goes to pinned host memory (CUDA) or to a file     |
 
+`"linear-cross-entropy"` besides keeps no log-probabilities where the loss is a cross-entropy on a Linear's output
+(`vault.linear_cross_entropy`; exact up to rounding, one backward only).
+
 With every codec, what needs less is kept in less, exactly: boolean and two-valued tensors (dropout's noise) as 1 bit, a
 ReLU's output as 1 bit where nobody else needs it, a max-pool's argmax as 2 bits and its input as its shape, integers in
 the narrowest type. Codecs combine: `("exact", "int4")` computes again what it can and codes the rest.
@@ -48,7 +51,7 @@ from lightning_memsave.vault.offload import Offloader
 
 RANKS = {"exact": Rank.EXACT, "bf16": Rank.BF16, "int8": Rank.INT8, "int4": Rank.INT4, "int2": Rank.INT2}
 """What a module or an operation may be set to, and how much of a tensor that keeps."""
-CODECS = (*RANKS, "int4-chain", "offload")
+CODECS = (*RANKS, "int4-chain", "offload", "linear-cross-entropy")
 _LOSSY = ("bf16", "int8", "int4", "int2", "int4-chain")
 
 
@@ -61,7 +64,7 @@ class ActivationCompression:
     """
 
     codecs: tuple[str, ...] = ("exact",)
-    """Any of `"exact"`, `"offload"`, and one of `"bf16"`, `"int8"`, `"int4"`, `"int2"`, `"int4-chain"`."""
+    """Any of `"exact"`, `"offload"`, `"linear-cross-entropy"`, and one of `"bf16"`, `"int8"`, `"int4"`, `"int2"`, `"int4-chain"`."""
     modules: Mapping[str, str] = field(default_factory=dict)
     """Codec by pattern (`*`, `?`) of a module's qualified name or class name, for what is kept inside it. The
     innermost module decides, and the first pattern that matches it: `{"head": "exact", "layers.0.*": "int8"}`."""
@@ -183,6 +186,7 @@ def open_vault(model: nn.Module, config: ActivationCompression) -> tuple[Vault, 
         lossy=config.lossy,
         recompute="exact" in config.codecs,
         fuse="int4-chain" in config.codecs,
+        chunk_loss="linear-cross-entropy" in config.codecs,
         overrides={name: RANKS[codec] for name, codec in config.operations.items()},
         min_numel=config.min_numel,
         seed=config.seed,

@@ -17,9 +17,8 @@ inverts a leaky ReLU and the BatchNorm exactly in the same way, but has to repla
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from lightning_memsave.vault.forms import Coded, Rank, Recipe, covers_its_storage
@@ -36,6 +35,33 @@ def relu_input(y: Tensor) -> Node | None:
         return None
     norm, output_nr = inputs_of(node)[0]
     return norm if norm is not None and output_nr == 0 and norm.name() in _AFFINE else None
+
+
+class Affine(NamedTuple):
+    """A normalisation with its statistics fixed: for each (scale, shift), y = scale * y + shift, from x to z."""
+
+    steps: tuple[tuple[Tensor | float, Tensor | float], ...]
+    weight: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """z, from x."""
+        for scale, shift in self.steps:
+            x = x * scale + shift
+        return x
+
+    def inverse(self, z: Tensor) -> Tensor:
+        """x, from z, in place."""
+        for scale, shift in reversed(self.steps):
+            z.sub_(shift).div_(scale)
+        return z
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether no weight is so small that dividing by it loses its sense."""
+        if self.weight is None:
+            return True
+        smallest, largest = self.weight.abs().aminmax()
+        return bool((smallest >= _SMALLEST_WEIGHT * largest) & (largest > 0))
 
 
 def chain(
@@ -58,12 +84,10 @@ def chain(
     affine = _AFFINE[norm.name()](norm, operands, x)
     if affine is None or not (covers_its_storage(y) and covers_its_storage(x)) or x.stride() != y.stride():
         return None
-    scale, shift = affine  # broadcast over x
-    size = scale.abs()
-    if not bool(size.amin() >= _SMALLEST_WEIGHT * size.amax()) or not bool(size.amin() > 0):
+    if not affine.is_sound:
         return None
     if z is None or z.stride() != y.stride():
-        z = torch.addcmul(shift, x, scale)
+        z = affine.forward(x)
     coded = Coded.of(z.detach().as_strided((z.numel(),), (1,), z.storage_offset()), rank, seed, signed=True)
     if coded is None:
         return None
@@ -72,33 +96,38 @@ def chain(
     def decoded() -> Tensor:
         return coded.flat().as_strided(shape, stride)
 
-    def behind() -> Tensor:
-        return decoded().sub_(shift).div_(scale)
-
     return (
         Recipe(lambda: decoded().relu_(), y, rank, (coded,), 0),
-        Recipe(behind, x, rank, (coded,), 0),
+        Recipe(lambda: affine.inverse(decoded()), x, rank, (coded,), 0),
     )
 
 
-def _batch_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> tuple[Tensor, Tensor] | None:
+def _batch_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> Affine | None:
     affine = norm_parameters(node, operands)
     if affine is None or not saved(node, "training"):
         return None
     scale, shift = fold(saved(node, "result1"), saved(node, "result2"), *affine)
-    return per_channel(scale, x.dim()), per_channel(shift, x.dim())
+    return Affine(((per_channel(scale, x.dim()), per_channel(shift, x.dim())),), affine[0])
 
 
-def _group_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> tuple[Tensor, Tensor] | None:
+def _group_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> Affine | None:
     affine = norm_parameters(node, operands)
     if affine is None:
         return None
     folded = fold_groups(saved(node, "result1"), saved(node, "result2"), *affine, x.shape[1])
-    scale, shift = (values.view(*values.shape, *[1] * (x.dim() - 2)) for values in folded)
-    return scale, shift
+    scale, shift = (values.view(*values.shape, *[1] * (x.dim() - 2)) for values in folded)  # [B, C, 1, ...]
+    return Affine(((scale, shift),), affine[0])
 
 
-_AFFINE: Mapping[str, Callable[[Node, Mapping[int, Any], Tensor], tuple[Tensor, Tensor] | None]] = {
+def _layer_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> Affine:
+    mean, rstd = saved(node, "result1"), saved(node, "result2")  # [..., 1]
+    weight, bias = saved(node, "weight"), saved(node, "bias")  # [D]
+    parameters = (1.0 if weight is None else weight.detach(), 0.0 if bias is None else bias.detach())
+    return Affine(((rstd, -mean * rstd), parameters), weight)
+
+
+_AFFINE: Mapping[str, Callable[[Node, Mapping[int, Any], Tensor], Affine | None]] = {
     "NativeBatchNormBackward0": _batch_norm,
     "NativeGroupNormBackward0": _group_norm,
+    "NativeLayerNormBackward0": _layer_norm,
 }

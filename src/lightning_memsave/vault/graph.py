@@ -121,6 +121,12 @@ def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:
     return ends_in_leaves(tensor.grad_fn, depth) and tensor.numel() <= largest
 
 
+def innermost_pack_hook() -> Any:
+    """The pack hook that the next saved tensor goes to; `None` without any."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
 def is_innermost(mode: TorchFunctionMode) -> bool:
     """Whether `mode` is the function mode that sees a call first."""
     depth = torch._C._len_torch_function_stack()

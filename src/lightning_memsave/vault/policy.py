@@ -114,5 +114,6 @@ def _is_sensitive(tensor: Tensor, node: Node | None) -> bool:
 
 def _may_be_lossy(call: Call) -> bool:
     if call.name in ("pow", "__pow__"):
-        return bool(call.argument(1, "exponent") == 2)
+        exponent = call.argument(1, "exponent")
+        return isinstance(exponent, (int, float)) and exponent == 2
     return call.name in LOSSY

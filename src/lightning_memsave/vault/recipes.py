@@ -185,11 +185,10 @@ def norm_parameters(node: Node, operands: Mapping[int, Any]) -> tuple[Tensor | N
 
 
 def _layer_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule | None:
-    if output_nr != 0:
+    eps = operands.get(sequence_nr_of(node))
+    if eps is None or output_nr != 0:
         return None
     shape, weight, bias = (saved(node, name) for name in ("normalized_shape", "weight", "bias"))
-    eps = operands.get(sequence_nr_of(node))
-    again = None if eps is None else lambda x: F.layer_norm(x, shape, weight, bias, eps)  # computes statistics again
     mean, rstd = saved(node, "result1"), saved(node, "result2")
     dtype = output_of(node, 0).dtype
 
@@ -197,8 +196,13 @@ def _layer_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
         y = (x.to(mean.dtype) - mean) * rstd  # [..., D], statistics [..., 1]
         if weight is not None:
             y = torch.addcmul(bias.to(y.dtype), y, weight.to(y.dtype)) if bias is not None else y.mul_(weight)
+        elif bias is not None:
+            y += bias
         out: Tensor = y.to(dtype)
         return out
+
+    def again(x: Tensor) -> Tensor:  # computes the statistics again
+        return F.layer_norm(x, shape, weight, bias, eps)
 
     return Rule(normalise, is_linear=True, exactly=again)
 

@@ -34,12 +34,14 @@ from lightning_memsave.vault.forms import Rank
 from lightning_memsave.vault.graph import (
     Edge,
     edge_of,
+    innermost_pack_hook,
     inputs_of,
     is_innermost,
     is_made_of_weights,
     sequence_nr_of,
     storage_key,
 )
+from lightning_memsave.vault.linear_cross_entropy import linear_cross_entropy
 from lightning_memsave.vault.offload import Offloader
 from lightning_memsave.vault.recipes import Derivation, Source
 
@@ -62,6 +64,7 @@ class Vault:
         lossy: what is enough for a tensor whose consumers bear noise.
         recompute: whether tensors may be computed again from what is kept anyway.
         fuse: whether normalisation and ReLU share one code.
+        chunk_loss: whether cross-entropy on a Linear's output is computed in chunks.
         overrides: ranks by function name; they go before the policy's tables.
         min_numel: tensors with fewer elements are left alone.
         seed: of the dither.
@@ -74,6 +77,7 @@ class Vault:
         lossy: Rank = Rank.EXACT,
         recompute: bool = False,
         fuse: bool = False,
+        chunk_loss: bool = False,
         overrides: Mapping[str, Rank] | None = None,
         min_numel: int = 1024,
         seed: int = 0,
@@ -81,6 +85,7 @@ class Vault:
     ) -> None:
         self.lossy, self.recompute, self.fuse, self.min_numel = lossy, recompute, fuse, min_numel
         self.overrides, self.seed, self.offloader = dict(overrides or {}), seed, offloader
+        self.chunk_loss = chunk_loss
         self._step, self._num_drawn = 0, 0
         self.within: list[Rank] = []
         """Ranks that hold inside the modules that are running, the innermost last."""
@@ -131,6 +136,10 @@ class Vault:
         finally:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
             self._call = before
+
+    def is_packing(self) -> bool:
+        """Whether what is kept now comes here; inside a checkpointed region it goes to torch's own hooks."""
+        return self._depth > 0 and innermost_pack_hook() == self._pack
 
     def entries(self) -> list[Entry]:
         """The entries of the scope that is open."""
@@ -292,7 +301,9 @@ class _Calls(TorchFunctionMode):
         before, name = vault._call, getattr(func, "__name__", "")
         call = vault._call = policy.Call(name, args, kwargs)
         try:
-            result = func(*args, **kwargs)
+            chunked = name == "cross_entropy" and vault.chunk_loss and vault.is_packing()
+            loss = linear_cross_entropy(call) if chunked else None
+            result = func(*args, **kwargs) if loss is None else loss
         finally:
             vault._call = before
         if name in _NOTED and isinstance(result, Tensor) and result.grad_fn is not None:

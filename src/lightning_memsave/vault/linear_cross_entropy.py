@@ -1,0 +1,95 @@
+"""Cross-entropy on the output of a Linear: computed in chunks, so that no log-probability is kept.
+
+`cross_entropy(linear(h, W, b), target)` keeps one log-probability per class and sample, and its backward makes as many
+gradients: for a language model more than all else. torch's `linear_cross_entropy` goes through the classes' logits chunk
+by chunk and computes the gradients of h and W at once, in forward. Here a call of `cross_entropy` whose logits come
+straight from a Linear is answered by it. The logits that the caller computed die with the caller's own reference.
+
+Equal up to rounding. The price: the Linear is computed twice, its weight's gradient exists from the forward pass on, and
+a second backward through the loss (`retain_graph`, `create_graph`) raises an error.
+
+Source: `torch.nn.functional.linear_cross_entropy` (torch 2.13); the idea: Wijmans et al., "Cut Your Losses in Large-
+Vocabulary Language Models", 2024 (https://arxiv.org/abs/2411.09009).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_memsave.vault.entries import Handle
+from lightning_memsave.vault.forms import Rank
+from lightning_memsave.vault.graph import Node, inputs_of, packed, saved
+from lightning_memsave.vault.policy import Call
+
+
+class Head(NamedTuple):
+    """A Linear as the graph shows it."""
+
+    input: Tensor  # [N, D]
+    weight: Tensor  # [C, D]
+    bias: Tensor | None  # [C]
+
+
+def linear_cross_entropy(call: Call) -> Tensor | None:
+    """The loss that `call` of `cross_entropy` asks for; `None` where it is better computed as it stands."""
+    logits, target = call.argument(0, "input"), call.argument(1, "target")
+    reduction = call.argument(6, "reduction", "mean")
+    is_plain = (
+        isinstance(logits, Tensor)
+        and logits.dim() == 2
+        and logits.grad_fn is not None
+        and isinstance(target, Tensor)
+        and target.dtype == torch.int64
+        and reduction in ("mean", "sum", "none")
+        and not call.argument(7, "label_smoothing", 0.0)
+        and call.argument(3, "size_average") is None
+        and call.argument(5, "reduce") is None
+        and not torch.is_autocast_enabled(logits.device.type)
+    )
+    head = _head(logits.grad_fn) if is_plain else None
+    if head is None or head.input.shape[0] != logits.shape[0] or head.weight.shape[0] != logits.shape[1]:
+        return None
+    if logits.numel() <= head.input.numel() + head.weight.numel():  # what the chunked one keeps: it would not pay
+        return None
+    return F.linear_cross_entropy(
+        head.input,
+        head.weight,
+        target,
+        linear_bias=head.bias,
+        weight=call.argument(2, "weight"),
+        reduction=reduction,
+        ignore_index=call.argument(4, "ignore_index", -100),
+        options=nn.LinearCrossEntropyOptions(),
+    )
+
+
+def _head(node: Node | None) -> Head | None:
+    """The Linear whose output, viewed as [N, C], leaves `node`."""
+    while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0"):
+        node = inputs_of(node)[0][0]
+    if node is None or node.name() not in ("AddmmBackward0", "MmBackward0"):
+        return None
+    has_bias = node.name() == "AddmmBackward0"
+    *bias_edge, _, (transposed, _) = inputs_of(node)
+    weight = (
+        _leaf(inputs_of(transposed)[0][0]) if transposed is not None and transposed.name() == "TBackward0" else None
+    )
+    bias = _leaf(bias_edge[0][0]) if bias_edge else None
+    name = "mat1" if has_bias else "self"
+    if weight is None or (has_bias and bias is None) or not _is_exact(packed(node, name)):
+        return None
+    return Head(saved(node, name), weight, bias)
+
+
+def _leaf(node: Node | None) -> Tensor | None:
+    leaf = getattr(node, "variable", None)
+    return leaf if type(leaf) is nn.Parameter else None  # sharded parameters are of other types
+
+
+def _is_exact(kept: object) -> bool:
+    """Whether the Linear's input can still be had to the bit."""
+    return not isinstance(kept, Handle) or kept.entry.form.rank == Rank.EXACT
