@@ -33,7 +33,7 @@ def noise(found: list[list[Tensor]], exact: list[Tensor]) -> dict[str, float]:
     """How far gradients are from the exact one, each and on average."""
     errors = torch.tensor([relative_difference(one, exact) for one in found])
     error = float(errors.square().mean().sqrt())
-    mean = [torch.stack(same).mean(0) for same in zip(*found, strict=True)]
+    mean = [torch.stack(same).mean(0, dtype=torch.float64) for same in zip(*found, strict=True)]
     return {
         "error": error,
         "bias": relative_difference(mean, exact),

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memsave import MemSave
+from lightning_memsave import ActivationCompression, MemSave
 
 
 class Module(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        blocks = (nn.Sequential(nn.Linear(80, 80), nn.Tanh()) for _ in range(2))
+        blocks = (nn.Sequential(nn.LayerNorm(80), nn.Linear(80, 80), nn.GELU()) for _ in range(2))
         self.net = nn.Sequential(nn.Linear(6, 80), *blocks, nn.Linear(80, 3))
 
     def training_step(self, batch, batch_idx):
@@ -72,6 +72,15 @@ def main() -> None:
             assert memsave.report.by_category["gradients"] >= gradients, memsave.report
             # The headline is the maximum over the ranks.
             assert trainer.callback_metrics["memsave/peak_bytes"].item() >= memsave.report.peak_bytes
+
+    exact, _ = train(MemSave(activations=ActivationCompression(min_numel=1)), "ddp")
+    for a, b in zip(train(None, "ddp")[0].parameters(), exact.parameters(), strict=True):
+        assert torch.equal(a, b)
+    coded, _ = train(MemSave(activations=ActivationCompression(codecs=("int8",), min_numel=1)), "ddp")
+    flat = torch.cat([p.detach().flatten() for p in coded.parameters()])
+    both = [torch.zeros_like(flat) for _ in range(2)]
+    torch.distributed.all_gather(both, flat)
+    assert torch.equal(*both), "ranks have drifted apart"
 
     low_bit, _ = train(MemSave(optimizer_state="8bit"), "ddp")
     flat = torch.cat([p.detach().flatten() for p in low_bit.parameters()])

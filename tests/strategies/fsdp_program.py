@@ -14,13 +14,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memsave import MemSave
+from lightning_memsave import ActivationCompression, MemSave
 
 
 class Module(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 32), *(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2)))
+        blocks = (nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(2))
+        self.net = nn.Sequential(nn.Linear(6, 32), *blocks)
         self.head = nn.Linear(32, 3)
 
     def configure_model(self) -> None:
@@ -68,6 +69,13 @@ def main() -> None:
         assert abs(float(plain_trainer.callback_metrics["loss"] - trainer.callback_metrics["loss"])) < 1e-5
         assert memsave.report.microbatch_size == 3
         assert sum(memsave.report.by_category.values()) == memsave.report.peak_bytes > 0
+
+    exact, _ = train(MemSave(activations=ActivationCompression(min_numel=1)), "memsave_fsdp")
+    assert all(torch.equal(a, b) for a, b in zip(plain, exact, strict=True))
+    memsave = MemSave(activations=ActivationCompression(codecs=("int8",), min_numel=1))
+    coded, _ = train(memsave, "memsave_fsdp")
+    assert 0 < max(float((a - b).abs().max()) for a, b in zip(plain, coded, strict=True)) < 0.05
+    assert "int8" in memsave.report.applied[-1].summary
 
     with pytest.raises(ValueError, match="DTensor"):
         train(MemSave(optimizer_state="8bit"), "memsave_fsdp")

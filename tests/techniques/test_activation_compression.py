@@ -1,6 +1,224 @@
+"""Compressed against plain activations: bytes asserted, exact codecs bit-equal, lossy ones unbiased."""
+
 from __future__ import annotations
 
-from lightning_memsave import ActivationCompression
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from lightning_memsave import ActivationCompression, Ledger, apply_activation_compression
+from lightning_memsave.demo.model import WideResNet
+from lightning_memsave.techniques.activation_compression import (
+    CODECS,
+    estimate_activation_compression,
+    open_vault,
+)
 from tests.contracts.spec import Spec
 
 SPEC = Spec(config=ActivationCompression(), loss_class="exact", bit_equal=True, shrinks="activations")
+
+EXACT, INT8, INT4 = (ActivationCompression(codecs=(codec,)) for codec in ("exact", "int8", "int4"))
+CHAIN = ActivationCompression(codecs=("int4-chain",))
+
+
+# ---------------------------------------------------------------------------------------------------- models
+def wide_resnet():
+    images, labels = torch.randn(10, 3, 32, 32), torch.randint(0, 10, (10,))
+    model = WideResNet()
+    return model, lambda: F.cross_entropy(model(images), labels)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block with dropout."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down, self.drop = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.1)
+
+    def forward(self, x):
+        batch, time, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, time, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, time, width)
+        x = x + self.drop(self.out(mixed))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int = 64, vocabulary: int = 64) -> None:
+        super().__init__()
+        self.embedding, self.drop = nn.Embedding(vocabulary, width), nn.Dropout(0.1)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(3)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+
+    def forward(self, ids):
+        return self.head(self.norm(self.blocks(self.drop(self.embedding(ids)))))
+
+
+def gpt():
+    model, ids = GPT(), torch.randint(0, 64, (4, 64))
+    return model, lambda: F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 160}
+
+
+def hf_gpt2():
+    shape = {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64, "vocab_size": 100, "use_cache": False}
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(**shape, **special, loss_type="ForCausalLMLoss")).train()
+    ids = torch.randint(0, 100, (4, 64))
+    return model, lambda: model(input_ids=ids, labels=ids).loss
+
+
+def llama():
+    model = LlamaForCausalLM(LlamaConfig(**TINY, num_key_value_heads=1, vocab_size=2000, use_cache=False)).train()
+    ids = torch.randint(0, 2000, (4, 64))
+    return model, lambda: model(input_ids=ids, labels=ids).loss
+
+
+def vit():
+    model = ViTForImageClassification(ViTConfig(**TINY, image_size=32, patch_size=4, num_labels=10)).train()
+    images, labels = torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,))
+    return model, lambda: model(pixel_values=images, labels=labels).loss
+
+
+MODELS = {f.__name__: f for f in (wide_resnet, gpt, hf_gpt2, llama, vit)}
+
+
+def make(name, dtype=torch.float32):
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        return MODELS[name]()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def gradients(model, loss_of, vault=None):
+    """Of one step, with the same dropout masks each time."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    if vault is None:
+        loss = loss_of()
+    else:
+        with vault.scope():
+            loss = loss_of()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def tally(name, config):
+    model, loss_of = make(name)
+    vault, _ = open_vault(model, config)
+    gradients(model, loss_of, vault)
+    return vault.tally
+
+
+# ---------------------------------------------------------------------------------------------------- exact
+@pytest.mark.parametrize("name", MODELS)
+def test_exact_gradients_are_the_same_bits(name):
+    model, loss_of = make(name)
+    vault, _ = open_vault(model, EXACT)
+    buffers = [b.clone() for b in model.buffers()]
+    plain = gradients(model, loss_of)
+    after = [b.clone() for b in model.buffers()]
+    for buffer, value in zip(model.buffers(), buffers, strict=True):
+        buffer.data.copy_(value)
+    assert torch.equal(plain, gradients(model, loss_of, vault))
+    assert all(torch.equal(a, b) for a, b in zip(after, model.buffers(), strict=True))
+    assert vault.tally.entries["recomputed"] >= 6
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_linear_cross_entropy_is_exact_up_to_rounding(name, dtype, bound):
+    model, loss_of = make(name, dtype)
+    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+    plain, ours = gradients(model, loss_of), gradients(model, loss_of, vault)
+    assert (ours - plain).norm() <= bound * plain.norm()
+
+
+def test_linear_cross_entropy_keeps_no_log_probabilities():
+    def peak(config):
+        model, loss_of = make("llama")
+        applied = apply_activation_compression(model, config) if config else None
+        gradients(model, loss_of)
+        model.zero_grad()
+        with Ledger().watching(model, []) as ledger:
+            gradients(model, loss_of)
+        if applied:
+            applied.undo()
+        return ledger.measurement.peak_bytes
+
+    log_probabilities = 4 * 64 * 2000 * 4
+    assert peak(None) - peak(ActivationCompression(codecs=("linear-cross-entropy",))) >= log_probabilities
+
+
+# ---------------------------------------------------------------------------------------------------- bytes
+def test_bytes_kept_of_a_wide_resnet():
+    """Ten images; the batch itself is not counted."""
+    kept = {codec: tally("wide_resnet", ActivationCompression(codecs=(codec,))) for codec in CODECS}
+    assert {t.plain_bytes for t in kept.values()} == {38_016_000}
+    assert {codec: t.held_bytes for codec, t in kept.items()} == {
+        "exact": 19_020_800,
+        "bf16": 18_854_400,
+        "int8": 9_579_540,
+        "int4": 4_868_500,
+        "int2": 2_512_980,
+        "int4-chain": 2_524_820,
+        "offload": 15_360,
+        "linear-cross-entropy": 37_698_560,
+    }
+
+
+@pytest.mark.parametrize("codec", [c for c in CODECS if c not in ("offload", "linear-cross-entropy")])
+def test_estimate_is_the_measured_size(codec):
+    config = ActivationCompression(codecs=(codec,))
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 32))
+    vault, _ = open_vault(model, config)
+    x = torch.randn(100, 64)
+    with vault.scope():
+        loss = model(x).sum()
+    assert vault.tally.num_held_elsewhere == 1  # the batch
+    assert vault.tally.held_bytes == sum(estimate_activation_compression(100 * width, config) for width in (128, 64))
+    loss.backward()
+
+
+# ---------------------------------------------------------------------------------------------------- unbiased
+@pytest.mark.parametrize("name", ["wide_resnet", "gpt", "llama"])
+@pytest.mark.parametrize(
+    "config", [INT8, INT4, CHAIN, ActivationCompression(codecs=("bf16",))], ids=lambda c: c.codecs[0]
+)
+def test_lossy_gradients_are_unbiased(name, config):
+    """The mean of N gradients is off by no more than their noise over the root of N."""
+    num = 8
+    model, loss_of = make(name)
+    vault, applied = open_vault(model, config)
+    assert applied.loss_class == "unbiased"
+    plain = gradients(model, loss_of)
+    drawn = torch.stack([gradients(model, loss_of, vault) for _ in range(num)])
+    noise = (drawn - drawn.mean(0)).square().sum(1).sum().div(num - 1).sqrt()
+    assert 0 < noise < 0.4 * plain.norm()
+    assert (drawn.mean(0) - plain).norm() < 1.3 * noise / num**0.5
+
+
+def test_the_noise_grows_by_the_step_between_codes():
+    model, loss_of = make("gpt")
+    plain = gradients(model, loss_of)
+    errors = []
+    for codec in ("int8", "int4", "int2"):
+        vault, _ = open_vault(model, ActivationCompression(codecs=(codec,)))
+        errors.append(float((gradients(model, loss_of, vault) - plain).norm()))
+    assert 8 < errors[1] / errors[0] < 34  # 17 times coarser
+    assert 2 < errors[2] / errors[1] < 10  # 5 times coarser

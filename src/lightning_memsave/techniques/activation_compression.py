@@ -64,7 +64,8 @@ class ActivationCompression:
     """
 
     codecs: tuple[str, ...] = ("exact",)
-    """Any of `"exact"`, `"offload"`, `"linear-cross-entropy"`, and one of `"bf16"`, `"int8"`, `"int4"`, `"int2"`, `"int4-chain"`."""
+    """Any of `"exact"`, `"offload"`, `"linear-cross-entropy"`, and one of `"bf16"`, `"int8"`, `"int4"`, `"int2"`,
+    `"int4-chain"`."""
     modules: Mapping[str, str] = field(default_factory=dict)
     """Codec by pattern (`*`, `?`) of a module's qualified name or class name, for what is kept inside it. The
     innermost module decides, and the first pattern that matches it: `{"head": "exact", "layers.0.*": "int8"}`."""
@@ -210,11 +211,11 @@ def open_vault(model: nn.Module, config: ActivationCompression) -> tuple[Vault, 
 
 def summarize(config: ActivationCompression, tally: Tally) -> str:
     """One line on what the latest forward pass kept, and in how much."""
-    plain = sum(tally.plain_bytes.values())
-    if not plain:
-        return ", ".join(config.codecs)
+    codecs = ", ".join(config.codecs)
+    if not tally.plain_bytes:
+        return codecs
     forms = ", ".join(f"{count} {kind}" for kind, count in tally.entries.most_common())
-    return f"{', '.join(config.codecs)}: {format_bytes(plain)} kept in {format_bytes(tally.held_bytes)} ({forms})"
+    return f"{codecs}: {format_bytes(tally.plain_bytes)} kept in {format_bytes(tally.held_bytes)} ({forms})"
 
 
 def _set_modules(model: nn.Module, vault: Vault, patterns: Mapping[str, str]) -> list[Callable[[], None]]:

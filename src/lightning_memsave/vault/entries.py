@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.vault.forms import Form, Rank, Raw, Shape
-from lightning_memsave.vault.graph import WeakStorage, check_version, let_go, storage_key, watch, watch_again
+from lightning_memsave.vault.graph import (
+    WeakStorage,
+    check_version,
+    is_held_elsewhere,
+    let_go,
+    storage_key,
+    watch,
+    watch_again,
+)
 
 
 class Recent:
@@ -57,6 +65,11 @@ class Entry:
     def is_raw(self) -> bool:
         """Whether the bytes themselves are held."""
         return isinstance(self.form, Raw)
+
+    @property
+    def is_held_elsewhere(self) -> bool:
+        """Whether somebody else keeps the bytes alive as well, so that holding them costs nothing."""
+        return self.is_raw and is_held_elsewhere(self._watched)
 
     @property
     def is_unchanged(self) -> bool:

@@ -81,6 +81,12 @@ class WeakStorage:
         return torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
 
 
+def is_held_elsewhere(watched: Tensor) -> bool:
+    """Whether a storage has other owners than the tensor `watched`."""
+    storage = watched.untyped_storage()  # an owner as well
+    return torch._C._storage_Use_Count(storage._cdata) > 2
+
+
 # ------------------------------------------------------------------------------- weights
 # Nodes that make of weights what is still a weight: views, casts, and the arithmetic of reparametrisations.
 def _nodes(names: str) -> frozenset[str]:

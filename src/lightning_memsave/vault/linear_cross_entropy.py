@@ -1,12 +1,12 @@
 """Cross-entropy on the output of a Linear: computed in chunks, so that no log-probability is kept.
 
 `cross_entropy(linear(h, W, b), target)` keeps one log-probability per class and sample, and its backward makes as many
-gradients: for a language model more than all else. torch's `linear_cross_entropy` goes through the classes' logits chunk
-by chunk and computes the gradients of h and W at once, in forward. Here a call of `cross_entropy` whose logits come
+gradients: for a language model more than all else. torch's `linear_cross_entropy` goes through the logits chunk by
+chunk and computes the gradients of h and W at once, in forward. Here a call of `cross_entropy` whose logits come
 straight from a Linear is answered by it. The logits that the caller computed die with the caller's own reference.
 
-Equal up to rounding. The price: the Linear is computed twice, its weight's gradient exists from the forward pass on, and
-a second backward through the loss (`retain_graph`, `create_graph`) raises an error.
+Equal up to rounding. The price: the Linear is computed twice, its weight's gradient exists from the forward pass on,
+and a second backward through the loss (`retain_graph`, `create_graph`) raises an error.
 
 Source: `torch.nn.functional.linear_cross_entropy` (torch 2.13); the idea: Wijmans et al., "Cut Your Losses in Large-
 Vocabulary Language Models", 2024 (https://arxiv.org/abs/2411.09009).
@@ -75,9 +75,9 @@ def _head(node: Node | None) -> Head | None:
         return None
     has_bias = node.name() == "AddmmBackward0"
     *bias_edge, _, (transposed, _) = inputs_of(node)
-    weight = (
-        _leaf(inputs_of(transposed)[0][0]) if transposed is not None and transposed.name() == "TBackward0" else None
-    )
+    if transposed is None or transposed.name() != "TBackward0":
+        return None
+    weight = _leaf(inputs_of(transposed)[0][0])
     bias = _leaf(bias_edge[0][0]) if bias_edge else None
     name = "mat1" if has_bias else "self"
     if weight is None or (has_bias and bias is None) or not _is_exact(packed(node, name)):

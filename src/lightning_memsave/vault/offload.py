@@ -97,6 +97,7 @@ class File:
 
     def __init__(self, folder: str | None) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # lives as long as this object
+        weakref.finalize(self, self._file.close)
         self._lock, self._end, self._num_inside = threading.Lock(), 0, 0
 
     def write(self, tensor: Tensor) -> int:

@@ -5,8 +5,8 @@ computed from x. `derive` walks from a tensor up its graph, over operations that
 an entry of the vault or in a parameter. No module is touched and no call is rewritten; and because only entries count
 that somebody else keeps, a recipe never costs memory.
 
-Every operation here is computed again by the same kernel on the same numbers, so values are equal to the bit; the
-affine part of a normalisation is computed from its saved statistics in the order in which torch's CPU kernels do it.
+Every operation here is computed again by the same kernel on the same numbers, so values are equal to the bit: also
+normalisations, whose rounding (fused multiply-adds) no arithmetic outside of torch's kernels repeats.
 
 Source: Chen et al., 2016 (https://arxiv.org/abs/1604.06174), section 4.2, proposes to recompute normalisation and
 activation and keep convolutions. Here it is done per tensor instead of per segment, from the graph.
@@ -157,13 +157,19 @@ def _batch_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
         stats = saved(node, "running_mean"), saved(node, "running_var")
         eps = saved(node, "eps")
         return Rule(lambda x: F.batch_norm(x, *stats, weight, bias, False, 0.0, eps), is_linear=True)
-    mean, rstd = saved(node, "result1"), saved(node, "result2")
+    mean, rstd, eps = saved(node, "result1"), saved(node, "result2"), saved(node, "eps")
+    wide = torch.promote_types(mean.dtype, torch.float32)
 
     def normalise(x: Tensor) -> Tensor:
-        scale, shift = fold(mean, rstd, weight, bias)  # [C]
-        return torch.addcmul(per_channel(shift, x.dim()), x, per_channel(scale, x.dim())).to(x.dtype)
+        # The kernel of eval mode, whose 1 / sqrt(variance + eps) is 1: torch's own order of rounding, in one pass.
+        scale = rstd.to(wide) if weight is None else rstd.to(wide) * weight  # [C]
+        shift = None if bias is None else bias.to(wide)
+        return F.batch_norm(x, mean.to(wide), torch.ones_like(scale), scale, shift, False, 0.0, 0.0)
 
-    return Rule(normalise, is_linear=True)
+    def again(x: Tensor) -> Tensor:  # computes the statistics again; on CUDA the eval kernel rounds otherwise
+        return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
+
+    return Rule(normalise, is_linear=True, exactly=None if mean.device.type == "cpu" else again)
 
 
 def fold(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -213,6 +219,7 @@ def _group_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
         return None
     weight, bias = affine
     mean, rstd = saved(node, "result1"), saved(node, "result2")  # [B, G]
+    groups, eps = saved(node, "group"), saved(node, "eps")
 
     def normalise(x: Tensor) -> Tensor:
         scale, shift = (
@@ -220,7 +227,10 @@ def _group_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
         )
         return torch.addcmul(shift, x, scale).to(x.dtype)  # [B, C, 1, ...]
 
-    return Rule(normalise, is_linear=True)
+    def again(x: Tensor) -> Tensor:  # computes the statistics again
+        return F.group_norm(x, groups, weight, bias, eps)
+
+    return Rule(normalise, is_linear=True, exactly=again)
 
 
 def fold_groups(

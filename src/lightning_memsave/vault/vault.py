@@ -45,16 +45,25 @@ from lightning_memsave.vault.linear_cross_entropy import linear_cross_entropy
 from lightning_memsave.vault.offload import Offloader
 from lightning_memsave.vault.recipes import Derivation, Source
 
+_OF_ONE_SCOPE = (
+    *("within", "_call", "_mode", "_recent", "_depth"),
+    *("_entries", "_handles", "_operands", "_waiting", "_derivation"),
+)
 _NUM_WAITING = 3  # entries that stay raw for their next consumers
 
 
 @dataclass
 class Tally:
-    """What one scope kept: for each form, how many entries, their plain bytes, and the bytes that they hold."""
+    """What one scope kept."""
 
     entries: Counter[str] = field(default_factory=Counter)
-    plain_bytes: Counter[str] = field(default_factory=Counter)
+    """How many, by form."""
+    plain_bytes: int = 0
+    """What they would hold without the vault."""
     held_bytes: int = 0
+    """What they hold, each storage once."""
+    num_held_elsewhere: int = 0
+    """Entries that somebody else holds anyway (the batch, returned outputs); not counted above."""
 
 
 class Vault:
@@ -87,15 +96,26 @@ class Vault:
         self.overrides, self.seed, self.offloader = dict(overrides or {}), seed, offloader
         self.chunk_loss = chunk_loss
         self._step, self._num_drawn = 0, 0
-        self.within: list[Rank] = []
-        """Ranks that hold inside the modules that are running, the innermost last."""
         self.tally = Tally()
         """What the latest scope kept."""
+        self._start()
+
+    def _start(self) -> None:
+        self.within: list[Rank] = []
+        """Ranks that hold inside the modules that are running, the innermost last."""
         self._call = policy.NO_CALL
         self._mode = _Calls(self)
         self._recent = Recent()
         self._depth = 0
         self._begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the settings, and keeps nothing yet."""
+        return {name: value for name, value in vars(self).items() if name not in _OF_ONE_SCOPE}
+
+    def __setstate__(self, settings: dict[str, Any]) -> None:
+        vars(self).update(settings)
+        self._start()
 
     def _begin(self) -> None:
         self._entries: weakref.WeakValueDictionary[tuple[int, int, torch.dtype], Entry] = weakref.WeakValueDictionary()
@@ -263,13 +283,17 @@ class Vault:
         """Code what still waits; give back what coding did not free; count."""
         while self._waiting:
             self._code(self._waiting.popleft()())
-        entries, tally = self.entries(), Tally()
-        for entry in entries:
+        tally, ours = Tally(), []
+        for entry in self.entries():
             if not entry.is_raw and (storage := entry.original.get()) is not None:
                 entry.become_raw(storage)
+            if entry.is_held_elsewhere:
+                tally.num_held_elsewhere += 1
+                continue
+            ours.append(entry)
             tally.entries[entry.form.kind] += 1
-            tally.plain_bytes[entry.form.kind] += entry.plain_bytes
-        tally.held_bytes = kept_bytes(entries)
+            tally.plain_bytes += entry.plain_bytes
+        tally.held_bytes = kept_bytes(ours)
         self.tally = tally
 
 

@@ -1,0 +1,238 @@
+"""Settings of activation compression, and what it does to a module: hooks, copies, undoing, compiled blocks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+
+from lightning_memsave import ActivationCompression, Checkpointing, apply_activation_compression, apply_checkpointing
+from lightning_memsave.techniques.activation_compression import open_vault, summarize
+from lightning_memsave.vault import Tally
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(3)))
+
+
+X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+
+
+def gradients(model):
+    model.zero_grad()
+    model(X).square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"codecs": ("int3",)}, "`activations` must be of 'exact'"),
+        ({"codecs": ("int4", "int8")}, "one lossy one at most"),
+        ({"codecs": ("exact", "exact")}, "must name codecs once"),
+        ({"codecs": ()}, "must name codecs once"),
+        ({"modules": {"head": "int4-chain"}}, r"modules\['head'\]` must be one of 'exact'"),
+        ({"operations": {"gelu": "int5"}}, r"operations\['gelu'\]` must be one of"),
+        ({"min_numel": 0}, "must be a positive integer, got 0"),
+        ({"offload_folder": "/no/such/folder"}, "must be an existing folder"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ActivationCompression(**settings)
+
+
+@pytest.mark.parametrize("value", [3, ["int4", 5], object()])
+def test_a_wrong_shorthand_is_refused(value):
+    with pytest.raises(ValueError, match="`activations` must be of"):
+        ActivationCompression.from_shorthand(value)
+
+
+def test_shorthands():
+    assert ActivationCompression.from_shorthand(True) == ActivationCompression()
+    assert ActivationCompression.from_shorthand("int8").codecs == ("int8",)
+    assert ActivationCompression.from_shorthand(["exact", "int4"]).codecs == ("exact", "int4")
+
+
+def test_loss_class_tells_of_any_lossy_setting():
+    assert ActivationCompression(codecs=("exact", "offload", "linear-cross-entropy")).is_exact
+    assert not ActivationCompression(codecs=("bf16",)).is_exact
+    assert not ActivationCompression(modules={"*": "int8"}).is_exact
+    assert not ActivationCompression(operations={"gelu": "int8"}).is_exact
+
+
+def test_apply_and_undo_leave_a_plain_module():
+    model = stack()
+    keys, expected = list(model.state_dict()), gradients(model)
+    applied = apply_activation_compression(model, ActivationCompression())
+    assert torch.equal(gradients(model), expected)
+    assert list(model.state_dict()) == keys
+    with pytest.raises(ValueError, match="must be applied once"):
+        apply_activation_compression(model, ActivationCompression())
+    applied.undo()
+    applied.undo()
+    assert vars(model).keys() == vars(stack()).keys()
+    apply_activation_compression(model, ActivationCompression(codecs=("int8",)))
+    assert not torch.equal(gradients(model), expected)
+
+
+def test_undo_gives_back_an_instance_forward():
+    model, calls = stack(), []
+    model.forward = lambda x: (calls.append(1), nn.Sequential.forward(model, x))[1]
+    mine = model.forward
+    applied = apply_activation_compression(model, ActivationCompression())
+    gradients(model)
+    applied.undo()
+    assert model.forward is mine
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("codecs", [("exact",), ("int8",), ("exact", "offload")])
+def test_copies_and_pickles_compute_with_their_own_weights(codecs):
+    model = stack()
+    apply_activation_compression(model, ActivationCompression(codecs=codecs))
+    gradients(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(X), model(X))
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.zero_()
+        assert torch.equal(twin(X), X)
+        gradients(twin)
+
+
+def test_modules_choose_their_codec():
+    model = stack()
+    vault, _ = open_vault(model, ActivationCompression(codecs=("int8",), modules={"1": "exact", "*.down": "int4"}))
+    with vault.scope():
+        loss = model(X).sum()
+    assert vault.tally.entries["int4"] == 3  # what the three `down` keep, in block 1 as well: the innermost decides
+    assert vault.tally.entries["int8"] == 2 + 3  # inputs of norm, up and gelu in blocks 0 and 2, but for the batch
+    loss.backward()
+    assert vault.within == []
+
+
+def test_a_module_that_raises_leaves_nothing_behind():
+    model = stack()
+    vault, applied = open_vault(model, ActivationCompression(modules={"1": "int8"}))
+    with pytest.raises(RuntimeError), vault.scope():
+        model(torch.randn(4, 5))
+    with pytest.raises(RuntimeError), vault.scope():
+        model[1](torch.randn(4, 5))
+    assert vault.within == []
+    applied.undo()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_pattern_that_matches_nothing_is_refused():
+    model = stack()
+    with pytest.raises(ValueError, match=r"`ActivationCompression.modules` must match modules, got 'haed'.*LayerNorm"):
+        open_vault(model, ActivationCompression(modules={"0": "exact", "haed": "exact"}))
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_operations_go_before_the_table():
+    model = nn.Linear(32, 32)
+    for operations, kind in (({}, "raw"), ({"sin": "int8"}, "int8")):
+        vault, _ = open_vault(model, ActivationCompression(codecs=("int4",), operations=operations))
+        with vault.scope():
+            loss = torch.sin(model(X)).sum()
+        assert dict(vault.tally.entries) == {kind: 1}
+        loss.backward()
+
+
+def test_regions_inside_are_left_to_themselves():
+    """A region is computed again from its exact input: the noise of `int2` does not reach it."""
+    model = stack()
+    expected = gradients(model)
+    apply_checkpointing(model, Checkpointing(modules=Block))
+    apply_activation_compression(model, ActivationCompression(codecs=("int2",)))
+    assert torch.equal(gradients(model), expected)
+
+
+def test_summary_says_what_was_kept():
+    config = ActivationCompression(codecs=("exact", "int8"))
+    assert summarize(config, Tally()) == "exact, int8"
+    model = stack()
+    vault, _ = open_vault(model, config)
+    with vault.scope():
+        model(X).sum()
+        told = summarize(config, vault.tally)
+    assert told == "exact, int8"
+    loss = None
+    with vault.scope():
+        loss = model(X).sum()
+    assert summarize(config, vault.tally).startswith("exact, int8: ")
+    assert "recomputed" in summarize(config, vault.tally)
+    del loss
+
+
+# ---------------------------------------------------------------------------------------------------- torch.compile
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while it compiles
+@pytest.mark.parametrize("codec", ["exact", "int4"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_compiled_blocks_stay_compiled_and_equal(fresh_dynamo, codec, in_place):
+    model = stack()
+    for i, block in enumerate(model):
+        if in_place:
+            block.compile(backend="aot_eager")
+        else:
+            model[i] = torch.compile(block, backend="aot_eager")
+    expected = gradients(model)
+    graphs = counters["stats"]["unique_graphs"]
+    applied = apply_activation_compression(model, ActivationCompression(codecs=(codec,)))
+    for _ in range(2):
+        assert torch.equal(gradients(model), expected)
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
+    applied.undo()
+    assert torch.equal(gradients(model), expected)
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_compiled_function_that_is_met_still_computes(fresh_dynamo):
+    model = stack()
+    expected = gradients(model)
+    plain = model[1].forward
+    model[1].forward = torch.compile(plain, backend="eager")
+    apply_activation_compression(model, ActivationCompression())
+    assert torch.equal(gradients(model), expected)
+
+
+def whole(model):
+    return torch.compile(model, backend="eager")
+
+
+def in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("wrap", [whole, in_place, lambda m: nn.Sequential(whole(m))])
+def test_a_whole_model_that_is_compiled_is_refused(fresh_dynamo, wrap):
+    with pytest.raises(ValueError, match=r"raises the peak.*block\.compile"):
+        apply_activation_compression(wrap(stack()), ActivationCompression())
