@@ -18,16 +18,16 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.vault import forms, policy
+from lightning_memsave.vault.calls import Calls, window_index
 from lightning_memsave.vault.chain import chain, relu_input
 from lightning_memsave.vault.entries import Entry, Handle, Passed, Recent, kept_bytes
 from lightning_memsave.vault.forms import Rank
@@ -36,7 +36,6 @@ from lightning_memsave.vault.graph import (
     edge_of,
     innermost_pack_hook,
     inputs_of,
-    is_innermost,
     is_made_of_weights,
     sequence_nr_of,
     storage_key,
@@ -46,8 +45,8 @@ from lightning_memsave.vault.offload import Offloader
 from lightning_memsave.vault.recipes import Derivation, Source
 
 _OF_ONE_SCOPE = (
-    *("within", "_call", "_mode", "_recent", "_depth"),
-    *("_entries", "_handles", "_operands", "_waiting", "_derivation"),
+    *("within", "_recent", "_depth"),
+    *("_entries", "_handles", "_calls", "_waiting", "_derivation"),
 )
 _NUM_WAITING = 3  # entries that stay raw for their next consumers
 
@@ -103,8 +102,6 @@ class Vault:
     def _start(self) -> None:
         self.within: list[Rank] = []
         """Ranks that hold inside the modules that are running, the innermost last."""
-        self._call = policy.NO_CALL
-        self._mode = _Calls(self)
         self._recent = Recent()
         self._depth = 0
         self._begin()
@@ -120,9 +117,9 @@ class Vault:
     def _begin(self) -> None:
         self._entries: weakref.WeakValueDictionary[tuple[int, int, torch.dtype], Entry] = weakref.WeakValueDictionary()
         self._handles: weakref.WeakValueDictionary[Edge, Handle] = weakref.WeakValueDictionary()
-        self._operands: dict[int, Any] = {}
+        self._calls = Calls(self._answer)
         self._waiting: deque[weakref.ref[Entry]] = deque()
-        self._derivation = Derivation(self._handles, self._operands)
+        self._derivation = Derivation(self._handles, self._calls.operands)
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -133,33 +130,24 @@ class Vault:
         self._depth += 1
         self._recent.replace(None)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), self._mode:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), self._calls:
                 yield
             self._settle()
         finally:
             self._depth -= 1
             self._begin()
 
-    @contextmanager
-    def unseen(self, name: str) -> Iterator[None]:
+    def unseen(self, name: str) -> AbstractContextManager[None]:
         """Calls inside are not looked at: what they keep is kept for one function of that `name`.
 
         For compiled regions: a function mode that is active would be compiled into them.
         """
-        if not self._depth or not is_innermost(self._mode):
-            yield
-            return
-        before, self._call = self._call, policy.Call(name, (), {})
-        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
-            self._call = before
+        return self._calls.unseen(name)
 
-    def is_packing(self) -> bool:
-        """Whether what is kept now comes here; inside a checkpointed region it goes to torch's own hooks."""
-        return self._depth > 0 and innermost_pack_hook() == self._pack
+    def _answer(self, call: policy.Call) -> Tensor | None:
+        # Inside a checkpointed region, where torch's own hooks come first, its recomputation would not be answered.
+        is_ours = self.chunk_loss and innermost_pack_hook() == self._pack
+        return linear_cross_entropy(call) if is_ours else None
 
     def entries(self) -> list[Entry]:
         """The entries of the scope that is open."""
@@ -199,8 +187,8 @@ class Vault:
         return not is_made_of_weights(tensor)
 
     def _raise_need(self, entry: Entry, tensor: Tensor) -> None:
-        call = self._call
-        if tensor.dtype == torch.int64 and (index := _window_index(tensor, call)) is not None:
+        call = self._calls.current
+        if tensor.dtype == torch.int64 and (index := window_index(tensor, call)) is not None:
             entry.become(index)
             entry.need = Rank.EXACT
             return
@@ -231,9 +219,9 @@ class Vault:
         source = None if producer is None else self._handles.get(Edge(sequence_nr_of(producer), producer_nr))
         if source is None or not source.entry.is_raw or source.entry.need != self.lossy:
             return False
-        x, argument = source.get(), self._call.argument(0, "input")
+        x, argument = source.get(), self._calls.current.argument(0, "input")
         is_z = isinstance(argument, Tensor) and argument.grad_fn is norm and argument.shape == y.shape
-        found = chain(y, x, norm, argument if is_z else None, self.lossy, self._next_seed(), self._operands)
+        found = chain(y, x, norm, argument if is_z else None, self.lossy, self._next_seed(), self._calls.operands)
         if found is None:
             return False
         entry.become(found[0])
@@ -309,65 +297,3 @@ def refuses_hooks(error: RuntimeError) -> bool:
 
 def _recipe(source: Source, tensor: Tensor) -> forms.Recipe:
     return forms.Recipe(source.values, tensor, source.rank, source.needs, source.depth)
-
-
-# ------------------------------------------------------------------------------- who is calling
-class _Calls(TorchFunctionMode):
-    """Tells the vault which function is running, and notes operands that the graph does not keep."""
-
-    def __init__(self, vault: Vault) -> None:
-        super().__init__()
-        self._vault = vault
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled function that is met breaks its graph here
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        vault, kwargs = self._vault, kwargs or {}
-        before, name = vault._call, getattr(func, "__name__", "")
-        call = vault._call = policy.Call(name, args, kwargs)
-        try:
-            chunked = name == "cross_entropy" and vault.chunk_loss and vault.is_packing()
-            loss = linear_cross_entropy(call) if chunked else None
-            result = func(*args, **kwargs) if loss is None else loss
-        finally:
-            vault._call = before
-        if name in _NOTED and isinstance(result, Tensor) and result.grad_fn is not None:
-            vault._operands[sequence_nr_of(result.grad_fn)] = _NOTED[name](call)
-        return result
-
-
-def _scalar(call: policy.Call) -> Any:
-    """The number in `tensor + number`, on either side."""
-    return next((a for a in call.args[:2] if isinstance(a, (int, float))), None)
-
-
-_NOTED = {
-    "batch_norm": lambda call: call.argument(4, "bias"),
-    "group_norm": lambda call: call.argument(3, "bias"),
-    "layer_norm": lambda call: call.argument(4, "eps", 1e-5),
-    "add": _scalar,
-    "__add__": _scalar,
-    "__radd__": _scalar,
-    "sub": _scalar,
-    "__sub__": _scalar,
-}
-"""What a recipe needs and no node keeps: a normalisation's bias or epsilon, a number that is added."""
-
-_POOLS = {"max_pool1d": 1, "max_pool2d": 2, "max_pool3d": 3}
-
-
-def _window_index(index: Tensor, call: policy.Call) -> forms.WindowIndex | None:
-    """The small form of a max-pool's argmax; `None` for any other integers."""
-    dims = _POOLS.get(call.name.removesuffix("_with_indices"))
-    if dims is None or not forms.covers_its_storage(index) or not index.is_contiguous():
-        return None
-    source, kernel = call.argument(0, "input"), call.argument(1, "kernel_size")
-    settings = (
-        kernel,
-        call.argument(2, "stride") or kernel,
-        call.argument(3, "padding", 0),
-        call.argument(4, "dilation", 1),
-    )
-    window = [[s] * dims if isinstance(s, int) else list(s) * (dims if len(s) == 1 else 1) for s in settings]
-    if not forms.WindowIndex.fits(window):
-        return None
-    return forms.WindowIndex(index, source.shape[-dims:], window)
