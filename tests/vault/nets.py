@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import torch
 from torch import nn
@@ -40,9 +41,9 @@ def int4(**options):
 
 
 def gradients(model, x, vault=None, autocast=False):
-    """Loss, output and all gradients of one step; the loss stands outside of the scope, as in `apply_*`."""
+    """Loss, all gradients and buffers of one step of a copy; the loss stands outside of the scope."""
     torch.manual_seed(1)
-    model.zero_grad()
+    model = copy.deepcopy(model)
     x = x.detach().clone().requires_grad_(x.is_floating_point())
     scope = contextlib.nullcontext() if vault is None else vault.scope()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), scope:
@@ -82,7 +83,11 @@ class Block(nn.Module):
 
 def cnn(**options):
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), *(Block(**options) for _ in range(2)), nn.MaxPool2d(2), nn.Flatten(), nn.LazyLinear(5)
+        nn.Conv2d(3, 8, 3, padding=1),
+        *(Block(**options) for _ in range(2)),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.LazyLinear(5),
     )
 
 

@@ -10,12 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from lightning_memsave import ActivationCompression, Checkpointing, apply_activation_compression, apply_checkpointing
 from lightning_memsave.vault import Rank, Vault, refuses_hooks
 from lightning_memsave.vault.entries import Handle, Passed
-from tests.vault.nets import Attention, Data, assert_same_bits, cnn, data, exact, gradients, int4, int8, relative_error
+from tests.vault.nets import Attention, Data, assert_same_bits, cnn, data, exact, gradients, int4, int8
 
 VAULTS = {"raw": lambda: Vault(min_numel=1), "exact": exact, "int8": int8, "int4-chain": lambda: int4(fuse=True)}
 
@@ -229,18 +227,23 @@ def managed(vault, call):
     return out, kept
 
 
+def merged():
+    """A low-rank update, as LoRA merges it."""
+    return nn.Parameter(torch.randn(6, 2)) @ nn.Parameter(torch.randn(2, 8)) * 0.5
+
+
 def test_parameters_and_what_is_made_of_them_alone_are_left_alone():
     torch.manual_seed(0)
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 6, bias=False))
-    for make, size in (
-        (lambda h: nn.Linear(8, 6)(h), 6),
-        (lambda h: normed(h), 6),
-        (lambda h: h @ torch.nn.Parameter(torch.randn(6, 8)).t(), 6),
-        (lambda h: F.linear(h, nn.Parameter(torch.randn(6, 4)) @ nn.Parameter(torch.randn(4, 8))), 6),
-        (lambda h: F.linear(h, nn.Parameter(torch.randn(6, 8)) * 0.5), 6),
+    for make in (
+        lambda h: nn.Linear(8, 6)(h),
+        lambda h: normed(h),
+        lambda h: h @ nn.Parameter(torch.randn(6, 8)).t(),
+        lambda h: F.linear(h, nn.Parameter(torch.randn(6, 8)) + merged()),
+        lambda h: F.linear(h, nn.Parameter(torch.randn(6, 8)) * 0.5),
     ):
         _, kept = managed(int8(), lambda make=make: make(data(32, 8)))
-        assert [shape for shape in kept["managed"] if 6 in shape] == [], size
+        assert [shape for shape in kept["managed"] if shape not in ((32, 8), (6, 1))] == []  # (6, 1): a norm
         assert (32, 8) in kept["managed"]
 
 
@@ -294,20 +297,19 @@ def test_a_scope_without_grad_keeps_nothing():
 
 
 def test_nested_scopes_are_one():
-    model, x, vault = cnn(), torch.randn(2, 3, 8, 8), exact()
+    vault, x = exact(), torch.randn(2, 3, 8, 8)
+
+    class Nested(nn.Sequential):
+        def forward(self, y):
+            first, *rest = self
+            with vault.scope():
+                y = first(y)
+            return nn.Sequential(*rest)(y)
+
+    model = Nested(*cnn())
     model(x)
-
-    def nested(y):
-        with vault.scope():
-            y = model[:2](y)
-        assert vault.entries(), "the outer scope goes on"
-        return model[2:](y)
-
-    plain = gradients(model, x)
-    wrapped = nn.Module()
-    wrapped.forward, wrapped.model = nested, model
-    ours = gradients(wrapped, x, vault)
-    assert_same_bits({name.removeprefix("model."): value for name, value in ours.items()}, plain)
+    assert_same_bits(gradients(model, x, vault), gradients(nn.Sequential(*model), x))
+    assert vault.tally.entries["recomputed"] >= 4
 
 
 def test_two_vaults_nest_and_the_inner_one_keeps():
@@ -325,22 +327,9 @@ def test_an_exception_inside_leaves_the_vault_usable():
     model(x)
     with pytest.raises(RuntimeError, match="channels"), vault.scope():
         model(torch.randn(2, 4, 8, 8))
-    assert vault._call.name == ""
     assert vault.entries() == []
     assert torch._C._len_torch_function_stack() == 0
-    assert_same_bits(gradients(model, x, vault), gradients(model_like(model), x))
-
-
-def model_like(model):
-    twin = cnn()
-    twin(torch.randn(1, 3, 8, 8))
-    state = {k: v for k, v in model.state_dict().items()}
-    for name, buffer in model.named_buffers():  # as before the step
-        state[name] = torch.zeros_like(buffer)
-    twin.load_state_dict(state)
-    for name, buffer in twin.named_buffers():
-        dict(model.named_buffers())[name].copy_(buffer)
-    return twin
+    assert_same_bits(gradients(model, x, vault), gradients(model, x))
 
 
 def test_transforms_of_torch_func_refuse_and_are_told():
@@ -354,10 +343,14 @@ def test_another_thread_may_run_backward():
     model, x, vault = cnn(), torch.randn(2, 3, 8, 8), exact()
     model(x)
     plain = gradients(model, x)
-    model.zero_grad()
     with vault.scope():
-        loss = model(x).square().mean()
-    thread = threading.Thread(target=loss.backward)
+        loss = model(x.requires_grad_()).square().mean()
+
+    def step():
+        torch.set_num_threads(1)  # holds for one thread
+        loss.backward()
+
+    thread = threading.Thread(target=step)
     thread.start()
     thread.join()
     assert all(torch.equal(p.grad, plain[name]) for name, p in model.named_parameters())
@@ -368,6 +361,7 @@ def test_threads_with_vaults_of_their_own_do_not_meet():
     plain, found = gradients(model, x), []
 
     def step():
+        torch.set_num_threads(1)
         with exact().scope():
             loss = model(x).square().mean()
         found.append(torch.autograd.grad(loss, list(model.parameters())))

@@ -43,6 +43,8 @@ class Entry:
         "_watched",
         "decoded",
         "form",
+        "interval",
+        "keeps_sign",
         "need",
         "original",
         "plain_bytes",
@@ -57,6 +59,10 @@ class Entry:
         self.decoded: Tensor | None = None
         self.need = Rank.SHAPE
         """The most that any consumer needs."""
+        self.interval: tuple[float, float] | None = None
+        """The mask that is needed asks whether values lie inside it; `None`: whether they are positive."""
+        self.keeps_sign = False
+        """Whether a consumer of a lossy copy reads signs."""
         self.original = WeakStorage(tensor)
         self.storage_key = storage_key(tensor)
         self.plain_bytes = tensor.untyped_storage().nbytes()

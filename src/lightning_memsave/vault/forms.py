@@ -111,6 +111,24 @@ class Mask:
         yield self._packed
 
 
+class Inside:
+    """One bit per element: whether `low < value < high`; read back as the middle of the two, and as `high`."""
+
+    kind, rank = "1-bit mask", Rank.MASK
+
+    def __init__(self, flat: Tensor, low: float, high: float) -> None:
+        self._packed, self._size = kernels.pack_mask((flat > low) & (flat < high)), flat.numel()
+        self._values = flat.new_tensor([high, (low + high) / 2])
+
+    def flat(self) -> Tensor:
+        """One value inside, one outside."""
+        return kernels.unpack_two(self._packed, self._values, self._size)
+
+    def payload(self) -> Iterator[Tensor]:
+        """Bits and values."""
+        yield from (self._packed, self._values)
+
+
 class TwoValues:
     """One bit per element of a tensor that holds two values: dropout's noise, an attention mask of 0 and -inf."""
 

@@ -34,8 +34,8 @@ LOSSY = _names(
     __matmul__ __rmatmul__ multi_head_attention_forward scaled_dot_product_attention
     mul mul_ __mul__ __rmul__ __imul__ multiply addcmul square
     batch_norm instance_norm group_norm layer_norm rms_norm
-    relu relu_ leaky_relu leaky_relu_ prelu rrelu hardtanh relu6 abs threshold
-    gelu silu mish elu celu selu softplus hardswish logsigmoid softsign glu
+    relu relu_ leaky_relu leaky_relu_ prelu abs
+    gelu silu mish elu softplus hardswish glu
     """
 )
 """Functions whose saved tensors may be noisy, where a gradient flows through these."""
@@ -50,6 +50,12 @@ SHAPE_ONLY = _names(
 
 SIGN_ONLY = _names("relu relu_ leaky_relu leaky_relu_")
 """Functions whose backward compares what they keep with zero."""
+
+KEEPS_SIGN = _names("leaky_relu leaky_relu_ prelu abs")
+"""Functions that may keep negative values, and read signs: a lossy copy must have the same ones."""
+
+INTERVAL_ONLY = {"hardtanh": (-1.0, 1.0), "hardtanh_": (-1.0, 1.0), "relu6": (0.0, 6.0)}
+"""Functions whose backward asks whether their input lies inside an interval, and its default ends."""
 
 SENSITIVE = frozenset(
     f"{name}Backward0"
@@ -78,7 +84,17 @@ class Call(NamedTuple):
 NO_CALL = Call("", (), {})
 
 
-def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank]) -> Rank:
+class Need(NamedTuple):
+    """What an operation needs of a tensor."""
+
+    rank: Rank
+    interval: tuple[float, float] | None = None
+    """For a mask: of what. `None` stands for the sign."""
+    keeps_sign: bool = False
+    """Whether a lossy copy must have the same signs."""
+
+
+def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank]) -> Need:
     """What `call` needs of `tensor`, which it is about to keep.
 
     Args:
@@ -88,17 +104,19 @@ def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank])
         overrides: ranks by function name, which go before the tables.
     """
     if (override := overrides.get(call.name)) is not None:
-        return override
+        return Need(override)
     if not tensor.requires_grad:
-        return Rank.EXACT
-    if call.name in SHAPE_ONLY:
-        return Rank.SHAPE
+        return Need(Rank.EXACT)
+    if call.name.removesuffix("_with_indices") in SHAPE_ONLY:
+        return Need(Rank.SHAPE)
     node = tensor.grad_fn
     if call.name in SIGN_ONLY and _reads_the_sign(node, call):
-        return Rank.MASK
+        return Need(Rank.MASK, keeps_sign=call.name in KEEPS_SIGN)
+    if (ends := INTERVAL_ONLY.get(call.name)) is not None:
+        return Need(Rank.MASK, (call.argument(1, "min_val", ends[0]), call.argument(2, "max_val", ends[1])))
     if _is_sensitive(tensor, node) or not _may_be_lossy(call):
-        return Rank.EXACT
-    return lossy
+        return Need(Rank.EXACT)
+    return Need(lossy, keeps_sign=call.name in KEEPS_SIGN)
 
 
 def _reads_the_sign(node: Node | None, call: Call) -> bool:

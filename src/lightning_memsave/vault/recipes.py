@@ -62,6 +62,8 @@ class Rule:
     """A faster function that is linear only to the eye: used where all inputs are exact."""
     kept: str | None = None
     """The attribute under which the node keeps an input that no gradient flows through."""
+    reads: Sequence[Tensor | None] = ()
+    """What the function holds besides; a change in place raises."""
 
 
 class Derivation:
@@ -106,8 +108,15 @@ class Derivation:
             sources.append(source)
         rank = min((s.rank for s in sources), default=Rank.EXACT)
         function = rule.exactly if rule.exactly is not None and rank == Rank.EXACT else rule.function
+        versions = [(tensor, tensor._version) for tensor in rule.reads if tensor is not None]
+
+        def values() -> Tensor:
+            for tensor, version in versions:
+                check_version(tensor, version, tensor.shape)
+            return function(*(source.values() for source in sources))
+
         return Source(
-            lambda: function(*(source.values() for source in sources)),
+            values,
             rank,
             tuple(need for source in sources for need in source.needs),
             1 + max((s.depth for s in sources), default=0),
@@ -124,7 +133,7 @@ def _kept(handle: Handle | Passed | Tensor | None, own: int, budget: int) -> Sou
         return None
     entry = handle.entry
     depth = getattr(entry.form, "depth", 0)
-    if entry.need < Rank.INT2 or depth >= budget:  # a mask or a shape alone would have to be kept for us: no gain
+    if entry.need < Rank.INT2 or depth > budget:  # a mask or a shape alone would have to be kept for us: no gain
         return None
     return Source(handle.get, min(entry.need, entry.form.rank), (handle,), depth)
 
@@ -156,7 +165,8 @@ def _batch_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
     if not saved(node, "training"):
         stats = saved(node, "running_mean"), saved(node, "running_var")
         eps = saved(node, "eps")
-        return Rule(lambda x: F.batch_norm(x, *stats, weight, bias, False, 0.0, eps), is_linear=True)
+        reads = (*stats, *affine)
+        return Rule(lambda x: F.batch_norm(x, *stats, weight, bias, False, 0.0, eps), is_linear=True, reads=reads)
     mean, rstd, eps = saved(node, "result1"), saved(node, "result2"), saved(node, "eps")
     wide = torch.promote_types(mean.dtype, torch.float32)
 
@@ -169,7 +179,7 @@ def _batch_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
     def again(x: Tensor) -> Tensor:  # computes the statistics again; on CUDA the eval kernel rounds otherwise
         return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
 
-    return Rule(normalise, is_linear=True, exactly=None if mean.device.type == "cpu" else again)
+    return Rule(normalise, is_linear=True, exactly=None if mean.device.type == "cpu" else again, reads=affine)
 
 
 def fold(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -210,7 +220,7 @@ def _layer_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
     def again(x: Tensor) -> Tensor:  # computes the statistics again
         return F.layer_norm(x, shape, weight, bias, eps)
 
-    return Rule(normalise, is_linear=True, exactly=again)
+    return Rule(normalise, is_linear=True, exactly=again, reads=(weight, bias))
 
 
 def _group_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule | None:
@@ -230,7 +240,7 @@ def _group_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
     def again(x: Tensor) -> Tensor:  # computes the statistics again
         return F.group_norm(x, groups, weight, bias, eps)
 
-    return Rule(normalise, is_linear=True, exactly=again)
+    return Rule(normalise, is_linear=True, exactly=again, reads=affine)
 
 
 def fold_groups(

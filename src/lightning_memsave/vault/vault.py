@@ -196,7 +196,12 @@ class Vault:
             entry.need = Rank.EXACT
             return
         lossy = self.within[-1] if self.within else self.lossy
-        need = policy.need(tensor, call, lossy, self.overrides)
+        need, interval, keeps_sign = policy.need(tensor, call, lossy, self.overrides)
+        entry.keeps_sign |= keeps_sign
+        if interval is not None and entry.need == Rank.SHAPE:
+            entry.interval = interval
+        elif entry.interval != interval and max(need, entry.need) > Rank.SHAPE:
+            need = Rank.EXACT  # no mask and no code serves both
         if need <= entry.need and need > Rank.SHAPE:
             return
         entry.need = max(entry.need, need)
@@ -233,13 +238,14 @@ class Vault:
         """Give an entry the smallest form that its consumers allow."""
         if entry is None or not entry.is_raw or not entry.is_unchanged:
             return
-        form = self._form_of(entry.flat(), entry.need)
+        form = self._form_of(entry)
         if self.offloader is not None:
             form = self.offloader.take(form or entry.form) or form
         if form is not None:
             entry.become(form)
 
-    def _form_of(self, flat: Tensor, need: Rank) -> forms.Form | None:
+    def _form_of(self, entry: Entry) -> forms.Form | None:
+        flat, need = entry.flat(), entry.need
         if flat.dtype == torch.bool:
             return forms.Mask.of(flat)
         if not flat.dtype.is_floating_point:
@@ -248,12 +254,12 @@ class Vault:
         if need == Rank.SHAPE:
             return forms.Shape(flat)
         if need == Rank.MASK:
-            return forms.Mask.positive(flat)
+            return forms.Mask.positive(flat) if entry.interval is None else forms.Inside(flat, *entry.interval)
         if need == Rank.EXACT:
             return forms.TwoValues.of(flat)
         if need == Rank.BF16:
             return forms.Cast.of(flat, self._next_seed())
-        return forms.Coded.of(flat, need, self._next_seed())
+        return forms.Coded.of(flat, need, self._next_seed(), entry.keeps_sign)
 
     def draw_for(self, step: int) -> None:
         """Draw the dither from a stream of this step's own, in which several scopes go on; repeats when resumed."""
