@@ -118,9 +118,7 @@ def test_activations(name):
     weight = parameter(8, 8)
 
     def function(h):
-        h = h.sin() * 1.0 if "Relu" in name else h  # something keeps the input
-        kept = h.cos() if "Relu" in name else 0
-        return ACTIVATIONS[name](h) @ weight + kept
+        return h.cos() + ACTIVATIONS[name](h) @ weight  # a mask is enough for some: cos keeps the input before
 
     tally = same_bits(function, torch.randn(6, 5, 8), weight)
     assert tally.entries["recomputed"] >= 1
@@ -323,8 +321,8 @@ def test_names_of_nodes_and_of_what_they_keep():
     leaf = parameter(2)
     assert (leaf * 2).grad_fn.next_functions[0][0].variable is leaf
     with exact().scope():
-        kept = x.sin().grad_fn._raw_saved_self.data
-    assert isinstance(kept, Handle)
+        node = x.sin().grad_fn
+    assert isinstance(node._raw_saved_self.data, Handle)
     assert isinstance(torch._C._len_torch_function_stack(), int)
     assert callable(torch._C._get_function_stack_at)
     assert torch.randn(1).untyped_storage()._cdata != 0

@@ -48,7 +48,7 @@ _OF_ONE_SCOPE = (
     *("within", "_recent", "_depth"),
     *("_entries", "_handles", "_calls", "_waiting", "_derivation"),
 )
-_NUM_WAITING = 3  # entries that stay raw for their next consumers
+_NUM_WAITING = 1  # entries that stay raw for their next consumer; more would raise the peak
 
 
 @dataclass
