@@ -66,20 +66,10 @@ def test_bytes_of_the_pair(name, layout, inplace):
     vault = fused()
     run(Chain(NORMS[name](), inplace), torch.randn(SHAPE), vault, layout)
     assert vault.tally.entries["recomputed"] == 2
-    assert vault.tally.held_bytes in (CHAIN_BYTES, CHAIN_BYTES + statistics(vault))
+    statistics = vault.tally.plain_bytes - 2 * 4 * 8 * 16 * 16 * 16  # are kept as they are
+    assert statistics <= 2 * 4 * 8 * 16
+    assert vault.tally.held_bytes == CHAIN_BYTES + statistics
     assert CHAIN_BYTES / (8 * 16 * 16 * 16) == 0.53125
-
-
-def statistics(vault):
-    """Of the normalisation, which are kept raw."""
-    return (
-        sum(entry for kind, entry in (("raw", 0),))
-        + vault.tally.entries["raw"] * 0
-        + {
-            0: 0,
-            2: vault.tally.plain_bytes - 2 * 4 * 8 * 16 * 16 * 16,
-        }.get(vault.tally.entries["raw"], 0)
-    )
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -145,20 +135,21 @@ def test_falls_back_to_separate_codes(name):
 
 def test_the_fallback_is_what_int4_keeps():
     model, x = Chain(with_weight(0.0)), torch.randn(SHAPE)
-    fallback, separate = fused(), int4()
-    assert torch.equal(run(model, x, fallback), run(model, x, separate))
-    assert fallback.tally.held_bytes == separate.tally.held_bytes
+    fallback, separate = (Vault(lossy=Rank.INT4, fuse=fuse) for fuse in (True, False))
+    for vault in (fallback, separate):  # other seeds are drawn: the same bytes, not the same bits
+        run(model, x, vault)
+    assert fallback.tally == separate.tally
+    assert fallback.tally.held_bytes == SEPARATE_BYTES
 
 
-def test_without_a_consumer_behind_the_relu_there_is_no_chain():
-    """A bit for the ReLU and 4 for the normalisation's input are less than the chain."""
-    norm, vault = randomized(nn.BatchNorm2d(16)), fused()
+def test_without_a_consumer_behind_the_relu_the_chain_is_no_larger_than_its_parts():
+    """A bit for the ReLU and 4 for the normalisation's input would be 0.64 B."""
+    norm, vault = randomized(nn.BatchNorm2d(16)), Vault(lossy=Rank.INT4, fuse=True)
     leaf = torch.randn(SHAPE, requires_grad=True)
     with vault.scope():
         out = Data.apply(F.relu(norm(Data.apply(leaf))))
     out.sum().backward()
-    assert vault.tally.entries["recomputed"] == 0
-    assert vault.tally.entries["1-bit mask"] == 1
+    assert vault.tally.held_bytes == CHAIN_BYTES
 
 
 def test_an_exact_consumer_of_the_input_forbids_the_chain():

@@ -22,23 +22,25 @@ BOUND = 0.05
 """On the relative error of a gradient from 8-bit codes: a code is off by 1/255 of its block's range at most, a short
 block's range is some standard deviations, and the products of a sample add a few such errors."""
 
+JUMPS = {"nn.functional.hardswish": 0.1}
+"""Its derivative jumps by 0.5 at -3 and 3: a value within the noise of these may land on the other side."""
+
 # fmt: off
 LOSSY = """
 __rmatmul__ __rmul__ abs addbmm addcmul addmm baddbmm bmm einsum inner linalg.pinv masked.std masked.var matmul mm mul
-mv nn.functional.batch_norm nn.functional.bilinear nn.functional.celu nn.functional.conv1d nn.functional.conv2d
-nn.functional.conv3d nn.functional.conv_transpose1d nn.functional.conv_transpose2d nn.functional.conv_transpose3d
-nn.functional.elu nn.functional.gelu nn.functional.glu nn.functional.group_norm nn.functional.hardswish
-nn.functional.hardtanh nn.functional.instance_norm nn.functional.layer_norm nn.functional.linear nn.functional.mish
-nn.functional.multi_head_attention_forward nn.functional.prelu nn.functional.relu6 nn.functional.rms_norm
-nn.functional.rrelu nn.functional.scaled_dot_product_attention nn.functional.selu nn.functional.silu
-nn.functional.softplus nn.functional.softsign outer pca_lowrank square svd_lowrank tensordot
+mv nn.functional.batch_norm nn.functional.bilinear nn.functional.conv1d nn.functional.conv2d nn.functional.conv3d
+nn.functional.conv_transpose1d nn.functional.conv_transpose2d nn.functional.conv_transpose3d nn.functional.elu
+nn.functional.gelu nn.functional.glu nn.functional.group_norm nn.functional.hardswish nn.functional.instance_norm
+nn.functional.layer_norm nn.functional.linear nn.functional.mish nn.functional.multi_head_attention_forward
+nn.functional.prelu nn.functional.rms_norm nn.functional.scaled_dot_product_attention nn.functional.silu
+nn.functional.softplus outer pca_lowrank square svd_lowrank tensordot
 """
 RECOMPUTED = """
 __rdiv__ __rmul__ einsum inner kron mul native_batch_norm native_group_norm nn.functional.batch_norm
 nn.functional.cosine_similarity nn.functional.gelu nn.functional.group_norm nn.functional.hardsigmoid
-nn.functional.hardswish nn.functional.hardtanh nn.functional.kl_div nn.functional.layer_norm nn.functional.mish
+nn.functional.hardswish nn.functional.kl_div nn.functional.layer_norm nn.functional.mish
 nn.functional.multi_head_attention_forward nn.functional.multilabel_soft_margin_loss nn.functional.poisson_nll_loss
-nn.functional.relu6 nn.functional.rms_norm nn.functional.silu nn.functional.softplus outer
+nn.functional.rms_norm nn.functional.silu nn.functional.softplus outer
 """
 EXACT = """
 __getitem__ __rdiv__ __rmod__ __rpow__ _batch_norm_with_update _native_batch_norm_legit _segment_reduce
@@ -60,20 +62,21 @@ nanmedian nanquantile nansum native_batch_norm native_dropout_backward native_gr
 nn.functional.adaptive_avg_pool1d nn.functional.adaptive_avg_pool2d nn.functional.adaptive_avg_pool3d
 nn.functional.adaptive_max_pool1d nn.functional.adaptive_max_pool2d nn.functional.adaptive_max_pool3d
 nn.functional.alpha_dropout nn.functional.avg_pool1d nn.functional.avg_pool2d nn.functional.avg_pool3d
-nn.functional.binary_cross_entropy nn.functional.binary_cross_entropy_with_logits nn.functional.cosine_embedding_loss
-nn.functional.cosine_similarity nn.functional.cross_entropy nn.functional.ctc_loss nn.functional.dropout
-nn.functional.dropout2d nn.functional.dropout3d nn.functional.embedding nn.functional.embedding_bag
-nn.functional.feature_alpha_dropout nn.functional.fractional_max_pool2d nn.functional.fractional_max_pool3d
-nn.functional.gaussian_nll_loss nn.functional.grid_sample nn.functional.hardshrink nn.functional.hardsigmoid
-nn.functional.hinge_embedding_loss nn.functional.huber_loss nn.functional.interpolate nn.functional.kl_div
-nn.functional.l1_loss nn.functional.leaky_relu nn.functional.linear_cross_entropy nn.functional.local_response_norm
-nn.functional.logsigmoid nn.functional.margin_ranking_loss nn.functional.max_pool1d nn.functional.max_pool2d
-nn.functional.max_pool3d nn.functional.max_unpool1d nn.functional.max_unpool2d nn.functional.max_unpool3d
-nn.functional.mse_loss nn.functional.multi_margin_loss nn.functional.multilabel_margin_loss
-nn.functional.multilabel_soft_margin_loss nn.functional.nll_loss nn.functional.normalize nn.functional.pad
-nn.functional.pairwise_distance nn.functional.pdist nn.functional.poisson_nll_loss nn.functional.relu
+nn.functional.binary_cross_entropy nn.functional.binary_cross_entropy_with_logits nn.functional.celu
+nn.functional.cosine_embedding_loss nn.functional.cosine_similarity nn.functional.cross_entropy nn.functional.ctc_loss
+nn.functional.dropout nn.functional.dropout2d nn.functional.dropout3d nn.functional.embedding
+nn.functional.embedding_bag nn.functional.feature_alpha_dropout nn.functional.fractional_max_pool2d
+nn.functional.fractional_max_pool3d nn.functional.gaussian_nll_loss nn.functional.grid_sample nn.functional.hardshrink
+nn.functional.hardsigmoid nn.functional.hardtanh nn.functional.hinge_embedding_loss nn.functional.huber_loss
+nn.functional.interpolate nn.functional.kl_div nn.functional.l1_loss nn.functional.leaky_relu
+nn.functional.linear_cross_entropy nn.functional.local_response_norm nn.functional.logsigmoid
+nn.functional.margin_ranking_loss nn.functional.max_pool1d nn.functional.max_pool2d nn.functional.max_pool3d
+nn.functional.max_unpool1d nn.functional.max_unpool2d nn.functional.max_unpool3d nn.functional.mse_loss
+nn.functional.multi_margin_loss nn.functional.multilabel_margin_loss nn.functional.multilabel_soft_margin_loss
+nn.functional.nll_loss nn.functional.normalize nn.functional.pad nn.functional.pairwise_distance nn.functional.pdist
+nn.functional.poisson_nll_loss nn.functional.relu nn.functional.relu6 nn.functional.rrelu nn.functional.selu
 nn.functional.smooth_l1_loss nn.functional.soft_margin_loss nn.functional.softmin nn.functional.softshrink
-nn.functional.tanhshrink nn.functional.threshold nn.functional.triplet_margin_loss
+nn.functional.softsign nn.functional.tanhshrink nn.functional.threshold nn.functional.triplet_margin_loss
 nn.functional.triplet_margin_with_distance_loss norm ormqr pinverse polar polygamma pow prod put qr quantile
 reciprocal remainder renorm rsqrt scatter scatter_add scatter_reduce sgn sigmoid sin sinc sinh softmax sort sparse.mm
 special.entr special.erfcx special.i0e special.i1 special.i1e special.log_ndtr special.ndtr special.ndtri
@@ -98,12 +101,12 @@ vstack zero_
 """
 # fmt: on
 
-ABSENT = "__imul__ __matmul__ __mul__ logsigmoid mul_ multiply relu_ leaky_relu_"
+ABSENT = "__imul__ __matmul__ __mul__ mul_ multiply relu_ leaky_relu_"
 """Functions of the policy that the database calls by another name, or not at all."""
-JUMPS = "abs nn.functional.prelu nn.functional.rrelu nn.functional.hardtanh nn.functional.relu6"
-"""Their gradient compares what is coded with a threshold: none or all of an element's gradient is the error."""
-SIGN_ALONE = "relu leaky_relu threshold"
-"""Of the policy's lossy functions, those of which a sign or an exact two-valued tensor was enough."""
+SIGNS = "abs nn.functional.prelu"
+"""Lossy codes that keep signs, which is all that the gradient of an input reads."""
+SIGN_ALONE = "relu leaky_relu"
+"""Of the policy's lossy functions, those of which a sign was enough."""
 
 
 def run(dtype):
@@ -125,8 +128,7 @@ def reports():
 
 
 def too_large(reports):
-    errors = {name: report["error"] for name, report in reports.items() if name not in JUMPS.split()}
-    return {name: error for name, error in errors.items() if error > BOUND}
+    return {name: report["error"] for name, report in reports.items() if report["error"] > JUMPS.get(name, BOUND)}
 
 
 def kinds(reports, vault):
@@ -168,7 +170,7 @@ def test_every_lossy_function_of_the_policy_was_met():
 def test_errors_are_real_where_codes_are(reports):
     """Codes that never show in a gradient were never read: the comparison would be empty."""
     silent = [name for name in LOSSY.split() if reports[name]["error"] == 0]
-    assert set(silent) <= set(JUMPS.split())
+    assert set(silent) <= set(SIGNS.split())
 
 
 def test_which_results_can_be_computed_again(reports):

@@ -49,9 +49,9 @@ class MemSave(MemoryMonitor):
         recipe: str | Recipe = "lossless",
         *,
         microbatch: int | bool | Microbatching | None = None,
-        activations: str | bool | Sequence[str] | ActivationCompression | None = None,
-        checkpointing: str | bool | Checkpointing | None = None,
-        optimizer_state: str | bool | OptimizerState | None = None,
+        activations: bool | str | Sequence[str] | ActivationCompression | None = None,
+        checkpointing: bool | str | Checkpointing | None = None,
+        optimizer_state: bool | str | OptimizerState | None = None,
     ) -> None:
         super().__init__()
         slots = {

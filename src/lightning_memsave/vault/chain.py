@@ -122,7 +122,8 @@ def _group_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> Affine | 
 def _layer_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> Affine:
     mean, rstd = saved(node, "result1"), saved(node, "result2")  # [..., 1]
     weight, bias = saved(node, "weight"), saved(node, "bias")  # [D]
-    parameters = (1.0 if weight is None else weight.detach(), 0.0 if bias is None else bias.detach())
+    # Copies: the step may change the parameters before a late backward, which the node then tells of.
+    parameters = (1.0 if weight is None else weight.detach().clone(), 0.0 if bias is None else bias.detach().clone())
     return Affine(((rstd, -mean * rstd), parameters), weight)
 
 

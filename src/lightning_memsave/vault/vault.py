@@ -49,6 +49,7 @@ _OF_ONE_SCOPE = (
     *("_entries", "_handles", "_calls", "_waiting", "_derivation"),
 )
 _NUM_WAITING = 1  # entries that stay raw for their next consumer; more would raise the peak
+_NUM_COMPLETE = 2  # exact entries that stay raw: a kernel may fill what it kept before it ran (rrelu: noise, input)
 
 
 @dataclass
@@ -168,8 +169,7 @@ class Vault:
         if edge is not None:
             self._handles[edge] = handle
         self._raise_need(entry, tensor)
-        while len(self._waiting) > _NUM_WAITING:
-            self._code(self._waiting.popleft()())
+        self._code_all_but_the_latest(entry.need == Rank.EXACT)
         return handle
 
     def _manages(self, tensor: Tensor) -> bool:
@@ -234,6 +234,16 @@ class Vault:
         return True
 
     # --------------------------------------------------------------------------- coding
+    def _code_all_but_the_latest(self, is_complete: bool) -> None:
+        """Code waiting entries of one kind: those that need every bit already, or those whose need may still rise.
+
+        So statistics push no activation out of the queue.
+        """
+        same = [w for w in self._waiting if (entry := w()) is None or (entry.need == Rank.EXACT) == is_complete]
+        for waiting in same[: -(_NUM_COMPLETE if is_complete else _NUM_WAITING)]:
+            self._waiting.remove(waiting)
+            self._code(waiting())
+
     def _code(self, entry: Entry | None) -> None:
         """Give an entry the smallest form that its consumers allow."""
         if entry is None or not entry.is_raw or not entry.is_unchanged:
