@@ -98,9 +98,9 @@ def quality() -> str:
     head = ("training", "setting", "quality", "against the baseline")
     lines = []
     digits = list(by_setting(rows("activation_compression_digits")))
-    base = [float(row["quality_value"]) for row in digits[0][1]]
+    base = [float(row["test_accuracy"]) for row in digits[0][1]]
     for i, (setting, runs) in enumerate(digits):
-        values = [float(row["quality_value"]) for row in runs]
+        values = [float(row["test_accuracy"]) for row in runs]
         error = ((statistics.variance(values) + statistics.variance(base)) / len(values)) ** 0.5
         difference = statistics.mean(values) - statistics.mean(base)
         lines.append(
