@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all lint format types imports wheel bench clean
+.PHONY: demo test test-all test-triton lint format types imports wheel bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -33,6 +33,10 @@ format: $(READY)
 test-all: test wheel  ## longer checks: everything slow, and the oldest supported Lightning
 	$(BIN)/pytest -m slow
 	tests/oldest.sh
+
+test-triton: $(READY)  ## the Triton kernels in interpreter mode, where no GPU is
+	$(BIN)/pip install --quiet --no-deps --target .venv/triton triton==3.9.0
+	PYTHONPATH=.venv/triton TRITON_INTERPRET=1 $(BIN)/pytest tests/numerics/test_triton_kbit.py
 
 wheel: $(READY)  ## build the wheel and import it from an empty environment, outside the checkout
 	tests/wheel.sh

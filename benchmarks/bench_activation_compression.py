@@ -2,7 +2,7 @@
 
 `kept_bytes` is what the ledger sees alive after the forward pass and not before. `quality_value` is the error of one
 gradient; `bias` is the error of the mean of several, which is `bias_if_unbiased` where the noise has no bias. About 25
-minutes on 1 core; names of results (`wrn`, `gpt`, `llama`, `vit`) as arguments run only these.
+minutes on 1 core; names of results (`wrn`, `gpt`, ...) as arguments run only these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from harness import Subject, compare, measure_kept_bytes
 from lightning_memsave import ActivationCompression, apply_activation_compression
-from models import gradients, llama, plain_gpt, relative_difference, vit, wide_resnet
+from models import gradients, llama, llama_large_vocabulary, plain_gpt, relative_difference, vit, wide_resnet
 
 NUM_GRADIENTS = 8
 Make = Callable[[str], Subject]
@@ -74,6 +74,12 @@ RUNS = {
     ),
     "gpt": ("GPT of plain modules, 6 layers, width 256, batch 8 x 256, dropout 0.1, AdamW", plain_gpt, COMMON, 15),
     "llama": ("Llama, 4 layers, width 256, batch 8 x 128, AdamW", llama, COMMON, 15),
+    "vocabulary": (
+        "Llama, 2 layers, width 256, 16,000 words, batch 8 x 128, AdamW",
+        llama_large_vocabulary,
+        ("plain", "exact", "exact+linear-cross-entropy"),
+        9,
+    ),
     "vit": ("ViT, 4 layers, width 192, batch 32 x 64 patches, AdamW", vit, COMMON, 15),
 }
 

@@ -111,6 +111,16 @@ def llama(setting: str) -> Subject:
     return _subject(setting, model, _adamw(model), ids, lambda: next_token_loss(model(input_ids=ids).logits, ids))
 
 
+def llama_large_vocabulary(setting: str) -> Subject:
+    """The same with 2 layers and 16,000 words, and the model computes its loss itself."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "vocab_size": 16_000}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, use_cache=False)).train()
+    ids = torch.randint(0, 16_000, (8, 128))
+    return _subject(setting, model, _adamw(model), ids, lambda: model(input_ids=ids, labels=ids).loss)
+
+
 def vit(setting: str) -> Subject:
     """A small ViT (4 layers, width 192, 3 heads, 32x32 images in patches of 4, batch 32), AdamW."""
     torch.manual_seed(0)

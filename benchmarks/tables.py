@@ -59,7 +59,7 @@ def activations() -> str:
     """Kept bytes, peak, time and noise, for each model."""
     head = ("model", "setting", "kept MB", "factor", "peak MB", "factor", "CPU time", "noise")
     lines = []
-    for name in ("wrn", "gpt", "llama", "vit"):
+    for name in ("wrn", "gpt", "llama", "vocabulary", "vit"):
         for i, row in enumerate(rows(f"activation_compression_{name}")):
             noise = float(row["quality_value"])
             lines.append(
@@ -97,7 +97,8 @@ def quality() -> str:
     """Accuracy of three seeds, and validation loss, after equal steps."""
     head = ("training", "setting", "quality", "against the baseline")
     lines = []
-    digits = list(by_setting(rows("activation_compression_digits")))
+    runs_of_digits = [row for row in rows("activation_compression_digits") if row["seed"] != "mean"]
+    digits = list(by_setting(runs_of_digits))
     base = [float(row["test_accuracy"]) for row in digits[0][1]]
     for i, (setting, runs) in enumerate(digits):
         values = [float(row["test_accuracy"]) for row in runs]

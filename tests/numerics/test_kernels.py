@@ -148,8 +148,8 @@ def test_masks_equal_the_reference(mask):
 def test_masks_of_positive_values_equal_the_reference(values, dtype):
     values = torch.tensor(values, dtype=dtype)
     packed = kernels.pack_positive(values)
-    assert torch.equal(packed, bits.pack(values > 0, 1))
-    assert torch.equal(kernels.unpack_mask(packed, len(values)), values > 0)
+    assert torch.equal(packed, bits.pack(~(values <= 0), 1))
+    assert torch.equal(kernels.unpack_mask(packed, len(values)), ~(values <= 0))
 
 
 # ------------------------------------------------------------------------------- which implementation

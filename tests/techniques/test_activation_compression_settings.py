@@ -48,6 +48,7 @@ def gradients(model):
         ({"codecs": ()}, "must name codecs once"),
         ({"modules": {"head": "int4-chain"}}, r"modules\['head'\]` must be one of 'exact'"),
         ({"operations": {"gelu": "int5"}}, r"operations\['gelu'\]` must be one of"),
+        ({"operations": {"nosuchfunction": "int4"}}, "must name functions of torch.*got 'nosuchfunction'"),
         ({"min_numel": 0}, "must be a positive integer, got 0"),
         ({"offload_folder": "/no/such/folder"}, "must be an existing folder"),
     ],

@@ -63,22 +63,21 @@ def test_small_tensors_and_recipes_stay():
     assert offloader.take(offloader.take(Raw(flat))) is None
 
 
-def test_the_files_space_is_used_again_once_nothing_lies_in_it():
+def test_places_in_the_file_are_used_again():
     offloader, size = Offloader(), 4 * LARGE
     gc.disable()
     try:
-        first = [offloader.take(Raw(torch.randn(LARGE))) for _ in range(3)]
+        kept = [offloader.take(Raw(torch.randn(LARGE))) for _ in range(3)]
         file = offloader._file
-        assert (file._end, file._num_inside) == (3 * size, 3)
-        del first[1]
-        last = offloader.take(Raw(torch.randn(LARGE)))
-        assert (file._end, file._num_inside) == (4 * size, 3)
-        del first, last
-        assert (file._end, file._num_inside) == (0, 0)
-        flat = torch.randn(LARGE)
-        again = offloader.take(Raw(flat))
-        assert file._end == size
-        assert torch.equal(again.flat(), flat)
+        assert file._end == 3 * size
+        for _ in range(5):  # while others stay
+            del kept[1]
+            flat = torch.randn(LARGE)
+            kept.append(offloader.take(Raw(flat)))
+            assert torch.equal(kept[-1].flat(), flat)
+        assert file._end == 3 * size
+        kept.append(offloader.take(Raw(torch.randn(2 * LARGE))))
+        assert file._end == 5 * size
     finally:
         gc.enable()
 
@@ -104,12 +103,13 @@ def test_a_network_is_bit_equal_and_holds_nothing_large(recompute):
     model, x = cnn(), torch.randn(16, 3, 24, 24)
     model(x)
     vault = Vault(recompute=recompute, offloader=Offloader())
-    for _ in range(2):
+    ends = []
+    for _ in range(3):
         assert_same_bits(gradients(model, x, vault), gradients(model, x))
         assert vault.tally.entries["offloaded"] >= 4
         assert vault.tally.held_bytes <= 0.05 * vault.tally.plain_bytes
-        gc.collect()
-        assert vault.offloader._file._end == 0
+        ends.append(vault.offloader._file._end)
+    assert ends[0] == ends[1] == ends[2] > 0
 
 
 def test_codes_are_offloaded_too():

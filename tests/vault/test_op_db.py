@@ -37,7 +37,7 @@ nn.functional.softplus outer pca_lowrank square svd_lowrank tensordot
 """
 RECOMPUTED = """
 __rdiv__ __rmul__ einsum inner kron mul native_batch_norm native_group_norm nn.functional.batch_norm
-nn.functional.cosine_similarity nn.functional.gelu nn.functional.group_norm nn.functional.hardsigmoid
+nn.functional.gelu nn.functional.group_norm nn.functional.hardsigmoid
 nn.functional.hardswish nn.functional.kl_div nn.functional.layer_norm nn.functional.mish
 nn.functional.multi_head_attention_forward nn.functional.multilabel_soft_margin_loss nn.functional.poisson_nll_loss
 nn.functional.rms_norm nn.functional.silu nn.functional.softplus outer

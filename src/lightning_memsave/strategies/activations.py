@@ -40,7 +40,8 @@ class ForwardScope:
             with self._vault.scope():
                 return step()
         except RuntimeError as error:
-            if not refuses_hooks(error):
+            # Under manual optimization the step may have updated parameters already: it cannot be run again.
+            if not refuses_hooks(error) or not trainer.lightning_module.automatic_optimization:
                 raise
         self._is_on = False
         warnings.warn(

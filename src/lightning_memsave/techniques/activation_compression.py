@@ -39,13 +39,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.numerics.kbit import coded_bytes
 from lightning_memsave.vault import Rank, Tally, Vault
+from lightning_memsave.vault.compiled import NAME as COMPILED
 from lightning_memsave.vault.compiled import compiled_regions, shield
 from lightning_memsave.vault.offload import Offloader
 
@@ -86,11 +89,7 @@ class ActivationCompression:
         lossy = [codec for codec in self.codecs if codec in _LOSSY]
         if not self.codecs or len(lossy) > 1 or len(set(self.codecs)) < len(self.codecs):
             raise setting_error("activations", "must name codecs once, and one lossy one at most", self.codecs, _REMEDY)
-        for name in ("modules", "operations"):
-            for key, codec in getattr(self, name).items():
-                if codec not in RANKS:
-                    setting = f"ActivationCompression.{name}[{key!r}]"
-                    raise setting_error(setting, f"must be one of {', '.join(map(repr, RANKS))}", codec, _REMEDY)
+        self._check_overrides()
         if self.min_numel < 1:
             raise setting_error(
                 "ActivationCompression.min_numel", "must be a positive integer", self.min_numel, "The default is 1024."
@@ -99,6 +98,16 @@ class ActivationCompression:
             raise setting_error(
                 "ActivationCompression.offload_folder", "must be an existing folder", self.offload_folder, "Create it."
             )
+
+    def _check_overrides(self) -> None:
+        for name in ("modules", "operations"):
+            for key, codec in getattr(self, name).items():
+                if codec not in RANKS:
+                    setting = f"ActivationCompression.{name}[{key!r}]"
+                    raise setting_error(setting, f"must be one of {', '.join(map(repr, RANKS))}", codec, _REMEDY)
+        if unknown := [name for name in self.operations if not _is_function(name)]:
+            rule = "must name functions of torch, torch.nn.functional or Tensor"
+            raise setting_error("ActivationCompression.operations", rule, unknown[0], 'As in `{"gelu": "int8"}`.')
 
     @classmethod
     def from_shorthand(cls, value: object) -> ActivationCompression:
@@ -117,6 +126,10 @@ class ActivationCompression:
     def is_exact(self) -> bool:
         """Whether no tensor is changed."""
         return min([self.lossy, *(RANKS[c] for c in (*self.modules.values(), *self.operations.values()))]) == Rank.EXACT
+
+
+def _is_function(name: str) -> bool:
+    return name == COMPILED or any(hasattr(where, name) for where in (torch, F, Tensor))
 
 
 _REMEDY = 'For example `activations="exact"` or `activations=["exact", "int4"]`.'

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_memsave.vault.forms import WindowIndex, covers_its_storage
-from lightning_memsave.vault.graph import is_innermost, sequence_nr_of
+from lightning_memsave.vault.graph import Edge, Node, edge_of, is_innermost, sequence_nr_of
 from lightning_memsave.vault.policy import NO_CALL, Call
 
 
@@ -24,26 +26,47 @@ class Calls(TorchFunctionMode):
 
     def __init__(self, answer: Callable[[Call], Tensor | None]) -> None:
         super().__init__()
-        self._answer = answer
+        self._answer = weakref.WeakMethod(answer)  # whoever answers owns this object
         self.current = NO_CALL
         """The outermost function that is running."""
         self.operands: dict[int, Any] = {}
         """What a recipe needs and no node keeps, by the number of the node."""
+        self._changed: set[Edge] = set()
+        self._versions: dict[int, int] = {}
+
+    def has_changed(self, node: Node, output_nr: int) -> bool:
+        """Whether what `node` made has been changed since by a call that the graph does not show."""
+        return Edge(sequence_nr_of(node), output_nr) in self._changed
+
+    def has_changed_itself(self, tensor: Tensor) -> bool:
+        """Whether a tensor has been changed in place more often than its own node has."""
+        node = tensor.grad_fn
+        return node is None or tensor._version != self._versions.get(sequence_nr_of(node), 0)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled function that is met breaks its graph here
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, known by its name to whoever keeps tensors meanwhile."""
         kwargs = kwargs or {}
-        before, name = self.current, getattr(func, "__name__", "")
+        before, name = self.current, _name(func)
+        is_hidden = _changes_unseen(name) or func in _DATA
+        if is_hidden and (edge := _edge_of_first(args)) is not None:
+            self._changed.add(edge)
         call = self.current = Call(name, args, kwargs)
         try:
-            answer = self._answer(call) if name == "cross_entropy" else None
+            answer = self._ask(call) if name == "cross_entropy" else None
             result = func(*args, **kwargs) if answer is None else answer
         finally:
             self.current = before
-        if name in _NOTED and isinstance(result, Tensor) and result.grad_fn is not None:
-            self.operands[sequence_nr_of(result.grad_fn)] = _NOTED[name](call)
+        if isinstance(result, Tensor) and torch.is_grad_enabled() and (node := result.grad_fn) is not None:
+            if result._version:
+                self._versions[sequence_nr_of(node)] = result._version
+            if (note := _NOTED.get(func)) is not None:
+                self.operands[sequence_nr_of(node)] = note(call)
         return result
+
+    def _ask(self, call: Call) -> Tensor | None:
+        answer = self._answer()
+        return None if answer is None else answer(call)
 
     @contextmanager
     def unseen(self, name: str) -> Iterator[None]:
@@ -60,20 +83,38 @@ class Calls(TorchFunctionMode):
             self.current = before
 
 
+def _name(func: Any) -> str:
+    """A function's name; that of a custom operator with its library, so that it is not taken for torch's."""
+    is_operator = isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    return str(func) if is_operator else getattr(func, "__name__", "")
+
+
+def _changes_unseen(name: str) -> bool:
+    """Whether a call changes its first argument, or opens the way to that, while the graph does not see it."""
+    is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return (is_in_place or name in _IN_PLACE_OPERATORS) and not torch.is_grad_enabled()
+
+
+def _edge_of_first(args: tuple[Any, ...]) -> Edge | None:
+    return edge_of(args[0]) if args and isinstance(args[0], Tensor) else None
+
+
+_DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]  # a descriptor
+_IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor"))
+
+
 def _scalar(call: Call) -> Any:
     """The number in `tensor + number`, on either side."""
-    return next((a for a in call.args[:2] if isinstance(a, (int, float))), None)
+    numbers = [a for a in call.args if isinstance(a, (int, float))]
+    return numbers[0] if len(call.args) == 2 and len(numbers) == 1 else None
 
 
-_NOTED: dict[str, Callable[[Call], Any]] = {
-    "batch_norm": lambda call: call.argument(4, "bias"),
-    "group_norm": lambda call: call.argument(3, "bias"),
-    "layer_norm": lambda call: call.argument(4, "eps", 1e-5),
-    "add": _scalar,
-    "__add__": _scalar,
-    "__radd__": _scalar,
-    "sub": _scalar,
-    "__sub__": _scalar,
+_NOTED: dict[Any, Callable[[Call], Any]] = {
+    F.batch_norm: lambda call: call.argument(4, "bias"),
+    F.group_norm: lambda call: call.argument(3, "bias"),
+    F.layer_norm: lambda call: call.argument(4, "eps", 1e-5),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _scalar),
+    **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _scalar),
 }
 """What a recipe needs and no node keeps: a normalisation's bias or epsilon, a number that is added."""
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_memsave.vault.forms import Coded, Rank, Recipe, covers_its_storage
-from lightning_memsave.vault.graph import Node, inputs_of, saved
+from lightning_memsave.vault.graph import ForeignError, Node, inputs_of, saved
 from lightning_memsave.vault.recipes import fold, fold_groups, norm_parameters, per_channel
 
 _SMALLEST_WEIGHT = 1e-2  # of the largest one
@@ -81,7 +81,10 @@ def chain(
     Returns:
         The two forms, or `None` where the chain would not be sound.
     """
-    affine = _AFFINE[norm.name()](norm, operands, x)
+    try:
+        affine = _AFFINE[norm.name()](norm, operands, x)
+    except ForeignError:
+        return None
     if affine is None or not (covers_its_storage(y) and covers_its_storage(x)) or x.stride() != y.stride():
         return None
     if not affine.is_sound:
@@ -129,6 +132,7 @@ def _layer_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> Affine:
 
 _AFFINE: Mapping[str, Callable[[Node, Mapping[int, Any], Tensor], Affine | None]] = {
     "NativeBatchNormBackward0": _batch_norm,
+    "CudnnBatchNormBackward0": _batch_norm,
     "NativeGroupNormBackward0": _group_norm,
     "NativeLayerNormBackward0": _layer_norm,
 }

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_memsave.vault.forms import Form, Rank, Raw, Shape
 from lightning_memsave.vault.graph import (
+    Kept,
     WeakStorage,
     check_version,
     is_held_elsewhere,
@@ -107,14 +108,15 @@ class Entry:
         return self.decoded
 
 
-class Handle:
+class Handle(Kept):
     """One tensor of an entry, as a consumer kept it: shape, strides and offset are restored exactly."""
 
-    __slots__ = ("__weakref__", "entry", "offset", "size", "stride")
+    __slots__ = ("__weakref__", "entry", "offset", "producer", "size", "stride")
 
     def __init__(self, entry: Entry, tensor: Tensor) -> None:
         self.entry = entry
         self.size, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.producer = None if tensor.grad_fn is None else tensor.grad_fn.name()
 
     def get(self) -> Tensor:
         """The tensor.
@@ -131,7 +133,7 @@ class Handle:
         return self.entry.flat().as_strided(self.size, self.stride, self.offset)
 
 
-class Passed:
+class Passed(Kept):
     """A tensor that the vault leaves alone: a parameter, something small, a subclass."""
 
     __slots__ = ("_tensor", "_version")

@@ -303,7 +303,7 @@ class Recipe:
 
     def __init__(self, compute: Values, like: Tensor, rank: Rank, needs: tuple[object, ...], depth: int) -> None:
         self.kind, self.rank, self.depth = "recomputed", rank, depth
-        self._compute, self._needs = compute, needs
+        self._compute, self.needs = compute, needs
         self._size, self._stride, self._dtype = like.shape, like.stride(), like.dtype
         self._numel = like.untyped_storage().nbytes() // like.element_size()
 
@@ -321,7 +321,7 @@ class Recipe:
 
     def payload(self) -> Iterator[Tensor]:
         """The codes that a chain shares; entries count for themselves."""
-        for need in self._needs:
+        for need in self.needs:
             if isinstance(need, Coded):
                 yield from need.payload()
 

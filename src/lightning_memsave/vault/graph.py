@@ -44,18 +44,43 @@ def sequence_nr_of(node: Node) -> int:
     return node._sequence_nr()
 
 
+class Kept:
+    """What the vault's own pack hook returns."""
+
+    __slots__ = ()
+
+    def get(self) -> Tensor:
+        """The tensor."""
+        raise NotImplementedError
+
+
+class ForeignError(Exception):
+    """A node keeps something through hooks that are not the vault's: a checkpointed region, the user's own."""
+
+
 def saved(node: Node, name: str) -> Any:
-    """An attribute that a node keeps for its backward."""
+    """An attribute that a node keeps for its backward.
+
+    Raises:
+        ForeignError: others' hooks keep it; reading it could run a region's forward again.
+    """
+    packed(node, name)
     return getattr(node, f"_saved_{name}")
 
 
-def packed(node: Node, name: str) -> Any:
-    """What the pack hook returned for an attribute that a node keeps; `None` where it keeps none or had no hook."""
+def packed(node: Node, name: str) -> Kept | Tensor | None:
+    """What is kept of an attribute: by the vault, or by torch itself; `None` where it keeps none.
+
+    Raises:
+        ForeignError: others' hooks keep it.
+    """
     keeper = getattr(node, f"_raw_saved_{name}", None)
-    try:
-        return None if keeper is None else keeper.data
-    except RuntimeError:  # kept without hooks
+    if keeper is None:
         return None
+    kept = keeper.data
+    if keeper.unpack_hook is not None and not isinstance(kept, Kept):
+        raise ForeignError(node.name(), name)
+    return kept  # type: ignore[no-any-return]  # untyped in torch
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -97,7 +122,8 @@ _OF_ONE_WEIGHT = _nodes(
     "T View UnsafeView ReshapeAlias Transpose Permute Expand Alias AsStrided Slice Select Split SplitWithSizes "
     "Squeeze Unsqueeze Unbind Detach Clone ToCopy"
 )
-_OF_WEIGHTS = _nodes("WeightNormInterface Add Sub Mul Div Mm Bmm Cat Stack")
+_OF_WEIGHTS = _nodes("WeightNormInterface Add Sub Mul Div Cat Stack")
+_PRODUCTS = _nodes("Mm Bmm")  # of weights with each other
 
 
 def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:
@@ -122,7 +148,8 @@ def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:
             return ends_in_leaves(inputs[0][0], depth - 1)
         # A missing edge may be a constant; then the result is no larger than the weight, which data would make it.
         flowing = [n for n, _ in inputs if n is not None]
-        return name in _OF_WEIGHTS and bool(flowing) and all(ends_in_leaves(n, depth - 1) for n in flowing)
+        is_known = name in _OF_WEIGHTS or (name in _PRODUCTS and len(flowing) == len(inputs))
+        return is_known and bool(flowing) and all(ends_in_leaves(n, depth - 1) for n in flowing)
 
     return ends_in_leaves(tensor.grad_fn, depth) and tensor.numel() <= largest
 

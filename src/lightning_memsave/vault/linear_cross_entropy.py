@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_memsave.vault.entries import Handle
 from lightning_memsave.vault.forms import Rank
-from lightning_memsave.vault.graph import Node, inputs_of, packed, saved
+from lightning_memsave.vault.graph import ForeignError, Node, inputs_of, packed, saved
 from lightning_memsave.vault.policy import Call
 
 
@@ -42,6 +42,10 @@ def linear_cross_entropy(call: Call) -> Tensor | None:
         isinstance(logits, Tensor)
         and logits.dim() == 2
         and logits.grad_fn is not None
+        and torch.is_grad_enabled()
+        and logits._version == 0
+        and not logits._backward_hooks
+        and not logits.retains_grad
         and isinstance(target, Tensor)
         and target.dtype == torch.int64
         and reduction in ("mean", "sum", "none")
@@ -50,9 +54,15 @@ def linear_cross_entropy(call: Call) -> Tensor | None:
         and call.argument(5, "reduce") is None
         and not torch.is_autocast_enabled(logits.device.type)
     )
-    head = _head(logits.grad_fn) if is_plain else None
+    try:
+        head = _head(logits.grad_fn) if is_plain else None
+    except ForeignError:
+        return None
     if head is None or head.input.shape[0] != logits.shape[0] or head.weight.shape[0] != logits.shape[1]:
         return None
+    ignore_index = call.argument(4, "ignore_index", -100)
+    if reduction == "mean" and not bool((target != ignore_index).any()):
+        return None  # 0 / 0, which the two treat otherwise
     if logits.numel() <= head.input.numel() + head.weight.numel():  # what the chunked one keeps: it would not pay
         return None
     return F.linear_cross_entropy(
@@ -62,7 +72,7 @@ def linear_cross_entropy(call: Call) -> Tensor | None:
         linear_bias=head.bias,
         weight=call.argument(2, "weight"),
         reduction=reduction,
-        ignore_index=call.argument(4, "ignore_index", -100),
+        ignore_index=ignore_index,
         options=nn.LinearCrossEntropyOptions(),
     )
 
@@ -74,6 +84,8 @@ def _head(node: Node | None) -> Head | None:
     if node is None or node.name() not in ("AddmmBackward0", "MmBackward0"):
         return None
     has_bias = node.name() == "AddmmBackward0"
+    if has_bias and (saved(node, "alpha"), saved(node, "beta")) != (1, 1):
+        return None
     *bias_edge, _, (transposed, _) = inputs_of(node)
     if transposed is None or transposed.name() != "TBackward0":
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -93,21 +94,24 @@ class Offloaded:
 
 # ------------------------------------------------------------------------------- CPU: a file
 class File:
-    """A temporary file without a name; its space is used anew once nothing lies in it."""
+    """A temporary file without a name; places that were given back are used anew by tensors of the same size."""
 
     def __init__(self, folder: str | None) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # lives as long as this object
         weakref.finalize(self, self._file.close)
-        self._lock, self._end, self._num_inside = threading.Lock(), 0, 0
+        self._lock, self._end = threading.Lock(), 0
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
 
     def write(self, tensor: Tensor) -> int:
-        """Append a tensor's bytes; returns where they lie."""
+        """Write a tensor's bytes; returns where they lie."""
         with self._lock:
-            offset = self._end
+            if free := self._free[tensor.nbytes]:
+                offset = free.pop()
+            else:
+                offset = self._end
+                self._end += tensor.nbytes
             self._file.seek(offset)
             self._file.write(_bytes(tensor))
-            self._end += tensor.nbytes
-            self._num_inside += 1
             return offset
 
     def read(self, offset: int, out: Tensor) -> None:
@@ -118,12 +122,10 @@ class File:
             if count != out.nbytes:
                 raise OSError(f"offload file: {count} of {out.nbytes} bytes read at {offset}")
 
-    def remove(self) -> None:
-        """One tensor less."""
+    def give_back(self, offset: int, num_bytes: int) -> None:
+        """Nobody reads there any more."""
         with self._lock:
-            self._num_inside -= 1
-            if self._num_inside == 0:
-                self._end = 0
+            self._free[num_bytes].append(offset)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -137,7 +139,7 @@ class InFile:
     def __init__(self, tensor: Tensor, file: File) -> None:
         self._shape, self._dtype, self._file = tensor.shape, tensor.dtype, file
         self._offset = file.write(tensor.contiguous())
-        weakref.finalize(self, file.remove)
+        weakref.finalize(self, file.give_back, self._offset, tensor.nbytes)
 
     def get(self) -> Tensor:
         """Read it."""

@@ -14,6 +14,7 @@ carries no gradient (targets, masks, attention's log-sum-exp): kept exactly, who
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -104,7 +105,7 @@ def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank])
         overrides: ranks by function name, which go before the tables.
     """
     if (override := overrides.get(call.name)) is not None:
-        return Need(override)
+        return Need(override, keeps_sign=call.name in KEEPS_SIGN)
     if not tensor.requires_grad:
         return Need(Rank.EXACT)
     if call.name.removesuffix("_with_indices") in SHAPE_ONLY:
@@ -113,10 +114,16 @@ def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank])
     if call.name in SIGN_ONLY and _reads_the_sign(node, call):
         return Need(Rank.MASK, keeps_sign=call.name in KEEPS_SIGN)
     if (ends := INTERVAL_ONLY.get(call.name)) is not None:
-        return Need(Rank.MASK, (call.argument(1, "min_val", ends[0]), call.argument(2, "max_val", ends[1])))
+        interval = call.argument(1, "min_val", ends[0]), call.argument(2, "max_val", ends[1])
+        return Need(Rank.MASK, interval) if all(_is_exact(end, tensor) for end in interval) else Need(Rank.EXACT)
     if _is_sensitive(tensor, node) or not _may_be_lossy(call):
         return Need(Rank.EXACT)
     return Need(lossy, keeps_sign=call.name in KEEPS_SIGN)
+
+
+def _is_exact(end: float, tensor: Tensor) -> bool:
+    """Whether the end of an interval is a finite number of the tensor's dtype."""
+    return math.isfinite(end) and float(tensor.new_tensor(end)) == end
 
 
 def _reads_the_sign(node: Node | None, call: Call) -> bool:

@@ -22,10 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_memsave.vault.calls import Calls
 from lightning_memsave.vault.entries import Handle, Passed
-from lightning_memsave.vault.forms import Rank
+from lightning_memsave.vault.forms import Rank, Recipe
 from lightning_memsave.vault.graph import (
     Edge,
+    ForeignError,
+    Kept,
     Node,
     Values,
     check_version,
@@ -58,6 +61,8 @@ class Rule:
     inputs: Sequence[int] = (0,)
     is_linear: bool = False
     """In each input, given the others: unbiased noise stays unbiased."""
+    is_additive: bool = False
+    """Linear in all inputs together, so that they may share their noise."""
     exactly: Callable[..., Tensor] | None = None
     """A faster function that is linear only to the eye: used where all inputs are exact."""
     kept: str | None = None
@@ -69,13 +74,13 @@ class Rule:
 class Derivation:
     """Looks for recipes in the graph of one forward pass."""
 
-    def __init__(self, handles: Mapping[Edge, Handle], operands: Mapping[int, Any]) -> None:
-        self._handles, self._operands = handles, operands
+    def __init__(self, handles: Mapping[Edge, Handle], calls: Calls) -> None:
+        self._handles, self._operands, self._calls = handles, calls.operands, calls
 
     def of(self, tensor: Tensor, wanted: Rank) -> Source | None:
         """How to compute `tensor` again at least as faithfully as `wanted`, from other storages than its own."""
         node = tensor.grad_fn
-        if node is None:
+        if node is None or self._calls.has_changed_itself(tensor):
             return None
         own = tensor.untyped_storage()._cdata
         found = self._repeat(node, tensor.output_nr, own, MAX_DEPTH)
@@ -88,13 +93,21 @@ class Derivation:
         if (leaf := getattr(node, "variable", None)) is not None:
             return _parameter(leaf)
         handle = self._handles.get(Edge(sequence_nr_of(node), output_nr))
+        if handle is not None and handle.producer != node.name():  # the same number in another thread
+            handle = None
         return _kept(handle, own, budget) or self._repeat(node, output_nr, own, budget)
 
     def _repeat(self, node: Node, output_nr: int, own: int, budget: int) -> Source | None:
         make_rule = RULES.get(node.name())
-        rule = make_rule(node, output_nr, self._operands) if make_rule is not None and budget > 0 else None
-        if rule is None:
+        if make_rule is None or budget <= 0 or self._calls.has_changed(node, output_nr):
             return None
+        try:
+            rule = make_rule(node, output_nr, self._operands)
+            return None if rule is None else self._follow(node, rule, own, budget)
+        except ForeignError:
+            return None
+
+    def _follow(self, node: Node, rule: Rule, own: int, budget: int) -> Source | None:
         edges = inputs_of(node)
         sources = []
         for index in rule.inputs:
@@ -107,6 +120,8 @@ class Derivation:
                 return None
             sources.append(source)
         rank = min((s.rank for s in sources), default=Rank.EXACT)
+        if rank < Rank.EXACT and not rule.is_additive and _share_noise(sources):
+            return None  # the mean of a product of two noisy values is not the product of their means
         function = rule.exactly if rule.exactly is not None and rank == Rank.EXACT else rule.function
         versions = [(tensor, tensor._version) for tensor in rule.reads if tensor is not None]
 
@@ -123,13 +138,36 @@ class Derivation:
         )
 
 
-def _kept(handle: Handle | Passed | Tensor | None, own: int, budget: int) -> Source | None:
+def _share_noise(sources: Sequence[Source]) -> bool:
+    """Whether two lossy sources come from the same code."""
+    found: set[int] = set()
+    for source in sources:
+        codes = _codes_behind(source.needs) if source.rank < Rank.EXACT else set()
+        if found & codes:
+            return True
+        found |= codes
+    return False
+
+
+def _codes_behind(needs: Sequence[object]) -> set[int]:
+    """What recipes lead back to: entries with bytes or codes of their own, and codes that a chain shares."""
+    codes: set[int] = set()
+    for need in needs:
+        form = need.entry.form if isinstance(need, Handle) else None
+        if isinstance(form, Recipe):
+            codes |= _codes_behind(form.needs)
+        else:
+            codes.add(id(need.entry if isinstance(need, Handle) else need))
+    return codes
+
+
+def _kept(handle: Kept | Tensor | None, own: int, budget: int) -> Source | None:
     """A tensor that somebody else keeps."""
     if isinstance(handle, Passed):
         return Source(handle.get, Rank.EXACT)
     if isinstance(handle, Tensor):  # a number, which torch keeps without hooks
         return Source(lambda: handle, Rank.EXACT)
-    if handle is None or handle.entry.storage_key == own or not handle.entry.is_unchanged:
+    if not isinstance(handle, Handle) or handle.entry.storage_key == own or not handle.entry.is_unchanged:
         return None
     entry = handle.entry
     depth = getattr(entry.form, "depth", 0)
@@ -167,7 +205,8 @@ def _batch_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
         eps = saved(node, "eps")
         reads = (*stats, *affine)
         return Rule(lambda x: F.batch_norm(x, *stats, weight, bias, False, 0.0, eps), is_linear=True, reads=reads)
-    mean, rstd, eps = saved(node, "result1"), saved(node, "result2"), saved(node, "eps")
+    mean, rstd = saved(node, "result1"), saved(node, "result2")
+    eps = saved(node, "epsilon" if "Cudnn" in node.name() else "eps")
     wide = torch.promote_types(mean.dtype, torch.float32)
 
     def normalise(x: Tensor) -> Tensor:
@@ -177,7 +216,7 @@ def _batch_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
         return F.batch_norm(x, mean.to(wide), torch.ones_like(scale), scale, shift, False, 0.0, 0.0)
 
     def again(x: Tensor) -> Tensor:  # computes the statistics again; on CUDA the eval kernel rounds otherwise
-        return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
+        return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
 
     return Rule(normalise, is_linear=True, exactly=None if mean.device.type == "cpu" else again, reads=affine)
 
@@ -264,7 +303,7 @@ def _add(sign: int) -> Callable[..., Rule | None]:
     def rule(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule | None:
         alpha = sign * saved(node, "alpha")
         if all(n is not None for n, _ in inputs_of(node)):
-            return Rule(lambda a, b: torch.add(a, b, alpha=alpha), (0, 1), is_linear=True)
+            return Rule(lambda a, b: torch.add(a, b, alpha=alpha), (0, 1), is_linear=True, is_additive=True)
         constant = operands.get(sequence_nr_of(node))
         if constant is None or inputs_of(node)[0][0] is None:
             return None
@@ -283,14 +322,14 @@ def _mul(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule | None
 
 def _native_dropout(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule | None:
     p, mask = saved(node, "p"), packed(node, "result1")
-    if p >= 1 or mask is None:
+    if p >= 1 or not isinstance(mask, Kept):
         return None
     return Rule(lambda x: x * mask.get() * (1.0 / (1.0 - p)), is_linear=True)
 
 
 def _cast(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule:
-    dtype = output_of(node, 0).dtype
-    return Rule(lambda x: x.to(dtype), is_linear=True)
+    like = output_of(node, 0)
+    return Rule(lambda x: x.to(device=like.device, dtype=like.dtype, copy=True), is_linear=True)
 
 
 def _view(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule:
@@ -314,11 +353,12 @@ def _signed(dim: int) -> int:
 
 
 def _clone(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule:
-    return Rule(lambda x: x, is_linear=True)
+    return Rule(torch.clone, is_linear=True)  # no alias: what is computed again may be cached
 
 
 RULES: Mapping[str, Callable[[Node, int, Mapping[int, Any]], Rule | None]] = {
     "NativeBatchNormBackward0": _batch_norm,
+    "CudnnBatchNormBackward0": _batch_norm,
     "NativeLayerNormBackward0": _layer_norm,
     "NativeGroupNormBackward0": _group_norm,
     "ReluBackward0": _unary(torch.relu),

@@ -120,7 +120,7 @@ class Vault:
         self._handles: weakref.WeakValueDictionary[Edge, Handle] = weakref.WeakValueDictionary()
         self._calls = Calls(self._answer)
         self._waiting: deque[weakref.ref[Entry]] = deque()
-        self._derivation = Derivation(self._handles, self._calls.operands)
+        self._derivation = Derivation(self._handles, self._calls)
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -187,33 +187,41 @@ class Vault:
         return not is_made_of_weights(tensor)
 
     def _raise_need(self, entry: Entry, tensor: Tensor) -> None:
-        call = self._calls.current
-        if tensor.dtype == torch.int64 and (index := window_index(tensor, call)) is not None:
-            entry.become(index)
-            entry.need = Rank.EXACT
-            return
+        """Keep what the function that is running needs, besides what others need."""
         if not tensor.dtype.is_floating_point:
             entry.need = Rank.EXACT
+            if tensor.dtype == torch.int64 and (index := window_index(tensor, self._calls.current)) is not None:
+                entry.become(index)
             return
-        lossy = self.within[-1] if self.within else self.lossy
-        need, interval, keeps_sign = policy.need(tensor, call, lossy, self.overrides)
-        entry.keeps_sign |= keeps_sign
-        if interval is not None and entry.need == Rank.SHAPE:
-            entry.interval = interval
-        elif entry.interval != interval and max(need, entry.need) > Rank.SHAPE:
-            need = Rank.EXACT  # no mask and no code serves both
-        if need <= entry.need and need > Rank.SHAPE:
+        before, entry.need = entry.need, self._joint_need(entry, tensor)
+        if Rank.SHAPE < entry.need <= before:
             return
-        entry.need = max(entry.need, need)
         if self.fuse and self._fused(entry, tensor):
             return
         if entry.form.rank < entry.need:  # coded for somebody who needed less
-            entry.become_raw(tensor.untyped_storage())
-            self._waiting.append(weakref.ref(entry))
-        if self.recompute and entry.is_raw and need >= Rank.INT2 and forms.covers_its_storage(tensor):
-            source = self._derivation.of(tensor, need)
+            self._take_back(entry, tensor)
+        if self.recompute and entry.is_raw and entry.need >= Rank.INT2 and forms.covers_its_storage(tensor):
+            source = self._derivation.of(tensor, entry.need)
             if source is not None:
                 entry.become(_recipe(source, tensor))
+
+    def _joint_need(self, entry: Entry, tensor: Tensor) -> Rank:
+        lossy = self.within[-1] if self.within else self.lossy
+        need, interval, keeps_sign = policy.need(tensor, self._calls.current, lossy, self.overrides)
+        if keeps_sign and not entry.keeps_sign:
+            entry.keeps_sign = True
+            if Rank.MASK < entry.form.rank < Rank.EXACT:  # coded without
+                self._take_back(entry, tensor)
+        if interval is not None and entry.need == Rank.SHAPE:
+            entry.interval = interval
+        elif entry.interval != interval and max(need, entry.need) > Rank.SHAPE:
+            return Rank.EXACT  # no mask and no code serves both
+        return max(entry.need, need)
+
+    def _take_back(self, entry: Entry, tensor: Tensor) -> None:
+        """Hold the bytes again, to be coded anew."""
+        entry.become_raw(tensor.untyped_storage())
+        self._waiting.append(weakref.ref(entry))
 
     def _fused(self, entry: Entry, y: Tensor) -> bool:
         """Put ReLU's output and the normalisation's input on one code, where both may be lossy."""
@@ -222,7 +230,12 @@ class Vault:
             return False
         producer, producer_nr = inputs_of(norm)[0]
         source = None if producer is None else self._handles.get(Edge(sequence_nr_of(producer), producer_nr))
-        if source is None or not source.entry.is_raw or source.entry.need != self.lossy:
+        if source is None or not source.entry.is_raw or source.entry.need != self.lossy or source.entry.keeps_sign:
+            return False
+        is_new = self._calls.current.name in policy.SIGN_ONLY  # the ReLU itself keeps it, before its call has returned
+        if not source.entry.is_unchanged or not (is_new or not self._calls.has_changed_itself(y)):
+            return False
+        if self._calls.has_changed(norm, 0):
             return False
         x, argument = source.get(), self._calls.current.argument(0, "input")
         is_z = isinstance(argument, Tensor) and argument.grad_fn is norm and argument.shape == y.shape

@@ -38,8 +38,8 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 
 def pack_positive(flat: Tensor) -> Tensor:
-    """The mask `flat > 0`, one bit per element."""
-    return native.pack_positive(flat) if _has_native(flat.device) else bits.pack(flat > 0, 1)
+    """The mask of what is not <= 0 (NaN counts as positive), one bit per element."""
+    return native.pack_positive(flat) if _has_native(flat.device) else bits.pack(~(flat <= 0), 1)
 
 
 def unpack_mask(packed: Tensor, num_values: int) -> Tensor:

@@ -277,13 +277,13 @@ void unpack_mask(const uint8_t *packed, uint8_t *mask, long n, long first, long 
     for (; i < end; i++) mask[i] = packed[i / 8] >> (i % 8) & 1;
 }
 
-/* The mask `x > 0` of float32 values. */
+/* The mask of float32 values that are not <= 0: NaN, where a ReLU lets the gradient pass, counts as positive. */
 void pack_positive(const float *x, uint8_t *out, long n, long first, long last) {
     for (long i = 8 * first, end = until(n, last); i < end; i += 64) {
         uint8_t mask[64];
         long count = end - i < 64 ? end - i : 64;
-        if (count == 64) for (int k = 0; k < 64; k++) mask[k] = x[i + k] > 0;
-        else for (int k = 0; k < count; k++) mask[k] = x[i + k] > 0;
+        if (count == 64) for (int k = 0; k < 64; k++) mask[k] = !(x[i + k] <= 0);
+        else for (int k = 0; k < count; k++) mask[k] = !(x[i + k] <= 0);
         gather(mask, out + i / 8, count);
     }
 }

@@ -135,8 +135,8 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 
 def pack_positive(flat: Tensor) -> Tensor:
-    """As `bits.pack(flat > 0, 1)`."""
-    return _bytes_from("pack_positive", flat) if flat.dtype == torch.float32 else pack_mask(flat > 0)
+    """As `bits.pack(~(flat <= 0), 1)`."""
+    return _bytes_from("pack_positive", flat) if flat.dtype == torch.float32 else pack_mask(~(flat <= 0))
 
 
 def _bytes_from(name: str, flat: Tensor) -> Tensor:
