@@ -9,7 +9,8 @@ from torch import nn
 
 from lightning_memsave.vault import Rank, Vault
 from lightning_memsave.vault.entries import Handle
-from lightning_memsave.vault.recipes import MAX_DEPTH, RULES
+from lightning_memsave.vault.recipes import MAX_DEPTH
+from lightning_memsave.vault.rules import RULES
 from tests.vault.nets import Block, Data, assert_same_bits, data, exact, gradients
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_memsave.vault.forms import Coded, Rank, Recipe, covers_its_storage
 from lightning_memsave.vault.graph import ForeignError, Node, inputs_of, saved
-from lightning_memsave.vault.recipes import fold, fold_groups, norm_parameters, per_channel
+from lightning_memsave.vault.rules import fold, fold_groups, norm_parameters, per_channel
 
 _SMALLEST_WEIGHT = 1e-2  # of the largest one
 
