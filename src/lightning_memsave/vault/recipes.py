@@ -1,9 +1,9 @@
 """Which tensors can be computed again from what is kept anyway, read off the graph at the moment they are kept.
 
 A convolution keeps y = relu(batch_norm(x)); batch_norm keeps x. So y's bytes may go: when backward asks for it, it is
-computed from x. `Derivation` walks from a tensor up its graph, over operations that cost little (`rules`), until every path ends in
-an entry of the vault or in a parameter. No module is touched and no call is rewritten; and because only entries count
-that somebody else keeps, a recipe never costs memory.
+computed from x. `Derivation` walks from a tensor up its graph, over operations that cost little (`rules`), until every
+path ends in an entry of the vault or in a parameter. No module is touched and no call is rewritten; and because only
+entries count that somebody else keeps, a recipe never costs memory.
 
 Source: Chen et al., 2016 (https://arxiv.org/abs/1604.06174), section 4.2, proposes to recompute normalisation and
 activation and keep convolutions. Here it is done per tensor instead of per segment, from the graph.
