@@ -1,7 +1,7 @@
 """Activation compression: what autograd keeps for backward is kept in fewer bytes.
 
-What shrinks: the activations between forward and backward, 95 % of a CNN's training memory; no module is touched, no
-call is rewritten. Bytes per element of a float32 activation (4 in plain torch), and the loss class:
+What shrinks: the activations between forward and backward, 95 % of a CNN's training memory; no module is touched.
+Bytes per element of a float32 activation (4 in plain torch), and the loss class:
 
 | codec        | B/element | loss class | what is kept                                                             |
 |--------------|-----------|------------|--------------------------------------------------------------------------|
@@ -13,8 +13,8 @@ call is rewritten. Bytes per element of a float32 activation (4 in plain torch),
 | "int4-chain" | 0.531     | unbiased   | "int4", and one code for the two tensors of normalisation + ReLU         |
 | "offload"    | 0         | exact      | what the others leave goes to pinned host memory (CUDA) or to a file     |
 
-`"linear-cross-entropy"` besides keeps no log-probabilities where the loss is a cross-entropy on a Linear's output
-(`vault.linear_cross_entropy`; exact up to rounding, one backward only).
+`"linear-cross-entropy"`, the one call that is rewritten, keeps no log-probabilities where the loss is a cross-entropy
+on a Linear's output (`vault.linear_cross_entropy`; exact up to rounding, one backward only).
 
 With every codec, what needs less is kept in less, exactly: boolean and two-valued tensors (dropout's noise) as 1 bit, a
 ReLU's output as 1 bit where nobody else needs it, a max-pool's argmax as 2 bits and its input as its shape, integers in

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_memsave.vault.forms import WindowIndex, covers_its_storage
-from lightning_memsave.vault.graph import Edge, Node, edge_of, is_innermost, sequence_nr_of
+from lightning_memsave.vault.graph import Edge, Node, edge_of, is_innermost, is_operator, sequence_nr_of
 from lightning_memsave.vault.policy import NO_CALL, Call
 
 
@@ -85,8 +85,7 @@ class Calls(TorchFunctionMode):
 
 def _name(func: Any) -> str:
     """A function's name; that of a custom operator with its library, so that it is not taken for torch's."""
-    is_operator = isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
-    return str(func) if is_operator else getattr(func, "__name__", "")
+    return str(func) if is_operator(func) else getattr(func, "__name__", "")
 
 
 def _changes_unseen(name: str) -> bool:

@@ -149,5 +149,5 @@ class Passed(Kept):
 
 def kept_bytes(entries: list[Entry]) -> int:
     """Bytes that entries keep alive, each storage once."""
-    storages = [tensor.untyped_storage() for entry in entries for tensor in entry.form.payload()]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    tensors = [tensor for entry in entries for tensor in entry.form.payload()]
+    return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

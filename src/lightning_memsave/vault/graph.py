@@ -1,6 +1,7 @@
 """What the vault reads of torch: the autograd graph behind a tensor, and storages that it must not keep alive.
 
-Every private name of torch that this room uses stands here (seen in torch 2.13); a test fails when one moves.
+Every private name of torch that this room uses stands here (seen in torch 2.13), but for those of compiled modules
+(`compiled.py`); a test fails when one moves.
 """
 
 from __future__ import annotations
@@ -152,6 +153,16 @@ def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:
         return is_known and bool(flowing) and all(ends_in_leaves(n, depth - 1) for n in flowing)
 
     return ends_in_leaves(tensor.grad_fn, depth) and tensor.numel() <= largest
+
+
+def is_operator(function: Any) -> bool:
+    """Whether a function is one of `torch.ops`, whose name alone does not tell its library."""
+    return isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether somebody hooked the gradient of a tensor, or asked for it to be retained."""
+    return bool(tensor._backward_hooks) or tensor.retains_grad
 
 
 def innermost_pack_hook() -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_memsave.vault.entries import Handle
 from lightning_memsave.vault.forms import Rank
-from lightning_memsave.vault.graph import ForeignError, Node, inputs_of, packed, saved
+from lightning_memsave.vault.graph import ForeignError, Node, has_hooks, inputs_of, packed, saved
 from lightning_memsave.vault.policy import Call
 
 
@@ -44,8 +44,7 @@ def linear_cross_entropy(call: Call) -> Tensor | None:
         and logits.grad_fn is not None
         and torch.is_grad_enabled()
         and logits._version == 0
-        and not logits._backward_hooks
-        and not logits.retains_grad
+        and not has_hooks(logits)
         and isinstance(target, Tensor)
         and target.dtype == torch.int64
         and reduction in ("mean", "sum", "none")

@@ -29,6 +29,7 @@ from lightning_memsave.vault.graph import (
     inputs_of,
     packed,
     sequence_nr_of,
+    storage_key,
 )
 from lightning_memsave.vault.rules import RULES, Rule
 
@@ -57,7 +58,7 @@ class Derivation:
         node = tensor.grad_fn
         if node is None or self._calls.has_changed_itself(tensor):
             return None
-        own = tensor.untyped_storage()._cdata
+        own = storage_key(tensor)
         found = self._repeat(node, tensor.output_nr, own, MAX_DEPTH)
         return found if found is not None and found.rank >= wanted and found.needs else None
 

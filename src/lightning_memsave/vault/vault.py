@@ -2,8 +2,8 @@
 
 Inside `scope()`, every tensor that autograd keeps becomes a handle on an entry; one entry per storage, so views and
 several consumers share it and the bytes go with the last of them. What an entry holds follows from what its consumers
-need (`policy`): a tensor that is also an output waits, raw, until a few later ones have come, because its next consumer
-may need more of it than the first; then it is coded, and its own bytes die as soon as the forward pass lets go of them.
+need (`policy`): the latest entry waits, raw, until another one has come, because its next consumer may need more of it
+than the first; then it is coded, and its own bytes die as soon as the forward pass lets go of them.
 
 Never touched: parameters and what is computed from them alone, tensors below `min_numel` elements, subclasses of
 `Tensor`, windows into larger storages that carry no gradient (slices of a data set). At the end of the scope, an entry
