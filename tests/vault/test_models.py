@@ -259,13 +259,12 @@ def test_torchs_checkpointed_regions_are_left_to_themselves(vault, use_reentrant
 
 
 @pytest.mark.parametrize("order", ["regions first", "compression first"])
-@pytest.mark.parametrize("codecs", [("exact",), ("int4",)])
-def test_our_regions_with_compression(codecs, order):
+def test_our_regions_are_repeated_under_exact_compression(order):
     model, x = nn.Sequential(Attention(), Attention(), Attention()), torch.randn(WORDS)
     plain = gradients(model, x)
     steps = [
         lambda: apply_checkpointing(model, Checkpointing(modules=Attention)),
-        lambda: apply_activation_compression(model, ActivationCompression(codecs=codecs, min_numel=1)),
+        lambda: apply_activation_compression(model, ActivationCompression(codecs=("exact",), min_numel=1)),
     ]
     for step in steps if order == "regions first" else steps[::-1]:
         step()

@@ -213,14 +213,14 @@ def test_the_original_is_freed_as_soon_as_it_is_coded(no_gc):
 def managed(vault, call):
     """Shapes of what the vault manages in `call`, and of what it passes."""
     kept = {"managed": [], "passed": []}
-    pack = vault._pack
+    pack = vault.pack
 
     def spy(tensor):
         packed = pack(tensor)
         kept["passed" if isinstance(packed, Passed) else "managed"].append(tuple(tensor.shape))
         return packed
 
-    vault._pack = spy
+    vault.pack = spy
     with vault.scope():
         out = call()
     return out, kept

@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._autograd import SavedTensor, _make_saved_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 Node = torch.autograd.graph.Node
+SavedInput = SavedTensor
+"""A tensor that is kept as autograd nodes keep theirs."""
 
 
 class Edge(NamedTuple):
@@ -169,6 +172,11 @@ def innermost_pack_hook() -> Any:
     """The pack hook that the next saved tensor goes to; `None` without any."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
+
+
+def keep(tensor: Tensor) -> SavedInput:
+    """Keep a tensor as an autograd node would: through the hooks that are active, checked for changes in place."""
+    return _make_saved_tensor(tensor, is_output=False)
 
 
 def is_innermost(mode: TorchFunctionMode) -> bool:

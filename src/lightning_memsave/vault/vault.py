@@ -10,14 +10,16 @@ Never touched: parameters and what is computed from them alone, tensors below `m
 whose original somebody still holds (the batch, a returned output) takes the original back: coding it saved nothing.
 
 Limits: tensors that a custom autograd Function stores on `ctx` directly are invisible to hooks; inside
-`torch.utils.checkpoint` (non-reentrant) torch's own hooks come first, so regions are left to themselves.
+`torch.utils.checkpoint` (non-reentrant) torch's own hooks come first, so its regions are left to themselves. Our own
+(`regions`) are repeated under the vault.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +68,26 @@ class Tally:
     """Entries that somebody else holds anyway (the batch, returned outputs); not counted above."""
 
 
+class Noise:
+    """Seeds of the dither: each a hash of `seed`, step and number."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._step, self._num_drawn = seed, 0, 0
+
+    def begin(self, step: int) -> None:
+        """Start the stream of another step."""
+        if step != self._step:
+            self._step, self._num_drawn = step, 0
+
+    def next_seed(self) -> int:
+        """The next one of this step."""
+        self._num_drawn += 1
+        seed = 0
+        for part in (self._seed, self._step, self._num_drawn):
+            seed = mix((seed + part) & 0xFFFFFFFF)
+        return seed
+
+
 class Vault:
     """Keeps the tensors that backward needs, in fewer bytes.
 
@@ -95,7 +117,7 @@ class Vault:
         self.lossy, self.recompute, self.fuse, self.min_numel = lossy, recompute, fuse, min_numel
         self.overrides, self.seed, self.offloader = dict(overrides or {}), seed, offloader
         self.chunk_loss = chunk_loss
-        self._step, self._num_drawn = 0, 0
+        self._noise = Noise(seed)
         self.tally = Tally()
         """What the latest scope kept."""
         self._start()
@@ -123,20 +145,33 @@ class Vault:
         self._derivation = Derivation(self._handles, self._calls)
 
     @contextmanager
-    def scope(self) -> Iterator[None]:
-        """Everything that autograd keeps inside is kept here. An inner scope of the same vault does nothing."""
+    def scope(self, pack: Callable[[Tensor], Any] | None = None) -> Iterator[None]:
+        """Everything that autograd keeps inside is kept here. An inner scope of the same vault does nothing.
+
+        Args:
+            pack: called instead of the vault's own `pack`, which it calls.
+        """
         if self._depth or not torch.is_grad_enabled():
             yield
             return
+        with self.opened(), torch.autograd.graph.saved_tensors_hooks(pack or self.pack, _unpack), self._calls:
+            yield
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """What is kept inside by hand, under `hooks()`, is settled together at the end."""
         self._depth += 1
         self._recent.replace(None)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), self._calls:
-                yield
+            yield
             self._settle()
         finally:
             self._depth -= 1
             self._begin()
+
+    def hooks(self) -> AbstractContextManager[None]:
+        """What is kept inside comes here. Only while the vault is open."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
 
     def unseen(self, name: str) -> AbstractContextManager[None]:
         """Calls inside are not looked at: what they keep is kept for one function of that `name`.
@@ -147,8 +182,25 @@ class Vault:
 
     def _answer(self, call: policy.Call) -> Tensor | None:
         # Inside a checkpointed region, where torch's own hooks come first, its recomputation would not be answered.
-        is_ours = self.chunk_loss and innermost_pack_hook() == self._pack
+        is_ours = self.chunk_loss and innermost_pack_hook() == self.pack
         return linear_cross_entropy(call) if is_ours else None
+
+    # --------------------------------------------------------------------------- checkpointed regions
+    def branch(self) -> Vault:
+        """A vault with the same settings, for what a region keeps when it is repeated."""
+        branch = copy.copy(self)
+        branch.within = self.within  # the hooks that tell of it know this vault
+        return branch
+
+    @contextmanager
+    def again_within(self, ranks: tuple[Rank, ...]) -> Iterator[None]:
+        """As inside the modules that were running when a region was entered."""
+        before = list(self.within)
+        self.within[:] = ranks
+        try:
+            yield
+        finally:
+            self.within[:] = before
 
     def entries(self) -> list[Entry]:
         """The entries of the scope that is open."""
@@ -156,7 +208,8 @@ class Vault:
 
     # --------------------------------------------------------------------------- packing
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _pack(self, tensor: Tensor) -> Handle | Passed:
+    def pack(self, tensor: Tensor) -> Handle | Passed:
+        """Keep a tensor: what the hook does."""
         if not self._manages(tensor):
             return Passed(tensor)
         key = storage_key(tensor), tensor._version, tensor.dtype
@@ -239,7 +292,7 @@ class Vault:
             return False
         x, argument = source.get(), self._calls.current.argument(0, "input")
         is_z = isinstance(argument, Tensor) and argument.grad_fn is norm and argument.shape == y.shape
-        found = chain(y, x, norm, argument if is_z else None, self.lossy, self._next_seed(), self._calls.operands)
+        found = chain(y, x, norm, argument if is_z else None, self.lossy, self._noise.next_seed(), self._calls.operands)
         if found is None:
             return False
         entry.become(found[0])
@@ -281,20 +334,12 @@ class Vault:
         if need == Rank.EXACT:
             return forms.TwoValues.of(flat)
         if need == Rank.BF16:
-            return forms.Cast.of(flat, self._next_seed())
-        return forms.Coded.of(flat, need, self._next_seed(), entry.keeps_sign)
+            return forms.Cast.of(flat, self._noise.next_seed())
+        return forms.Coded.of(flat, need, self._noise.next_seed(), entry.keeps_sign)
 
     def draw_for(self, step: int) -> None:
         """Draw the dither from a stream of this step's own, in which several scopes go on; repeats when resumed."""
-        if step != self._step:
-            self._step, self._num_drawn = step, 0
-
-    def _next_seed(self) -> int:
-        self._num_drawn += 1
-        seed = 0
-        for part in (self.seed, self._step, self._num_drawn):
-            seed = mix((seed + part) & 0xFFFFFFFF)
-        return seed
+        self._noise.begin(step)
 
     def _settle(self) -> None:
         """Code what still waits; give back what coding did not free; count."""

@@ -1,0 +1,246 @@
+"""Checkpointing: keep the inputs of a region, forget what it computed, compute it again when backward needs it.
+
+What shrinks: of each region only its inputs stay (for a chain of residual blocks, one tensor instead of all they save);
+during backward one region at a time is whole again. Peak of the activations: the sum of region inputs plus the largest
+region. A chain of n equal blocks that save s bytes each, with inputs of i bytes: n s without, n i + s with a region per
+block (`"blocks"`), about 2 sqrt(n s i) with the best groups (`"sqrt"`), (i + s) log2(n) with groups inside of groups
+(`"recursive"`). Cost: one extra forward at most, about a third of the step's arithmetic; log2(n) of them for
+`"recursive"`.
+
+Loss class: `exact`. The repeated forward sees the same random numbers, buffers and autocast (`vault.regions`), so
+results are the same bits; BatchNorm's running statistics are updated once, and spectral norm iterates once.
+
+Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016
+(https://arxiv.org/abs/1604.06174): sections 4.1 (segments of a budget, Algorithm 3) and 4.4 (recursion). Section 4.2,
+dropping what is cheap to compute, is `activations="exact"`, tensor by tensor. Different: regions are runs of module
+calls instead of runs of graph nodes; which ones is found by the planner (`planner.checkpointing`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.report import Applied
+from lightning_memsave.core.units import parse_bytes
+from lightning_memsave.techniques.checkpointing.selection import Region, select_regions
+from lightning_memsave.vault.offload import Offloader
+from lightning_memsave.vault.regions import EditsInputError, Group, Member, Membership, keeping_inputs_in, run
+from lightning_memsave.vault.state import Attributes
+from lightning_memsave.vault.vault import Vault
+
+METHODS = ("blocks", "sqrt", "recursive")
+_MEMBER = "_checkpoint_region"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointing:
+    """Settings of checkpointing.
+
+    Raises:
+        ValueError: an unknown method, more than one way to choose regions, a wrong budget; at the start of training, a
+            selection that matches no module.
+    """
+
+    method: Literal["blocks", "sqrt", "recursive"] | None = None
+    """`"blocks"` (default): each selected module is a region of its own. `"sqrt"`: the groups of consecutive
+    calls whose predicted peak is the lowest. `"recursive"`: groups inside of groups."""
+    modules: str | type[nn.Module] | Callable[[str, nn.Module], bool] | None = None
+    """For `"blocks"`, which modules: a class, a pattern (`*`, `?`) for class names or qualified names, a function of
+    (name, module), or `None` for the model's own repeated blocks."""
+    budget: int | float | str | None = None
+    """The cheapest regions with which the whole step fits: bytes (`"2GiB"`, an integer), or a fraction of the
+    activations that are kept without regions (a float between 0 and 1)."""
+    regions: Sequence[Sequence[str]] | None = None
+    """Explicit regions, each the names of modules that are called one after the other; what the planner returns."""
+    offload: bool = False
+    """Whether inputs of regions wait outside of the device's memory: on CUDA pinned host memory, on CPU a file."""
+
+    def __post_init__(self) -> None:
+        if self.method is not None and self.method not in METHODS:
+            raise setting_error(
+                "checkpointing",
+                f"must be one of {', '.join(map(repr, METHODS))}",
+                self.method,
+                "To name modules by class or pattern use `Checkpointing(modules=...)`; to fit a limit, "
+                "`Checkpointing(budget=...)`.",
+            )
+        ways = {
+            "method": self.method in ("sqrt", "recursive"),
+            "modules": self.modules is not None,
+            "budget": self.budget is not None,
+            "regions": self.regions is not None,
+        }
+        chosen = [name for name, is_chosen in ways.items() if is_chosen]
+        if len(chosen) > 1 or (self.method == "blocks" and not set(chosen) <= {"modules"}):
+            raise setting_error(
+                "Checkpointing",
+                "must choose regions in one way",
+                ", ".join(f"{name}={getattr(self, name)!r}" for name in dict.fromkeys([*chosen, "method"])),
+                "Keep one of `method`, `modules` (with the method 'blocks'), `budget` and `regions`.",
+            )
+        self._check_budget()
+        if self.regions is not None:
+            object.__setattr__(self, "regions", tuple(map(tuple, self.regions)))  # hashable, whatever was given
+
+    def _check_budget(self) -> None:
+        if self.budget is None:
+            return
+        if isinstance(self.budget, float) and not 0 < self.budget < 1:
+            raise setting_error(
+                "Checkpointing.budget",
+                "must be between 0 and 1 as a fraction of the activations",
+                self.budget,
+                'For bytes use an integer or a text such as "2GiB".',
+            )
+        if not isinstance(self.budget, float):
+            parse_bytes("Checkpointing.budget", self.budget)
+
+    @classmethod
+    def from_shorthand(cls, value: object) -> Checkpointing:
+        """`checkpointing="sqrt"` is `Checkpointing(method="sqrt")`; `True` means `"blocks"`."""
+        return cls(method="blocks" if value is True else value)  # type: ignore[arg-type]  # checked in __post_init__
+
+    @property
+    def needs_a_plan(self) -> bool:
+        """Whether regions are found from a trace of one step."""
+        return self.method in ("sqrt", "recursive") or self.budget is not None
+
+
+def apply_checkpointing(model: nn.Module, config: Checkpointing) -> Applied:
+    """Make modules of `model` checkpoint regions, in place.
+
+    No wrapper is added: `state_dict` keys, types and `deepcopy` stay as they are.
+
+    Raises:
+        ValueError: nothing matches, a match is a region already, or the settings need a plan first. In a forward pass:
+            a region edits its input in place, or changes attributes of its own.
+    """
+    if config.needs_a_plan:
+        raise setting_error(
+            "checkpointing",
+            "must be planned from a step of training before it is applied",
+            config.method or f"budget={config.budget!r}",
+            "Use `apply_checkpointing(model, plan_checkpointing(model, step, config))`.",
+        )
+    regions = select_regions(
+        model, config.modules, None if config.regions is None else [tuple(r) for r in config.regions]
+    )
+    modules = {name: model.get_submodule(name) for region in regions for name in region}
+    for name, module in modules.items():
+        if _MEMBER in module.__dict__:
+            raise setting_error("checkpointing", "must be applied once", name, "Call `.undo()` of the first one.")
+    for name, memberships in _memberships(regions).items():
+        _join(modules[name], memberships)
+    stop_offload = _offload_inputs(model) if config.offload else None
+
+    def restore() -> None:
+        for module in modules.values():
+            _leave(module)
+        if stop_offload is not None:
+            stop_offload()
+
+    return Applied(technique="checkpointing", summary=_summary(regions, modules, config.offload), restore=restore)
+
+
+def _summary(regions: Sequence[Region], modules: dict[str, nn.Module], offload: bool) -> str:
+    kinds = Counter(
+        type(modules[region[0]]).__name__ if len(region) == 1 else f"{len(region)} calls" for region in regions
+    )
+    parts = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    return f"{len(regions)} regions: {parts}" + (", inputs offloaded" if offload else "")
+
+
+# ---------------------------------------------------------------------------------------------------- modules in groups
+def _memberships(regions: Sequence[Region]) -> dict[str, list[Membership]]:
+    """For each module its groups, the outermost first."""
+    found: dict[str, list[Membership]] = {}
+    for region in sorted(regions, key=len, reverse=True):
+        group = Group(len(region))
+        for position, name in enumerate(region):
+            found.setdefault(name, []).append(Membership(group, position))
+    return found
+
+
+def _join(module: nn.Module, memberships: Sequence[Membership]) -> None:
+    module.__dict__[_MEMBER] = Member(memberships, module.__dict__.get("forward"))
+    # A bound method, not a closure: deepcopy rebinds it to the copy, so that a copy computes with its own weights.
+    module.forward = types.MethodType(forward, module)
+
+
+def _leave(module: nn.Module) -> None:
+    member: Member = module.__dict__.pop(_MEMBER)
+    del module.forward
+    if member.previous_forward is not None:
+        module.forward = member.previous_forward
+
+
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # what is inside may still be compiled
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a region; named so that a pickled module finds its own class's method again."""
+    member: Member = self.__dict__[_MEMBER]
+    if not torch.is_grad_enabled():
+        return member.forward_of(self)(*args, **kwargs)
+    attributes = Attributes(self) if member.num_calls < 2 else None
+    try:
+        output = run(member.memberships, member, self, args, kwargs)
+    except EditsInputError as error:
+        raise _refusal(self, "edits its input in place", "its forward") from error
+    if attributes is not None:
+        # The first call may fill caches; what is set again in the second one is no cache.
+        if (name := attributes.changed(but_filled=member.num_calls == 0)) is not None:
+            raise _refusal(self, "changes an attribute that is no buffer", f"`{name}`")
+        member.num_calls += 1
+    return output
+
+
+def _refusal(module: nn.Module, what: str, where: str) -> ValueError:
+    return setting_error(
+        "checkpointing",
+        f"must not select a module that {what}, as its forward runs twice",
+        f"{type(module).__name__}: {where}",
+        "Leave this module out, or select modules inside of it: `Checkpointing(modules=...)`.",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- offload
+def input_vault() -> Vault:
+    """A vault that moves the inputs of regions out of the device's memory."""
+    return Vault(offloader=Offloader())
+
+
+class _OffloadedInputs:
+    """Opens a vault for the inputs of regions around each forward pass of a model, unless one is open already."""
+
+    def __init__(self) -> None:
+        self._vault = input_vault()
+        self._scopes: list[contextlib.AbstractContextManager[None]] = []
+
+    def enter(self, *_: object) -> None:
+        self._scopes.append(keeping_inputs_in(self._vault))
+        self._scopes[-1].__enter__()
+
+    def leave(self, *_: object) -> None:
+        self._scopes.pop().__exit__(None, None, None)
+
+
+def _offload_inputs(model: nn.Module) -> Callable[[], None]:
+    inputs = _OffloadedInputs()
+    handles = [
+        model.register_forward_pre_hook(inputs.enter, prepend=True),
+        model.register_forward_hook(inputs.leave, always_call=True),
+    ]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove

@@ -1,0 +1,110 @@
+"""Which modules become regions, where the user says so: by class, by name, by a function, or as explicit groups."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from lightning_memsave.core.errors import setting_error
+
+Region = tuple[str, ...]
+"""Names of modules that are called one after the other."""
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def select_regions(
+    model: nn.Module,
+    wanted: str | type[nn.Module] | Callable[[str, nn.Module], bool] | None,
+    explicit: Sequence[Region] | None = None,
+) -> list[Region]:
+    """The regions of `model`.
+
+    Args:
+        model: the model.
+        wanted: what selects modules; the outermost that match are taken. `None`: the model's own repeated blocks.
+        explicit: regions, as names.
+
+    Raises:
+        ValueError: nothing matches (the message lists what there is), or explicit regions overlap without nesting.
+    """
+    if explicit is not None:
+        _check_explicit(model, explicit)
+        return list(explicit)
+    if wanted is None:
+        found = repeated_blocks(model)
+    else:
+        found = _outermost([(n, m) for n, m in model.named_modules() if n and _matches(wanted, n, m)])
+    if not found:
+        there_is = Counter(type(m).__name__ for n, m in model.named_modules() if n and any(m.children()))
+        blocks = ", ".join(f"{kind} ({count})" for kind, count in there_is.items()) or "no module with children"
+        raise setting_error(
+            "checkpointing" if wanted is None else "Checkpointing.modules",
+            "must match at least one module",
+            wanted or "blocks",
+            f"This model has: {blocks}. Name one of them: `Checkpointing(modules=...)`.",
+        )
+    return [(name,) for name, _ in found]
+
+
+def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The model's own blocks.
+
+    These are modules with children whose class occurs at least twice among the members of the model's containers
+    (`Sequential`, `ModuleList`, `ModuleDict`); containers themselves only when there are no others.
+    """
+    members = [
+        (f"{name}.{child_name}" if name else child_name, child)
+        for name, container in model.named_modules()
+        if isinstance(container, _CONTAINERS)
+        for child_name, child in container.named_children()
+        if any(child.children())
+    ]
+    repeated = {kind for kind, count in Counter(type(child) for _, child in members).items() if count >= 2}
+    members = [(name, child) for name, child in members if type(child) in repeated]
+    blocks = [(name, child) for name, child in members if not isinstance(child, _CONTAINERS)]
+    # A ModuleList is never called itself, so it cannot be a region.
+    return _outermost(blocks or [(n, c) for n, c in members if isinstance(c, nn.Sequential)])
+
+
+def _matches(wanted: Any, name: str, module: nn.Module) -> bool:
+    if isinstance(wanted, str):
+        return any(fnmatchcase(text, wanted) for text in (name, type(module).__name__))
+    if isinstance(wanted, type):
+        return isinstance(module, wanted)
+    return bool(wanted(name, module))
+
+
+def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    chosen: list[tuple[str, nn.Module]] = []
+    inside: set[nn.Module] = set()
+    for name, module in found:
+        if module not in inside:
+            chosen.append((name, module))
+            inside.update(module.modules())
+    return chosen
+
+
+def _check_explicit(model: nn.Module, regions: Sequence[Region]) -> None:
+    """Raise `ValueError` unless each region names distinct modules and any two nest or are apart."""
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    for region in regions:
+        if not region or len(set(region)) < len(region) or not set(region) <= names:
+            raise _explicit_error("must name different modules of the model", region)
+    for first in regions:
+        for second in regions:
+            common = set(first) & set(second)
+            if common and common not in (set(first), set(second)):
+                raise _explicit_error("must lie inside of each other or apart", (*first, "and", *second))
+    if len(set(map(frozenset, regions))) < len(regions):
+        raise _explicit_error("must differ", regions[0])
+
+
+def _explicit_error(rule: str, value: Any) -> ValueError:
+    return setting_error(
+        "Checkpointing.regions", rule, value, 'For example `regions=[["blocks.0", "blocks.1"], ["blocks.2"]]`.'
+    )
