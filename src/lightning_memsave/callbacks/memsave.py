@@ -27,7 +27,7 @@ class MemSave(MemoryMonitor):
         microbatch: samples per microbatch, or `Microbatching(...)`.
         activations: how saved activations are kept: `"exact"`, `"int8"`, `"int4"`, `"int4-chain"`, a list such as
             `["exact", "int4"]`, or `ActivationCompression(...)`.
-        checkpointing: `"blocks"`, or `Checkpointing(...)`.
+        checkpointing: `"blocks"`, `"sqrt"`, `"recursive"`, or `Checkpointing(...)`, for example with a `budget`.
         optimizer_state: `"8bit"`, or `OptimizerState(...)`.
 
     Raises:
@@ -93,6 +93,13 @@ class MemSave(MemoryMonitor):
         super().teardown(trainer, pl_module, stage)
         if stage == "fit":
             release(trainer.strategy)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """End a step; hold what was measured in it against the budget of a plan."""
+        measured = self._meter.num_steps_measured
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._state is not None and self._state.planned is not None and self._meter.num_steps_measured > measured:
+            self._state.planned.check(trainer, self._meter.latest_bytes)
 
     def _headlines(self) -> dict[str, float]:
         config = self.recipe.get(Microbatching)

@@ -24,3 +24,7 @@ class NotLosslessWarning(UserWarning):
 
 class MicrobatchWarning(UserWarning):
     """A batch is run whole, because splitting it would be a guess or would change the loss."""
+
+
+class BudgetWarning(UserWarning):
+    """A step was measured above its budget, and there is no way known to bring it below."""

@@ -51,6 +51,8 @@ class Meter:
         self._peak: Measurement | None = None
         self._reserved_bytes: int | None = None
         self.num_steps_measured = 0
+        self.latest_bytes = 0
+        """The peak of the step that was measured last; reserved bytes where an allocator tells them."""
 
     def begin(
         self,
@@ -116,6 +118,7 @@ class Meter:
         else:
             return None
         self.num_steps_measured += 1
+        self.latest_bytes = measured.peak_bytes if allocated is None else allocated.reserved_bytes
         if highest is None or measured.peak_bytes > highest.peak_bytes:
             self._peak = measured
         return measured

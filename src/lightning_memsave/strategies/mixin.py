@@ -7,6 +7,8 @@ the same layout.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -20,8 +22,9 @@ from lightning_memsave.planner.recipes import RECIPES, Recipe
 from lightning_memsave.strategies.activations import ForwardScope
 from lightning_memsave.strategies.loop import LoopState, loop_class
 from lightning_memsave.strategies.namespaces import is_compiled, namespace_of
+from lightning_memsave.strategies.planning import PlannedCheckpointing
 from lightning_memsave.techniques.activation_compression import ActivationCompression
-from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing
+from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_vault
 from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
 from lightning_memsave.techniques.optimizer_state import (
     OptimizerState,
@@ -31,6 +34,8 @@ from lightning_memsave.techniques.optimizer_state import (
     is_8bit,
     to_plain,
 )
+from lightning_memsave.vault.regions import keeping_inputs_in
+from lightning_memsave.vault.vault import Vault
 
 
 class MemSaveState:
@@ -41,12 +46,33 @@ class MemSaveState:
         self.loop = LoopState(recipe)
         self.changes: list[Applied] = []
         self.forward_scope: ForwardScope | None = None
+        self.planned: PlannedCheckpointing | None = None
+        self.region_inputs: Vault | None = None
         self.started = False
+
+    def make_regions(self, trainer: Any, config: Checkpointing) -> None:
+        """Make the regions that are known, or see to it that the first batch is rehearsed."""
+        if config.needs_a_plan:
+            self.planned = PlannedCheckpointing(trainer, config)
+        else:
+            self.changes.append(apply_checkpointing(trainer.lightning_module, config))
+        self.region_inputs = input_vault() if config.offload else None
+
+    def run(self, trainer: Any, step: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+        """Run `step`, which is `training_step(*args)`, in the scopes of this run."""
+        scope = None if self.forward_scope is None else functools.partial(self.forward_scope.run, trainer)
+        if self.planned is not None and self.planned.is_due:
+            self.planned.plan(trainer, args, scope)
+        inputs = nullcontext() if self.region_inputs is None else keeping_inputs_in(self.region_inputs)
+        with inputs:
+            return step() if scope is None else scope(step)
 
     @property
     def applied(self) -> tuple[Applied, ...]:
         """What each technique did so far, in the order of the recipe."""
         done = [*self.changes, *([self.loop.applied] if self.loop.applied else [])]
+        if self.planned is not None and self.planned.applied is not None:
+            done.append(self.planned.applied)
         if self.forward_scope is not None:
             done.append(self.forward_scope.applied)
         if self.loop.zero_grad_first:
@@ -61,7 +87,8 @@ class MemSaveState:
         """
         if self.forward_scope is not None:
             self.forward_scope.close()
-        for applied in reversed(self.changes):
+        planned = [self.planned.applied] if self.planned is not None and self.planned.applied is not None else []
+        for applied in reversed([*self.changes, *planned]):
             applied.keep() if applied.technique == "optimizer_state" else applied.undo()
 
 
@@ -90,8 +117,8 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
                 self.memsave.started = True
                 _install_loop(trainer, self.memsave.loop, namespace)
             super().setup(trainer)
-            if fitting and (regions := self.memsave.recipe.get(Checkpointing)):
-                self.memsave.changes.append(apply_checkpointing(trainer.lightning_module, regions))
+            if fitting and (checkpointing := self.memsave.recipe.get(Checkpointing)):
+                self.memsave.make_regions(trainer, checkpointing)
             if fitting and (activations := self.memsave.recipe.get(ActivationCompression)):
                 self.memsave.forward_scope = ForwardScope(trainer, activations)
 
@@ -107,8 +134,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
             on_use = functools.partial(self.memsave.loop.used_by_hand, self.lightning_module)
             step = functools.partial(super().training_step, *args, **kwargs)
             with active_microbatching(self.memsave.recipe.get(Microbatching), on_use):
-                scope = self.memsave.forward_scope
-                return step() if scope is None else scope.run(self.lightning_module.trainer, step)
+                return self.memsave.run(self.lightning_module.trainer, step, args)
 
         def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             plain = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer wraps

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_memsave.strategies.metrics import MergedMetrics
+from lightning_memsave.strategies.rehearsal import without_a_trace
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.reduction import Reduction, infer_reduction
 from lightning_memsave.techniques.microbatching.split import take
@@ -60,7 +56,8 @@ def infer_module_reduction(
             raise TypeError("training_step returned no loss")
         return float(loss)
 
-    with _without_a_trace(trainer, module):
+    with without_a_trace(trainer, module), torch.no_grad():
+        module.eval()
         try:
             found = infer_reduction(loss_of, whole, parts, _relative_tolerance(trainer))
         except Exception as error:  # whatever user code raises outside its usual mode
@@ -82,43 +79,3 @@ def _relative_tolerance(trainer: Any) -> float:
             return _COARSE_TOLERANCE
     dtypes = {p.dtype for p in trainer.lightning_module.parameters() if p.is_floating_point()}
     return max((_TOLERANCE.get(dtype, _COARSE_TOLERANCE) for dtype in dtypes), default=_COARSE_TOLERANCE)
-
-
-@contextmanager
-def _without_a_trace(trainer: Any, module: Any) -> Iterator[None]:
-    """Eval mode, no gradients, no logging; random state, buffers, metrics and plain attributes as before."""
-    training = {m: m.training for m in module.modules()}
-    buffers = {b: b.detach().clone() for b in module.buffers()}
-    attributes = {
-        key: copy.copy(value)
-        for key, value in vars(module).items()
-        if not key.startswith("_") and isinstance(value, (int, float, str, list, dict, set, type(None)))
-    }
-    fx_name, metrics = module._current_fx_name, MergedMetrics(module)
-    module._current_fx_name, trainer._results.log = "training_step", lambda *_, **__: None
-    try:
-        with isolate_rng(include_cuda=True), torch.no_grad():
-            module.eval()
-            yield
-    finally:
-        module._current_fx_name = fx_name
-        del trainer._results.log
-        metrics.restore()
-        for m, mode in training.items():
-            m.training = mode
-        with torch.no_grad():
-            for buffer, value in buffers.items():
-                buffer.copy_(value)
-        for key, value in attributes.items():
-            _put_back(module, key, value)
-
-
-def _put_back(module: Any, key: str, value: Any) -> None:
-    current = vars(module).get(key)
-    if isinstance(value, list) and isinstance(current, list):
-        current[:] = value
-    elif isinstance(value, (dict, set)) and type(current) is type(value):
-        current.clear()
-        current.update(value)
-    else:
-        vars(module)[key] = value

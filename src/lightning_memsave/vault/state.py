@@ -116,11 +116,22 @@ def _equal(current: Tensor | None, before: Tensor) -> bool:
 
 
 class Attributes:
-    """The plain Python attributes of a module and of all inside it, as they are now."""
+    """The plain Python attributes of a module as they are now.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._values = {(prefix, key): _fingerprint(value) for prefix, key, value in _attributes(module)}
+    Args:
+        module: whose.
+        recurse: whether those of all modules inside as well.
+    """
+
+    def __init__(self, module: nn.Module, *, recurse: bool = True) -> None:
+        self._modules = list(module.named_modules()) if recurse else [("", module)]
+        self._values = {(prefix, key): _fingerprint(value) for prefix, key, value in self._attributes()}
+
+    def _attributes(self) -> Iterator[tuple[str, str, Any]]:
+        for prefix, owner in self._modules:
+            for key, value in vars(owner).items():
+                if key not in _PARTS_OF_TORCH:
+                    yield prefix, key, value
 
     def changed(self, but_filled: bool) -> str | None:
         """The name of an attribute that has changed since.
@@ -128,7 +139,7 @@ class Attributes:
         Args:
             but_filled: do not count one that was missing or `None` before: a cache is filled once.
         """
-        for prefix, key, value in _attributes(self._module):
+        for prefix, key, value in self._attributes():
             before = self._values.get((prefix, key), _NOTHING)
             if not (but_filled and before in (_NOTHING, _fingerprint(None))) and before != _fingerprint(value):
                 return f"{prefix}.{key}".removeprefix(".")
@@ -136,13 +147,6 @@ class Attributes:
 
 
 _NOTHING: tuple[Any, ...] = ()
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    for prefix, owner in module.named_modules():
-        for key, value in vars(owner).items():
-            if key not in _PARTS_OF_TORCH:
-                yield prefix, key, value
 
 
 def _fingerprint(value: Any) -> tuple[Any, ...]:

@@ -1,0 +1,124 @@
+"""Fake tensors: run a training step for its shapes alone, without memory and without a device's time.
+
+The model is not copied: its parameters, buffers and gradients are exchanged for fake ones in place, and come back.
+Private names of torch (seen in 2.13): `torch._subclasses.fake_tensor` and the `_flat_weights` of recurrent layers.
+
+Known differences from a real step: kernels whose extra outputs the fake ones lack (oneDNN's LSTM keeps a workspace,
+which makes a prediction too low). A step that reads values (`.item()`, a branch on a sum) raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_FLAT_WEIGHTS = "_flat_weights"
+
+
+@contextlib.contextmanager
+def fake_tensors(model: nn.Module) -> Iterator[Callable[[Any], Any]]:
+    """Inside, `model` is made of fake tensors, and so is what operations return.
+
+    Yields:
+        A function that gives a nest of containers with fake tensors in place of real ones; the same for the same.
+
+    Example:
+        >>> model = nn.Linear(1000, 1000)
+        >>> with fake_tensors(model) as fake:
+        ...     model(fake(torch.ones(10**6, 1000))).shape
+        torch.Size([1000000, 1000])
+    """
+    exchange = _Exchange()
+    try:
+        exchange.enter(model)
+        with exchange.mode:
+            yield exchange.of
+    finally:
+        exchange.leave()
+
+
+class _Exchange:
+    """Fake tensors in place of real ones, one for each."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the real one, which is kept to keep its id
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
+
+    def of(self, tree: Any) -> Any:
+        """The same nest of containers with fake tensors."""
+        return tree_map_only(Tensor, self._fake_of, tree)
+
+    def _fake_of(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._fakes:
+            fake = _fake(tensor, self.mode)
+            if tensor.is_leaf and tensor.grad is not None:
+                fake.grad = self._fake_of(tensor.grad)
+            self._fakes[id(tensor)] = tensor, fake
+        return self._fakes[id(tensor)][1]
+
+    def enter(self, model: nn.Module) -> None:
+        """Put fake tensors into a model."""
+        for module in model.modules():
+            for owner in (module._parameters, module._buffers):
+                for key in owner:
+                    self._put(owner, key)
+            if _FLAT_WEIGHTS in vars(module):
+                self._put(vars(module), _FLAT_WEIGHTS)
+
+    def _put(self, owner: dict[str, Any], key: str) -> None:
+        self._before.append((owner, key, owner[key]))
+        owner[key] = self.of(owner[key])
+
+    def leave(self) -> None:
+        """Put the real ones back."""
+        for owner, key, value in reversed(self._before):
+            owner[key] = value
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    with mode, torch.no_grad():
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of state that an optimizer will make in its first step; found by a step on fake tensors.
+
+    Zero where that step cannot be made without values.
+    """
+    rehearsing = copy.copy(optimizer)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    rehearsing.state = defaultdict(dict)
+    rehearsing.param_groups = [
+        {**group, "params": [_with_gradient(p, mode) for p in group["params"] if p.requires_grad]}
+        for group in optimizer.param_groups
+    ]
+    try:
+        with mode:
+            type(optimizer).step(rehearsing)
+    except Exception:  # a kernel of its own, a closure, a value that it reads
+        return 0
+    storages = {
+        leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes()
+        for state in rehearsing.state.values()
+        for leaf in tree_leaves(state)
+        if isinstance(leaf, Tensor)
+    }
+    return sum(storages.values())
+
+
+def _with_gradient(parameter: Tensor, mode: FakeTensorMode) -> Tensor:
+    fake = _fake(parameter, mode)
+    fake.grad = _fake(parameter.detach(), mode)
+    return fake

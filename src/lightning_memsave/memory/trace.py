@@ -1,0 +1,330 @@
+"""The trace: every allocation, operation and module call of one training step, for whoever plans or predicts.
+
+Bytes are booked as in the ledger: each storage once, with a weak reference whose callback books its end. Besides, the
+trace says which operation made a storage, when forward last used it, whether it waits for backward, and between which
+events each module ran. It works on fake tensors as well (`memory.fake`), where a step takes neither time nor memory.
+
+Times are modelled, so that they mean the same on a fake tensor: the larger of arithmetic over the speed of a matrix
+product and bytes over the speed of a copy (the roofline of Williams, Waterman and Patterson, 2009,
+https://doi.org/10.1145/1498765.1498785), with a constant for each operation. Both speeds are measured once.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from lightning_memsave.memory.ledger import autograd_is_running, storages, tensors_in
+from lightning_memsave.vault.state import Attributes
+
+_OVERHEAD_SECONDS = 5e-6
+_SCRATCH = {"aten.convolution": 1, "aten.convolution_backward": 2, "aten.native_batch_norm_backward": 1}
+"""What kernels take and give back inside, on CPU in float32 (measured), in multiples of their largest input."""
+
+
+@dataclass(slots=True)
+class StorageRecord:
+    """One storage."""
+
+    num_bytes: int
+    born: int
+    """The event that books it; -1 for what existed before the step."""
+    op: int
+    """The operation that made it; -1 for what existed before."""
+    died: int | None = None
+    """The event that frees it; `None` when it is alive at the end."""
+    last_forward_use: int = -1
+    """How many events there were when forward used it last."""
+    is_kept: bool = False
+    """Whether it was made in forward and is alive when backward begins."""
+
+
+@dataclass(slots=True)
+class OpRecord:
+    """One operation below autograd."""
+
+    name: str
+    event: int
+    """How many events there were when it had run."""
+    seconds: float
+    """Modelled."""
+    workspace_bytes: int
+    """Modelled: what its kernel takes and gives back."""
+
+
+@dataclass(slots=True)
+class CallRecord:
+    """One call of a module in forward. Ranges are half open."""
+
+    name: str
+    index: int
+    parent: int | None
+    first_event: int
+    first_op: int
+    inputs: tuple[int, ...]
+    """Storages of the tensors among its arguments."""
+    last_event: int = -1
+    last_op: int = -1
+    outputs: tuple[int, ...] = ()
+    children: list[int] = field(default_factory=list)
+    requires_grad: bool = False
+    edits_input: bool = False
+    side_effect: str | None = None
+    """A plain attribute that it changed, its own or of a module inside."""
+    backward_event: int | None = None
+    """How many events there were when backward reached an output."""
+
+
+@dataclass
+class Trace:
+    """One step."""
+
+    storages: list[StorageRecord] = field(default_factory=list)
+    ops: list[OpRecord] = field(default_factory=list)
+    calls: list[CallRecord] = field(default_factory=list)
+    events: list[tuple[int, int]] = field(default_factory=list)
+    """(change in bytes, storage), in order."""
+    start_bytes: int = 0
+    """What existed before the step."""
+    backward_begins: int | None = None
+    """How many events there were before the first operation of backward."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest total of live bytes."""
+        live = peak = self.start_bytes
+        for change, _ in self.events:
+            live += change
+            peak = max(peak, live)
+        return peak
+
+
+def trace_step(model: nn.Module, run: Callable[[], object], *, held: Iterable[Tensor] = ()) -> Trace:
+    """Record one step.
+
+    Args:
+        model: its parameters, buffers and gradients are booked as there before; its modules' calls are recorded.
+        run: does forward and backward.
+        held: other tensors that exist: the batch, optimizer state.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        >>> trace = trace_step(model, lambda: model(torch.zeros(2, 4)).sum().backward())
+        >>> [call.name for call in trace.calls]
+        ['', '0', '1']
+    """
+    tracer = _Tracer(model)
+    tracer.hold(p for p in model.parameters())
+    tracer.hold(b for b in model.buffers())
+    tracer.hold(p.grad for p in model.parameters() if p.grad is not None)
+    tracer.hold(held)
+    with tracer:
+        run()
+    return tracer.trace
+
+
+class _Open:
+    """A call that is running."""
+
+    def __init__(self, record: CallRecord, inputs: list[Tensor], attributes: Attributes | None) -> None:
+        self.record, self.attributes = record, attributes
+        self.versions = [(tensor, tensor._version) for tensor in inputs]
+
+
+class _Tracer(TorchDispatchMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.trace = Trace()
+        self._names = {module: name for name, module in model.named_modules()}
+        self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._open: list[_Open] = []
+        self._hooks: list[Any] = []
+        self._stance: Any = None
+
+    # ------------------------------------------------------------------ storages
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Book what exists."""
+        for tensor in tensors:
+            for storage in storages(tensor):
+                if storage._cdata not in self._live:
+                    self._book(storage, born=-1, op=-1)
+                    self.trace.start_bytes += storage.nbytes()
+
+    def _book(self, storage: torch.UntypedStorage, born: int, op: int) -> int:
+        number, address, trace = len(self.trace.storages), storage._cdata, self.trace
+        trace.storages.append(StorageRecord(storage.nbytes(), born, op))
+        live = self._live
+
+        def freed(_: object) -> None:
+            live.pop(address, None)
+            trace.storages[number].died = len(trace.events)
+            trace.events.append((-trace.storages[number].num_bytes, number))
+
+        live[address] = number, weakref.ref(storage, freed)
+        return number
+
+    def _see(self, storage: torch.UntypedStorage, came_in: set[int]) -> None:
+        address = storage._cdata
+        if address in self._live:
+            number = self._live[address][0]
+            record = self.trace.storages[number]
+            grown = storage.nbytes() - record.num_bytes
+            if grown:  # resize_ keeps the storage
+                record.num_bytes += grown
+                self.trace.events.append((grown, number))
+        elif address in came_in:  # a view or an update of what existed before
+            self._book(storage, born=-1, op=-1)
+            self.trace.start_bytes += storage.nbytes()
+        else:
+            number = self._book(storage, born=len(self.trace.events), op=len(self.trace.ops))
+            self.trace.events.append((storage.nbytes(), number))
+
+    def _numbers(self, tree: object) -> tuple[int, ...]:
+        found = (self._live.get(s._cdata) for t in tensors_in(tree) for s in storages(t))
+        return tuple(dict.fromkeys(entry[0] for entry in found if entry is not None))
+
+    # ------------------------------------------------------------------ operations
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        in_backward = autograd_is_running()
+        if in_backward and self.trace.backward_begins is None:
+            self._backward_begins()
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        came_in = {storage._cdata for tensor in inputs for storage in storages(tensor)}
+        for tensor in outputs:
+            for storage in storages(tensor):
+                self._see(storage, came_in)
+        num_events = len(self.trace.events)
+        if not in_backward:
+            for number in self._numbers([*inputs, *outputs]):
+                self.trace.storages[number].last_forward_use = num_events
+        self.trace.ops.append(_cost(func, args, kwargs, out, inputs, outputs, num_events))
+        return out
+
+    def _backward_begins(self) -> None:
+        self.trace.backward_begins = len(self.trace.events)
+        for number, _ in self._live.values():
+            record = self.trace.storages[number]
+            record.is_kept = record.born >= 0
+
+    # ------------------------------------------------------------------ modules
+    def _enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if autograd_is_running():
+            return
+        trace, parent = self.trace, self._open[-1].record if self._open else None
+        record = CallRecord(
+            name=self._names[module],
+            index=len(trace.calls),
+            parent=None if parent is None else parent.index,
+            first_event=len(trace.events),
+            first_op=len(trace.ops),
+            inputs=self._numbers((args, kwargs)),
+        )
+        if parent is not None:
+            parent.children.append(record.index)
+        trace.calls.append(record)
+        attributes = Attributes(module, recurse=False) if record.name else None
+        self._open.append(_Open(record, list(tensors_in((args, kwargs))), attributes))
+
+    def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if autograd_is_running():
+            return
+        call = self._open.pop()
+        record, trace = call.record, self.trace
+        record.last_event, record.last_op = len(trace.events), len(trace.ops)
+        record.outputs = self._numbers(out)
+        record.edits_input = any(tensor._version != version for tensor, version in call.versions)
+        inside = [trace.calls[index].side_effect for index in record.children]
+        own = call.attributes.changed(but_filled=True) if call.attributes is not None else None
+        record.side_effect = next((f"{n}" for n in inside if n), None) or (own and f"{record.name}.{own}")
+        for tensor in tensors_in(out):
+            if tensor.grad_fn is not None:
+                record.requires_grad = True
+                tensor.grad_fn.register_prehook(functools.partial(_reached, trace, record))
+
+    # ------------------------------------------------------------------ a step
+    def __enter__(self) -> _Tracer:
+        # As in the ledger: a compiled region that is met under a dispatch mode would stay eager for ever.
+        self._stance = torch.compiler.set_stance("force_eager")
+        for module in self._names:
+            self._hooks.append(module.register_forward_pre_hook(self._enter_module, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._leave_module, with_kwargs=True, always_call=True))
+        super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]  # untyped in torch
+        for hook in self._hooks:
+            hook.remove()
+        self._stance.__exit__(None, None, None)
+        self._live.clear()  # and with it the callbacks
+        self._names.clear()
+
+
+def _reached(trace: Trace, record: CallRecord, *_: object) -> None:
+    if record.backward_event is None:
+        record.backward_event = len(trace.events)
+
+
+# ---------------------------------------------------------------------- cost
+def _cost(
+    func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor], event: int
+) -> OpRecord:
+    name = str(func.overloadpacket)
+    packet = func.overloadpacket
+    device = next((t.device.type for t in (*outputs, *inputs)), "cpu")
+    flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
+    moved = 0 if func.is_view else sum(t.nbytes for t in (*inputs, *outputs))
+    speed = measure_speed("cpu" if device == "meta" else device)
+    seconds = 0.0 if func.is_view else max(flops / speed.flops, moved / speed.bytes) + _OVERHEAD_SECONDS
+    scratch = _SCRATCH.get(name, 0) if device == "cpu" else 0
+    return OpRecord(name, event, seconds, scratch * max((t.nbytes for t in inputs), default=0))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a device does in a second."""
+
+    flops: float
+    bytes: float
+
+
+@functools.cache
+def measure_speed(device_type: str) -> Speed:
+    """Of a matrix product and of a copy, in float32; measured once."""
+    with ThreadPoolExecutor(1) as thread:  # where no mode is active: here, tensors may be fake
+        return thread.submit(_measure_speed, device_type).result()
+
+
+def _measure_speed(device_type: str) -> Speed:
+    size = 512
+    matrix = torch.ones(size, size, device=device_type)
+    block = torch.ones(4 * 2**20, device=device_type)
+    product = _best_seconds(lambda: matrix @ matrix, device_type)
+    copy = _best_seconds(lambda: block.clone(), device_type)
+    return Speed(flops=2 * size**3 / product, bytes=2 * block.nbytes / copy)
+
+
+def _best_seconds(run: Callable[[], object], device_type: str, repeats: int = 5) -> float:
+    def timed() -> Iterator[float]:
+        for _ in range(repeats):
+            start = time.perf_counter()
+            run()
+            if device_type != "cpu":
+                torch.accelerator.synchronize()
+            yield time.perf_counter() - start
+
+    return min(timed())

@@ -1,0 +1,120 @@
+"""What can become a region: calls of modules in the order of one traced step, and groups that follow each other."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_memsave.memory.trace import CallRecord, Trace
+
+_LONGEST_DENSE = 24  # up to here, every group of consecutive calls is a candidate
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """Modules whose calls may be one region, with where they lie in the step."""
+
+    names: tuple[str, ...]
+    runs: tuple[tuple[CallRecord, ...], ...]
+    """Their calls, each time that they run."""
+
+    def overlaps(self, other: Candidate) -> bool:
+        """Whether the two have a moment of the forward pass in common."""
+        return any(
+            a[0].first_op < b[-1].last_op and b[0].first_op < a[-1].last_op for a in self.runs for b in other.runs
+        )
+
+
+def may_be_region(call: CallRecord) -> bool:
+    """Whether a call can be made twice, and whether backward comes by."""
+    is_pure = not call.edits_input and call.side_effect is None
+    return call.name != "" and is_pure and call.requires_grad and call.backward_event is not None
+
+
+def units(trace: Trace) -> list[CallRecord]:
+    """Calls that follow each other and do not contain each other: the chain that is cut into regions.
+
+    Containers and modules that pass a tensor from child to child are replaced by their children, and so is a call that
+    cannot be made twice, so that only the guilty one is left out.
+    """
+    return [unit for call in trace.calls if call.parent is None for unit in _split(trace, call)]
+
+
+def _split(trace: Trace, call: CallRecord) -> Iterator[CallRecord]:
+    children = [trace.calls[index] for index in call.children]
+    if children and (_is_chain(trace, call, children) or not may_be_region(call)):
+        for child in children:
+            yield from _split(trace, child)
+    else:
+        yield call
+
+
+def _is_chain(trace: Trace, call: CallRecord, children: Sequence[CallRecord]) -> bool:
+    """Whether most of what `call` keeps is kept by children that feed each other."""
+    fed = set[int]()
+    for before, after in itertools.pairwise(children):
+        if set(before.outputs) & set(after.inputs):
+            fed |= {before.index, after.index}
+    if len(fed) < 2:
+        return False
+    chained = sum(kept_bytes(trace, trace.calls[index]) for index in fed)
+    return 2 * chained > kept_bytes(trace, call)
+
+
+def kept_bytes(trace: Trace, call: CallRecord) -> int:
+    """Bytes that were made during a call and are alive when backward begins."""
+    return sum(
+        storage.num_bytes
+        for storage in trace.storages
+        if storage.is_kept and call.first_op <= storage.op < call.last_op
+    )
+
+
+def called_once(trace: Trace) -> set[str]:
+    """Names of modules that one step calls once: only these can be in a group with others."""
+    counts = Counter(call.name for call in trace.calls)
+    return {name for name, count in counts.items() if count == 1}
+
+
+def singles(trace: Trace) -> list[Candidate]:
+    """Each module by itself, with all of its calls."""
+    by_name: dict[str, list[CallRecord]] = {}
+    for call in trace.calls:
+        by_name.setdefault(call.name, []).append(call)
+    return [
+        Candidate((name,), tuple((call,) for call in calls))
+        for name, calls in by_name.items()
+        if name and all(map(may_be_region, calls))
+    ]
+
+
+def stretches(trace: Trace, chain: Sequence[CallRecord]) -> list[list[CallRecord]]:
+    """Longest stretches of a chain that may be in one group."""
+    once = called_once(trace)
+    found: list[list[CallRecord]] = [[]]
+    for call in chain:
+        if may_be_region(call) and call.name in once:
+            found[-1].append(call)
+        else:
+            found.append([])
+    return [run for run in found if run]
+
+
+def groups(trace: Trace, chain: Sequence[CallRecord]) -> list[Candidate]:
+    """Groups of two calls and more; of long chains not all of them, but some of every length and place."""
+    found = []
+    for run in stretches(trace, chain):
+        is_short = len(run) <= _LONGEST_DENSE
+        lengths = range(2, len(run) + 1) if is_short else sorted({round(1.25**i) for i in range(4, 40)})
+        for length in lengths:
+            step = 1 if is_short else max(1, length // 4)
+            for start in range(0, len(run) - length + 1, step):
+                found.append(group(run[start : start + length]))
+    return found
+
+
+def group(calls: Sequence[CallRecord]) -> Candidate:
+    """Calls that follow each other, as one candidate."""
+    return Candidate(tuple(call.name for call in calls), (tuple(calls),))

@@ -1,0 +1,154 @@
+"""What the peak of a traced step would be with some regions: the trace's own events, moved.
+
+What a region makes and only it reads is gone from its last use in forward until backward reaches the region; its inputs
+stay where nobody else keeps them; when backward arrives, the region's forward peak stands on top of what lives then.
+Left out: that a region's input may outlive its backward a little, and what calls between a group's members do twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.memory.trace import CallRecord, Trace
+from lightning_memsave.planner.checkpointing.candidates import Candidate
+
+
+@dataclass(frozen=True, eq=False)
+class Effect:
+    """What one candidate does to the curve of live bytes."""
+
+    candidate: Candidate
+    changes: tuple[tuple[int, int], ...]
+    """(event, change in bytes from there on)."""
+    spikes: tuple[tuple[int, int], ...]
+    """(event, bytes that repeating takes before that event)."""
+    saved_bytes: int
+    """By how much less is kept when backward begins."""
+    seconds: float
+    """How long repeating takes."""
+
+    @property
+    def highest_spike(self) -> int:
+        """The most that repeating one of its calls takes."""
+        return max(num_bytes for _, num_bytes in self.spikes)
+
+
+class Replay:
+    """Predicts peaks of the step that a trace recorded.
+
+    Args:
+        trace: the step without regions.
+        extra_bytes: what the trace did not see and every later step has, such as optimizer state.
+    """
+
+    def __init__(self, trace: Trace, extra_bytes: int = 0) -> None:
+        self._trace = trace
+        changes = torch.tensor([change for change, _ in trace.events] or [0], dtype=torch.int64)
+        start = trace.start_bytes + extra_bytes
+        self._live = torch.cat([torch.tensor([start]), start + changes.cumsum(0)])  # [E + 1]: before each event, at end
+        self._scratch = torch.zeros_like(self._live)
+        for op in trace.ops:
+            if op.workspace_bytes > self._scratch[op.event]:
+                self._scratch[op.event] = op.workspace_bytes
+        self._made_by_op: dict[int, list[int]] = {}
+        for number, storage in enumerate(trace.storages):
+            if storage.born >= 0:
+                self._made_by_op.setdefault(storage.op, []).append(number)
+
+    def peak_bytes(self, effects: Sequence[Effect] = (), *, workspace: bool = True) -> int:
+        """The highest total of the step with these regions; kernels' workspace included unless said otherwise."""
+        live = self._live + self._adjustment(effects)
+        peak = int((live + self._scratch if workspace else live).max())
+        return max([peak, *(int(live[event]) + spike for effect in effects for event, spike in effect.spikes)])
+
+    def curve(self, effects: Sequence[Effect] = ()) -> Tensor:
+        """Live bytes before each event and at the end, with workspace, int64 [E + 1]."""
+        return self._live + self._adjustment(effects) + self._scratch
+
+    def adjustment(self, effect: Effect) -> Tensor:
+        """By how much one region changes that curve, int64 [E + 1]."""
+        return self._adjustment([effect])
+
+    def live_before(self, event: int) -> int:
+        """Live bytes of the plain step before an event."""
+        return int(self._live[event])
+
+    def _adjustment(self, effects: Sequence[Effect]) -> Tensor:
+        changes = [change for effect in effects for change in effect.changes]
+        adjustment = torch.zeros_like(self._live)
+        if changes:
+            events, amounts = torch.tensor(changes, dtype=torch.int64).T
+            adjustment.index_add_(0, events, amounts)
+        return adjustment.cumsum(0)
+
+    def effect_of(self, candidate: Candidate) -> Effect:
+        """What `candidate` would do as a region."""
+        changes: list[tuple[int, int]] = []
+        spikes: list[tuple[int, int]] = []
+        saved_bytes, seconds = 0, 0.0
+        for run in candidate.runs:
+            first, last = run[0], run[-1]
+            made = [n for op in range(first.first_op, last.last_op) for n in self._made_by_op.get(op, ())]
+            dropped = self._dropped(made, run)
+            kept = self._kept_inputs(first, set(made))
+            arrives, leaves = self._backward_of(last, dropped)
+            for number in dropped:
+                storage = self._trace.storages[number]
+                changes += [(max(min(storage.last_forward_use, last.last_event), storage.born + 1), -storage.num_bytes)]
+                changes += [(min(arrives, self._end_of(number)) + 1, storage.num_bytes)]
+                saved_bytes += storage.num_bytes
+            for number in kept:
+                storage = self._trace.storages[number]
+                if self._end_of(number) < leaves:
+                    changes += [(self._end_of(number) + 1, storage.num_bytes), (leaves + 1, -storage.num_bytes)]
+                    saved_bytes -= storage.num_bytes
+            spikes.append((arrives, self._local_peak(first, last, set(made))))
+            stop = max((self._trace.storages[n].op + 1 for n in dropped), default=first.first_op)
+            seconds += sum(op.seconds for op in self._trace.ops[first.first_op : stop])
+        return Effect(candidate, tuple(changes), tuple(spikes), saved_bytes, seconds)
+
+    def _end_of(self, number: int) -> int:
+        died = self._trace.storages[number].died
+        return len(self._trace.events) - 1 if died is None else died
+
+    def _dropped(self, made: Sequence[int], run: Sequence[CallRecord]) -> list[int]:
+        """Of what a region makes, that which backward waits for and nobody else reads.
+
+        What no member returns cannot be seen outside (a vault may look at it later than the region's end).
+        """
+        returned = {number for call in run for number in call.outputs}
+        ends = run[-1].last_event
+        return [
+            number
+            for number in made
+            if self._trace.storages[number].is_kept
+            and number not in run[-1].outputs
+            and (number not in returned or self._trace.storages[number].last_forward_use <= ends)
+        ]
+
+    def _kept_inputs(self, first: CallRecord, made: set[int]) -> list[int]:
+        """Inputs that only the region keeps. Inputs of later members come from earlier ones, or are kept anyway."""
+        storages = self._trace.storages
+        return [n for n in first.inputs if n not in made and storages[n].born >= 0 and not storages[n].is_kept]
+
+    def _backward_of(self, last: CallRecord, dropped: Sequence[int]) -> tuple[int, int]:
+        """The events at which backward reaches a region, and at which it has passed."""
+        arrives = last.backward_event
+        assert arrives is not None, "a candidate has gradients"
+        ends = [self._end_of(number) for number in dropped if self._trace.storages[number].died is not None]
+        return arrives, max([arrives, *ends])
+
+    def _local_peak(self, first: CallRecord, last: CallRecord, made: set[int]) -> int:
+        """The most that is alive at once of what a region's forward makes, workspace included."""
+        current = peak = 0
+        scratch = self._scratch
+        for event in range(first.first_event, last.last_event):
+            change, number = self._trace.events[event]
+            if number in made:
+                current += change
+            peak = max(peak, current + int(scratch[event + 1]))
+        return peak

@@ -1,0 +1,77 @@
+"""`"sqrt"`: the cut of a chain into regions with the lowest predicted peak, O(sqrt n) for n equal calls.
+
+Source: Chen et al., 2016 (https://arxiv.org/abs/1604.06174), Algorithm 3: walk along the chain and close a region
+whenever it holds more than b bytes; search for the best b. Different: plans are compared by the peak that a replay of
+the traced step predicts, instead of by the sum of boundaries and the largest region; and the last region stays open
+where that costs nothing, as it would be repeated at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_memsave.memory.trace import CallRecord, Trace
+from lightning_memsave.planner.checkpointing.candidates import Candidate, group, kept_bytes, singles, stretches, units
+from lightning_memsave.planner.checkpointing.replay import Effect, Replay
+
+_NUM_TRIES = 40
+
+
+def plan_sqrt(trace: Trace, replay: Replay) -> list[Effect]:
+    """The regions; none where none lowers the predicted peak."""
+    chain = units(trace)
+    found = stretches(trace, chain)
+    in_stretches = {call.name for run in found for call in run}
+    shared = [c for c in singles(trace) if c.names[0] in {u.name for u in chain} - in_stretches]
+    sizes = {call.index: kept_bytes(trace, call) for run in found for call in run}
+    best: list[Effect] = []
+    lowest = replay.peak_bytes()
+    known: dict[tuple[str, ...], Effect] = {}
+    for limit in _limits(list(sizes.values())):
+        cut = [c for run in found for c in cut_by_size(run, sizes, limit)]
+        effects = [_known(replay, candidate, known) for candidate in [*cut, *shared]]
+        effects = [effect for effect in effects if effect.saved_bytes > 0]
+        peak = replay.peak_bytes(effects)
+        if peak < lowest:
+            best, lowest = effects, peak
+    return without_idle(replay, best)
+
+
+def _known(replay: Replay, candidate: Candidate, known: dict[tuple[str, ...], Effect]) -> Effect:
+    if candidate.names not in known:
+        known[candidate.names] = replay.effect_of(candidate)
+    return known[candidate.names]
+
+
+def _limits(sizes: Sequence[int]) -> list[float]:
+    """Limits on the bytes of a region, from the largest unit to everything, evenly spaced in ratio."""
+    total, largest = sum(sizes), max(sizes, default=0)
+    if not largest:
+        return []
+    return [0, *(largest * (total / largest) ** (step / _NUM_TRIES) for step in range(_NUM_TRIES))]
+
+
+def cut_by_size(run: Sequence[CallRecord], sizes: dict[int, int], limit: float) -> list[Candidate]:
+    """Algorithm 3's walk: a region ends where it holds more than `limit` bytes."""
+    found: list[Candidate] = []
+    held: list[CallRecord] = []
+    num_bytes = 0
+    for call in run:
+        held.append(call)
+        num_bytes += sizes[call.index]
+        if num_bytes > limit:
+            found.append(group(held))
+            held, num_bytes = [], 0
+    return [*found, group(held)] if held else found
+
+
+def without_idle(replay: Replay, effects: Sequence[Effect]) -> list[Effect]:
+    """Leave out regions without which the predicted peak is no higher, the last ones first."""
+    chosen = list(effects)
+    peak = replay.peak_bytes(chosen)
+    for effect in sorted(effects, key=lambda e: -e.candidate.runs[0][0].first_op):
+        rest = [other for other in chosen if other is not effect]
+        if replay.peak_bytes(rest) > peak:
+            break
+        chosen = rest
+    return chosen

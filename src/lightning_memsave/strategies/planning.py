@@ -1,0 +1,182 @@
+"""Plans in a run: one batch is rehearsed before it is trained on, and regions are made from what that showed."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+
+from lightning_memsave.core.errors import BudgetWarning, NoEffectWarning, setting_error
+from lightning_memsave.core.report import Applied
+from lightning_memsave.core.units import format_bytes
+from lightning_memsave.memory.fake import fake_tensors, optimizer_state_bytes
+from lightning_memsave.memory.ledger import tensors_in
+from lightning_memsave.memory.trace import Trace, trace_step
+from lightning_memsave.planner.checkpointing import CheckpointingPlan, Planner
+from lightning_memsave.strategies.rehearsal import without_a_trace
+from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing
+
+_SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+
+
+class PlannedCheckpointing:
+    """Regions that are found when the first batch comes.
+
+    Args:
+        trainer: Lightning's.
+        config: needs a plan.
+
+    Raises:
+        ValueError: this way of training cannot be rehearsed.
+    """
+
+    def __init__(self, trainer: Any, config: Checkpointing) -> None:
+        self._config = config
+        self._planner: Planner | None = None
+        self._plan: CheckpointingPlan | None = None
+        self.applied: Applied | None = None
+        """What was done; `None` before the first batch."""
+        self._is_corrected = False
+        _refuse(trainer, config)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next batch is the one to rehearse."""
+        return self.applied is None and torch.is_grad_enabled()
+
+    def plan(self, trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[], Any]], Any] | None) -> None:
+        """Rehearse `training_step(*args)` and make the regions that it calls for; rank 0 decides.
+
+        Args:
+            trainer: Lightning's, in its fit loop.
+            args: of `training_step`.
+            scope: runs a step as the run's own activation compression does, or `None` without one.
+
+        Raises:
+            ValueError: the budget cannot be met.
+        """
+        found: CheckpointingPlan | ValueError | None = None
+        if trainer.is_global_zero:
+            try:
+                trace = _rehearse(trainer, args, scope)
+                self._planner = Planner(trace, self._config, extra_bytes=_state_to_come(trainer))
+                found = self._planner.plan()
+            except ValueError as error:
+                found = error
+        found = trainer.strategy.broadcast(found)
+        if isinstance(found, ValueError):
+            raise found
+        assert found is not None, "rank 0 made a plan or failed"
+        self._apply(trainer, found)
+
+    def _apply(self, trainer: Any, plan: CheckpointingPlan) -> None:
+        if self.applied is not None:
+            self.applied.undo()
+        self._plan = plan
+        self.applied = apply_checkpointing(trainer.lightning_module, plan.config)
+        if not plan.config.regions and plan.budget_bytes is None:
+            warnings.warn(
+                f"checkpointing={self._config.method!r} had no effect: no region lowers the predicted peak of "
+                f"{format_bytes(plan.baseline_peak_bytes)}.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+        rank_zero_info(f"memsave: checkpointing planned: {plan.describe()}")
+
+    def check(self, trainer: Any, peak_bytes: int) -> None:
+        """Compare with a step that was measured; where it is over the budget, plan again, once.
+
+        Args:
+            trainer: Lightning's, between two batches.
+            peak_bytes: of the measured step; reserved bytes where an allocator tells them.
+        """
+        plan = self._plan
+        if plan is None or plan.budget_bytes is None or plan.tracked_peak_bytes is None:
+            return
+        unforeseen = peak_bytes - plan.tracked_peak_bytes
+        over: int = trainer.strategy.broadcast((plan.peak_bytes or 0) + unforeseen - plan.budget_bytes)
+        if over <= 0:
+            return
+        better: CheckpointingPlan | None = None
+        if self._planner is not None and not self._is_corrected:
+            better = self._planner.plan_again(less_bytes=max(unforeseen, 0))
+        better = trainer.strategy.broadcast(better)
+        self._is_corrected = True
+        if better is not None:
+            self._apply(trainer, better)
+            return
+        warnings.warn(
+            f"The budget of {format_bytes(plan.budget_bytes)} is exceeded by {format_bytes(over)}: a step takes what "
+            "its rehearsal did not show, and no better set of regions is known. Take a smaller budget or microbatch.",
+            BudgetWarning,
+            stacklevel=2,
+        )
+
+
+def _refuse(trainer: Any, config: Checkpointing) -> None:
+    """Raise `ValueError` where one step cannot be rehearsed on its own."""
+    what = repr(config.method) if config.budget is None else f"budget={config.budget!r}"
+    kinds = {cls.__name__ for cls in type(trainer.strategy).__mro__}
+    if kinds & set(_SHARDED):
+        why = f"planned under {type(trainer.strategy).__name__}: its parameters are shards while no module runs"
+    elif not trainer.lightning_module.automatic_optimization:
+        why = "planned under manual optimization: a rehearsal of `training_step` would step the optimizers"
+    elif is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
+        why = "planned for `training_step(dataloader_iter)`: a rehearsal would take batches away"
+    else:
+        return
+    raise setting_error("checkpointing", f"cannot be {why}", what, 'Use `checkpointing="blocks"`.')
+
+
+def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[], Any]], Any] | None) -> Trace:
+    """One step on fake tensors, which takes no memory; on real ones where it reads values, or a vault codes them."""
+    module = trainer.lightning_module
+
+    def trace(batch_and_more: tuple[Any, ...]) -> Trace:
+        def step() -> None:
+            with trainer.precision_plugin.train_step_context():
+                output = module.training_step(*batch_and_more)
+            loss = output["loss"] if isinstance(output, dict) else output
+            if loss is None:
+                raise setting_error(
+                    "checkpointing",
+                    "needs a first batch with a loss to plan from",
+                    "None from `training_step`",
+                    'Use `checkpointing="blocks"`.',
+                )
+            loss.backward()
+
+        def run() -> None:
+            step() if scope is None else scope(step)
+
+        return trace_step(module, run, held=list(tensors_in(batch_and_more)))
+
+    with without_a_trace(trainer, module):
+        if scope is None:
+            # Whatever fails on fake tensors (a step that reads values, a kernel of one's own) is tried on real ones.
+            with contextlib.suppress(Exception), fake_tensors(module) as fake:
+                return trace(fake(args))
+        with _without_reduction(trainer.strategy.model):
+            return trace(args)
+
+
+@contextlib.contextmanager
+def _without_reduction(model: Any) -> Iterator[None]:
+    """DDP's hooks on gradients wait for the real step."""
+    with model.no_sync() if isinstance(model, nn.parallel.DistributedDataParallel) else contextlib.nullcontext():
+        yield
+
+
+def _state_to_come(trainer: Any) -> int:
+    """Optimizer state that later steps hold and the rehearsal did not see."""
+    return sum(
+        optimizer_state_bytes(optimizer)
+        for optimizer in trainer.optimizers
+        if not any(isinstance(leaf, torch.Tensor) for state in optimizer.state.values() for leaf in state.values())
+    )
