@@ -43,7 +43,6 @@ class Calls(TorchFunctionMode):
         node = tensor.grad_fn
         return node is None or tensor._version != self._versions.get(sequence_nr_of(node), 0)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled function that is met breaks its graph here
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, known by its name to whoever keeps tensors meanwhile."""
         kwargs = kwargs or {}

@@ -10,10 +10,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo.trace_rules
 from torch import Tensor
 from torch._C._autograd import SavedTensor, _make_saved_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+
+# Dynamo runs this room's functions as they are: its hooks are called in the middle of compiled code as well.
+torch._dynamo.trace_rules.add(__name__.rpartition(".")[0])
 
 Node = torch.autograd.graph.Node
 SavedInput = SavedTensor

@@ -237,7 +237,6 @@ class Region:
         with _inputs_kept_in():
             return keep(tensor)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pack(self, tensor: Tensor) -> _Holder | Passed:
         """Put a number in place of `tensor`; parameters are kept, which costs nothing and notices changes."""
         if tensor.is_leaf and tensor.requires_grad:
@@ -275,20 +274,21 @@ class Region:
         collector.check()
 
     def _call_again(self, vault: Vault | None) -> None:
-        wanted = {a for part in self._parts for a in part.arguments if isinstance(a, _Output)}
-        outputs: dict[_Output, Tensor] = {}
+        last_use = {a: n for n, part in enumerate(self._parts) for a in part.arguments if isinstance(a, _Output)}
+        outputs: dict[_Output, Tensor] = {}  # those that a later call takes, until the last one has
         devices = frozenset[torch.device]().union(*(part.call.before.devices for part in self._parts))
         with Randomness.untouched(devices) if self._randomness else contextlib.nullcontext():
             for number, (call, inner, arguments, within) in enumerate(self._parts):
                 leaves = [outputs[a] if isinstance(a, _Output) else _given(a) for a in arguments]
                 args, kwargs = tree_unflatten(leaves, call.tree)
+                outputs = {key: tensor for key, tensor in outputs.items() if last_use[key] > number}
                 del leaves
                 if call in self._randomness:
                     self._randomness[call].restore()
                 inside = contextlib.nullcontext() if vault is None else vault.again_within(within)
                 with call.surroundings.again(), call.buffers.again(), inside:
                     found = tree_flatten(run(inner, call.member, call.module, args, kwargs))[0]
-                outputs |= {key: found[key.leaf] for key in wanted if key.call == number}
+                outputs |= {key: found[key.leaf] for key in last_use if key.call == number}
                 del args, kwargs, found
 
 
@@ -329,7 +329,6 @@ class _Holder:
         self.value: Tensor | Kept | None = None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _unpack(kept: _Holder | Passed) -> Tensor:
     if isinstance(kept, Passed):
         return kept.get()
@@ -360,7 +359,6 @@ class _Collector:
             with vault.scope(self.pack):
                 yield
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pack(self, tensor: Tensor) -> Tensor | Kept:
         """Fill one holder, and stop behind the last."""
         kept = tensor.detach() if self.vault is None else self.vault.pack(tensor)

@@ -207,7 +207,6 @@ class Vault:
         return list(self._entries.values())
 
     # --------------------------------------------------------------------------- packing
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pack(self, tensor: Tensor) -> Handle | Passed:
         """Keep a tensor: what the hook does."""
         if not self._manages(tensor):
@@ -359,7 +358,6 @@ class Vault:
         self.tally = tally
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _unpack(kept: Handle | Passed) -> Tensor:
     return kept.get()
 
