@@ -5,16 +5,25 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_memsave.vault.forms import WindowIndex, covers_its_storage
+from lightning_memsave.vault.forms import Rank, WindowIndex, covers_its_storage
 from lightning_memsave.vault.graph import Edge, Node, edge_of, is_innermost, is_operator, sequence_nr_of
 from lightning_memsave.vault.policy import NO_CALL, Call
+
+
+class Place(NamedTuple):
+    """What the vault knows of the modules that are running."""
+
+    within: tuple[Rank, ...]
+    """Ranks that hold inside them."""
+    unseen_as: str | None
+    """What their calls are taken for, where they are not looked at."""
 
 
 class Calls(TorchFunctionMode):
@@ -29,6 +38,8 @@ class Calls(TorchFunctionMode):
         self._answer = weakref.WeakMethod(answer)  # whoever answers owns this object
         self.current = NO_CALL
         """The outermost function that is running."""
+        self.unseen_as: str | None = None
+        """What calls are taken for that are not looked at now."""
         self.operands: dict[int, Any] = {}
         """What a recipe needs and no node keeps, by the number of the node."""
         self._changed: set[Edge] = set()
@@ -73,13 +84,13 @@ class Calls(TorchFunctionMode):
         if not is_innermost(self):
             yield
             return
-        before, self.current = self.current, Call(name, (), {})
+        before, self.current, self.unseen_as = self.current, Call(name, (), {}), name
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             self.__enter__()  # type: ignore[no-untyped-call]
-            self.current = before
+            self.current, self.unseen_as = before, None
 
 
 def _name(func: Any) -> str:

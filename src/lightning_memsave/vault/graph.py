@@ -6,7 +6,8 @@ Every private name of torch that this room uses stands here (seen in torch 2.13)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -181,6 +182,26 @@ def innermost_pack_hook() -> Any:
 def keep(tensor: Tensor) -> SavedInput:
     """Keep a tensor as an autograd node would: through the hooks that are active, checked for changes in place."""
     return _make_saved_tensor(tensor, is_output=False)
+
+
+def refuses_hooks(error: RuntimeError) -> bool:
+    """Whether this is what torch.func's transforms raise inside a scope."""
+    return "saved tensor hooks" in str(error) and "torch.func" in str(error)
+
+
+def compiler_callback() -> Any:
+    """What Dynamo does with the frames that this thread enters now; `None`: nothing."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback()
+
+
+@contextmanager
+def compiling(callback: Any) -> Iterator[None]:
+    """Dynamo does that with the frames that are entered inside."""
+    before = torch._C._dynamo.eval_frame.set_eval_frame(callback)
+    try:
+        yield
+    finally:
+        torch._C._dynamo.eval_frame.set_eval_frame(before)
 
 
 def is_innermost(mode: TorchFunctionMode) -> bool:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_memsave.vault.calls import Place
 from lightning_memsave.vault.entries import Passed
 from lightning_memsave.vault.graph import Kept, SavedInput, innermost_pack_hook, keep
 from lightning_memsave.vault.state import Buffers, Randomness, Surroundings
@@ -205,7 +206,7 @@ class _Part(NamedTuple):
     call: _Call
     inner: Sequence[Membership]
     arguments: list[Any]  # leaves: `SavedInput`, `_Output`, or what needs no keeping
-    within: tuple[Any, ...]
+    place: Place | None
 
 
 class Region:
@@ -224,8 +225,8 @@ class Region:
     def begin(self, call: _Call, leaves: list[Any], inner: Sequence[Membership]) -> None:
         """Keep what the coming call needs to be made again."""
         arguments = [self._kept(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        within = () if self.vault is None else tuple(self.vault.within)
-        self._parts.append(_Part(call, inner, arguments, within))
+        place = None if self.vault is None else self.vault.place
+        self._parts.append(_Part(call, inner, arguments, place))
 
     def _kept(self, tensor: Tensor) -> SavedInput | _Output | Tensor:
         if isinstance(tensor, nn.Parameter):
@@ -278,14 +279,14 @@ class Region:
         outputs: dict[_Output, Tensor] = {}  # those that a later call takes, until the last one has
         devices = frozenset[torch.device]().union(*(part.call.before.devices for part in self._parts))
         with Randomness.untouched(devices) if self._randomness else contextlib.nullcontext():
-            for number, (call, inner, arguments, within) in enumerate(self._parts):
+            for number, (call, inner, arguments, place) in enumerate(self._parts):
                 leaves = [outputs[a] if isinstance(a, _Output) else _given(a) for a in arguments]
                 args, kwargs = tree_unflatten(leaves, call.tree)
                 outputs = {key: tensor for key, tensor in outputs.items() if last_use[key] > number}
                 del leaves
                 if call in self._randomness:
                     self._randomness[call].restore()
-                inside = contextlib.nullcontext() if vault is None else vault.again_within(within)
+                inside = contextlib.nullcontext() if vault is None or place is None else vault.again_at(place)
                 with call.surroundings.again(), call.buffers.again(), inside:
                     found = tree_flatten(run(inner, call.member, call.module, args, kwargs))[0]
                 outputs |= {key: found[key.leaf] for key in last_use if key.call == number}

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave.vault.graph import compiler_callback, compiling
+
 _PARTS_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, children, hooks
 
 
@@ -47,10 +49,13 @@ class Randomness:
 
 
 class Surroundings:
-    """Autocast and the default device, as they are now; entered, they hold again."""
+    """Autocast, the default device and Dynamo's callback, as they are now; entered, they hold again.
+
+    Without the callback, what was compiled in a compiled module's region would be eager in its repetition.
+    """
 
     def __init__(self, device_types: Iterable[str]) -> None:
-        self._device = torch.get_default_device()
+        self._device, self._compiler = torch.get_default_device(), compiler_callback()
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
             for kind in sorted({"cpu", *device_types})
@@ -65,7 +70,8 @@ class Surroundings:
                 stack.enter_context(self._device)
             for settings in self._autocast:
                 stack.enter_context(torch.autocast(*settings))
-            yield
+            with compiling(self._compiler):
+                yield
 
 
 _Buffer = tuple[nn.Module, str, Tensor]

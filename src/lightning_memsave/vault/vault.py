@@ -20,16 +20,15 @@ import copy
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.vault import forms, policy
-from lightning_memsave.vault.calls import Calls, window_index
+from lightning_memsave.vault.calls import Calls, Place, window_index
 from lightning_memsave.vault.chain import chain, relu_input
 from lightning_memsave.vault.entries import Entry, Handle, Passed, Recent, kept_bytes
 from lightning_memsave.vault.forms import Rank
@@ -43,6 +42,7 @@ from lightning_memsave.vault.graph import (
     storage_key,
 )
 from lightning_memsave.vault.linear_cross_entropy import linear_cross_entropy
+from lightning_memsave.vault.noise import Noise
 from lightning_memsave.vault.offload import Offloader
 from lightning_memsave.vault.recipes import Derivation, Source
 
@@ -66,26 +66,6 @@ class Tally:
     """What they hold, each storage once."""
     num_held_elsewhere: int = 0
     """Entries that somebody else holds anyway (the batch, returned outputs); not counted above."""
-
-
-class Noise:
-    """Seeds of the dither: each a hash of `seed`, step and number."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed, self._step, self._num_drawn = seed, 0, 0
-
-    def begin(self, step: int) -> None:
-        """Start the stream of another step."""
-        if step != self._step:
-            self._step, self._num_drawn = step, 0
-
-    def next_seed(self) -> int:
-        """The next one of this step."""
-        self._num_drawn += 1
-        seed = 0
-        for part in (self._seed, self._step, self._num_drawn):
-            seed = mix((seed + part) & 0xFFFFFFFF)
-        return seed
 
 
 class Vault:
@@ -192,13 +172,19 @@ class Vault:
         branch.within = self.within  # the hooks that tell of it know this vault
         return branch
 
+    @property
+    def place(self) -> Place:
+        """Where in the model the scope is now."""
+        return Place(tuple(self.within), self._calls.unseen_as)
+
     @contextmanager
-    def again_within(self, ranks: tuple[Rank, ...]) -> Iterator[None]:
-        """As inside the modules that were running when a region was entered."""
+    def again_at(self, place: Place) -> Iterator[None]:
+        """As at a `place` of the forward pass, when a region is repeated."""
         before = list(self.within)
-        self.within[:] = ranks
+        self.within[:] = place.within
         try:
-            yield
+            with nullcontext() if place.unseen_as is None else self.unseen(place.unseen_as):
+                yield
         finally:
             self.within[:] = before
 
@@ -360,11 +346,6 @@ class Vault:
 
 def _unpack(kept: Handle | Passed) -> Tensor:
     return kept.get()
-
-
-def refuses_hooks(error: RuntimeError) -> bool:
-    """Whether this is what torch.func's transforms raise inside a scope."""
-    return "saved tensor hooks" in str(error) and "torch.func" in str(error)
 
 
 def _recipe(source: Source, tensor: Tensor) -> forms.Recipe:

@@ -1,0 +1,25 @@
+"""Where the dither of lossy codes comes from: a hash, so that any device draws the same and a resumed run goes on."""
+
+from __future__ import annotations
+
+from lightning_memsave.numerics.kbit import mix
+
+
+class Noise:
+    """Seeds of the dither: each a hash of `seed`, step and number."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._step, self._num_drawn = seed, 0, 0
+
+    def begin(self, step: int) -> None:
+        """Start the stream of another step."""
+        if step != self._step:
+            self._step, self._num_drawn = step, 0
+
+    def next_seed(self) -> int:
+        """The next one of this step."""
+        self._num_drawn += 1
+        seed = 0
+        for part in (self._seed, self._step, self._num_drawn):
+            seed = mix((seed + part) & 0xFFFFFFFF)
+        return seed
