@@ -17,8 +17,9 @@ from torch._C._autograd import SavedTensor, _make_saved_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-# Dynamo runs this room's functions as they are: its hooks are called in the middle of compiled code as well.
-torch._dynamo.trace_rules.add(__name__.rpartition(".")[0])
+# Dynamo runs these rooms' functions as they are: the vault's hooks are called in the middle of compiled code as well.
+for _room in ("lightning_memsave.vault", "lightning_memsave.numerics"):
+    torch._dynamo.trace_rules.add(_room)
 
 Node = torch.autograd.graph.Node
 SavedInput = SavedTensor
