@@ -11,9 +11,15 @@ from lightning_memsave.core.versions import check_versions
 check_versions()
 
 from lightning_memsave.callbacks import MemoryMonitor, MemSave  # noqa: E402  # after the check of versions
-from lightning_memsave.core.errors import MicrobatchWarning, NoEffectWarning, NotLosslessWarning  # noqa: E402
+from lightning_memsave.core.errors import (  # noqa: E402
+    BudgetWarning,
+    MicrobatchWarning,
+    NoEffectWarning,
+    NotLosslessWarning,
+)
 from lightning_memsave.core.report import Applied, MemoryReport  # noqa: E402
 from lightning_memsave.memory import Ledger, Measurement, allocation_peak  # noqa: E402
+from lightning_memsave.planner.checkpointing import plan_checkpointing  # noqa: E402
 from lightning_memsave.planner.recipes import Recipe  # noqa: E402
 from lightning_memsave.reporting.wandb import wandb_logger  # noqa: E402
 from lightning_memsave.strategies.lightning_pytorch import (  # noqa: E402
@@ -37,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ActivationCompression",
     "Applied",
+    "BudgetWarning",
     "Checkpointing",
     "EarlyZeroGrad",
     "Ledger",
@@ -58,5 +65,6 @@ __all__ = [
     "apply_checkpointing",
     "apply_optimizer_state",
     "microbatches",
+    "plan_checkpointing",
     "wandb_logger",
 ]

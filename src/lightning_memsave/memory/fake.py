@@ -93,26 +93,28 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of state that an optimizer will make in its first step; found by a step on fake tensors.
+    """Bytes of state that an optimizer holds from its first step on; found by a step on fake tensors if it has none.
 
-    Zero where that step cannot be made without values.
+    Where that step cannot be made without values, what it made until then: often everything.
     """
+    return _state_bytes(optimizer.state) or sum(_rehearse(optimizer, group) for group in optimizer.param_groups)
+
+
+def _rehearse(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
     rehearsing = copy.copy(optimizer)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     rehearsing.state = defaultdict(dict)
-    rehearsing.param_groups = [
-        {**group, "params": [_with_gradient(p, mode) for p in group["params"] if p.requires_grad]}
-        for group in optimizer.param_groups
-    ]
-    try:
-        with mode:
-            type(optimizer).step(rehearsing)
-    except Exception:  # a kernel of its own, a closure, a value that it reads
-        return 0
+    rehearsing.param_groups = [{**group, "params": [_with_gradient(p, mode) for p in group["params"] if p.requires_grad]}]
+    # A kernel of its own, a closure, or a value that it reads: torch's Adafactor does, when its state is made.
+    with contextlib.suppress(Exception), mode:
+        type(optimizer).step(rehearsing)
+    return _state_bytes(rehearsing.state)
+
+
+def _state_bytes(state: dict[Any, Any]) -> int:
     storages = {
         leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes()
-        for state in rehearsing.state.values()
-        for leaf in tree_leaves(state)
+        for leaf in tree_leaves(list(state.values()))
         if isinstance(leaf, Tensor)
     }
     return sum(storages.values())

@@ -65,7 +65,7 @@ class PlannedCheckpointing:
         if trainer.is_global_zero:
             try:
                 trace = _rehearse(trainer, args, scope)
-                self._planner = Planner(trace, self._config, extra_bytes=_state_to_come(trainer))
+                self._planner = Planner(trace, self._config, extra_bytes=sum(map(optimizer_state_bytes, trainer.optimizers)))
                 found = self._planner.plan()
             except ValueError as error:
                 found = error
@@ -171,12 +171,3 @@ def _without_reduction(model: Any) -> Iterator[None]:
     """DDP's hooks on gradients wait for the real step."""
     with model.no_sync() if isinstance(model, nn.parallel.DistributedDataParallel) else contextlib.nullcontext():
         yield
-
-
-def _state_to_come(trainer: Any) -> int:
-    """Optimizer state that later steps hold and the rehearsal did not see."""
-    return sum(
-        optimizer_state_bytes(optimizer)
-        for optimizer in trainer.optimizers
-        if not any(isinstance(leaf, torch.Tensor) for state in optimizer.state.values() for leaf in state.values())
-    )
