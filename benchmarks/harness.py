@@ -56,19 +56,21 @@ def environment() -> dict[str, str]:
     }
 
 
-def measure_memory(subject: Subject) -> dict[str, int]:
+def measure_memory(subject: Subject, warm_up: bool = True, workspace: bool = True) -> dict[str, int]:
     """Tracked peak by category, and the workspace inside kernels, of one step after a warm-up."""
-    subject.step()
+    if warm_up:
+        subject.step()
     with Ledger().watching(subject.model, [subject.optimizer], subject.batch) as ledger:
         subject.step()
     measured = ledger.measurement
     assert measured is not None
-    allocated = allocation_peak(subject.step, measured.held_bytes)
-    return {
+    sizes = {
         "peak_bytes": measured.peak_bytes,
         **{f"{category}_bytes": measured.by_category[category] for category in CATEGORIES},
-        "workspace_bytes": allocated - measured.peak_bytes,
     }
+    if workspace:
+        sizes["workspace_bytes"] = allocation_peak(subject.step, measured.held_bytes) - measured.peak_bytes
+    return sizes
 
 
 def measure_kept_bytes(subject: Subject) -> int:
@@ -82,10 +84,10 @@ def measure_kept_bytes(subject: Subject) -> int:
     return kept
 
 
-def measure_cpu_seconds(subjects: list[Subject], repeats: int = 9) -> list[list[float]]:
+def measure_cpu_seconds(subjects: list[Subject], repeats: int = 9, warm_up: bool = True) -> list[list[float]]:
     """CPU seconds of `repeats` steps of each subject, taking turns."""
     seconds: list[list[float]] = [[] for _ in subjects]
-    for turn in range(repeats + 1):
+    for turn in range(0 if warm_up else 1, repeats + 1):
         for subject, taken in zip(subjects, seconds, strict=True):
             start = time.process_time()
             subject.step()
@@ -103,14 +105,24 @@ def compare(
     repeats: int = 9,
 ) -> None:
     """Measure `subjects`, the first being the baseline, and write `results/<name>.csv`, with columns of `details`."""
+    write_rows(name, measured_rows(name, model_name, subjects, quality, details, repeats))
+
+
+def measured_rows(
+    name: str,
+    model_name: str,
+    subjects: list[Subject],
+    quality: Callable[[Subject], tuple[str, float]],
+    details: Callable[[Subject], dict[str, Any]] = lambda _: {},
+    repeats: int = 9,
+) -> list[dict[str, Any]]:
+    """The rows of `compare`."""
     torch.set_num_threads(1)
     memory = [measure_memory(subject) for subject in subjects]
     seconds = measure_cpu_seconds(subjects, repeats)
     rows = []
     for subject, sizes, taken in zip(subjects, memory, seconds, strict=True):
         quality_name, value = quality(subject)
-        p20, p50, p80 = _p20_p50_p80(taken)
-        ratio20, ratio50, ratio80 = _p20_p50_p80([t / base for t, base in zip(taken, seconds[0], strict=True)])
         rows.append(
             {
                 "benchmark": name,
@@ -118,19 +130,28 @@ def compare(
                 "setting": subject.setting,
                 **sizes,
                 "factor": memory[0]["peak_bytes"] / sizes["peak_bytes"],
-                "cpu_seconds_p20": p20,
-                "cpu_seconds_p50": p50,
-                "cpu_seconds_p80": p80,
-                "cpu_time_ratio_p20": ratio20,
-                "cpu_time_ratio": ratio50,
-                "cpu_time_ratio_p80": ratio80,
+                **time_columns(taken, seconds[0]),
                 "quality": quality_name,
                 "quality_value": value,
                 **details(subject),
                 **environment(),
             }
         )
-    write_rows(name, rows)
+    return rows
+
+
+def time_columns(taken: list[float], baseline: list[float]) -> dict[str, float]:
+    """CPU seconds, and their ratio to the baseline's in the same turn."""
+    p20, p50, p80 = _p20_p50_p80(taken)
+    ratio20, ratio50, ratio80 = _p20_p50_p80([t / base for t, base in zip(taken, baseline, strict=True)])
+    return {
+        "cpu_seconds_p20": p20,
+        "cpu_seconds_p50": p50,
+        "cpu_seconds_p80": p80,
+        "cpu_time_ratio_p20": ratio20,
+        "cpu_time_ratio": ratio50,
+        "cpu_time_ratio_p80": ratio80,
+    }
 
 
 def _p20_p50_p80(values: list[float]) -> list[float]:

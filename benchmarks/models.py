@@ -51,6 +51,84 @@ def gpt(setting: str, optimizer_class: Any = torch.optim.AdamW, **options: Any) 
     return _subject(setting, model, optimizer, ids, lambda: model(input_ids=ids, labels=ids).loss)
 
 
+class ResidualBlock(nn.Module):
+    """Pre-norm feed-forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.gelu = nn.LayerNorm(width), nn.GELU()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.gelu(self.up(self.norm(x))))
+
+
+def deep_chain(setting: str, num_blocks: int, width: int = 128, num_tokens: int = 1024) -> Subject:
+    """A chain of equal residual blocks; gradients exist before the step, and nothing but them changes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(ResidualBlock(width) for _ in range(num_blocks)))
+    x = torch.randn(num_tokens, width)
+    return _backward_only(setting, model, x, lambda: model(x).square().mean())
+
+
+class Bottleneck(nn.Module):
+    """Pre-activation bottleneck: 1x1, 3x3 and 1x1 convolutions (He et al., 2016, https://arxiv.org/abs/1603.05027)."""
+
+    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.bn1, self.conv1 = nn.BatchNorm2d(in_channels), nn.Conv2d(in_channels, channels, 1, bias=False)
+        self.bn2, self.conv2 = nn.BatchNorm2d(channels), nn.Conv2d(channels, channels, 3, stride, 1, bias=False)
+        self.bn3, self.conv3 = nn.BatchNorm2d(channels), nn.Conv2d(channels, 4 * channels, 1, bias=False)
+        has_projection = stride > 1 or in_channels != 4 * channels
+        self.shortcut = nn.Conv2d(in_channels, 4 * channels, 1, stride, bias=False) if has_projection else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(x))
+        kept = x if self.shortcut is None else self.shortcut(y)
+        y = F.relu(self.bn2(self.conv1(y)))
+        return kept + self.conv3(F.relu(self.bn3(self.conv2(y))))
+
+
+class DeepResNet(nn.Module):
+    """Pre-activation ResNet for ImageNet; 3 sum(units) + 2 layers."""
+
+    def __init__(self, units: tuple[int, ...], width: int = 64, num_classes: int = 1000) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+        )
+        stages, in_channels = [], width
+        for stage, num_units in enumerate(units):
+            channels = width * 2**stage
+            blocks = []
+            for unit in range(num_units):
+                blocks.append(Bottleneck(in_channels, channels, 2 if stage and not unit else 1))
+                in_channels = 4 * channels
+            stages.append(nn.Sequential(*blocks))
+        self.stages = nn.Sequential(*stages)
+        self.bn, self.head = nn.BatchNorm2d(in_channels), nn.Linear(in_channels, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 3, H, W] -> [B, num_classes]."""
+        x = F.relu(self.bn(self.stages(self.stem(x))))
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+def resnet_1001(setting: str, image_size: int, width: int, batch_size: int) -> Subject:
+    """1001 layers: the units of ResNet-200, times five; only backward, onto gradients that exist."""
+    torch.manual_seed(0)
+    model = DeepResNet((15, 121, 182, 15), width)
+    batch = torch.randn(batch_size, 3, image_size, image_size), torch.randint(0, 1000, (batch_size,))
+    return _backward_only(setting, model, batch, lambda: F.cross_entropy(model(batch[0]), batch[1]))
+
+
+def _backward_only(setting: str, model: nn.Module, batch: Any, loss: Callable[[], Tensor]) -> Subject:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return Subject(setting, model, optimizer, batch, lambda: loss().backward(), loss)
+
+
 class PlainBlock(nn.Module):
     """Pre-norm attention and feed-forward, of torch's own modules only."""
 

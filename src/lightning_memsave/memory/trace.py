@@ -74,6 +74,8 @@ class CallRecord:
     first_op: int
     inputs: tuple[int, ...]
     """Storages of the tensors among its arguments."""
+    passed: frozenset[int]
+    """Of these, the ones whose tensors an earlier call returned, not views of them."""
     last_event: int = -1
     last_op: int = -1
     outputs: tuple[int, ...] = ()
@@ -82,6 +84,8 @@ class CallRecord:
     edits_input: bool = False
     side_effect: str | None = None
     """A plain attribute that it changed, its own or of a module inside."""
+    buffer_bytes: int = 0
+    """Of the buffers that it changed, its own or of modules inside."""
     backward_event: int | None = None
     """How many events there were when backward reached an output."""
 
@@ -137,9 +141,14 @@ def trace_step(model: nn.Module, run: Callable[[], object], *, held: Iterable[Te
 class _Open:
     """A call that is running."""
 
-    def __init__(self, record: CallRecord, inputs: list[Tensor], attributes: Attributes | None) -> None:
-        self.record, self.attributes = record, attributes
+    def __init__(self, record: CallRecord, module: nn.Module, inputs: list[Tensor]) -> None:
+        self.record = record
+        self.attributes = Attributes(module, recurse=False) if record.name else None
         self.versions = [(tensor, tensor._version) for tensor in inputs]
+        # Batch normalisation's kernels change running statistics without telling.
+        is_changing = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+        buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
+        self.buffers = [(buffer, -1 if is_changing else buffer._version) for buffer in buffers]
 
 
 class _Tracer(TorchDispatchMode):
@@ -149,6 +158,7 @@ class _Tracer(TorchDispatchMode):
         self._names = {module: name for name, module in model.named_modules()}
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._open: list[_Open] = []
+        self._returned: dict[int, weakref.ref[Tensor]] = {}
         self._hooks: list[Any] = []
         self._stance: Any = None
 
@@ -225,19 +235,24 @@ class _Tracer(TorchDispatchMode):
         if autograd_is_running():
             return
         trace, parent = self.trace, self._open[-1].record if self._open else None
+        inputs = list(tensors_in((args, kwargs)))
         record = CallRecord(
             name=self._names[module],
             index=len(trace.calls),
             parent=None if parent is None else parent.index,
             first_event=len(trace.events),
             first_op=len(trace.ops),
-            inputs=self._numbers((args, kwargs)),
+            inputs=self._numbers(inputs),
+            passed=frozenset(self._numbers([t for t in inputs if self._is_returned(t)])),
         )
         if parent is not None:
             parent.children.append(record.index)
         trace.calls.append(record)
-        attributes = Attributes(module, recurse=False) if record.name else None
-        self._open.append(_Open(record, list(tensors_in((args, kwargs))), attributes))
+        self._open.append(_Open(record, module, inputs))
+
+    def _is_returned(self, tensor: Tensor) -> bool:
+        reference = self._returned.get(id(tensor))
+        return reference is not None and reference() is tensor
 
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         if autograd_is_running():
@@ -247,10 +262,13 @@ class _Tracer(TorchDispatchMode):
         record.last_event, record.last_op = len(trace.events), len(trace.ops)
         record.outputs = self._numbers(out)
         record.edits_input = any(tensor._version != version for tensor, version in call.versions)
+        changed = sum(buffer.nbytes for buffer, version in call.buffers if buffer._version != version)
+        record.buffer_bytes = changed + sum(trace.calls[index].buffer_bytes for index in record.children)
         inside = [trace.calls[index].side_effect for index in record.children]
         own = call.attributes.changed(but_filled=True) if call.attributes is not None else None
         record.side_effect = next((f"{n}" for n in inside if n), None) or (own and f"{record.name}.{own}")
         for tensor in tensors_in(out):
+            self._returned[id(tensor)] = weakref.ref(tensor)
             if tensor.grad_fn is not None:
                 record.requires_grad = True
                 tensor.grad_fn.register_prehook(functools.partial(_reached, trace, record))
@@ -272,6 +290,7 @@ class _Tracer(TorchDispatchMode):
         self._stance.__exit__(None, None, None)
         self._live.clear()  # and with it the callbacks
         self._names.clear()
+        self._returned.clear()
 
 
 def _reached(trace: Trace, record: CallRecord, *_: object) -> None:

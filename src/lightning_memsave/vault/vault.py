@@ -44,7 +44,7 @@ from lightning_memsave.vault.graph import (
 from lightning_memsave.vault.linear_cross_entropy import linear_cross_entropy
 from lightning_memsave.vault.noise import Noise
 from lightning_memsave.vault.offload import Offloader
-from lightning_memsave.vault.recipes import Derivation, Source
+from lightning_memsave.vault.recipes import Derivation
 
 _OF_ONE_SCOPE = (
     *("within", "_recent", "_depth"),
@@ -95,7 +95,7 @@ class Vault:
         offloader: Offloader | None = None,
     ) -> None:
         self.lossy, self.recompute, self.fuse, self.min_numel = lossy, recompute, fuse, min_numel
-        self.overrides, self.seed, self.offloader = dict(overrides or {}), seed, offloader
+        self.overrides, self.offloader = dict(overrides or {}), offloader
         self.chunk_loss = chunk_loss
         self._noise = Noise(seed)
         self.tally = Tally()
@@ -241,7 +241,7 @@ class Vault:
         if self.recompute and entry.is_raw and entry.need >= Rank.INT2 and forms.covers_its_storage(tensor):
             source = self._derivation.of(tensor, entry.need)
             if source is not None:
-                entry.become(_recipe(source, tensor))
+                entry.become(forms.Recipe(source.values, tensor, source.rank, source.needs, source.depth))
 
     def _joint_need(self, entry: Entry, tensor: Tensor) -> Rank:
         lossy = self.within[-1] if self.within else self.lossy
@@ -346,7 +346,3 @@ class Vault:
 
 def _unpack(kept: Handle | Passed) -> Tensor:
     return kept.get()
-
-
-def _recipe(source: Source, tensor: Tensor) -> forms.Recipe:
-    return forms.Recipe(source.values, tensor, source.rank, source.needs, source.depth)

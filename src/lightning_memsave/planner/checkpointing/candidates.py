@@ -52,15 +52,23 @@ def _split(trace: Trace, call: CallRecord) -> Iterator[CallRecord]:
 
 
 def _is_chain(trace: Trace, call: CallRecord, children: Sequence[CallRecord]) -> bool:
-    """Whether most of what `call` keeps is kept by children that feed each other."""
-    fed = set[int]()
+    """Whether most of what `call` keeps is kept by children that feed each other, with nothing that passes them by."""
+    runs: list[list[CallRecord]] = [[children[0]]]
     for before, after in itertools.pairwise(children):
         if set(before.outputs) & set(after.inputs):
-            fed |= {before.index, after.index}
-    if len(fed) < 2:
-        return False
-    chained = sum(kept_bytes(trace, trace.calls[index]) for index in fed)
+            runs[-1].append(after)
+        else:
+            runs.append([after])
+    chained = sum(
+        kept_bytes(trace, child) for run in runs if len(run) > 1 and not _is_bypassed(trace, run) for child in run
+    )
     return 2 * chained > kept_bytes(trace, call)
+
+
+def _is_bypassed(trace: Trace, run: Sequence[CallRecord]) -> bool:
+    """Whether what the first call of `run` is given is read behind the last one: a residual connection."""
+    given = run[0].inputs[:1]
+    return any(trace.storages[n].last_forward_use > run[-1].last_event for n in given if n not in run[-1].outputs)
 
 
 def kept_bytes(trace: Trace, call: CallRecord) -> int:

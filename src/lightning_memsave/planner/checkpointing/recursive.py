@@ -23,9 +23,9 @@ def plan_recursive(trace: Trace) -> list[Candidate]:
 
 
 def _halve(run: Sequence[CallRecord], sizes: dict[int, int]) -> Iterator[Candidate]:
-    if len(run) < 2:
-        return
     total, first_half = sum(sizes[call.index] for call in run), 0
+    if len(run) < 2 or total == 0:
+        return
     middle = 0
     while middle < len(run) - 1 and 2 * first_half < total:
         first_half += sizes[run[middle].index]

@@ -1,8 +1,9 @@
 """What the peak of a traced step would be with some regions: the trace's own events, moved.
 
-What a region makes and only it reads is gone from its last use in forward until backward reaches the region; its inputs
-stay where nobody else keeps them; when backward arrives, the region's forward peak stands on top of what lives then.
-Left out: that a region's input may outlive its backward a little, and what calls between a group's members do twice.
+What the calls of a region make and only they read is gone from its last use in forward until backward reaches the
+region; their inputs stay where nobody else keeps them, and a copy of each buffer that they change; when backward
+arrives, the region's forward peak stands on top of what lives then. What happens between the calls of a group is not
+part of the region. Left out: that a region's input may outlive its backward a little.
 """
 
 from __future__ import annotations
@@ -92,23 +93,27 @@ class Replay:
         saved_bytes, seconds = 0, 0.0
         for run in candidate.runs:
             first, last = run[0], run[-1]
-            made = [n for op in range(first.first_op, last.last_op) for n in self._made_by_op.get(op, ())]
-            dropped = self._dropped(made, run)
-            kept = self._kept_inputs(first, set(made))
+            made = [n for c in run for op in range(c.first_op, c.last_op) for n in self._made_by_op.get(op, ())]
+            kept = self._kept_inputs(run)
+            dropped = [number for number in self._dropped(made, run) if number not in kept]
             arrives, leaves = self._backward_of(last, dropped)
             for number in dropped:
                 storage = self._trace.storages[number]
                 changes += [(max(min(storage.last_forward_use, last.last_event), storage.born + 1), -storage.num_bytes)]
                 changes += [(min(arrives, self._end_of(number)) + 1, storage.num_bytes)]
                 saved_bytes += storage.num_bytes
+            copies = sum(call.buffer_bytes for call in run)
+            changes += [(first.first_event, copies), (leaves + 1, -copies)]
+            saved_bytes -= copies
             for number in kept:
                 storage = self._trace.storages[number]
                 if self._end_of(number) < leaves:
                     changes += [(self._end_of(number) + 1, storage.num_bytes), (leaves + 1, -storage.num_bytes)]
                     saved_bytes -= storage.num_bytes
-            spikes.append((arrives, self._local_peak(first, last, set(made))))
+            most_copies = max(call.buffer_bytes for call in run)  # a call that is repeated changes copies of the copies
+            spikes.append((arrives, self._local_peak(first, last, set(made)) + most_copies))
             stop = max((self._trace.storages[n].op + 1 for n in dropped), default=first.first_op)
-            seconds += sum(op.seconds for op in self._trace.ops[first.first_op : stop])
+            seconds += sum(op.seconds for c in run for op in self._trace.ops[c.first_op : min(stop, c.last_op)])
         return Effect(candidate, tuple(changes), tuple(spikes), saved_bytes, seconds)
 
     def _end_of(self, number: int) -> int:
@@ -130,10 +135,14 @@ class Replay:
             and (number not in returned or self._trace.storages[number].last_forward_use <= ends)
         ]
 
-    def _kept_inputs(self, first: CallRecord, made: set[int]) -> list[int]:
-        """Inputs that only the region keeps. Inputs of later members come from earlier ones, or are kept anyway."""
-        storages = self._trace.storages
-        return [n for n in first.inputs if n not in made and storages[n].born >= 0 and not storages[n].is_kept]
+    def _kept_inputs(self, run: Sequence[CallRecord]) -> list[int]:
+        """Inputs that the region keeps: what no earlier call of it returned, and nobody who lives longer keeps."""
+        storages, returned, found = self._trace.storages, set[int](), dict[int, None]()
+        for call in run:
+            known = returned & call.passed
+            found |= dict.fromkeys(n for n in call.inputs if n not in known and storages[n].born >= 0)
+            returned |= set(call.outputs)
+        return list(found)
 
     def _backward_of(self, last: CallRecord, dropped: Sequence[int]) -> tuple[int, int]:
         """The events at which backward reaches a region, and at which it has passed."""
