@@ -7,13 +7,15 @@ peak less weights and gradients is what the technique can change.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import sys
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +51,7 @@ from lightning_memsave.memory.fake import fake_tensors, optimizer_state_bytes
 from lightning_memsave.memory.ledger import tensors_in
 from lightning_memsave.memory.trace import Trace, trace_step
 from lightning_memsave.planner.checkpointing import CheckpointingPlan, Planner
+from lightning_memsave.vault import state
 from models import (
     Bottleneck,
     ResidualBlock,
@@ -245,7 +248,7 @@ def run_resnet1000() -> None:
         with_blocks(make("blocks")),
         with_wrapper(make("torch checkpoint_wrapper per block"), Bottleneck),
     ]
-    for subject, columns in zip(subjects, outcomes_and_times(subjects, repeats=5), strict=True):
+    for subject, columns in zip(subjects, outcomes_and_times(subjects, repeats=3), strict=True):
         rows.append(
             {
                 "benchmark": "checkpointing_resnet1000",
@@ -269,7 +272,8 @@ def full_size_rows() -> list[dict[str, Any]]:
     plan = Planner(plain, Checkpointing(method="sqrt")).plan()
     seconds = time.perf_counter() - start
     apply_checkpointing(subject.model, plan.config)
-    verified = traced(subject)
+    with no_values_compared():
+        verified = traced(subject)
     assert plan.tracked_peak_bytes is not None
     peaks = {
         "plain": (plain.peak_bytes, None),
@@ -291,6 +295,14 @@ def full_size_rows() -> list[dict[str, Any]]:
         }
         for setting, (peak, predicted) in peaks.items()
     ]
+
+
+@contextlib.contextmanager
+def no_values_compared() -> Iterator[None]:
+    """Regions ask whether generators and buffers have changed, which fake tensors cannot say: here no, and yes."""
+    no_numbers_drawn = mock.patch.object(state.Randomness, "equals", return_value=True)
+    with no_numbers_drawn, mock.patch.object(state, "_equal", return_value=False):
+        yield
 
 
 # ---------------------------------------------------------------------------------------------------- budget
@@ -508,7 +520,7 @@ def run_codecs() -> None:
             return {"kept_bytes": kept, "kept_factor": plain_bytes / kept}
 
         subjects = [with_codecs(make, setting) for setting in CODECS]
-        rows += measured_rows("checkpointing_codecs", model, subjects, quality, details, repeats=5)
+        rows += measured_rows("checkpointing_codecs", model, subjects, quality, details, repeats=3)
     write_rows("checkpointing_codecs", rows)
 
 

@@ -126,9 +126,123 @@ def quality() -> str:
     return markdown(head, lines, num_text=2)
 
 
+def checkpointing_blocks() -> str:
+    """Blocks as regions, beside torch's checkpoint."""
+    head = ("model", "setting", "peak MB", "factor", "CPU time", "tensors that differ from a plain step")
+    lines = []
+    for name in ("checkpointing", "checkpointing_gpt"):
+        for i, row in enumerate(rows(name)):
+            lines.append(
+                (
+                    row["model"] if i == 0 else "",
+                    row["setting"],
+                    f"{float(row['peak_bytes']) / MB:.1f}",
+                    *_factor_and_time(row),
+                    row["quality_value"],
+                )
+            )
+    return markdown(head, lines, num_text=2)
+
+
+def checkpointing_depth() -> str:
+    """Peak without weights and gradients against depth, its exponent, and the time at the largest depth."""
+    found = rows("checkpointing_depth")
+    depths = list(dict.fromkeys(row["n"] for row in found))
+    head = ("setting", *(f"n = {n}" for n in depths), "exponent", "CPU time, all n", "plan s", "tensors that differ")
+    lines = []
+    for setting, same in by_setting(found):
+        times = [float(row["cpu_time_ratio"]) for row in same]
+        plans = [row["plan_seconds"] for row in same if row["plan_seconds"]]
+        lines.append(
+            (
+                setting,
+                *(f"{float(row['beyond_gradients_bytes']) / MB:.1f} MB" for row in same),
+                f"{float(same[0]['exponent']):.2f}",
+                f"{min(times):.2f}x to {max(times):.2f}x",
+                f"{float(plans[0]):.1f} to {float(plans[-1]):.1f}" if plans else "",
+                str(sum(int(row["quality_value"]) for row in same)),
+            )
+        )
+    return markdown(head, lines)
+
+
+def checkpointing_resnet1000() -> str:
+    """Feature maps of the network of Chen et al., scaled down and run, and at full size on fake tensors."""
+    head = ("network", "setting", "feature maps GB", "factor", "paper GB", "CPU time", "tensors that differ")
+    lines = []
+    network = ""
+    for row in rows("checkpointing_resnet1000"):
+        lines.append(
+            (
+                row["model"] if row["model"] != network else "",
+                row["setting"],
+                f"{float(row['beyond_gradients_bytes']) / 1e9:.3f}",
+                f"{float(row['factor']):.1f}x",
+                f"{float(row['paper_bytes']) / 1e9:.0f}" if row["paper_bytes"] else "",
+                f"{float(row['cpu_time_ratio']):.2f}x" if row["cpu_time_ratio"] else "",
+                row["quality_value"],
+            )
+        )
+        network = row["model"]
+    return markdown(head, lines, num_text=2)
+
+
+def checkpointing_budget() -> str:
+    """Ten budgets, torch's ways, and compiled blocks."""
+    head = ("setting", "tensors MB", "allocated MB", "factor", "CPU time", "tensors that differ", "smaller and faster")
+    lines = []
+    for row in rows("checkpointing_budget"):
+        budget = row["budget_bytes"]
+        better = "; ".join(filter(None, (row["dominated_by_eager"], row["dominated_by_compiled"])))
+        lines.append(
+            (
+                f"budget {float(budget) / MB:.1f} MB" if budget else row["setting"],
+                f"{float(row['peak_bytes']) / MB:.1f}" if row["peak_bytes"] else "",
+                f"{float(row['allocation_bytes']) / MB:.1f}",
+                *_factor_and_time(row),
+                row["quality_value"],
+                better,
+            )
+        )
+    return markdown(head, lines)
+
+
+def checkpointing_codecs() -> str:
+    """Regions and compressed activations together."""
+    head = ("model", "setting", "kept MB", "factor", "peak MB", "factor", "CPU time", "noise")
+    lines = []
+    model = ""
+    for row in rows("checkpointing_codecs"):
+        noise = float(row["quality_value"])
+        lines.append(
+            (
+                row["model"] if row["model"] != model else "",
+                row["setting"],
+                f"{float(row['kept_bytes']) / MB:.1f}",
+                f"{float(row['kept_factor']):.2f}x",
+                f"{float(row['peak_bytes']) / MB:.1f}",
+                *_factor_and_time(row),
+                f"{noise:.2g}" if noise else "0",
+            )
+        )
+        model = row["model"]
+    return markdown(head, lines, num_text=2)
+
+
+def _factor_and_time(row: Row) -> tuple[str, str]:
+    return f"{float(row['factor']):.2f}x", f"{float(row['cpu_time_ratio']):.2f}x"
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"demo": demo},
     "docs/techniques/activation_compression.md": {"measured": activations, "codecs": codecs, "quality": quality},
+    "docs/techniques/checkpointing.md": {
+        "blocks": checkpointing_blocks,
+        "depth": checkpointing_depth,
+        "resnet1000": checkpointing_resnet1000,
+        "budget": checkpointing_budget,
+        "codecs": checkpointing_codecs,
+    },
 }
 
 

@@ -24,7 +24,7 @@ class MemSave(MemoryMonitor):
 
     Args:
         recipe: `"lossless"` (what is exact and free), `"measure"` (change nothing: the baseline run), or a `Recipe`.
-        microbatch: samples per microbatch, or `Microbatching(...)`.
+        microbatch: samples per microbatch, `"auto"` (recover when memory runs out), or `Microbatching(...)`.
         activations: how saved activations are kept: `"exact"`, `"int8"`, `"int4"`, `"int4-chain"`, a list such as
             `["exact", "int4"]`, or `ActivationCompression(...)`.
         checkpointing: `"blocks"`, `"sqrt"`, `"recursive"`, or `Checkpointing(...)`, for example with a `budget`.
@@ -48,7 +48,7 @@ class MemSave(MemoryMonitor):
         self,
         recipe: str | Recipe = "lossless",
         *,
-        microbatch: int | bool | Microbatching | None = None,
+        microbatch: int | bool | str | Microbatching | None = None,
         activations: bool | str | Sequence[str] | ActivationCompression | None = None,
         checkpointing: bool | str | Checkpointing | None = None,
         optimizer_state: bool | str | OptimizerState | None = None,
@@ -68,11 +68,13 @@ class MemSave(MemoryMonitor):
         measured = super()._measured()
         if self._state is None:
             return measured
-        applied = self._state.applied
-        config = self.recipe.get(Microbatching)
+        applied, loop = self._state.applied, self._state.loop
         is_cut = any(a.technique == "microbatching" for a in applied)
         return dataclasses.replace(
-            measured, applied=applied, microbatch_size=config.size if config is not None and is_cut else None
+            measured,
+            applied=applied,
+            microbatch_size=loop.size if is_cut else None,
+            num_oom_recovered=None if loop.recovery is None else loop.recovery.num_recovered,
         )
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -101,9 +103,18 @@ class MemSave(MemoryMonitor):
         if self._state is not None and self._state.planned is not None and self._meter.num_steps_measured > measured:
             self._state.planned.check(trainer, self._meter.latest_bytes)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned about this machine's memory, so that a resumed run starts where this one stopped."""
+        return {} if self._state is None else self._state.learned()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what was learned; effective from the first batch on."""
+        if self._state is not None and state_dict:
+            self._state.learn(state_dict)
+
     def _headlines(self) -> dict[str, float]:
         config = self.recipe.get(Microbatching)
-        configured = {"memsave/microbatch_size": config.size} if config is not None else {}
+        configured = {"memsave/microbatch_size": config.size} if config is not None and config.size != "auto" else {}
         return {**super()._headlines(), **configured}
 
     def _config(self) -> dict[str, Any]:

@@ -72,6 +72,8 @@ class MemoryReport:
     baseline_source: Literal["measured", "predicted"] | None = None
     microbatch_size: int | None = None
     """Samples whose activations live at once; `None` when the batch is not split."""
+    num_oom_recovered: int | None = None
+    """How often a batch ran out of memory and was run again with less; `None` without recovery."""
     step_seconds: float | None = None
     """Median wall time of the steps that were not being measured."""
     num_steps_measured: int = 0
@@ -111,6 +113,7 @@ class MemoryReport:
             "memsave/reserved_bytes": self.reserved_bytes,
             "memsave/factor": self.factor,
             "memsave/microbatch_size": self.microbatch_size,
+            "memsave/num_oom_recovered": self.num_oom_recovered,
             "memsave/step_seconds": self.step_seconds,
         }
         return {name: value for name, value in named.items() if value is not None}

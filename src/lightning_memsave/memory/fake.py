@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import defaultdict
+import dataclasses
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 _FLAT_WEIGHTS = "_flat_weights"
 
@@ -52,10 +53,27 @@ class _Exchange:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the real one, which is kept to keep its id
         self._before: list[tuple[dict[str, Any], str, Any]] = []
+        self._containers: list[tuple[Any, Any]] = []
 
     def of(self, tree: Any) -> Any:
         """The same nest of containers with fake tensors."""
-        return tree_map_only(Tensor, self._fake_of, tree)
+        return tree_map(self._leaf, tree)
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return self._fake_of(leaf)
+        if isinstance(leaf, UserDict):  # transformers' BatchEncoding
+            return self._copy_with(leaf, {"data": self.of(dict(leaf.data))})
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            return self._copy_with(leaf, {key: self.of(value) for key, value in vars(leaf).items()})
+        return leaf
+
+    @staticmethod
+    def _copy_with(leaf: Any, changes: dict[str, Any]) -> Any:
+        other = copy.copy(leaf)
+        for key, value in changes.items():
+            object.__setattr__(other, key, value)  # also where a dataclass is frozen
+        return other
 
     def _fake_of(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._fakes:
@@ -68,6 +86,8 @@ class _Exchange:
     def enter(self, model: nn.Module) -> None:
         """Put fake tensors into a model."""
         for module in model.modules():
+            self._containers += [(container, copy.copy(container)) for container in _containers(module)]
+        for module in model.modules():
             for owner in (module._parameters, module._buffers):
                 for key in owner:
                     self._put(owner, key)
@@ -79,9 +99,24 @@ class _Exchange:
         owner[key] = self.of(owner[key])
 
     def leave(self) -> None:
-        """Put the real ones back."""
+        """Put the real ones back, and with them the attributes of every module as they were.
+
+        A cache that a forward filled inside holds fake tensors; left there, training would go on with them and change
+        nothing, without an error.
+        """
         for owner, key, value in reversed(self._before):
             owner[key] = value
+        for container, before in self._containers:
+            container.clear()
+            container.extend(before) if isinstance(container, list) else container.update(before)
+
+
+def _containers(module: nn.Module) -> Iterator[dict[str, Any] | list[Any]]:
+    """The attributes of a module, and plain dictionaries and lists among them: where a forward may leave tensors."""
+    yield vars(module)
+    for value in vars(module).values():
+        if type(value) in (dict, list):  # parameters and buffers are such dictionaries
+            yield value
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -104,7 +139,9 @@ def _rehearse(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
     rehearsing = copy.copy(optimizer)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     rehearsing.state = defaultdict(dict)
-    rehearsing.param_groups = [{**group, "params": [_with_gradient(p, mode) for p in group["params"] if p.requires_grad]}]
+    rehearsing.param_groups = [
+        {**group, "params": [_with_gradient(p, mode) for p in group["params"] if p.requires_grad]}
+    ]
     # A kernel of its own, a closure, or a value that it reads: torch's Adafactor does, when its state is made.
     with contextlib.suppress(Exception), mode:
         type(optimizer).step(rehearsing)

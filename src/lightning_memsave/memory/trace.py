@@ -3,19 +3,14 @@
 Bytes are booked as in the ledger: each storage once, with a weak reference whose callback books its end. Besides, the
 trace says which operation made a storage, when forward last used it, whether it waits for backward, and between which
 events each module ran. It works on fake tensors as well (`memory.fake`), where a step takes neither time nor memory.
-
-Times are modelled, so that they mean the same on a fake tensor: the larger of arithmetic over the speed of a matrix
-product and bytes over the speed of a copy (the roofline of Williams, Waterman and Patterson, 2009,
-https://doi.org/10.1145/1498765.1498785), with a constant for each operation. Both speeds are measured once.
 """
 
 from __future__ import annotations
 
 import functools
-import time
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,14 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
+from lightning_memsave.memory.cost import cost_of
 from lightning_memsave.memory.ledger import autograd_is_running, storages, tensors_in
 from lightning_memsave.vault.state import Attributes
-
-_OVERHEAD_SECONDS = 5e-6
-_SCRATCH = {"aten.convolution": 1, "aten.convolution_backward": 2, "aten.native_batch_norm_backward": 1}
-"""What kernels take and give back inside, on CPU in float32 (measured), in multiples of their largest input."""
 
 
 @dataclass(slots=True)
@@ -82,6 +73,7 @@ class CallRecord:
     children: list[int] = field(default_factory=list)
     requires_grad: bool = False
     edits_input: bool = False
+    """Whether it changed a tensor that it was given, or put one into an object that it was given (a cache of keys)."""
     side_effect: str | None = None
     """A plain attribute that it changed, its own or of a module inside."""
     buffer_bytes: int = 0
@@ -113,6 +105,18 @@ class Trace:
             peak = max(peak, live)
         return peak
 
+    def kept_before(self, op: int) -> int:
+        """Bytes that wait for backward and were made by operations before number `op`."""
+        return self._kept_before[op]
+
+    @functools.cached_property
+    def _kept_before(self) -> list[int]:
+        made = [0] * len(self.ops)
+        for storage in self.storages:
+            if storage.is_kept:
+                made[storage.op] += storage.num_bytes
+        return [0, *itertools.accumulate(made)]
+
 
 def trace_step(model: nn.Module, run: Callable[[], object], *, held: Iterable[Tensor] = ()) -> Trace:
     """Record one step.
@@ -142,9 +146,9 @@ class _Open:
     """A call that is running."""
 
     def __init__(self, record: CallRecord, module: nn.Module, inputs: list[Tensor]) -> None:
-        self.record = record
+        self.record, self.module = record, module
         self.attributes = Attributes(module, recurse=False) if record.name else None
-        self.versions = [(tensor, tensor._version) for tensor in inputs]
+        self.versions = [(weakref.ref(tensor), id(tensor), tensor._version) for tensor in inputs]
         # Batch normalisation's kernels change running statistics without telling.
         is_changing = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
         buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
@@ -218,10 +222,11 @@ class _Tracer(TorchDispatchMode):
             for storage in storages(tensor):
                 self._see(storage, came_in)
         num_events = len(self.trace.events)
+        cost = cost_of(func, args, kwargs, out, inputs, outputs)
         if not in_backward:
             for number in self._numbers([*inputs, *outputs]):
                 self.trace.storages[number].last_forward_use = num_events
-        self.trace.ops.append(_cost(func, args, kwargs, out, inputs, outputs, num_events))
+        self.trace.ops.append(OpRecord(str(func.overloadpacket), num_events, *cost))
         return out
 
     def _backward_begins(self) -> None:
@@ -257,11 +262,17 @@ class _Tracer(TorchDispatchMode):
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         if autograd_is_running():
             return
+        if not self._open or self._open[-1].module is not module:
+            return  # a hook of somebody else's raised before ours, and the model went on
         call = self._open.pop()
         record, trace = call.record, self.trace
         record.last_event, record.last_op = len(trace.events), len(trace.ops)
         record.outputs = self._numbers(out)
-        record.edits_input = any(tensor._version != version for tensor, version in call.versions)
+        given = [id(tensor) for tensor in tensors_in((args, kwargs))]
+        record.edits_input = given != [identity for _, identity, _ in call.versions] or any(
+            (tensor := reference()) is not None and tensor._version != version
+            for reference, _, version in call.versions
+        )
         changed = sum(buffer.nbytes for buffer, version in call.buffers if buffer._version != version)
         record.buffer_bytes = changed + sum(trace.calls[index].buffer_bytes for index in record.children)
         inside = [trace.calls[index].side_effect for index in record.children]
@@ -271,7 +282,7 @@ class _Tracer(TorchDispatchMode):
             self._returned[id(tensor)] = weakref.ref(tensor)
             if tensor.grad_fn is not None:
                 record.requires_grad = True
-                tensor.grad_fn.register_prehook(functools.partial(_reached, trace, record))
+                self._hooks.append(tensor.grad_fn.register_prehook(functools.partial(_reached, trace, record)))
 
     # ------------------------------------------------------------------ a step
     def __enter__(self) -> _Tracer:
@@ -296,54 +307,3 @@ class _Tracer(TorchDispatchMode):
 def _reached(trace: Trace, record: CallRecord, *_: object) -> None:
     if record.backward_event is None:
         record.backward_event = len(trace.events)
-
-
-# ---------------------------------------------------------------------- cost
-def _cost(
-    func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor], event: int
-) -> OpRecord:
-    name = str(func.overloadpacket)
-    packet = func.overloadpacket
-    device = next((t.device.type for t in (*outputs, *inputs)), "cpu")
-    flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
-    moved = 0 if func.is_view else sum(t.nbytes for t in (*inputs, *outputs))
-    speed = measure_speed("cpu" if device == "meta" else device)
-    seconds = 0.0 if func.is_view else max(flops / speed.flops, moved / speed.bytes) + _OVERHEAD_SECONDS
-    scratch = _SCRATCH.get(name, 0) if device == "cpu" else 0
-    return OpRecord(name, event, seconds, scratch * max((t.nbytes for t in inputs), default=0))
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What a device does in a second."""
-
-    flops: float
-    bytes: float
-
-
-@functools.cache
-def measure_speed(device_type: str) -> Speed:
-    """Of a matrix product and of a copy, in float32; measured once."""
-    with ThreadPoolExecutor(1) as thread:  # where no mode is active: here, tensors may be fake
-        return thread.submit(_measure_speed, device_type).result()
-
-
-def _measure_speed(device_type: str) -> Speed:
-    size = 512
-    matrix = torch.ones(size, size, device=device_type)
-    block = torch.ones(4 * 2**20, device=device_type)
-    product = _best_seconds(lambda: matrix @ matrix, device_type)
-    copy = _best_seconds(lambda: block.clone(), device_type)
-    return Speed(flops=2 * size**3 / product, bytes=2 * block.nbytes / copy)
-
-
-def _best_seconds(run: Callable[[], object], device_type: str, repeats: int = 5) -> float:
-    def timed() -> Iterator[float]:
-        for _ in range(repeats):
-            start = time.perf_counter()
-            run()
-            if device_type != "cpu":
-                torch.accelerator.synchronize()
-            yield time.perf_counter() - start
-
-    return min(timed())

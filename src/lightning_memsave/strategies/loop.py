@@ -21,13 +21,20 @@ from torch import Tensor
 from lightning_memsave.core.errors import MicrobatchWarning, NoEffectWarning, NotLosslessWarning, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.strategies.logs import DeferredLogs
 from lightning_memsave.strategies.metrics import MergedMetrics
 from lightning_memsave.strategies.namespaces import internals
 from lightning_memsave.strategies.outputs import detached, merge_outputs
 from lightning_memsave.strategies.probe import infer_module_reduction
+from lightning_memsave.strategies.recovery import OutOfMeasuresError, Recovery, is_out_of_memory
 from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
-from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, why_not_exact
+from lightning_memsave.techniques.microbatching import (
+    Microbatching,
+    UnsplittableBatchError,
+    batch_size,
+    why_not_exact,
+)
 from lightning_memsave.techniques.microbatching.reduction import Reduction
 
 
@@ -36,11 +43,14 @@ class LoopState:
 
     Args:
         recipe: what is switched on.
+        climb: takes the next exact measure against too little memory, see `Recovery`.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, climb: Callable[[Any], str | None] = lambda trainer: None) -> None:
         self.recipe = recipe
         self.microbatching = recipe.get(Microbatching)
+        is_auto = self.microbatching is not None and self.microbatching.size == "auto"
+        self.recovery = Recovery(climb) if is_auto else None
         self.zero_grad_first = recipe.get(EarlyZeroGrad) is not None
         self.reduction: Reduction | None = None
         self._applied: Applied | None = None
@@ -50,18 +60,28 @@ class LoopState:
     @property
     def applied(self) -> Applied | None:
         """What microbatching did; `None` until a batch was cut."""
-        if self._applied is None or not self._num_whole:
-            return self._applied
-        whole = f"{self._applied.summary}; {self._num_whole} batches ran whole"
-        return dataclasses.replace(self._applied, summary=whole)
+        if self._applied is None:
+            return None
+        reduction = f" ({self.reduction} loss)" if self.reduction else ""
+        summary = f"{self._applied.summary} of at most {self.size} samples{reduction}"
+        if self._num_whole:
+            summary += f"; {self._num_whole} batches ran whole"
+        return dataclasses.replace(self._applied, summary=summary)
+
+    @property
+    def size(self) -> int | None:
+        """Samples per microbatch now."""
+        if self.recovery is not None:
+            return self.recovery.size
+        return self.microbatching.size if self.microbatching is not None else None  # type: ignore[return-value]
 
     def microbatches(self, trainer: Any, kwargs: dict[str, Any]) -> list[tuple[Any, float]]:
         """The microbatches of `kwargs["batch"]`; only the batch itself when it cannot or need not be cut."""
         batch = kwargs.get("batch")
-        config = self.microbatching
-        if config is None or self._given_up:
+        if self.microbatching is None or self._given_up:
             return [(batch, 0)]
         try:
+            config = self.sized_for(batch)
             parts = config.parts(batch)
         except UnsplittableBatchError as error:
             self._run_whole(f"A batch is run whole: {error}")
@@ -74,6 +94,19 @@ class LoopState:
                 return [(batch, 0)]
             self._applied = self._describe(trainer.lightning_module, config, "batches run")
         return parts
+
+    def sized_for(self, batch: Any) -> Microbatching:
+        """The settings, with a number of samples that suits this batch where one has been learned."""
+        assert self.microbatching is not None
+        size = None if self.recovery is None else self.recovery.size_for(batch)
+        return self.microbatching if size is None else dataclasses.replace(self.microbatching, size=size)
+
+    def can_cut(self, batch: Any) -> bool:
+        """Whether smaller microbatches of this batch are possible, as far as is known."""
+        try:
+            return not self._given_up and batch_size(batch) > 1
+        except UnsplittableBatchError:
+            return False
 
     def _find_reduction(
         self, trainer: Any, kwargs: dict[str, Any], config: Microbatching, parts: list[tuple[Any, float]]
@@ -104,7 +137,10 @@ class LoopState:
 
     def warn_if_unused(self, module: Any) -> None:
         """Manual optimization cuts its batches itself; say so when it did not."""
-        if self.microbatching is not None and self.applied is None and not module.automatic_optimization:
+        is_refused = self.recovery is not None
+        if self.microbatching is None or is_refused or self.applied is not None:
+            return
+        if not module.automatic_optimization:
             warnings.warn(
                 "microbatch had no effect: with manual optimization, iterate `for part, weight in "
                 "lightning_memsave.microbatches(batch)` inside `training_step`.",
@@ -134,10 +170,9 @@ class LoopState:
                 NotLosslessWarning,
                 stacklevel=2,
             )
-        reduction = f" ({self.reduction} loss)" if self.reduction else ""
         return Applied(
             technique="microbatching",
-            summary=f"{what} in parts of at most {config.size} samples{reduction}",
+            summary=f"{what} in parts",
             loss_class="changed" if modules else "exact",
             reasons=(f"microbatches change the result of {named}",) if modules else (),
         )
@@ -161,15 +196,40 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
         @torch.enable_grad()
         def closure(self, *args: Any, **kwargs: Any) -> Any:
             state: LoopState = self._loop.state
-            parts = state.microbatches(self._loop.trainer, self._kwargs)
             zero_grad = self._zero_grad_fn
-            if state.zero_grad_first and zero_grad is not None:
-                zero_grad()
-                self._zero_grad_fn = self._zero_gradients_made_since
             try:
+                if state.recovery is not None:
+                    return self._run_until_it_fits(state, state.recovery)
+                parts = state.microbatches(self._loop.trainer, self._kwargs)
+                self._zero_first(state)
                 return super().closure(*args, **kwargs) if len(parts) == 1 else self._run(parts, state)
             finally:
                 self._zero_grad_fn = zero_grad  # LBFGS calls again
+
+        def _zero_first(self, state: LoopState) -> None:
+            if state.zero_grad_first and self._zero_grad_fn is not None:
+                self._zero_grad_fn()
+                self._zero_grad_fn = self._zero_gradients_made_since
+
+        def _run_until_it_fits(self, state: LoopState, recovery: Recovery) -> Any:
+            trainer, batch = self._loop.trainer, self._kwargs["batch"]
+            accumulates = self._zero_grad_fn is None
+            self._zero_first(state)
+            while True:
+                start = BatchStart(trainer.lightning_module, recovery.changing, accumulates)
+                try:
+                    result = self._run(state.microbatches(trainer, self._kwargs), state)
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    reason = str(error)  # the error itself holds the tensors of the frames that it came through
+                else:
+                    recovery.changing = start.changed_buffers() if recovery.changing is None else recovery.changing
+                    return result
+                start.restore()
+                if not accumulates:
+                    self._zero_grad_fn = self._zero_gradients_made_since
+                recovery.do_with_less(trainer, batch, state.can_cut(batch), reason)
 
         def _zero_gradients_made_since(self) -> None:
             """A `training_step` may call backward itself; Lightning drops what that leaves behind."""
@@ -180,8 +240,7 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             trainer = self._loop.trainer
             config, reduction = state.microbatching, state.reduction
             assert config is not None
-            assert reduction is not None
-            weights = config.weights(parts, reduction)
+            weights = config.weights(parts, reduction or "mean")
             losses: list[Tensor | None] = []  # as training_step returned them
             outputs: list[dict[str, Any]] = []
             sizes: list[float] = []
@@ -205,7 +264,7 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                         if self._backward_fn is not None:
                             self._backward(loss, is_last)
                         del out, loss  # the next microbatch must not meet this one's graph
-            logs.flush(self._kwargs["batch"], losses, reduction)
+            logs.flush(self._kwargs["batch"], losses, reduction or "mean")
             if total is None:
                 self.warning_cache.warn("`training_step` returned `None` for every microbatch; the step is skipped.")
                 return pl.ClosureResult(None)
@@ -235,6 +294,18 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
         def parent(self) -> Any:
             """The loop that this one stands in for."""
             return self._replaced[0]
+
+        def _optimizer_step(self, batch_idx: int, closure: Any) -> None:
+            try:
+                super()._optimizer_step(batch_idx, closure)
+            except Exception as error:
+                if self.state.recovery is None or isinstance(error, OutOfMeasuresError) or not is_out_of_memory(error):
+                    raise
+                raise OutOfMeasuresError(
+                    "Memory ran out in the optimizer's update. Parameters may be half new, so the batch is not run "
+                    "again: resume from the last checkpoint, with `foreach=False` in the optimizer or "
+                    f'`optimizer_state="8bit"`. The error was: {error}'
+                ) from error
 
         def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
             return MicrobatchClosure(self, kwargs, optimizer, batch_idx)

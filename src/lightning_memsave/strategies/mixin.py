@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_memsave.core.compatibility import check_compatibility
+from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.planner.recipes import RECIPES, Recipe
 from lightning_memsave.strategies.activations import ForwardScope
@@ -34,6 +35,7 @@ from lightning_memsave.techniques.optimizer_state import (
     is_8bit,
     to_plain,
 )
+from lightning_memsave.techniques.registry import TECHNIQUES
 from lightning_memsave.vault.regions import keeping_inputs_in
 from lightning_memsave.vault.vault import Vault
 
@@ -43,11 +45,12 @@ class MemSaveState:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.loop = LoopState(recipe)
+        self.loop = LoopState(recipe, self._climb)
         self.changes: list[Applied] = []
         self.forward_scope: ForwardScope | None = None
         self.planned: PlannedCheckpointing | None = None
         self.region_inputs: Vault | None = None
+        self._num_measures = self._num_learned = 0
         self.started = False
 
     def make_regions(self, trainer: Any, config: Checkpointing) -> None:
@@ -58,8 +61,67 @@ class MemSaveState:
             self.changes.append(apply_checkpointing(trainer.lightning_module, config))
         self.region_inputs = input_vault() if config.offload else None
 
+    def learned(self) -> dict[str, Any]:
+        """What recovery has found out, as plain values for a checkpoint; empty without recovery."""
+        recovery = self.loop.recovery
+        if recovery is None:
+            return {}
+        return {"limit_elements": recovery.limit_elements, "num_measures": self._num_measures}
+
+    def learn(self, learned: dict[str, Any]) -> None:
+        """Start from there: the same measures are taken before the first batch."""
+        if self.loop.recovery is not None:
+            self.loop.recovery.limit_elements = learned["limit_elements"]
+            self._num_learned = learned["num_measures"]
+
+    def _climb(self, trainer: Any) -> str | None:
+        """Take the next exact measure against too little memory; `None` when there is none left.
+
+        Those that take time wait here until they are needed; what the user has set is left as it is.
+        """
+        measures = [self._compress, self._make_blocks, self._plan_regions, self._offload_inputs]
+        while self._num_measures < len(measures):
+            measure = measures[self._num_measures]
+            self._num_measures += 1
+            with suppress(ValueError):  # nothing to work on, or not possible in this way of training
+                if (taken := measure(trainer)) is not None:
+                    return taken
+        return None
+
+    def _compress(self, trainer: Any) -> str | None:
+        if self.recipe.get(ActivationCompression) is not None:
+            return None
+        check_compatibility(["activation_compression", *self.recipe.stems(), *ways_of_training(trainer)])
+        self.forward_scope = ForwardScope(trainer, ActivationCompression())
+        return "activations recomputed where that is cheap"
+
+    def _make_blocks(self, trainer: Any) -> str | None:
+        if self.recipe.get(Checkpointing) is not None:
+            return None
+        self.changes.append(apply_checkpointing(trainer.lightning_module, Checkpointing()))
+        return f"checkpointing of {self.changes[-1].summary}"
+
+    def _plan_regions(self, trainer: Any) -> str | None:
+        if self.recipe.get(Checkpointing) is not None:
+            return None
+        planned = PlannedCheckpointing(trainer, Checkpointing(method="sqrt"), is_asked_for=False)
+        for applied in self.changes:
+            if applied.technique == "checkpointing":
+                applied.undo()
+        self.changes = [applied for applied in self.changes if applied.technique != "checkpointing"]
+        self.planned = planned
+        return "checkpointing of the best groups of calls"
+
+    def _offload_inputs(self, trainer: Any) -> str | None:
+        if self.region_inputs is not None or not any(a.technique == "checkpointing" for a in self.applied):
+            return None
+        self.region_inputs = input_vault()
+        return "the inputs of checkpointed regions outside of the device's memory"
+
     def run(self, trainer: Any, step: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         """Run `step`, which is `training_step(*args)`, in the scopes of this run."""
+        while self._num_measures < self._num_learned:
+            self._climb(trainer)
         scope = None if self.forward_scope is None else functools.partial(self.forward_scope.run, trainer)
         if self.planned is not None and self.planned.is_due:
             self.planned.plan(trainer, args, scope)
@@ -69,7 +131,7 @@ class MemSaveState:
 
     @property
     def applied(self) -> tuple[Applied, ...]:
-        """What each technique did so far, in the order of the recipe."""
+        """What each technique did so far, in the order in which recipes apply them."""
         done = [*self.changes, *([self.loop.applied] if self.loop.applied else [])]
         if self.planned is not None and self.planned.applied is not None:
             done.append(self.planned.applied)
@@ -77,7 +139,7 @@ class MemSaveState:
             done.append(self.forward_scope.applied)
         if self.loop.zero_grad_first:
             done.append(Applied(technique="early_zero_grad", summary="gradients are freed before the forward pass"))
-        order = self.recipe.stems()
+        order = [technique.stem for technique in TECHNIQUES]
         return tuple(sorted(done, key=lambda applied: order.index(applied.technique)))
 
     def finish(self) -> None:
@@ -179,6 +241,8 @@ def ways_of_training(trainer: Any) -> list[str]:
 
 
 def _install_loop(trainer: Any, state: LoopState, namespace: str) -> None:
+    if state.recovery is not None:
+        _refuse_recovery(trainer)
     if (
         not trainer.lightning_module.automatic_optimization
     ):  # Lightning bypasses the loop, and the user zeroes gradients
@@ -190,6 +254,17 @@ def _install_loop(trainer: Any, state: LoopState, namespace: str) -> None:
         rank_zero_info(f"memsave: gradients are freed after the forward pass, as {hook} may read them.")
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.automatic_optimization = loop_class(namespace)(epoch_loop.automatic_optimization, state)
+
+
+def _refuse_recovery(trainer: Any) -> None:
+    """Raise `ValueError` where a batch cannot be run again."""
+    if not trainer.lightning_module.automatic_optimization:
+        why, remedy = "under manual optimization, which steps optimizers inside of `training_step`", "a number"
+    elif trainer.world_size > 1 or {"FSDP", "model parallel (FSDP2)", "DeepSpeed"} & set(ways_of_training(trainer)):
+        why, remedy = "with several processes, which wait for each other in the middle of a step", "a number"
+    else:
+        return
+    raise setting_error("microbatch", f"cannot recover {why}", "auto", f"Use {remedy}, for example `microbatch=8`.")
 
 
 def _reader_of_gradients(trainer: Any) -> str | None:

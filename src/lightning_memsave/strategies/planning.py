@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_memsave.memory.fake import fake_tensors, optimizer_state_bytes
 from lightning_memsave.memory.ledger import tensors_in
 from lightning_memsave.memory.trace import Trace, trace_step
 from lightning_memsave.planner.checkpointing import CheckpointingPlan, Planner
+from lightning_memsave.strategies.recovery import is_out_of_memory
 from lightning_memsave.strategies.rehearsal import without_a_trace
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing
 
@@ -31,13 +33,14 @@ class PlannedCheckpointing:
     Args:
         trainer: Lightning's.
         config: needs a plan.
+        is_asked_for: whether the user did; then no effect is worth a warning.
 
     Raises:
         ValueError: this way of training cannot be rehearsed.
     """
 
-    def __init__(self, trainer: Any, config: Checkpointing) -> None:
-        self._config = config
+    def __init__(self, trainer: Any, config: Checkpointing, *, is_asked_for: bool = True) -> None:
+        self._config, self._is_asked_for = config, is_asked_for
         self._planner: Planner | None = None
         self._plan: CheckpointingPlan | None = None
         self.applied: Applied | None = None
@@ -65,7 +68,9 @@ class PlannedCheckpointing:
         if trainer.is_global_zero:
             try:
                 trace = _rehearse(trainer, args, scope)
-                self._planner = Planner(trace, self._config, extra_bytes=sum(map(optimizer_state_bytes, trainer.optimizers)))
+                self._planner = Planner(
+                    trace, self._config, extra_bytes=sum(map(optimizer_state_bytes, trainer.optimizers))
+                )
                 found = self._planner.plan()
             except ValueError as error:
                 found = error
@@ -80,7 +85,7 @@ class PlannedCheckpointing:
             self.applied.undo()
         self._plan = plan
         self.applied = apply_checkpointing(trainer.lightning_module, plan.config)
-        if not plan.config.regions and plan.budget_bytes is None:
+        if self._is_asked_for and not plan.config.regions and plan.budget_bytes is None:
             warnings.warn(
                 f"checkpointing={self._config.method!r} had no effect: no region lowers the predicted peak of "
                 f"{format_bytes(plan.baseline_peak_bytes)}.",
@@ -138,32 +143,50 @@ def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[],
     """One step on fake tensors, which takes no memory; on real ones where it reads values, or a vault codes them."""
     module = trainer.lightning_module
 
-    def trace(batch_and_more: tuple[Any, ...]) -> Trace:
-        def step() -> None:
-            with trainer.precision_plugin.train_step_context():
-                output = module.training_step(*batch_and_more)
-            loss = output["loss"] if isinstance(output, dict) else output
-            if loss is None:
-                raise setting_error(
-                    "checkpointing",
-                    "needs a first batch with a loss to plan from",
-                    "None from `training_step`",
-                    'Use `checkpointing="blocks"`.',
-                )
-            loss.backward()
+    def trace(args: tuple[Any, ...], scope: Callable[[Callable[[], Any]], Any] | None) -> Trace:
+        _bring_gradients(trainer, module)
+        step = functools.partial(_forward_and_backward, trainer, args)
+        return trace_step(module, step if scope is None else lambda: scope(step), held=list(tensors_in(args)))
 
-        def run() -> None:
-            step() if scope is None else scope(step)
+    with without_a_trace(trainer, module), _without_reduction(trainer.strategy.model):
+        if scope is not None:
+            try:
+                return trace(args, scope)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+        # Whatever fails on fake tensors (a step that reads values, a kernel of one's own) is tried on real ones.
+        with contextlib.suppress(Exception), fake_tensors(module) as fake:
+            return trace(fake(args), None)
+        return trace(args, None)
 
-        return trace_step(module, run, held=list(tensors_in(batch_and_more)))
 
-    with without_a_trace(trainer, module):
-        if scope is None:
-            # Whatever fails on fake tensors (a step that reads values, a kernel of one's own) is tried on real ones.
-            with contextlib.suppress(Exception), fake_tensors(module) as fake:
-                return trace(fake(args))
-        with _without_reduction(trainer.strategy.model):
-            return trace(args)
+def _adds_up_gradients(trainer: Any) -> bool:
+    """Whether a backward pass may find gradients of an earlier one."""
+    return trainer.accumulate_grad_batches > 1 or trainer.strategy.memsave.loop.microbatching is not None
+
+
+def _bring_gradients(trainer: Any, module: nn.Module) -> None:
+    """What a later batch finds: the rehearsal is of the step at its highest, not of the first one."""
+    is_freed_first = trainer.strategy.memsave.loop.zero_grad_first and not _adds_up_gradients(trainer)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad and not is_freed_first else None
+
+
+def _forward_and_backward(trainer: Any, args: tuple[Any, ...]) -> None:
+    with trainer.precision_plugin.train_step_context():
+        output = trainer.lightning_module.training_step(*args)
+    loss = output["loss"] if isinstance(output, dict) else output
+    if loss is None:
+        raise setting_error(
+            "checkpointing",
+            "needs a first batch with a loss to plan from",
+            "None from `training_step`",
+            'Use `checkpointing="blocks"`.',
+        )
+    if not _adds_up_gradients(trainer):
+        trainer.lightning_module.zero_grad()  # torch's, as Lightning does between forward and backward
+    loss.backward()
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ def infer_module_reduction(
     """
     module, batch = trainer.lightning_module, kwargs["batch"]
     if config.split_fn is None:
+        assert config.size != "auto", "who cuts knows the size"
         num_used = min(num_samples, max(3, 2 * config.size))
         cut = max(1, num_used // 3)
         whole = take(batch, 0, num_used, num_samples)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch._dynamo.trace_rules
 from torch import Tensor
-from torch._C._autograd import SavedTensor, _make_saved_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
@@ -22,8 +22,6 @@ for _room in ("lightning_memsave.vault", "lightning_memsave.numerics"):
     torch._dynamo.trace_rules.add(_room)
 
 Node = torch.autograd.graph.Node
-SavedInput = SavedTensor
-"""A tensor that is kept as autograd nodes keep theirs."""
 
 
 class Edge(NamedTuple):
@@ -174,20 +172,20 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks) or tensor.retains_grad
 
 
-def innermost_pack_hook() -> Any:
-    """The pack hook that the next saved tensor goes to; `None` without any."""
+def innermost_hooks() -> tuple[Any, Any]:
+    """The pack hook that the next saved tensor goes to, and its unpack hook; `None` without any."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return None if hooks is None else hooks[0]
-
-
-def keep(tensor: Tensor) -> SavedInput:
-    """Keep a tensor as an autograd node would: through the hooks that are active, checked for changes in place."""
-    return _make_saved_tensor(tensor, is_output=False)
+    return (None, None) if hooks is None else (hooks[0], hooks[1])
 
 
 def refuses_hooks(error: RuntimeError) -> bool:
     """Whether this is what torch.func's transforms raise inside a scope."""
     return "saved tensor hooks" in str(error) and "torch.func" in str(error)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no values."""
+    return isinstance(tensor, FakeTensor)
 
 
 def compiler_callback() -> Any:

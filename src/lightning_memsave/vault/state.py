@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.vault.graph import compiler_callback, compiling
+from lightning_memsave.vault.graph import check_version, compiler_callback, compiling, is_fake
 
 _PARTS_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, children, hooks
 
@@ -27,8 +28,8 @@ class Randomness:
 
     def equals(self, other: Randomness) -> bool:
         """Whether no number was drawn between the two."""
-        return torch.equal(self._cpu, other._cpu) and all(
-            torch.equal(state, other._others[d]) for d, state in self._others.items()
+        return _bytes(self._cpu) == _bytes(other._cpu) and all(
+            _bytes(state) == _bytes(other._others[d]) for d, state in self._others.items()
         )
 
     def restore(self) -> None:
@@ -48,17 +49,22 @@ class Randomness:
             before.restore()
 
 
+def _bytes(state: Tensor) -> bytes:
+    """Of a generator's state, which lies on the CPU; compared without an operation, so among fake tensors as well."""
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
 class Surroundings:
     """Autocast, the default device and Dynamo's callback, as they are now; entered, they hold again.
 
     Without the callback, what was compiled in a compiled module's region would be eager in its repetition.
     """
 
-    def __init__(self, device_types: Iterable[str]) -> None:
+    def __init__(self, devices: Iterable[torch.device]) -> None:
         self._device, self._compiler = torch.get_default_device(), compiler_callback()
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
-            for kind in sorted({"cpu", *device_types})
+            for kind in sorted({"cpu", *(device.type for device in devices)})
             if torch.amp.is_autocast_available(kind)
         ]
 
@@ -72,6 +78,49 @@ class Surroundings:
                 stack.enter_context(torch.autocast(*settings))
             with compiling(self._compiler):
                 yield
+
+
+class Weights:
+    """The parameters that a call computes with: those of `module`, which stays with them.
+
+    Autograd notices changes of the parameters that it keeps; a repetition computes with all of them. Others may have
+    been lent for one forward (`torch.func.functional_call`).
+
+    Args:
+        module: whose.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owned = [
+            (owner, key, value)
+            for owner in module.modules()
+            for key, value in owner._parameters.items()
+            if value is not None
+        ]
+        self._versions: list[int] = []
+
+    def note(self) -> None:
+        """They may not be changed in place from now on."""
+        self._versions = [value._version for _, _, value in self._owned]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """The module has these parameters.
+
+        Raises:
+            RuntimeError: one was changed in place since, as autograd itself would.
+        """
+        others = []
+        for (owner, key, value), version in zip(self._owned, self._versions, strict=True):
+            check_version(value, version, value.shape)
+            if (other := owner._parameters.get(key)) is not value:
+                others.append((owner, key, other))
+                owner._parameters[key] = value
+        try:
+            yield
+        finally:
+            for owner, key, other in others:
+                owner._parameters[key] = other
 
 
 _Buffer = tuple[nn.Module, str, Tensor]
@@ -104,6 +153,16 @@ class Buffers:
             del self._before[name]
         return found
 
+    def put_back(self) -> None:
+        """Give the module's buffers, in place, the values that they had."""
+        with torch.no_grad():
+            for owner, key, value in self._before.values():
+                current = owner._buffers[key]
+                if current is not None and current.shape == value.shape:
+                    current.copy_(value)
+                else:
+                    owner._buffers[key] = value.clone()
+
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """The module has (clones of) these buffers; a double backward comes here twice."""
@@ -118,7 +177,7 @@ class Buffers:
 
 
 def _equal(current: Tensor | None, before: Tensor) -> bool:
-    return current is not None and torch.equal(current, before)
+    return current is not None and not is_fake(current) and torch.equal(current, before)
 
 
 class Attributes:
@@ -143,11 +202,11 @@ class Attributes:
         """The name of an attribute that has changed since.
 
         Args:
-            but_filled: do not count one that was missing or `None` before: a cache is filled once.
+            but_filled: do not count one that was missing, `None` or empty before: a cache is filled once.
         """
         for prefix, key, value in self._attributes():
             before = self._values.get((prefix, key), _NOTHING)
-            if not (but_filled and before in (_NOTHING, _fingerprint(None))) and before != _fingerprint(value):
+            if not (but_filled and before in _UNFILLED) and before != _fingerprint(value):
                 return f"{prefix}.{key}".removeprefix(".")
         return None
 
@@ -161,8 +220,13 @@ def _fingerprint(value: Any) -> tuple[Any, ...]:
         return type(value), value
     if isinstance(value, Tensor):
         return id(value), value._version
-    if isinstance(value, (list, tuple, set)):
+    if isinstance(value, tuple):
+        return type(value), *map(_fingerprint, value)
+    if isinstance(value, (list, set)):
         return type(value), *map(id, value)
     if isinstance(value, dict):
         return type(value), *((id(k), id(v)) for k, v in value.items())
     return (id(value),)
+
+
+_UNFILLED = [_NOTHING, *map(_fingerprint, (None, [], set(), {}))]

@@ -35,7 +35,7 @@ from lightning_memsave.vault.forms import Rank
 from lightning_memsave.vault.graph import (
     Edge,
     edge_of,
-    innermost_pack_hook,
+    innermost_hooks,
     inputs_of,
     is_made_of_weights,
     sequence_nr_of,
@@ -162,7 +162,7 @@ class Vault:
 
     def _answer(self, call: policy.Call) -> Tensor | None:
         # Inside a checkpointed region, where torch's own hooks come first, its recomputation would not be answered.
-        is_ours = self.chunk_loss and innermost_pack_hook() == self.pack
+        is_ours = self.chunk_loss and innermost_hooks()[0] == self.pack
         return linear_cross_entropy(call) if is_ours else None
 
     # --------------------------------------------------------------------------- checkpointed regions

@@ -67,17 +67,13 @@ def _is_chain(trace: Trace, call: CallRecord, children: Sequence[CallRecord]) ->
 
 def _is_bypassed(trace: Trace, run: Sequence[CallRecord]) -> bool:
     """Whether what the first call of `run` is given is read behind the last one: a residual connection."""
-    given = run[0].inputs[:1]
-    return any(trace.storages[n].last_forward_use > run[-1].last_event for n in given if n not in run[-1].outputs)
+    given = [n for n in run[0].inputs[:1] if trace.storages[n].born >= 0 and n not in run[-1].outputs]
+    return any(trace.storages[n].last_forward_use > run[-1].last_event for n in given)
 
 
 def kept_bytes(trace: Trace, call: CallRecord) -> int:
     """Bytes that were made during a call and are alive when backward begins."""
-    return sum(
-        storage.num_bytes
-        for storage in trace.storages
-        if storage.is_kept and call.first_op <= storage.op < call.last_op
-    )
+    return trace.kept_before(call.last_op) - trace.kept_before(call.first_op)
 
 
 def called_once(trace: Trace) -> set[str]:

@@ -109,7 +109,7 @@ class Replay:
                 storage = self._trace.storages[number]
                 if self._end_of(number) < leaves:
                     changes += [(self._end_of(number) + 1, storage.num_bytes), (leaves + 1, -storage.num_bytes)]
-                    saved_bytes -= storage.num_bytes
+                    saved_bytes -= 0 if storage.is_kept else storage.num_bytes
             most_copies = max(call.buffer_bytes for call in run)  # a call that is repeated changes copies of the copies
             spikes.append((arrives, self._local_peak(first, last, set(made)) + most_copies))
             stop = max((self._trace.storages[n].op + 1 for n in dropped), default=first.first_op)

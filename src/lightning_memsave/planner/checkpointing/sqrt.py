@@ -47,7 +47,7 @@ def _limits(sizes: Sequence[int]) -> list[float]:
     """Limits on the bytes of a region, from the largest unit to everything, evenly spaced in ratio."""
     total, largest = sum(sizes), max(sizes, default=0)
     if not largest:
-        return []
+        return [0]  # nothing to cut, but modules that are called several times
     return [0, *(largest * (total / largest) ** (step / _NUM_TRIES) for step in range(_NUM_TRIES))]
 
 

@@ -32,8 +32,9 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.units import parse_bytes
 from lightning_memsave.techniques.checkpointing.selection import Region, select_regions
+from lightning_memsave.vault.inputs import keeping_inputs_in
 from lightning_memsave.vault.offload import Offloader
-from lightning_memsave.vault.regions import EditsInputError, Group, Member, Membership, keeping_inputs_in, run
+from lightning_memsave.vault.regions import EditsInputError, Group, Member, Membership, run
 from lightning_memsave.vault.state import Attributes
 from lightning_memsave.vault.vault import Vault
 
@@ -136,7 +137,7 @@ def apply_checkpointing(model: nn.Module, config: Checkpointing) -> Applied:
     )
     modules = {name: model.get_submodule(name) for region in regions for name in region}
     for name, module in modules.items():
-        if _MEMBER in module.__dict__:
+        if _is_member(module):
             raise setting_error("checkpointing", "must be applied once", name, "Call `.undo()` of the first one.")
     for name, memberships in _memberships(regions).items():
         _join(modules[name], memberships)
@@ -168,6 +169,11 @@ def _memberships(regions: Sequence[Region]) -> dict[str, list[Membership]]:
         for position, name in enumerate(region):
             found.setdefault(name, []).append(Membership(group, position))
     return found
+
+
+def _is_member(module: nn.Module) -> bool:
+    # A pickle has forgotten: its `forward`, if it has one of its own, is that of its class.
+    return getattr(module.__dict__.get("forward"), "__func__", None) is forward
 
 
 def _join(module: nn.Module, memberships: Sequence[Membership]) -> None:

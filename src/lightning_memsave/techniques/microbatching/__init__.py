@@ -41,8 +41,9 @@ class Microbatching:
         ValueError: a size below 1, or an unknown reduction.
     """
 
-    size: int
-    """Samples whose activations may live at once. Sizes of the parts differ by at most one."""
+    size: int | Literal["auto"] = "auto"
+    """Samples whose activations may live at once; sizes of the parts differ by at most one. `"auto"`: all of them until
+    memory runs out; then the same batch is run again with less, exact measures first, then half the samples."""
     reduction: Literal["auto", "mean", "sum"] = "auto"
     """How the loss depends on the batch. `"auto"` evaluates it three times on a few samples of the first batch, in eval
     mode and without gradients; a loss that is neither mean nor sum is run whole, with a warning."""
@@ -54,8 +55,11 @@ class Microbatching:
     """Raise, instead of warning, when microbatches would change the result (active BatchNorm or dropout)."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise setting_error("microbatch", "must be a positive integer", self.size, "Use 1 for the smallest.")
+        is_number = isinstance(self.size, int) and not isinstance(self.size, bool) and self.size > 0
+        if not is_number and self.size != "auto":
+            raise setting_error(
+                "microbatch", 'must be a positive integer or "auto"', self.size, "Use 1 for the smallest."
+            )
         if self.reduction not in ("auto", "mean", "sum"):
             raise setting_error(
                 "Microbatching.reduction",
@@ -66,15 +70,17 @@ class Microbatching:
 
     @classmethod
     def from_shorthand(cls, value: object) -> Microbatching:
-        """`microbatch=10` is `Microbatching(size=10)`."""
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise setting_error(
-                "microbatch",
-                "must be a positive integer or `Microbatching(...)`",
-                value,
-                "For example `microbatch=10`.",
-            )
-        return cls(size=value)
+        """`microbatch=10` is `Microbatching(size=10)`; `"auto"` and `True` are `Microbatching(size="auto")`."""
+        if value is True:
+            return cls()
+        if isinstance(value, int) or value == "auto":
+            return cls(size=value)  # checked in __post_init__
+        raise setting_error(
+            "microbatch",
+            'must be a positive integer, "auto" or `Microbatching(...)`',
+            value,
+            "For example `microbatch=10`.",
+        )
 
     def parts(self, batch: Any) -> list[tuple[Any, float]]:
         """The microbatches of `batch`, each with its number of samples (with `split_fn` and `weight_fn`, its weight).
@@ -82,6 +88,8 @@ class Microbatching:
         Raises:
             UnsplittableBatchError: the batch dimension cannot be told and there is no `split_fn`.
         """
+        if self.size == "auto":
+            return [(batch, 0.0)]
         if self.split_fn is None:
             return list(split(batch, self.size))
         count = batch_size if self.weight_fn is None else self.weight_fn
