@@ -5,10 +5,11 @@ inside becomes a number; the first number that backward asks for makes all calls
 fills the rest. What one call of a region takes from an earlier one is not kept at all. Regions nest: inside a repeated
 region, inner ones are regions again, and that is how memory becomes logarithmic.
 
-In the repetition everything is as it was: the generators of torch's devices (kept only where a call drew numbers),
-autocast, the default device, and every buffer that the calls change. It stops behind the last tensor that backward
-waits for. In the scope of a vault, inputs are kept by the vault, and the repetition runs under it: what it keeps is in
-codes and recipes again. A function mode is off while backward runs, so a repetition enters the vault's own again.
+In the repetition everything is as it was: torch's generators of the CPU and of the inputs' devices (kept only where a
+call drew numbers), autocast, the default device, the parameters, and the buffers that the first call in training, or
+the first in evaluation, changed. It stops behind the last tensor that backward waits for. In the scope of a vault,
+inputs are kept by the vault, and the repetition runs under it: what it keeps is in codes and recipes again. A function
+mode is off while backward runs, so a repetition enters the vault's own again.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016
 (https://arxiv.org/abs/1604.06174). The way through saved-tensor hooks is that of `torch.utils.checkpoint`

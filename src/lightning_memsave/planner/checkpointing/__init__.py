@@ -51,6 +51,7 @@ class CheckpointingPlan:
         return found + peak + budget
 
 
+_MARGIN = 100  # of a budget, one part is left free
 _MEANING = "on CPU: tensors and kernels' workspace; on CUDA: what the allocator reserves"
 
 
@@ -131,7 +132,11 @@ class Planner:
         return self._replay.peak_bytes() - int((1 - budget) * activations)
 
     def _fit(self, limit_bytes: int) -> tuple[CheckpointingPlan | None, int]:
-        fit, lowest = fit_budget(self._trace, self._replay, limit_bytes)
+        """A plan with a little to spare, as workspace is modelled; to the byte where that is all there is."""
+        with_margin = limit_bytes if self._replay.peak_bytes() <= limit_bytes else limit_bytes - limit_bytes // _MARGIN
+        fit, lowest = fit_budget(self._trace, self._replay, with_margin)
+        if fit is None and lowest <= limit_bytes:
+            fit, lowest = fit_budget(self._trace, self._replay, limit_bytes)
         if fit is None:
             return None, lowest
         plan = _plan(self._config, self._replay, [effect.candidate for effect in fit.effects])

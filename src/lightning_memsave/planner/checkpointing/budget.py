@@ -42,8 +42,9 @@ def fit_budget(trace: Trace, replay: Replay, budget_bytes: int) -> tuple[Fit | N
     """The cheapest regions within `budget_bytes`, or `None`; and the lowest peak that was met on the way."""
     if (plain := replay.peak_bytes()) <= budget_bytes:
         return Fit((), plain, 0.0), plain
-    candidates = [*singles(trace), *groups(trace, units(trace))]
-    effects = [e for e in map(replay.effect_of, candidates) if e.saved_bytes > 0]
+    chains = [units(trace, members_are_whole=are_whole) for are_whole in (False, True)]
+    candidates = {c.names: c for c in [*singles(trace), *(c for chain in chains for c in groups(trace, chain))]}
+    effects = [e for e in map(replay.effect_of, candidates.values()) if e.saved_bytes > 0]
     found = list(_fits(replay, effects, budget_bytes))
     smallest = plan_sqrt(trace, replay)
     found.append(_fit(replay, smallest))

@@ -33,22 +33,45 @@ def may_be_region(call: CallRecord) -> bool:
     return call.name != "" and is_pure and call.requires_grad and call.backward_event is not None
 
 
-def units(trace: Trace) -> list[CallRecord]:
+def units(trace: Trace, *, members_are_whole: bool = False) -> list[CallRecord]:
     """Calls that follow each other and do not contain each other: the chain that is cut into regions.
 
     Containers and modules that pass a tensor from child to child are replaced by their children, and so is a call that
     cannot be made twice, so that only the guilty one is left out.
+
+    Args:
+        trace: of the step.
+        members_are_whole: do not split members of containers.
     """
-    return [unit for call in trace.calls if call.parent is None for unit in _split(trace, call)]
+    whole = {call.index for call in members(trace)} if members_are_whole else set[int]()
+    return [unit for call in trace.calls if call.parent is None for unit in _split(trace, call, whole)]
 
 
-def _split(trace: Trace, call: CallRecord) -> Iterator[CallRecord]:
+def _split(trace: Trace, call: CallRecord, whole: set[int]) -> Iterator[CallRecord]:
     children = [trace.calls[index] for index in call.children]
-    if children and (_is_chain(trace, call, children) or not may_be_region(call)):
+    is_split = call.index not in whole and _is_chain(trace, call, children) if children else False
+    if is_split or (children and not may_be_region(call)):
         for child in children:
-            yield from _split(trace, child)
+            yield from _split(trace, child, whole)
     else:
         yield call
+
+
+def members(trace: Trace) -> list[CallRecord]:
+    """Calls of the outermost modules that are numbered, as in `Sequential` and `ModuleList`, and no containers."""
+    found: list[CallRecord] = []
+    inside = set[int]()
+    for call in trace.calls:  # parents come before children
+        children = [trace.calls[index] for index in call.children]
+        if call.parent in inside or (_is_numbered(call) and children and not all(map(_is_numbered, children))):
+            if call.parent not in inside:
+                found.append(call)
+            inside.add(call.index)
+    return found
+
+
+def _is_numbered(call: CallRecord) -> bool:
+    return call.name.rpartition(".")[2].isdigit()
 
 
 def _is_chain(trace: Trace, call: CallRecord, children: Sequence[CallRecord]) -> bool:

@@ -8,10 +8,18 @@ where that costs nothing, as it would be repeated at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lightning_memsave.memory.trace import CallRecord, Trace
-from lightning_memsave.planner.checkpointing.candidates import Candidate, group, kept_bytes, singles, stretches, units
+from lightning_memsave.planner.checkpointing.candidates import (
+    Candidate,
+    group,
+    kept_bytes,
+    members,
+    singles,
+    stretches,
+    units,
+)
 from lightning_memsave.planner.checkpointing.replay import Effect, Replay
 
 _NUM_TRIES = 40
@@ -19,22 +27,30 @@ _NUM_TRIES = 40
 
 def plan_sqrt(trace: Trace, replay: Replay) -> list[Effect]:
     """The regions; none where none lowers the predicted peak."""
-    chain = units(trace)
-    found = stretches(trace, chain)
-    in_stretches = {call.name for run in found for call in run}
-    shared = [c for c in singles(trace) if c.names[0] in {u.name for u in chain} - in_stretches]
-    sizes = {call.index: kept_bytes(trace, call) for run in found for call in run}
     best: list[Effect] = []
     lowest = replay.peak_bytes()
     known: dict[tuple[str, ...], Effect] = {}
-    for limit in _limits(list(sizes.values())):
-        cut = [c for run in found for c in cut_by_size(run, sizes, limit)]
-        effects = [_known(replay, candidate, known) for candidate in [*cut, *shared]]
+    for candidates in _cuts(trace):
+        effects = [_known(replay, candidate, known) for candidate in candidates]
         effects = [effect for effect in effects if effect.saved_bytes > 0]
         peak = replay.peak_bytes(effects)
         if peak < lowest:
             best, lowest = effects, peak
     return without_idle(replay, best)
+
+
+def _cuts(trace: Trace) -> Iterator[list[Candidate]]:
+    """Ways to cut the step: members of containers by themselves, then chains of units by many limits."""
+    alone = singles(trace)
+    yield [c for c in alone if c.names[0] in {member.name for member in members(trace)}]
+    for are_whole in (True, False):
+        chain = units(trace, members_are_whole=are_whole)
+        found = stretches(trace, chain)
+        in_stretches = {call.name for run in found for call in run}
+        shared = [c for c in alone if c.names[0] in {u.name for u in chain} - in_stretches]
+        sizes = {call.index: kept_bytes(trace, call) for run in found for call in run}
+        for limit in _limits(list(sizes.values())):
+            yield [*(c for run in found for c in cut_by_size(run, sizes, limit)), *shared]
 
 
 def _known(replay: Replay, candidate: Candidate, known: dict[tuple[str, ...], Effect]) -> Effect:
