@@ -122,6 +122,16 @@ def test_a_recovered_run_has_the_bits_of_one_with_that_size_from_the_start(where
     assert recovered[0].seen == direct[0].seen  # lists that training_step appends to are put back
 
 
+def test_what_was_switched_off_is_not_taken_up():
+    module = Net()
+    module.hungry.limit = 16
+    slots = {"microbatch": Microbatching(size="auto", reduction="mean"), "activations": False, "checkpointing": False}
+    memsave = MemSave(**slots)
+    L.Trainer(**QUIET, max_epochs=1, callbacks=[memsave]).fit(module, data())
+    assert memsave.report.num_oom_recovered == 1
+    assert [applied.technique for applied in memsave.report.applied] == ["early_zero_grad", "microbatching"]
+
+
 MESSAGES = (
     "CUDA out of memory. Tried to allocate 2.00 MiB",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",

@@ -24,6 +24,8 @@ class Recipe:
 
     name: str
     techniques: tuple[Config, ...] = ()
+    switched_off: tuple[type[Config], ...] = ()
+    """What the user does not want, so that recovery does not take it up."""
 
     def __post_init__(self) -> None:
         stems = [technique_of(config).stem for config in self.techniques]
@@ -34,6 +36,10 @@ class Recipe:
     def get(self, kind: type[C]) -> C | None:
         """The settings of one technique, or `None` when it is off."""
         return next((config for config in self.techniques if isinstance(config, kind)), None)
+
+    def leaves_open(self, kind: type[Config]) -> bool:
+        """Whether a technique is neither on nor switched off."""
+        return self.get(kind) is None and kind not in self.switched_off
 
     def stems(self) -> tuple[str, ...]:
         """The names of what is on."""
@@ -87,6 +93,7 @@ def resolve(recipe: str | Recipe, slots: Mapping[str, object]) -> Recipe:
             )
         recipe = RECIPES[recipe]
     chosen: list[Config] = []
+    switched_off = tuple(t.config for t in TECHNIQUES if t.slot and slots.get(t.slot) is False)
     for technique in TECHNIQUES:
         value = slots.get(technique.slot) if technique.slot else None
         if value is None:
@@ -96,4 +103,4 @@ def resolve(recipe: str | Recipe, slots: Mapping[str, object]) -> Recipe:
         elif value is not False:
             assert technique.shorthand is not None, "what has a slot has a shorthand"
             chosen.append(technique.shorthand(value))
-    return Recipe(recipe.name, tuple(chosen))
+    return Recipe(recipe.name, tuple(chosen), switched_off)

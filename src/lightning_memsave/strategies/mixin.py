@@ -36,7 +36,7 @@ from lightning_memsave.techniques.optimizer_state import (
     to_plain,
 )
 from lightning_memsave.techniques.registry import TECHNIQUES
-from lightning_memsave.vault.regions import keeping_inputs_in
+from lightning_memsave.vault.inputs import keeping_inputs_in
 from lightning_memsave.vault.vault import Vault
 
 
@@ -77,7 +77,7 @@ class MemSaveState:
     def _climb(self, trainer: Any) -> str | None:
         """Take the next exact measure against too little memory; `None` when there is none left.
 
-        Those that take time wait here until they are needed; what the user has set is left as it is.
+        Those that take time wait here until they are needed; what the user has set, or switched off, is left as it is.
         """
         measures = [self._compress, self._make_blocks, self._plan_regions, self._offload_inputs]
         while self._num_measures < len(measures):
@@ -89,20 +89,20 @@ class MemSaveState:
         return None
 
     def _compress(self, trainer: Any) -> str | None:
-        if self.recipe.get(ActivationCompression) is not None:
+        if not self.recipe.leaves_open(ActivationCompression):
             return None
         check_compatibility(["activation_compression", *self.recipe.stems(), *ways_of_training(trainer)])
         self.forward_scope = ForwardScope(trainer, ActivationCompression())
         return "activations recomputed where that is cheap"
 
     def _make_blocks(self, trainer: Any) -> str | None:
-        if self.recipe.get(Checkpointing) is not None:
+        if not self.recipe.leaves_open(Checkpointing):
             return None
         self.changes.append(apply_checkpointing(trainer.lightning_module, Checkpointing()))
         return f"checkpointing of {self.changes[-1].summary}"
 
     def _plan_regions(self, trainer: Any) -> str | None:
-        if self.recipe.get(Checkpointing) is not None:
+        if not self.recipe.leaves_open(Checkpointing):
             return None
         planned = PlannedCheckpointing(trainer, Checkpointing(method="sqrt"), is_asked_for=False)
         for applied in self.changes:

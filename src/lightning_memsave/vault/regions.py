@@ -35,7 +35,6 @@ from lightning_memsave.vault.calls import Place
 from lightning_memsave.vault.entries import Passed
 from lightning_memsave.vault.holders import Collector, Holder, RegionError, Stop, unpack
 from lightning_memsave.vault.inputs import Input, Keeper, keep, vault_around
-from lightning_memsave.vault.inputs import keeping_inputs_in as keeping_inputs_in  # used elsewhere
 from lightning_memsave.vault.state import Buffers, Randomness, Surroundings, Weights
 from lightning_memsave.vault.vault import Vault
 
