@@ -241,7 +241,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "depth": checkpointing_depth,
         "resnet1000": checkpointing_resnet1000,
         "budget": checkpointing_budget,
-        "codecs": checkpointing_codecs,
+        "compression": checkpointing_codecs,
     },
 }
 

@@ -92,6 +92,8 @@ def test_slots_shorthands_configs_and_false():
     recipe = Recipe("mine", (EarlyZeroGrad(), Microbatching(size=2)))
     assert MemSave(recipe).recipe == recipe
     assert MemSave(recipe, microbatch=False).recipe.stems() == ("early_zero_grad",)
+    assert MemSave(recipe, microbatch=False).recipe.switched_off == (Microbatching,)
+    assert MemSave(microbatch="auto").recipe == MemSave(microbatch=True).recipe
     assert MemSave(recipe, microbatch=3).recipe.get(Microbatching).size == 3
     assert MemSave("measure").recipe.stems() == ()
 
@@ -100,10 +102,11 @@ def test_slots_shorthands_configs_and_false():
     ("arguments", "message"),
     [
         ({"recipe": "magic"}, r"`recipe` must be one of 'measure', 'lossless'.*got 'magic'"),
-        ({"microbatch": 0}, r"`microbatch` must be a positive integer, got 0"),
-        ({"microbatch": True}, "`microbatch` must be a positive integer"),
-        ({"microbatch": "auto"}, r"`microbatch` must be a positive integer"),
-        ({"checkpointing": "no-such-thing"}, r"`checkpointing` must be one of 'blocks', got 'no-such-thing'"),
+        ({"microbatch": 0}, r"`microbatch` must be a positive integer or .auto., got 0"),
+        ({"microbatch": "all"}, r"`microbatch` must be a positive integer"),
+        ({"microbatch": 2.5}, r"`microbatch` must be a positive integer"),
+        ({"checkpointing": "no-such-thing"}, r"`checkpointing` must be one of 'blocks', 'sqrt', 'recursive', got"),
+        ({"checkpointing": "budget"}, r"To fit a limit|to fit a limit"),
         ({"optimizer_state": "1bit"}, r"`optimizer_state` must be one of '8bit', got '1bit'"),
         ({"recipe": Recipe("a", ()), "microbatch": -3}, "got -3"),
     ],
@@ -369,7 +372,11 @@ def test_without_the_callback_the_next_fit_is_plain_again():
 
 def test_two_memsaves_are_refused_and_one_leads_whatever_the_order():
     two = [MemSave(microbatch=2), MemSave(checkpointing="blocks")]
-    trainer = L.Trainer(callbacks=two, max_epochs=1, enable_checkpointing=False, **QUIET)
+    options = {"max_epochs": 1, "enable_checkpointing": False, **QUIET}
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `MemSave`"):
+        L.Trainer(callbacks=two, **options)
+    trainer = L.Trainer(callbacks=two[:1], **options)
+    trainer.callbacks.append(two[1])
     with pytest.raises(ValueError, match="one MemSave"):
         trainer.fit(Regressor(), loader())
     baseline, memsave, monitor = MemSave("measure"), MemSave(**EVERYTHING), MemoryMonitor(every=3)

@@ -89,6 +89,8 @@ class Checkpointing:
                 "Keep one of `method`, `modules` (with the method 'blocks'), `budget` and `regions`.",
             )
         self._check_budget()
+        if not chosen or self.modules is not None:
+            object.__setattr__(self, "method", "blocks")  # so that both ways to say so are equal
         if self.regions is not None:
             object.__setattr__(self, "regions", tuple(map(tuple, self.regions)))  # hashable, whatever was given
 
