@@ -122,6 +122,18 @@ def test_a_recovered_run_has_the_bits_of_one_with_that_size_from_the_start(where
     assert recovered[0].seen == direct[0].seen  # lists that training_step appends to are put back
 
 
+def test_memory_that_runs_out_while_the_loss_is_probed_says_nothing_about_the_loss():
+    class Probed(Net):
+        def training_step(self, batch, batch_idx):
+            if len(batch[0]) > 5:
+                self.hungry.fail(len(batch[0]))
+            return (self.last(self.norm(self.first(batch[0]))) - batch[1]).square().mean()
+
+    module, memsave = Probed(), MemSave(microbatch="auto")
+    L.Trainer(**QUIET, max_epochs=1, callbacks=[memsave]).fit(module, data())
+    assert memsave.report.microbatch_size == 2  # the probe takes twice as many samples
+
+
 def test_what_was_switched_off_is_not_taken_up():
     module = Net()
     module.hungry.limit = 16

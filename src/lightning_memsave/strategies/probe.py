@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memsave.strategies.recovery import is_out_of_memory
 from lightning_memsave.strategies.rehearsal import without_a_trace
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.reduction import Reduction, infer_reduction
@@ -62,6 +63,8 @@ def infer_module_reduction(
         try:
             found = infer_reduction(loss_of, whole, parts, _relative_tolerance(trainer))
         except Exception as error:  # whatever user code raises outside its usual mode
+            if is_out_of_memory(error):  # says nothing about the loss
+                raise
             why_not = f"the loss cannot be evaluated in eval mode ({type(error).__name__}: {error})."
             return ProbeResult(why_not=why_not)
     if found == "either":
