@@ -265,7 +265,7 @@ REAL = """
     class Net(L.LightningModule):
         def __init__(self):
             super().__init__()
-            hidden = [nn.Tanh(), nn.Linear(4096, 4096), nn.Tanh()]
+            hidden = [nn.Tanh() for _ in range(4)]
             self.net = nn.Sequential(nn.Linear(64, 4096), *hidden, nn.Linear(4096, 1))
         def training_step(self, batch, batch_idx):
             return self.net(batch[0]).square().mean()
