@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memsave import ActivationCompression, MemSave
+from lightning_memsave import ActivationCompression, Checkpointing, MemSave
 
 
 class Module(L.LightningModule):
@@ -72,6 +72,16 @@ def main() -> None:
             assert memsave.report.by_category["gradients"] >= gradients, memsave.report
             # The headline is the maximum over the ranks.
             assert trainer.callback_metrics["memsave/peak_bytes"].item() >= memsave.report.peak_bytes
+
+    for checkpointing in ("sqrt", "recursive", Checkpointing(budget=0.95)):
+        memsave = MemSave(checkpointing=checkpointing)
+        planned, trainer = train(memsave, "ddp")
+        for a, b in zip(train(None, "ddp")[0].parameters(), planned.parameters(), strict=True):
+            assert torch.equal(a, b)
+        (summary,) = [a.summary for a in memsave.report.applied if a.technique == "checkpointing"]
+        summaries = [""] * 2
+        torch.distributed.all_gather_object(summaries, summary)
+        assert summaries[0] == summaries[1], summaries
 
     exact, _ = train(MemSave(activations=ActivationCompression(min_numel=1)), "ddp")
     for a, b in zip(train(None, "ddp")[0].parameters(), exact.parameters(), strict=True):

@@ -98,10 +98,11 @@ class MemSave(MemoryMonitor):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a step; hold what was measured in it against the budget of a plan."""
-        measured = self._meter.num_steps_measured
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._state is not None and self._state.planned is not None and self._meter.num_steps_measured > measured:
-            self._state.planned.check(trainer, self._meter.latest_bytes)
+        planned = None if self._state is None else self._state.planned
+        tracked_bytes = self._meter.tracked_bytes
+        if planned is not None and tracked_bytes is not None:
+            planned.check(trainer, tracked_bytes)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned about this machine's memory, so that a resumed run starts where this one stopped."""

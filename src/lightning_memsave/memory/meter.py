@@ -51,8 +51,9 @@ class Meter:
         self._peak: Measurement | None = None
         self._reserved_bytes: int | None = None
         self.num_steps_measured = 0
-        self.latest_bytes = 0
-        """The peak of the step that was measured last; reserved bytes where an allocator tells them."""
+        self.tracked_bytes: int | None = None
+        """The peak of the step that has just ended, if it was tracked: which steps are is the same on every rank.
+        Reserved bytes where an allocator tells them."""
 
     def begin(
         self,
@@ -95,12 +96,15 @@ class Meter:
 
         That is `None` for a step that was not tracked, unless an allocator shows that it went beyond the highest peak.
         """
+        self.tracked_bytes = None
         if self._began_seconds is None:
             return None
         seconds, self._began_seconds = time.perf_counter() - self._began_seconds, None
         allocated = allocator.read_peak(self._device)
         profiled, expected = self._profile, self._profile_next
         tracked = self.abandon()
+        if tracked is not None:
+            self.tracked_bytes = tracked.peak_bytes if allocated is None else allocated.reserved_bytes
         if profiled is not None and expected is not None:
             found = expected.held_bytes + profiled.peak_bytes - expected.peak_bytes
             self._workspace_bytes = max(self._workspace_bytes or 0, found)
@@ -118,7 +122,6 @@ class Meter:
         else:
             return None
         self.num_steps_measured += 1
-        self.latest_bytes = measured.peak_bytes if allocated is None else allocated.reserved_bytes
         if highest is None or measured.peak_bytes > highest.peak_bytes:
             self._peak = measured
         return measured

@@ -19,7 +19,7 @@ from lightning_memsave.core.units import format_bytes
 from lightning_memsave.memory.fake import fake_tensors, optimizer_state_bytes
 from lightning_memsave.memory.ledger import tensors_in
 from lightning_memsave.memory.trace import Trace, trace_step
-from lightning_memsave.planner.checkpointing import CheckpointingPlan, Planner
+from lightning_memsave.planner.checkpointing import CheckpointingPlan, Planner, no_plan
 from lightning_memsave.strategies.recovery import is_out_of_memory
 from lightning_memsave.strategies.rehearsal import without_a_trace
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing
@@ -54,7 +54,7 @@ class PlannedCheckpointing:
         return self.applied is None and torch.is_grad_enabled()
 
     def plan(self, trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[], Any]], Any] | None) -> None:
-        """Rehearse `training_step(*args)` and make the regions that it calls for; rank 0 decides.
+        """Rehearse `training_step(*args)` and make the regions that it calls for; what rank 0 finds holds for all.
 
         Args:
             trainer: Lightning's, in its fit loop.
@@ -64,20 +64,20 @@ class PlannedCheckpointing:
         Raises:
             ValueError: the budget cannot be met.
         """
-        found: CheckpointingPlan | ValueError | None = None
-        if trainer.is_global_zero:
-            try:
-                trace = _rehearse(trainer, args, scope)
-                self._planner = Planner(
-                    trace, self._config, extra_bytes=sum(map(optimizer_state_bytes, trainer.optimizers))
-                )
-                found = self._planner.plan()
-            except ValueError as error:
-                found = error
-        found = trainer.strategy.broadcast(found)
-        if isinstance(found, ValueError):
+        found: CheckpointingPlan | Exception
+        try:  # on every rank, as a step may wait for the others
+            trace = _rehearse(trainer, args, scope)
+            extra_bytes = sum(map(optimizer_state_bytes, trainer.optimizers))
+            self._planner = Planner(trace, self._config, extra_bytes=extra_bytes)
+            found = self._planner.plan()
+        except Exception as error:
+            found = error
+        if trainer.world_size > 1:
+            found = trainer.strategy.broadcast(found)
+        if isinstance(found, ValueError) and not self._is_asked_for:
+            found = no_plan(self._config)  # recovery goes on without
+        if isinstance(found, Exception):
             raise found
-        assert found is not None, "rank 0 made a plan or failed"
         self._apply(trainer, found)
 
     def _apply(self, trainer: Any, plan: CheckpointingPlan) -> None:

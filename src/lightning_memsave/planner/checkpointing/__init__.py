@@ -159,6 +159,16 @@ class Planner:
         )
 
 
+def no_plan(config: Checkpointing) -> CheckpointingPlan:
+    """No regions, and nothing known."""
+    return CheckpointingPlan(
+        config=Checkpointing(regions=(), offload=config.offload),
+        baseline_peak_bytes=0,
+        peak_bytes=None,
+        tracked_peak_bytes=None,
+    )
+
+
 def _plan(
     config: Checkpointing, replay: Replay, candidates: Sequence[Candidate], are_nested: bool = False
 ) -> CheckpointingPlan:
