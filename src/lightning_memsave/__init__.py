@@ -34,7 +34,7 @@ from lightning_memsave.techniques.activation_compression import (  # noqa: E402
 )
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing  # noqa: E402
 from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad  # noqa: E402
-from lightning_memsave.techniques.microbatching import Microbatching, microbatches  # noqa: E402
+from lightning_memsave.techniques.microbatching import LabelCount, Microbatching, microbatches  # noqa: E402
 from lightning_memsave.techniques.optimizer_state import OptimizerState, apply_optimizer_state  # noqa: E402
 
 register_strategies()
@@ -46,6 +46,7 @@ __all__ = [
     "BudgetWarning",
     "Checkpointing",
     "EarlyZeroGrad",
+    "LabelCount",
     "Ledger",
     "Measurement",
     "MemSave",

@@ -60,7 +60,7 @@ def test_peaks_since_the_reset(fake_device):
     fake_device.allocate(-3000)
     assert allocator.counts_peaks(device)
     assert fake_device.resets == [device]
-    assert allocator.read_peak(device) == allocator.AllocatorPeak(allocated_bytes=3000, reserved_bytes=2**21)
+    assert allocator.read_peak(device) == allocator.AllocatorBytes(allocated_bytes=3000, reserved_bytes=2**21)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])

@@ -10,7 +10,8 @@ from lightning_memsave.callbacks.monitor import MemoryMonitor
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.planner.recipes import Recipe, resolve
-from lightning_memsave.strategies.mixin import MemSaveState, adopt, release
+from lightning_memsave.strategies.mixin import adopt, release
+from lightning_memsave.strategies.run_state import MemSaveState
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.microbatching import Microbatching
@@ -74,7 +75,7 @@ class MemSave(MemoryMonitor):
             measured,
             applied=applied,
             microbatch_size=loop.size if is_cut else None,
-            num_oom_recovered=None if loop.recovery is None else loop.recovery.num_recovered,
+            num_oom_recovered=loop.num_recovered,
         )
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -88,21 +89,22 @@ class MemSave(MemoryMonitor):
                     [type(c).__name__ for c in trainer.callbacks],
                     "Merge their settings.",
                 )
-            self._state = adopt(trainer.strategy, self.recipe)
+            self._state = MemSaveState(self.recipe).after(self._state)
+        elif self._state is None:
+            self._state = MemSaveState(self.recipe)
+        adopt(trainer.strategy, self._state)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop measuring, and give the strategy back: a later fit without this callback is without its settings."""
         super().teardown(trainer, pl_module, stage)
-        if stage == "fit":
-            release(trainer.strategy)
+        release(trainer.strategy)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """End a step; hold what was measured in it against the budget of a plan."""
+        """End a step; hold what was measured in it against the limits that were set."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        planned = None if self._state is None else self._state.planned
-        tracked_bytes = self._meter.tracked_bytes
-        if planned is not None and tracked_bytes is not None:
-            planned.check(trainer, tracked_bytes)
+        meter = self._meter
+        if self._state is not None and self._state.measured(trainer, batch, meter.tracked, meter.scheduled_bytes):
+            meter.measure_next()
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned about this machine's memory, so that a resumed run starts where this one stopped."""

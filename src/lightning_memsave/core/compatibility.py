@@ -18,6 +18,8 @@ class Row:
     second: str
     refused_because: str | None = None
     remedy: str | None = None
+    cost: str | None = None
+    """What the combination costs besides; who has not asked for it by name is spared that."""
 
 
 WAYS_OF_TRAINING = (
@@ -30,6 +32,9 @@ WAYS_OF_TRAINING = (
     "dataloader_iter",
     "torch.compile of the whole module",
     "fp16 with a GradScaler",
+    "out-of-memory recovery",
+    "a DDP communication hook",
+    "SyncBatchNorm",
 )
 
 COMPATIBILITY = (
@@ -95,6 +100,42 @@ COMPATIBILITY = (
         "its backward asks for every kept tensor at once, which raises the peak",
         "Compile the blocks one by one (`for block in blocks: block.compile()`), or set `activations=False`.",
     ),
+    Row(
+        "out-of-memory recovery",
+        "manual optimization",
+        "`training_step` updates parameters itself, so a batch cannot be run again",
+        "Use a number, for example `microbatch=8`, with `microbatches(batch)` inside of `training_step`.",
+    ),
+    Row(
+        "out-of-memory recovery",
+        "FSDP",
+        "processes wait for each other in every forward",
+        "Use a number, for example `microbatch=8`.",
+    ),
+    Row(
+        "out-of-memory recovery",
+        "model parallel (FSDP2)",
+        "processes wait for each other in every forward",
+        "Use a number, for example `microbatch=8`.",
+    ),
+    Row(
+        "out-of-memory recovery",
+        "a DDP communication hook",
+        "gradients are averaged after backward, where DDP does not call it",
+        "Use a number, for example `microbatch=8`, or no hook.",
+    ),
+    Row(
+        "out-of-memory recovery",
+        "SyncBatchNorm",
+        "processes wait for each other in every forward",
+        "Use a number, for example `microbatch=8`.",
+    ),
+    Row(
+        "out-of-memory recovery",
+        "DDP",
+        cost="gradients are averaged after backward instead of during it, so communication takes time of its own",
+    ),
+    Row("out-of-memory recovery", "fp16 with a GradScaler"),
     Row("microbatching", "fp16 with a GradScaler"),
     Row("activation_compression", "fp16 with a GradScaler"),
     Row("optimizer_state", "fp16 with a GradScaler"),
@@ -120,3 +161,13 @@ def check_compatibility(present: Iterable[str]) -> None:
     for pair in combinations(present, 2):
         if row := refused.get(frozenset(pair)):
             raise ValueError(f"{row.first} cannot be combined with {row.second}: {row.refused_because}. {row.remedy}")
+
+
+def costs_of(present: Iterable[str]) -> list[str]:
+    """What the pairs of `present` cost besides; a default is not worth that."""
+    names = set(present)
+    return [
+        f"{row.first} stays off with {row.second} unless it is asked for: {row.cost}"
+        for row in COMPATIBILITY
+        if row.cost and {row.first, row.second} <= names
+    ]

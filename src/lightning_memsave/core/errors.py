@@ -28,3 +28,7 @@ class MicrobatchWarning(UserWarning):
 
 class BudgetWarning(UserWarning):
     """A step was measured above its budget, and there is no way known to bring it below."""
+
+
+class RefusedRegionError(ValueError):
+    """A module cannot be a checkpoint region, which its forward has shown."""

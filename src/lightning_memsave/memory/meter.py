@@ -51,9 +51,9 @@ class Meter:
         self._peak: Measurement | None = None
         self._reserved_bytes: int | None = None
         self.num_steps_measured = 0
-        self.tracked_bytes: int | None = None
-        """The peak of the step that has just ended, if it was tracked: which steps are is the same on every rank.
-        Reserved bytes where an allocator tells them."""
+        self.tracked: Measurement | None = None
+        """The step that has just ended, if it was measured."""
+        self._is_scheduled = self._is_next_measured = False
 
     def begin(
         self,
@@ -83,7 +83,11 @@ class Meter:
             self._num_steps += 1
         self._device = device
         allocator.reset_peak(device)
-        if self._num_steps in _FIRST_MEASURED or (self._num_steps > 1 and self._num_steps % self.every == 0):
+        self._is_scheduled = self._num_steps in _FIRST_MEASURED or (
+            self._num_steps > 1 and self._num_steps % self.every == 0
+        )
+        if self._is_scheduled or self._is_next_measured:
+            self._is_next_measured = False
             self._ledger = Ledger(device).watching(model, optimizers, batch)
             self._ledger.__enter__()
         elif self._workspace and self._profile_next is not None and device.type == "cpu":
@@ -91,12 +95,27 @@ class Meter:
             self._profile.__enter__()
         self._began_seconds = time.perf_counter()
 
+    @property
+    def scheduled_bytes(self) -> int | None:
+        """The peak of the step that has just ended, if it was one that is measured anyway: the same ones on every rank.
+
+        Reserved bytes where an allocator tells them.
+        """
+        if self.tracked is None or not self._is_scheduled:
+            return None
+        allocated = allocator.read_peak(self._device)
+        return self.tracked.peak_bytes if allocated is None else allocated.reserved_bytes
+
+    def measure_next(self) -> None:
+        """Measure the next step as well: something about memory has changed."""
+        self._is_next_measured = True
+
     def end(self) -> Measurement | None:
         """Finish a step and return what was measured.
 
         That is `None` for a step that was not tracked, unless an allocator shows that it went beyond the highest peak.
         """
-        self.tracked_bytes = None
+        self.tracked = None
         if self._began_seconds is None:
             return None
         seconds, self._began_seconds = time.perf_counter() - self._began_seconds, None
@@ -104,7 +123,7 @@ class Meter:
         profiled, expected = self._profile, self._profile_next
         tracked = self.abandon()
         if tracked is not None:
-            self.tracked_bytes = tracked.peak_bytes if allocated is None else allocated.reserved_bytes
+            self.tracked = _with_allocator(tracked, allocated)
         if profiled is not None and expected is not None:
             found = expected.held_bytes + profiled.peak_bytes - expected.peak_bytes
             self._workspace_bytes = max(self._workspace_bytes or 0, found)
@@ -156,7 +175,7 @@ class Meter:
         )
 
 
-def _with_allocator(tracked: Measurement, peak: allocator.AllocatorPeak | None) -> Measurement:
+def _with_allocator(tracked: Measurement, peak: allocator.AllocatorBytes | None) -> Measurement:
     """On an accelerator the allocator's peak is the peak; what the ledger did not see goes under `temporary`."""
     if peak is None:
         return tracked

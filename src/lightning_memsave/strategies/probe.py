@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memsave.strategies.recovery import is_out_of_memory
+from lightning_memsave.strategies.out_of_memory import is_out_of_memory
 from lightning_memsave.strategies.rehearsal import without_a_trace
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.reduction import Reduction, infer_reduction
@@ -58,9 +58,11 @@ def infer_module_reduction(
             raise TypeError("training_step returned no loss")
         return float(loss)
 
-    with without_a_trace(trainer, module), torch.no_grad():
+    with without_a_trace(trainer, module, batch), torch.no_grad():
         module.eval()
         try:
+            if config.weight_fn is not None:
+                parts = [(part, float(config.weight_fn(part))) for part, _ in parts]
             found = infer_reduction(loss_of, whole, parts, _relative_tolerance(trainer))
         except Exception as error:  # whatever user code raises outside its usual mode
             if is_out_of_memory(error):  # says nothing about the loss

@@ -8,12 +8,17 @@ from typing import Any
 
 from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.strategies.metrics import MergedMetrics
+from lightning_memsave.techniques.microbatching.batchnorm import unpooled
 
 
 @contextmanager
-def without_a_trace(trainer: Any, module: Any) -> Iterator[None]:
-    """Nothing is logged inside; modes, random state, gradients, buffers, metrics and plain attributes come back."""
-    start, metrics = BatchStart(module, changing=None, accumulates=False), MergedMetrics(module)
+def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[None]:
+    """Nothing is logged inside; modes, random state, gradients, buffers, metrics and plain attributes come back.
+
+    So do the containers of the batch, of which a step may take things away.
+    """
+    start, metrics = BatchStart(module, changing=None, batch=batch), MergedMetrics(module)
+    metrics.set_aside()
     gradients = {p: p.grad for p in module.parameters()}
     for parameter in gradients:
         parameter.grad = None
@@ -21,7 +26,8 @@ def without_a_trace(trainer: Any, module: Any) -> Iterator[None]:
     log_before = results.get("log")  # a loop of ours may have replaced it
     module._current_fx_name, results["log"] = "training_step", lambda *_, **__: None
     try:
-        yield
+        with unpooled():
+            yield
     finally:
         del results["log"]
         if log_before is not None:
