@@ -8,7 +8,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import BinaryAUROC
@@ -16,6 +15,7 @@ from torchmetrics.classification import BinaryAUROC
 from lightning_memsave import MemSave, Microbatching
 from lightning_memsave.core.errors import NotLosslessWarning
 from lightning_memsave.memory.ledger import Measurement
+from lightning_memsave.strategies import mixin, recovery
 from lightning_memsave.strategies.out_of_memory import OutOfMeasuresError
 from lightning_memsave.strategies.recovery import Recovery
 from tests.strategies.test_recovery import QUIET, Hungry, Net, assert_same_run, data, fit
@@ -48,11 +48,12 @@ class Deterministic(Net):
 
 
 @pytest.fixture
-def lines(caplog):
-    """What is told to people; Lightning's logger hands nothing on."""
-    rank_zero.log.addHandler(caplog.handler)
-    yield caplog
-    rank_zero.log.removeHandler(caplog.handler)
+def lines(monkeypatch):
+    """What is told to people."""
+    told = []
+    monkeypatch.setattr(mixin, "rank_zero_info", told.append)
+    monkeypatch.setattr(recovery, "_tell", told.append)
+    return told
 
 
 # ---------------------------------------------------------------------------------------------- by default
@@ -86,7 +87,7 @@ def test_as_a_default_it_steps_aside_where_it_cannot_work(lines):
 
     memsave = MemSave()
     train(Manual(), memsave)
-    assert "out-of-memory recovery cannot be combined with manual optimization" in lines.text
+    assert "out-of-memory recovery cannot be combined with manual optimization" in str(lines)
     assert memsave.report.num_oom_recovered is None
     with pytest.raises(ValueError, match="manual optimization"):
         train(Manual(), MemSave(microbatch="auto"))
@@ -144,12 +145,10 @@ def test_microbatches_grow_back_and_failures_of_that_become_rare():
 
 
 def test_growth_leaves_head_room(monkeypatch):
-    from lightning_memsave.strategies import recovery as room
-
     now = {"peak": 0}
-    monkeypatch.setattr(room, "total_bytes", lambda device: 1000)
+    monkeypatch.setattr(recovery, "total_bytes", lambda device: 1000)
     monkeypatch.setattr(
-        room, "read_peak", lambda device: type("Bytes", (), {"allocated_bytes": now["peak"], "reserved_bytes": 0})
+        recovery, "read_peak", lambda device: type("Bytes", (), {"allocated_bytes": now["peak"], "reserved_bytes": 0})
     )
     grower = Recovery(Microbatching(growth_interval=1, headroom_fraction=0.1))
     grower.limit_elements = 4.0
@@ -189,19 +188,19 @@ def test_a_limit_in_bytes_holds_without_an_error_of_the_device():
 
 
 def test_growth_respects_the_limit_in_bytes():
-    recovery = Recovery(Microbatching(max_bytes=1000, growth_interval=1))
-    recovery.limit_elements = 4.0
+    grower = Recovery(Microbatching(max_bytes=1000, growth_interval=1))
+    grower.limit_elements = 4.0
     batch, device = torch.zeros(8, 2), torch.device("cpu")
-    recovery.succeed(batch, 4, device, None)
-    assert recovery.limit_elements == 4  # nothing has been measured
+    grower.succeed(batch, 4, device, None)
+    assert grower.limit_elements == 4  # nothing has been measured
     categories = dict.fromkeys(("weights", "gradients", "optimizer_state", "activations", "temporary", "data"), 0)
     for activations, expected in ((401, 4), (400, 8)):
         step = Measurement(
             peak_bytes=200 + activations, by_category={**categories, "weights": 200, "activations": activations}
         )
-        assert not recovery.measured(None, batch, step)
-        recovery.succeed(batch, 4, device, None)
-        assert recovery.limit_elements == expected
+        assert not grower.measured(None, batch, step)
+        grower.succeed(batch, 4, device, None)
+        assert grower.limit_elements == expected
 
 
 # ---------------------------------------------------------------------------------------------- evaluation
@@ -360,7 +359,7 @@ def test_regions_that_the_model_refuses_are_withdrawn(lines):
 
     module, direct, memsave = limited(Refuses), limited(Refuses, 10**9), MemSave()
     train(module, memsave)
-    assert "cannot be checkpointed that way" in lines.text
+    assert "cannot be checkpointed that way" in str(lines)
     assert memsave.report.microbatch_size == 8
     train(direct, MemSave(microbatch=8))
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), direct.parameters(), strict=True))

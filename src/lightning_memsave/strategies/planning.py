@@ -54,6 +54,11 @@ class PlannedCheckpointing:
         """Whether the next batch is the one to rehearse."""
         return self.applied is None and torch.is_grad_enabled()
 
+    @property
+    def is_worth_telling(self) -> bool:
+        """Whether regions were made, or the user waits for an answer."""
+        return self._is_asked_for or (self._plan is not None and bool(self._plan.config.regions))
+
     def plan(self, trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[], Any]], Any] | None) -> None:
         """Rehearse `training_step(*args)` and make the regions that it calls for; what rank 0 finds holds for all.
 

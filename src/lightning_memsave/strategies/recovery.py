@@ -19,7 +19,8 @@ import gc
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+import torch.distributed as dist
+from lightning_utilities.core import rank_zero
 
 from lightning_memsave.core.units import format_bytes, parse_bytes
 from lightning_memsave.memory.allocator import read_peak, total_bytes
@@ -92,14 +93,14 @@ class Recovery:
         if taken is None:
             return False
         self.num_recovered += 1
-        rank_zero_info(f"memsave: out of memory in {what}; run again with {taken}.")
+        _tell(f"out of memory in {what}; run again with {taken}.")
         return True
 
     def withdraw(self) -> bool:
         """The model refuses the regions that were taken: undo them; `False` if they were not taken here."""
         if self._ladder is None or not self._ladder.withdraw():
             return False
-        rank_zero_info("memsave: the model cannot be checkpointed that way; run again without.")
+        _tell("the model cannot be checkpointed that way; run again without.")
         return True
 
     def _back_to_what_fitted(self, batch: Any) -> str | None:
@@ -139,7 +140,7 @@ class Recovery:
         if self._has_room(device, held_bytes):
             self._limit_before_growth = self.limit_elements
             self.limit_elements *= 2
-            rank_zero_info(f"memsave: {self.interval} batches went well; trying {_sizes(self.size_for(batch))}.")
+            _tell(f"{self.interval} batches went well; trying {_sizes(self.size_for(batch))}.")
 
     def _has_room(self, device: torch.device, held_bytes: int | None) -> bool:
         """Whether twice of what a step added to the bytes before it would fit; where nothing tells, it is tried."""
@@ -172,9 +173,7 @@ class Recovery:
             with contextlib.suppress(UnsplittableBatchError):
                 taken = self._halve(batch)
         over = f"{format_bytes(step.peak_bytes)} of `max_bytes` {format_bytes(self._max_bytes)}"
-        rank_zero_info(
-            f"memsave: a step took {over}; " + (f"from now on {taken}." if taken else "nothing is left to be done.")
-        )
+        _tell(f"a step took {over}; " + (f"from now on {taken}." if taken else "nothing is left to be done."))
         return taken is not None
 
 
@@ -183,6 +182,12 @@ def free_memory() -> None:
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
+
+
+def _tell(message: str) -> None:
+    """A line from whichever process it is: each one recovers on its own."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else None
+    rank_zero.log.info(rank_zero.rank_prefixed_message(f"memsave: {message}", rank))
 
 
 def _sizes(size: int | None) -> str:

@@ -158,7 +158,7 @@ class MemSaveState:
     def applied(self) -> tuple[Applied, ...]:
         """What each technique did so far, in the order in which recipes apply them."""
         done = [*self.changes, *([self.loop.applied] if self.loop.applied else [])]
-        if self.planned is not None and self.planned.applied is not None:
+        if self.planned is not None and self.planned.applied is not None and self.planned.is_worth_telling:
             done.append(self.planned.applied)
         if self.forward_scope is not None:
             done.append(self.forward_scope.applied)
