@@ -51,11 +51,14 @@ def infer_module_reduction(
         whole = batch
         parts = config.parts(batch)
 
+    dtypes = set()
+
     def loss_of(part: Any) -> float:
         output = trainer.strategy.training_step(*{**kwargs, "batch": part}.values())
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise TypeError("training_step returned no loss")
+        dtypes.add(loss.dtype)
         return float(loss)
 
     with without_a_trace(trainer, module, batch), torch.no_grad():
@@ -63,7 +66,9 @@ def infer_module_reduction(
         try:
             if config.weight_fn is not None:
                 parts = [(part, float(config.weight_fn(part))) for part, _ in parts]
-            found = infer_reduction(loss_of, whole, parts, _relative_tolerance(trainer))
+            losses = {id(part): loss_of(part) for part in (whole, *(part for part, _ in parts))}
+            tolerance = _relative_tolerance(trainer, dtypes)
+            found = infer_reduction(lambda part: losses[id(part)], whole, parts, tolerance)
         except Exception as error:  # whatever user code raises outside its usual mode
             if is_out_of_memory(error):  # says nothing about the loss
                 raise
@@ -79,9 +84,10 @@ def infer_module_reduction(
     return ProbeResult(found)
 
 
-def _relative_tolerance(trainer: Any) -> float:
+def _relative_tolerance(trainer: Any, dtypes: set[torch.dtype]) -> float:
+    """For losses of these dtypes, of which transformers' are float32 even where the model is float64."""
     with trainer.precision_plugin.train_step_context():
         if torch.is_autocast_enabled(trainer.strategy.root_device.type):
             return _COARSE_TOLERANCE
-    dtypes = {p.dtype for p in trainer.lightning_module.parameters() if p.is_floating_point()}
+    dtypes = dtypes | {p.dtype for p in trainer.lightning_module.parameters() if p.is_floating_point()}
     return max((_TOLERANCE.get(dtype, _COARSE_TOLERANCE) for dtype in dtypes), default=_COARSE_TOLERANCE)
