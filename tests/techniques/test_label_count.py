@@ -33,6 +33,9 @@ class Module(L.LightningModule):
     def __init__(self, model):
         super().__init__()
         self.model = model
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(8)  # far from uniform predictions, so that losses of samples differ
 
     def training_step(self, batch, batch_idx):
         return self.model(**batch).loss
@@ -78,7 +81,7 @@ def test_equal_to_the_whole_batch(make, shifted):
     module = Module(make())
     whole = trained(module)
     counted = trained(module, size=3, weight_fn=LabelCount(shifted=shifted))
-    assert largest_difference(counted, whole) < 1e-13
+    assert largest_difference(counted, whole) < 1e-7  # transformers takes its loss in float32
 
 
 def test_the_wrong_weights_are_noticed():
