@@ -23,6 +23,8 @@ def test_rows_name_what_exists_and_no_pair_twice():
     pairs = [frozenset((row.first, row.second)) for row in COMPATIBILITY]
     assert len(set(pairs)) == len(pairs)
     assert {frozenset(pair) for pair in combinations(STEMS, 2)} <= set(pairs)
+    distributed = ("DDP", "model parallel (FSDP2)")
+    assert {frozenset((stem, way)) for stem in STEMS for way in distributed} <= set(pairs)
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: f"{row.first}+{row.second}")
