@@ -10,7 +10,7 @@ from lightning_memsave.core.versions import check_versions
 
 check_versions()
 
-from lightning_memsave.callbacks import MemoryMonitor, MemSave  # noqa: E402  # after the check of versions
+from lightning_memsave.callbacks import MemoryMonitor, MemSave, Verification, verify  # noqa: E402  # after the check of versions
 from lightning_memsave.core.errors import (  # noqa: E402
     BudgetWarning,
     MicrobatchWarning,
@@ -61,11 +61,13 @@ __all__ = [
     "NotLosslessWarning",
     "OptimizerState",
     "Recipe",
+    "Verification",
     "allocation_peak",
     "apply_activation_compression",
     "apply_checkpointing",
     "apply_optimizer_state",
     "microbatches",
     "plan_checkpointing",
+    "verify",
     "wandb_logger",
 ]

@@ -52,3 +52,25 @@ def test_every_config_belongs_to_one_row():
     for technique in TECHNIQUES:
         config = technique.config(size=1) if technique.config is Microbatching else technique.config()
         assert technique_of(config) is technique
+
+
+WAYS = {
+    "DeepSpeed": "its engine counts backward passes",
+    "DDP": "stays off with DDP unless it is asked for",
+    "model parallel (FSDP2)": "wait for each other",
+    "dataloader_iter": "draws its batches itself",
+    "DDP with static_graph": "one backward per step",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_defaults_step_aside_and_what_was_asked_for_does_not(way):
+    lossless = RECIPES["lossless"]
+    left, (reason,) = lossless.stepping_aside([way])
+    assert left.stems() == ("early_zero_grad",)
+    assert WAYS[way] in reason
+    assert lossless.stepping_aside([]) == (lossless, [])
+    asked = resolve("lossless", {"microbatch": "auto"})
+    assert asked.stepping_aside([way]) == (asked, [])
+    assert asked.names() == ("early_zero_grad", "microbatching", "out-of-memory recovery")
+    assert resolve("lossless", {"microbatch": 4}).names() == ("early_zero_grad", "microbatching")
