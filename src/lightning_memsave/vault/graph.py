@@ -155,7 +155,7 @@ def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:
             return True
         name, inputs = node.name(), inputs_of(node)
         if name == DENSIFY:
-            largest = max(largest, output_of(node, 0).shape.numel())
+            largest = max(largest, torch.Size(output_of(node, 0).shape).numel())
             return True
         if name in _OF_ONE_WEIGHT:
             return ends_in_leaves(inputs[0][0], depth - 1)

@@ -26,7 +26,6 @@ scores are taken with the weights after the first step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -43,7 +42,7 @@ from lightning_memsave.techniques.sparsity.layers import (
     export_dense,
     sparse_layers,
 )
-from lightning_memsave.techniques.sparsity.patterns import choose_positions, count_live, select_layers
+from lightning_memsave.techniques.sparsity.patterns import choose_positions, select_layers
 from lightning_memsave.techniques.sparsity.settings import Sparsity, UpdateSchedule
 from lightning_memsave.techniques.sparsity.updates import MaskUpdates
 
@@ -122,17 +121,8 @@ def _summary(layers: Mapping[str, SparseLayer], left: Mapping[str, str], config:
 
 
 def estimate_sparsity(model: nn.Module, config: Sparsity) -> int:
-    """Bytes of the weights of the layers that `config` would make sparse, positions included; exact.
-
-    With `distribution="global"`, layers' shares follow from their weights: the bytes of the least favourable ones.
-    """
+    """Bytes of the weights of the layers that `config` would make sparse, positions included; exact."""
     modules, _ = select_layers(model, config.modules, config.min_size, config.group)
+    counts = {name: positions.numel() for name, positions in _chosen(modules, config).items()}
     weights = {name: module.get_parameter("weight") for name, module in modules.items()}
-    density = 1.0 if config.starts_dense else config.density
-    distribution = "uniform" if config.group is not None or config.starts_dense else config.distribution
-    if distribution == "global":
-        num_live = math.ceil(density * sum(w.numel() for w in weights.values())) + len(weights)
-        item = max(w.element_size() for w in weights.values())
-        return num_live * item + sum(-(-w.numel() // 8) for w in weights.values())
-    counts = count_live({name: w.shape for name, w in weights.items()}, density, distribution)
     return sum(counts[name] * w.element_size() + index_bytes(counts[name], w.numel()) for name, w in weights.items())
