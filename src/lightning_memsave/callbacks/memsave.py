@@ -15,6 +15,7 @@ from lightning_memsave.techniques.activation_compression import ActivationCompre
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
+from lightning_memsave.techniques.sparsity import Sparsity
 
 
 class MemSave(MemoryMonitor):
@@ -24,6 +25,7 @@ class MemSave(MemoryMonitor):
 
     Args:
         recipe: `"lossless"` (what is exact and free), `"measure"` (change nothing: the baseline run), or a `Recipe`.
+        sparsity: the fraction of weights that are zero (`0.9`), `"2:4"`, or `Sparsity(...)`.
         microbatch: samples per microbatch, `"auto"` (recover when memory runs out), or `Microbatching(...)`.
         activations: how saved activations are kept: `"exact"`, `"int8"`, `"int4"`, `"int4-chain"`, a list such as
             `["exact", "int4"]`, or `ActivationCompression(...)`.
@@ -48,6 +50,7 @@ class MemSave(MemoryMonitor):
         self,
         recipe: str | Recipe = "lossless",
         *,
+        sparsity: bool | float | str | Sparsity | None = None,
         microbatch: int | bool | str | Microbatching | None = None,
         activations: bool | str | Sequence[str] | ActivationCompression | None = None,
         checkpointing: bool | str | Checkpointing | None = None,
@@ -55,6 +58,7 @@ class MemSave(MemoryMonitor):
     ) -> None:
         super().__init__()
         slots = {
+            "sparsity": sparsity,
             "microbatch": microbatch,
             "activations": activations,
             "checkpointing": checkpointing,
@@ -116,7 +120,8 @@ class MemSave(MemoryMonitor):
     def _headlines(self) -> dict[str, float]:
         config = self.recipe.get(Microbatching)
         configured = {"memsave/microbatch_size": config.size} if config is not None and config.size != "auto" else {}
-        return {**super()._headlines(), **configured}
+        sparsifying = None if self._state is None else self._state.sparsifying
+        return {**super()._headlines(), **configured, **({} if sparsifying is None else sparsifying.metrics())}
 
     def _config(self) -> dict[str, Any]:
         return {**self.recipe.as_dict(), "every": self._meter.every}

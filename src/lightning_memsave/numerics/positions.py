@@ -1,11 +1,11 @@
 """Positions of the live elements of a sparse tensor, packed, and the way between its live values and its dense form.
 
-Whichever of two formats takes fewer bytes, told apart by their dtype:
+Whichever of two formats takes fewer bytes, told apart by their length; bytes (uint8), as collectives know no int16:
 
-| format                                        | dtype | bytes, n elements of which k live  | chosen at densities |
-|-----------------------------------------------|-------|------------------------------------|---------------------|
-| one bit per element                           | uint8 | ceil(n / 8)                        | above 1/16          |
-| 16 bit per live one, inside blocks of 65,536  | int16 | 2 k + 4 ceil(n / 65,536)           | below               |
+| format                                        | bytes, n elements of which k live  | chosen at densities |
+|-----------------------------------------------|------------------------------------|---------------------|
+| one bit per element                           | ceil(n / 8)                        | above 1/16          |
+| 16 bit per live one, inside blocks of 65,536  | 2 k + 4 ceil(n / 65,536)           | below               |
 
 32-bit positions would be the smallest only with less than two live elements in each block.
 """
@@ -37,6 +37,10 @@ def _blocks_bytes(num_live: int, size: int) -> int:
     return 2 * num_live + 4 * -(-size // BLOCK)
 
 
+def _is_bitmask(index: Tensor, size: int) -> bool:
+    return index.numel() == _bitmask_bytes(size)
+
+
 def pack_positions(positions: Tensor, size: int) -> Tensor:
     """The index of ascending positions (int64, [k]) in a tensor of `size` elements.
 
@@ -48,15 +52,16 @@ def pack_positions(positions: Tensor, size: int) -> Tensor:
             torch.zeros(size, dtype=torch.bool, device=positions.device).index_fill_(0, positions, True)
         )
     counts = torch.bincount(positions // BLOCK, minlength=-(-size // BLOCK)).int()
-    return torch.cat([counts.view(torch.int16), (positions % BLOCK).to(torch.int16)])
+    return torch.cat([counts.view(torch.int16), (positions % BLOCK).to(torch.int16)]).view(torch.uint8)
 
 
 def unpack_positions(index: Tensor, size: int) -> Tensor:
     """The positions that `pack_positions` was given."""
-    if index.dtype == torch.uint8:
+    if _is_bitmask(index, size):
         return kernels.unpack_mask(index, size).nonzero().view(-1)
     num_blocks = -(-size // BLOCK)
-    counts, local = index[: 2 * num_blocks].view(torch.int32), index[2 * num_blocks :].long() & (BLOCK - 1)
+    counts = index[: 4 * num_blocks].view(torch.int32)
+    local = index[4 * num_blocks :].view(torch.int16).long() & (BLOCK - 1)
     starts = torch.arange(0, num_blocks * BLOCK, BLOCK, device=index.device)
     return local.add_(starts.repeat_interleave(counts, output_size=local.numel()))
 
@@ -64,13 +69,13 @@ def unpack_positions(index: Tensor, size: int) -> Tensor:
 def scatter(values: Tensor, index: Tensor, size: int) -> Tensor:
     """The dense tensor, [size], of live values, [k]; zero elsewhere."""
     dense = values.new_zeros(size)
-    if index.dtype == torch.uint8:
+    if _is_bitmask(index, size):
         return dense.masked_scatter_(kernels.unpack_mask(index, size), values)
     return dense.index_copy_(0, unpack_positions(index, size), values)
 
 
 def gather(dense: Tensor, index: Tensor) -> Tensor:
     """The live values, [k], of a dense tensor, [size]."""
-    if index.dtype == torch.uint8:
+    if _is_bitmask(index, dense.numel()):
         return dense.masked_select(kernels.unpack_mask(index, dense.numel()))
     return dense.index_select(0, unpack_positions(index, dense.numel()))

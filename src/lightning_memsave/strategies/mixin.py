@@ -24,6 +24,7 @@ from lightning_memsave.strategies.activations import ForwardScope
 from lightning_memsave.strategies.loop import LoopState, loop_class
 from lightning_memsave.strategies.namespaces import is_compiled, namespace_of
 from lightning_memsave.strategies.planning import PlannedCheckpointing
+from lightning_memsave.strategies.sparsifying import Sparsifying
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_vault
 from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
@@ -36,6 +37,7 @@ from lightning_memsave.techniques.optimizer_state import (
     to_plain,
 )
 from lightning_memsave.techniques.registry import TECHNIQUES
+from lightning_memsave.techniques.sparsity import Sparsity
 from lightning_memsave.vault.inputs import keeping_inputs_in
 from lightning_memsave.vault.vault import Vault
 
@@ -50,6 +52,8 @@ class MemSaveState:
         self.forward_scope: ForwardScope | None = None
         self.planned: PlannedCheckpointing | None = None
         self.region_inputs: Vault | None = None
+        self.sparsifying: Sparsifying | None = None
+        self._saved_sparsity: Any = None
         self._num_measures = self._num_learned = 0
         self.started = False
 
@@ -61,16 +65,24 @@ class MemSaveState:
             self.changes.append(apply_checkpointing(trainer.lightning_module, config))
         self.region_inputs = input_vault() if config.offload else None
 
+    def sparsify(self, trainer: Any, config: Sparsity) -> Sparsifying:
+        """Make layers sparse, as they were in the run that is resumed."""
+        self.sparsifying = Sparsifying(trainer, config, self._saved_sparsity)
+        self.changes.append(self.sparsifying.applied)
+        return self.sparsifying
+
     def learned(self) -> dict[str, Any]:
-        """What recovery has found out, as plain values for a checkpoint; empty without recovery."""
+        """What recovery has found out and which weights live, for a checkpoint; empty without either."""
         recovery = self.loop.recovery
-        if recovery is None:
-            return {}
-        return {"limit_elements": recovery.limit_elements, "num_measures": self._num_measures}
+        learned: dict[str, Any] = {} if self.sparsifying is None else {"sparsity": self.sparsifying.state_dict()}
+        if recovery is not None:
+            learned |= {"limit_elements": recovery.limit_elements, "num_measures": self._num_measures}
+        return learned
 
     def learn(self, learned: dict[str, Any]) -> None:
         """Start from there: the same measures are taken before the first batch."""
-        if self.loop.recovery is not None:
+        self._saved_sparsity = learned.get("sparsity")
+        if self.loop.recovery is not None and "limit_elements" in learned:
             self.loop.recovery.limit_elements = learned["limit_elements"]
             self._num_learned = learned["num_measures"]
 
@@ -162,6 +174,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
     class MemSaveMixin(base):  # type: ignore[misc, valid-type]  # a base known at run time
         _memsave: MemSaveState | None = None
         _memsave_before: MemSaveState | None = None
+        _sparsifying: Sparsifying | None = None  # outlives the callback, as checkpoints may still be written
 
         @property
         def memsave(self) -> MemSaveState:
@@ -178,6 +191,8 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
                     self._memsave = MemSaveState(self.memsave.recipe)
                 self.memsave.started = True
                 _install_loop(trainer, self.memsave.loop, namespace)
+                sparsity = self.memsave.recipe.get(Sparsity)
+                self._sparsifying = self.memsave.sparsify(trainer, sparsity) if sparsity else None
             super().setup(trainer)
             if fitting and (checkpointing := self.memsave.recipe.get(Checkpointing)):
                 self.memsave.make_regions(trainer, checkpointing)
@@ -191,6 +206,14 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
                 self.memsave.changes.extend(
                     apply_optimizer_state(optimizer, config, trainer.lightning_module) for optimizer in self.optimizers
                 )
+            if self._sparsifying is not None:
+                self._sparsifying.follow(trainer, self.optimizers)
+
+        def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            output = super().optimizer_step(optimizer, *args, **kwargs)
+            if self._sparsifying is not None:
+                self._sparsifying.stepped(self.lightning_module.trainer, optimizer)
+            return output
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             on_use = functools.partial(self.memsave.loop.used_by_hand, self.lightning_module)
@@ -200,9 +223,12 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
 
         def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             plain = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer wraps
-            return to_plain(plain) if is_8bit(plain) else super().optimizer_state(optimizer)
+            state = to_plain(plain) if is_8bit(plain) else super().optimizer_state(optimizer)
+            return state if self._sparsifying is None else self._sparsifying.to_disk(plain, state)
 
         def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+            if self._sparsifying is not None:
+                checkpoint = self._sparsifying.from_disk(self.optimizers, checkpoint)
             if not any(is_8bit(optimizer) for optimizer in self.optimizers):
                 super().load_optimizer_state_dict(checkpoint)
                 return

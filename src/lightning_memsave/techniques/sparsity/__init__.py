@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
-from lightning_memsave.numerics.positions import index_bytes, unpack_positions
+from lightning_memsave.numerics.positions import pack_positions, unpack_positions
 from lightning_memsave.techniques.sparsity.layers import (
     Layout,
     SparseLayer,
@@ -53,6 +53,7 @@ __all__ = [
     "Sparsity",
     "UpdateSchedule",
     "apply_sparsity",
+    "choose_patterns",
     "estimate_sparsity",
     "export_dense",
     "sparse_layers",
@@ -77,9 +78,17 @@ def apply_sparsity(model: nn.Module, config: Sparsity, patterns: Mapping[str, Te
     """
     if already := list(sparse_layers(model)):
         raise setting_error("sparsity", "must be applied once", already[0], "Call `.undo()` of the first one.")
+    if patterns is None:
+        patterns = choose_patterns(model, config)
     modules, left = select_layers(model, config.modules, config.min_size, config.group)
-    positions = _given(modules, patterns) if patterns is not None else _chosen(modules, config)
-    layers = {name: become_sparse(module, positions[name]) for name, module in modules.items()}
+    if modules.keys() != patterns.keys():
+        raise setting_error(
+            "sparsity",
+            "must select the layers of the checkpoint",
+            sorted(modules.keys() ^ patterns.keys()),
+            "Resume with the settings that the checkpoint was written with.",
+        )
+    layers = {name: become_sparse(module, patterns[name]) for name, module in modules.items()}
 
     def restore() -> None:
         for layer in layers.values():
@@ -94,23 +103,16 @@ def apply_sparsity(model: nn.Module, config: Sparsity, patterns: Mapping[str, Te
     )
 
 
-def _chosen(modules: Mapping[str, nn.Module], config: Sparsity) -> dict[str, Tensor]:
+def choose_patterns(model: nn.Module, config: Sparsity) -> dict[str, Tensor]:
+    """Packed positions of the weights that live at the start, by layer."""
+    modules, _ = select_layers(model, config.modules, config.min_size, config.group)
     weights = {name: module.get_parameter("weight") for name, module in modules.items()}
     if config.starts_dense:
-        return {name: torch.arange(weight.numel(), device=weight.device) for name, weight in weights.items()}
-    return choose_positions(weights, config.density, config.group, config.initial, config.distribution, config.seed)
-
-
-def _given(modules: Mapping[str, nn.Module], patterns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if modules.keys() != patterns.keys():
-        raise setting_error(
-            "sparsity",
-            "must select the layers of the checkpoint",
-            sorted(modules.keys() ^ patterns.keys()),
-            "Resume with the settings that the checkpoint was written with.",
-        )
-    weights = {name: module.get_parameter("weight") for name, module in modules.items()}
-    return {name: unpack_positions(patterns[name].to(w.device), w.numel()) for name, w in weights.items()}
+        positions = {name: torch.arange(weight.numel(), device=weight.device) for name, weight in weights.items()}
+    else:
+        density, group, initial = config.density, config.group, config.initial
+        positions = choose_positions(weights, density, group, initial, config.distribution, config.seed)
+    return {name: pack_positions(positions[name], weight.numel()) for name, weight in weights.items()}
 
 
 def _summary(layers: Mapping[str, SparseLayer], left: Mapping[str, str], config: Sparsity) -> str:
@@ -122,7 +124,7 @@ def _summary(layers: Mapping[str, SparseLayer], left: Mapping[str, str], config:
 
 def estimate_sparsity(model: nn.Module, config: Sparsity) -> int:
     """Bytes of the weights of the layers that `config` would make sparse, positions included; exact."""
-    modules, _ = select_layers(model, config.modules, config.min_size, config.group)
-    counts = {name: positions.numel() for name, positions in _chosen(modules, config).items()}
-    weights = {name: module.get_parameter("weight") for name, module in modules.items()}
-    return sum(counts[name] * w.element_size() + index_bytes(counts[name], w.numel()) for name, w in weights.items())
+    patterns = choose_patterns(model, config)
+    weights = {name: model.get_submodule(name).get_parameter("weight") for name in patterns}
+    num_live = {name: unpack_positions(patterns[name], w.numel()).numel() for name, w in weights.items()}
+    return sum(num_live[name] * w.element_size() + patterns[name].nbytes for name, w in weights.items())

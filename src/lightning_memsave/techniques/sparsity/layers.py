@@ -141,15 +141,16 @@ def sparse_class(dense_class: type[nn.Module]) -> type[SparseLayer]:
     return _CLASSES[dense_class]
 
 
-def become_sparse(module: nn.Module, positions: Tensor) -> SparseLayer:
-    """Keep the values at `positions` (ascending, in the flat weight) and let the rest go."""
-    weight = cast("nn.Parameter", module.weight)
-    values = nn.Parameter(weight.detach().reshape(-1)[positions])
+def become_sparse(module: nn.Module, packed: Tensor) -> SparseLayer:
+    """Keep the values at `packed` positions and let the rest go."""
+    weight = module.get_parameter("weight")
+    layout = Layout(packed.to(weight.device), weight.shape)
+    values = nn.Parameter(layout.compact(weight.detach()))
     _put_in_place(module, "weight", "values", values)
     module.__class__ = sparse_class(type(module))
     layer = cast("SparseLayer", module)
-    layer.register_buffer("values_index", pack_positions(positions, weight.numel()), persistent=False)
-    layer.dense_shape, layer.watches_gradient, layer.dense_gradient = weight.shape, False, None
+    layer.register_buffer("values_index", layout.packed, persistent=False)
+    layer.dense_shape, layer.watches_gradient, layer.dense_gradient = layout.shape, False, None
     return layer
 
 
