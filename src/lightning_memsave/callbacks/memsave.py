@@ -10,6 +10,7 @@ from lightning_memsave.callbacks.monitor import MemoryMonitor
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.planner.recipes import Recipe, resolve
+from lightning_memsave.reporting.loggers import log_metrics
 from lightning_memsave.strategies.mixin import MemSaveState, adopt, release
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
@@ -101,8 +102,10 @@ class MemSave(MemoryMonitor):
             release(trainer.strategy)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """End a step; hold what was measured in it against the budget of a plan."""
+        """End a step; hold what was measured in it against the budget of a plan; tell of patterns that changed."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._state is not None and self._state.sparsifying is not None and self._state.sparsifying.has_moved():
+            log_metrics(trainer, self._state.sparsifying.metrics())
         planned = None if self._state is None else self._state.planned
         tracked_bytes = self._meter.tracked_bytes
         if planned is not None and tracked_bytes is not None:

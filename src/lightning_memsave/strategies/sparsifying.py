@@ -14,6 +14,7 @@ import torch
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
+from lightning_memsave.techniques.optimizer_state import is_8bit, is_low_bit
 from lightning_memsave.techniques.sparsity import (
     MaskUpdates,
     Sparsity,
@@ -53,11 +54,22 @@ class Sparsifying:
         applied = apply_sparsity(self._model, config, patterns)
         self.applied = dataclasses.replace(applied, restore=lambda: self._finish(applied))
         """What was done; its `undo` ends the run."""
-        self.num_moved = 0
-        """How many weights updates have moved so far."""
+        self._num_moved = self._num_told = 0
 
     def follow(self, trainer: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Update patterns after the steps of `optimizers`, where the method does so."""
+        """Update patterns after the steps of `optimizers`, where the method does so.
+
+        Raises:
+            ValueError: as `MaskUpdates`; an optimizer of bitsandbytes' own, whose state has no dense layout on disk.
+        """
+        for optimizer in optimizers:
+            if is_low_bit(optimizer) and not is_8bit(optimizer):
+                raise setting_error(
+                    "sparsity",
+                    "cannot write the state of bitsandbytes' own optimizers in the dense layout",
+                    type(optimizer).__name__,
+                    'Use torch\'s optimizer and `MemSave(optimizer_state="8bit")`.',
+                )
         if not self._config.is_updated:
             return
         num_steps = trainer.estimated_stepping_batches if isinstance(self._config.schedule.until, float) else None
@@ -74,14 +86,19 @@ class Sparsifying:
             return
         if self._saved is None and updates.num_steps == 0:  # resumed from a checkpoint of another run
             updates.num_steps = trainer.global_step
-        self.num_moved += updates.step()
+        self._num_moved += updates.step()
+
+    def has_moved(self) -> bool:
+        """Whether weights have moved since this was asked last."""
+        before, self._num_told = self._num_told, self._num_moved
+        return self._num_moved > before
 
     def metrics(self) -> dict[str, float]:
-        """What loggers see."""
+        """What loggers see: the share of weights that live, and how many moved in this run."""
         layers = sparse_layers(self._model).values() if self._model is not None else ()
         total = sum(layer.dense_shape.numel() for layer in layers)
         live = sum(layer.values.numel() for layer in layers)
-        return {"memsave/density_fraction": live / total, "memsave/num_weights_moved": self.num_moved} if total else {}
+        return {"memsave/density_fraction": live / total, "memsave/num_weights_moved": self._num_moved} if total else {}
 
     # --------------------------------------------------------------------------- checkpoints
     def state_dict(self) -> dict[str, Any]:

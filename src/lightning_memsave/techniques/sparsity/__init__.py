@@ -21,7 +21,8 @@ Source: Sohoni et al., "Low-Memory Neural Network Training: A Technical Report",
 reparameterization, Mostafa and Wang, 2019 (https://arxiv.org/abs/1902.05967); gradual pruning, Zhu and Gupta, 2017
 (https://arxiv.org/abs/1710.01878); SNIP, Lee et al., 2019 (https://arxiv.org/abs/1810.02340). Different: an update
 follows the optimizer's step instead of replacing it; what was dropped in an update cannot grow in the same one; SNIP's
-scores are taken with the weights after the first step.
+scores are taken with the weights after the first step; the first threshold of `"dsr"` is the one that moves the wanted
+fraction, where its authors start at 0.001.
 """
 
 from __future__ import annotations

@@ -18,8 +18,6 @@ from lightning_memsave.techniques.sparsity.layers import SparseLayer, sparse_lay
 from lightning_memsave.techniques.sparsity.patterns import best_of_all, cosine, count_live, cubic, drawn
 from lightning_memsave.techniques.sparsity.settings import Sparsity
 
-_FIRST_THRESHOLD = 1e-3  # of `dsr`, as its authors start
-
 
 class MaskUpdates:
     """Moves the live weights of one optimizer's sparse layers, on schedule: `step()` after each `optimizer.step()`.
@@ -47,7 +45,7 @@ class MaskUpdates:
         self._layers = {name: layer for name, layer in sparse_layers(model).items() if layer.values in own}
         self._optimizer, self._config, self._average = optimizer, config, average
         self._until = _last_step(config, num_steps)
-        self._threshold = _FIRST_THRESHOLD
+        self._threshold: float | None = None
         self.num_steps = 0
         """Steps so far."""
         if config.is_updated and any(cls.__module__.startswith("bitsandbytes") for cls in type(optimizer).__mro__):
@@ -126,14 +124,17 @@ class MaskUpdates:
 
     def _redistribute(self, layers: Mapping[str, SparseLayer]) -> int:
         """Let go whatever is below one threshold; what grows is shared by how much each layer kept."""
+        num_live = sum(layer.values.numel() for layer in layers.values())
+        wanted = self._config.schedule.fraction * num_live
+        if self._threshold is None:
+            sizes = torch.cat([layer.values.abs() for layer in layers.values()])
+            self._threshold = sizes.kthvalue(int(wanted) + 1).values.item()
         keeps = {name: layer.values.abs() >= self._threshold for name, layer in layers.items()}
         for name, keep in keeps.items():
             if not keep.any():
                 keep[layers[name].values.abs().argmax()] = True
-        num_live = sum(keep.numel() for keep in keeps.values())
         kept = {name: int(keep.sum()) for name, keep in keeps.items()}
         num_pruned = num_live - sum(kept.values())
-        wanted = self._config.schedule.fraction * num_live
         if num_pruned > 1.1 * wanted:
             self._threshold /= 2
         elif num_pruned < 0.9 * wanted:
