@@ -167,6 +167,18 @@ def test_dense_checkpoints_go_in_and_sparse_ones_come_out(tmp_path):
     assert set(tighter.seen[0]["blocks.0.0"].tolist()) < set(largest.tolist())
 
 
+@pytest.mark.parametrize("until", [4, 20])
+@pytest.mark.parametrize("options", [{"method": "gradual"}, {"method": "static", "initial": "snip"}])
+def test_dense_checkpoints_are_pruned_in_the_run_that_resumes(options, until, tmp_path):
+    trainer, _ = fit(None)
+    trainer.save_checkpoint(tmp_path / "dense.ckpt")
+    patterns = Patterns()
+    fit(MemSave(sparsity=setting(until=until, **options)), epochs=4, callbacks=[patterns], ckpt=tmp_path / "dense.ckpt")
+    assert len(patterns.seen[-1]["blocks.0.0"]) == 64
+    is_at_once = until == 4 or "initial" in options
+    assert (len(patterns.seen[0]["blocks.0.0"]) == 64) == is_at_once
+
+
 def test_a_second_fit_keeps_the_pattern():
     memsave, module = MemSave(sparsity=setting("static")), Net()
     first, second = Patterns(), Patterns()

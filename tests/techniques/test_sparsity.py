@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_memsave import Ledger, Sparsity, apply_sparsity, export_dense
 from lightning_memsave.demo.model import WideResNet
 from lightning_memsave.techniques.sparsity import estimate_sparsity, sparse_layers
-from lightning_memsave.vault import Vault
+from lightning_memsave.vault import Rank, Vault
 from tests.contracts.spec import Spec
 
 SPEC = Spec(config=Sparsity(sparsity=0.9), loss_class="changed", shrinks="weights")
@@ -164,6 +164,42 @@ def test_weights_that_a_model_uses_by_itself_are_recipes_in_a_vault():
     loss.backward()
     expected = torch.autograd.grad(F.linear(x, layer.layout.dense(layer.values.detach())).sum(), x)[0]
     assert torch.equal(x.grad, expected)
+
+
+def test_a_lossy_vault_keeps_weights_exact():
+    layer = nn.Linear(64, 64, bias=False)
+    apply_sparsity(nn.Sequential(layer), tiny(0.5))
+    x = torch.randn(32, 64, requires_grad=True)
+    expected = torch.autograd.grad(layer(x.tanh() * 1.0).sum(), [x, layer.values])
+    with Vault(lossy=Rank.INT4, min_numel=1).scope():
+        loss = layer(x.tanh() * 1.0).sum()
+    gradients = torch.autograd.grad(loss, [x, layer.values])
+    assert torch.equal(gradients[0], expected[0])
+    assert not torch.equal(gradients[1], expected[1])  # of the input, which is coded
+
+
+def test_modules_that_read_the_weights_of_their_children():
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(32, 4, batch_first=True)
+    masked = copy.deepcopy(attention)
+    apply_sparsity(attention, tiny(0.8))
+    assert list(sparse_layers(attention)) == ["out_proj"]
+    masked.load_state_dict(attention.state_dict())
+    x = torch.randn(2, 5, 32)
+    for module in (attention, masked):
+        module(x, x, x)[0].square().sum().backward()
+    assert torch.equal(attention.out_proj.values.grad, attention.out_proj.layout.compact(masked.out_proj.weight.grad))
+    assert torch.equal(attention.eval()(x, x, x)[0], masked.eval()(x, x, x)[0])
+
+
+def test_compiled_modules_leave_sparse_layers_to_eager():
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4))
+    apply_sparsity(model, tiny())
+    x = torch.randn(3, 8)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    compiled = torch.compile(model, backend="aot_eager")
+    found = torch.autograd.grad(compiled(x).sum(), list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,8 @@ class Sparsifying:
         updates = self._updates.get(optimizer)
         if updates is None:
             return
-        if self._saved is None and updates.num_steps == 0:  # resumed from a checkpoint of another run
-            updates.num_steps = trainer.global_step
+        if self._saved is None and updates.num_steps == 0:  # resumed, maybe, from a checkpoint of another run
+            updates.join_at(trainer.global_step)
         self._num_moved += updates.step()
 
     def has_moved(self) -> bool:

@@ -69,6 +69,11 @@ class MaskUpdates:
         self._watch()
         return num_moved
 
+    def join_at(self, num_steps: int) -> None:
+        """Start in the middle of a run; at the latest where the last update of gradual pruning is still to come."""
+        if self._config.initial != "snip":
+            self.num_steps = min(num_steps, self._until - 1)
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the patterns."""
         return {"num_steps": self.num_steps, "threshold": self._threshold}
