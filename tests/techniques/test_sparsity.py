@@ -320,6 +320,17 @@ def test_a_sparse_model_keeps_its_pattern():
         assert torch.equal(layer.weight, weight)
 
 
+def test_a_sparse_model_keeps_its_pattern_under_one_threshold_for_all():
+    model = small()
+    apply_sparsity(model, tiny(0.9, distribution="erk")).undo()
+    before = {n: m.weight.detach().clone() for n, m in model.named_modules() if n in ("0", "4")}
+    for initial in ("random", "magnitude"):
+        applied = apply_sparsity(model, tiny(0.8, initial=initial, distribution="global"))
+        assert sum(layer.values.numel() for layer in sparse_layers(model).values()) == round(0.2 * (216 + 1280))
+        applied.undo()
+        assert all(torch.equal(model.get_submodule(name).weight, weight) for name, weight in before.items())
+
+
 # ------------------------------------------------------------------------------- portability
 def small() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 10))

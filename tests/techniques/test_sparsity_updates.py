@@ -240,6 +240,42 @@ def test_snip_keeps_what_matters_in_the_first_step():
     assert train(model, made, updates, 5) == [0] * 5
 
 
+@pytest.mark.parametrize("distribution", ["uniform", "global"])
+def test_snip_prunes_where_most_scores_are_zero(distribution):
+    """Tokens that the batch does not have leave most rows of the embedding without a gradient."""
+    model, made, updates = make(setting("static", initial="snip", distribution=distribution), "SGD")
+    made.zero_grad()
+    model(IDS[:1]).sum().backward()
+    made.step()
+    updates.step()
+    layers = sparse_layers(model).values()
+    total = sum(layer.dense_shape.numel() for layer in layers)
+    assert abs(sum(layer.values.numel() for layer in layers) - 0.2 * total) <= 3
+
+
+def test_dsr_goes_on_from_many_zeros():
+    model, _, updates = make(setting("dsr", schedule={"every": 1}), "SGD")
+    layers = sparse_layers(model).values()
+    with torch.no_grad():
+        for layer in layers:
+            layer.values.zero_()
+    assert updates.step() == 0
+    with torch.no_grad():
+        for layer in layers:
+            layer.values.normal_()
+    assert updates.step() == int(0.3 * sum(layer.values.numel() for layer in layers))
+
+
+def test_a_layer_without_a_gradient_does_not_grow():
+    model, made, updates = make(setting("rigl", schedule={"every": 1}), "SGD")
+    positions = model.embed.layout.positions()
+    made.zero_grad()
+    model.head(torch.randn(4, 16)).square().sum().backward()
+    made.step()
+    assert updates.step() == int(0.3 * (1 + torch.tensor(torch.pi / 20).cos().item()) / 2 * model.head.values.numel())
+    assert torch.equal(model.embed.layout.positions(), positions)
+
+
 def test_static_patterns_stay():
     model, made, updates = make(setting("static"))
     positions = [layer.layout.positions() for layer in sparse_layers(model).values()]

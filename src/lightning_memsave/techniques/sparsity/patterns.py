@@ -156,44 +156,42 @@ def best(scores: Tensor, num_live: int) -> Tensor:
 def best_of_all(scores: Mapping[str, Tensor], num_live: int) -> dict[str, Tensor]:
     """The ascending positions of the highest scores of all layers together; at least one of each."""
     everything = torch.cat(list(scores.values()))
-    threshold = everything.topk(num_live, sorted=True).values[-1]
-    del everything
-    return {name: best(score, max(1, int((score >= threshold).sum()))) for name, score in scores.items()}
+    lives = torch.zeros_like(everything, dtype=torch.bool)
+    lives[everything.topk(num_live, sorted=False).indices] = True
+    parts = lives.split([score.numel() for score in scores.values()])
+    return {
+        name: part.nonzero().view(-1) if part.any() else best(score, 1)
+        for (name, score), part in zip(scores.items(), parts, strict=True)
+    }
 
 
 def choose_positions(
     weights: Weights, density: float, group: Group | None, initial: str, distribution: str, seed: int
 ) -> dict[str, Tensor]:
-    """The positions of the values that live, ascending in each flat weight."""
-    shapes = {name: weight.shape for name, weight in weights.items()}
-    if group is not None:
-        kept, size = group
-        return {
-            name: _best_of_groups(_scores(name, weight, initial, seed, weight.numel() * kept // size), group)
-            for name, weight in weights.items()
-        }
+    """The positions of the values that live, ascending in each flat weight.
+
+    A model, or without `"global"` a layer, that is as sparse already keeps what it has, and draws the rest.
+    """
+    num_nonzero = {name: int(weight.count_nonzero()) for name, weight in weights.items()}
     if distribution == "global":
-        total = round(density * sum(shape.numel() for shape in shapes.values()))
-        return best_of_all(
-            {
-                name: _scores(name, weight, initial, seed, _rounded(density, weight.shape))
-                for name, weight in weights.items()
-            },
-            max(1, total),
-        )
-    counts = count_live(shapes, density, distribution)
-    return {
-        name: best(_scores(name, weight, initial, seed, counts[name]), counts[name]) for name, weight in weights.items()
-    }
+        total = max(1, round(density * sum(weight.numel() for weight in weights.values())))
+        is_sparse = sum(num_nonzero.values()) <= total
+        return best_of_all({name: _scores(name, w, initial, seed, is_sparse) for name, w in weights.items()}, total)
+    counts = count_live({name: weight.shape for name, weight in weights.items()}, density, distribution)
+    chosen = {}
+    for name, weight in weights.items():
+        scores = _scores(name, weight, initial, seed, num_nonzero[name] <= counts[name])
+        chosen[name] = best(scores, counts[name]) if group is None else _best_of_groups(scores, group)
+    return chosen
 
 
-def _scores(name: str, weight: Tensor, initial: str, seed: int, num_live: int) -> Tensor:
-    """What decides who lives. A weight that is as sparse already keeps what it has, and draws the rest."""
+def _scores(name: str, weight: Tensor, initial: str, seed: int, is_sparse: bool) -> Tensor:
+    """What decides who lives."""
     flat = weight.detach().reshape(-1)
-    if (is_sparse := int(flat.count_nonzero()) <= num_live) or initial == "random":
-        scores = drawn(flat.numel(), flat.device, seed, "initial", name)
-        return scores + (flat != 0) if is_sparse else scores
-    return flat.abs()
+    if not is_sparse and initial == "magnitude":
+        return flat.abs()
+    scores = drawn(flat.numel(), flat.device, seed, "initial", name)
+    return scores + (flat != 0) if is_sparse else scores
 
 
 def _best_of_groups(scores: Tensor, group: Group) -> Tensor:

@@ -114,10 +114,12 @@ class MaskUpdates:
         fraction = self._config.schedule.fraction
         if self._config.method == "rigl":
             fraction = cosine(fraction, self.num_steps / self._until)
-            if layer.dense_gradient is None:  # it took no part in this step
+            gradient, layer.dense_gradient = layer.dense_gradient, None
+            if gradient is None:  # it took no part in this step; on other ranks it may have
+                gradient = layer.values.new_zeros(layer.dense_shape)
+            scores = self._average(gradient).reshape(-1).abs().nan_to_num_()
+            if not scores.any():
                 return 0
-            scores = self._average(layer.dense_gradient).reshape(-1).abs().nan_to_num_()
-            layer.dense_gradient = None
         else:
             scores = self._drawn(name, layer)
         num_live, size = layer.values.numel(), layer.dense_shape.numel()
@@ -131,7 +133,7 @@ class MaskUpdates:
         """Let go whatever is below one threshold; what grows is shared by how much each layer kept."""
         num_live = sum(layer.values.numel() for layer in layers.values())
         wanted = self._config.schedule.fraction * num_live
-        if self._threshold is None:
+        if not self._threshold:  # the first time, or all that was there were zeros
             sizes = torch.cat([layer.values.abs() for layer in layers.values()])
             self._threshold = sizes.kthvalue(int(wanted) + 1).values.item()
         keeps = {name: layer.values.abs() >= self._threshold for name, layer in layers.items()}
@@ -161,7 +163,7 @@ class MaskUpdates:
         if config.initial == "snip":
             for name, layer in layers.items():
                 gradient = layer.values.grad
-                scores[name] = scores[name] * (0 if gradient is None else self._average(gradient).abs())
+                scores[name] = scores[name] * (0 if gradient is None else gradient.abs())
         else:
             density = cubic(density, self.num_steps / self._until)
         shapes = {name: layer.dense_shape for name, layer in layers.items()}
