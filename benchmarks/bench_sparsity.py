@@ -54,7 +54,7 @@ def held_bytes(subject: Subject) -> dict[str, int]:
 
 # ---------------------------------------------------------------------------------------------------- a step
 def sparse_wide_resnet(setting: str) -> Subject:
-    subject = wide_resnet(setting)
+    subject = wide_resnet(setting, batch_size=50)
     if "bf16" in setting:
         subject.model.bfloat16()
         subject.batch = subject.batch[0].bfloat16(), subject.batch[1]
@@ -105,7 +105,7 @@ def wrn() -> None:
     settings = ("dense", "sparse 0.5", "sparse 2:4", "sparse 0.9", "sparse 0.95", "dense, bf16", "sparse 0.9, bf16")
     compare(
         "sparsity",
-        "WideResNet-28-2, batch 100, SGD momentum",
+        "WideResNet-28-2, batch 50, SGD momentum",
         [sparse_wide_resnet(setting) for setting in settings],
         num_different,
         held_bytes,

@@ -284,6 +284,17 @@ def test_static_patterns_stay():
         assert torch.equal(layer.layout.positions(), before)
 
 
+@pytest.mark.parametrize("method", ["set", "rigl", "dsr", "gradual"])
+def test_bfloat16_weights(method):
+    config = setting(method)
+    torch.manual_seed(0)
+    model = Net()
+    apply_sparsity(model.bfloat16(), config)
+    made = torch.optim.AdamW(model.parameters(), 0.01)
+    assert sum(train(model, made, MaskUpdates(model, made, config), 6)) > 0
+    assert all(layer.values.dtype == torch.bfloat16 for layer in sparse_layers(model).values())
+
+
 def test_updates_end_on_time():
     model, made, updates = make(setting("set", schedule={"every": 2, "until": 5}))
     assert [n > 0 for n in train(model, made, updates, 8)] == [False, True, False, True, False, False, False, False]

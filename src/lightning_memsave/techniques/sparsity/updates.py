@@ -30,7 +30,7 @@ class MaskUpdates:
         average: over all ranks, of a tensor; for `"rigl"` in distributed training.
 
     Raises:
-        ValueError: the optimizer's state is not one number per weight, or the number of steps is not known.
+        ValueError: the optimizer's state is 8-bit and patterns change, or the number of steps is not known.
     """
 
     def __init__(
