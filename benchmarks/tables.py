@@ -278,6 +278,54 @@ def batchnorm() -> str:
     return markdown(("microbatch", '`"ghost"`', '`"running"`'), lines)
 
 
+def sparsity_steps() -> str:
+    """What is held between steps, and the step itself."""
+    head = ("model", "setting", "held MB", "factor", "peak MB", "factor", "CPU time", "differs from masked dense")
+    lines = []
+    for name in ("sparsity", "sparsity_bert"):
+        found = rows(name)
+        for i, row in enumerate(found):
+            held = [float(r["held_bytes"]) for r in (found[0], row)]
+            lines.append(
+                (
+                    row["model"] if i == 0 else "",
+                    row["setting"],
+                    f"{held[1] / MB:.2f}",
+                    f"{held[0] / held[1]:.2f}x",
+                    f"{float(row['peak_bytes']) / MB:.1f}",
+                    *_factor_and_time(row),
+                    f"{float(row['quality_value']):.0f} tensors" if name == "sparsity" else "",
+                )
+            )
+    return markdown(head, lines, num_text=2)
+
+
+def sparsity_digits() -> str:
+    """Mean and standard error of three seeds, a method in each row."""
+    found = rows("sparsity_digits")
+    sparsities = [s for s in dict.fromkeys(row["sparsity"] for row in found) if float(s)]
+    head = ("method", *(f"{float(s):.0%} zero" for s in sparsities), "CPU time", "held MB at 90 %")
+    lines = []
+    for setting, runs in by_setting(found):
+        cells = [[r for r in runs if r["sparsity"] == s] for s in sparsities] if float(runs[0]["sparsity"]) else [runs]
+        held = [r for r in runs if r["sparsity"] in ("0.0", "0.9")]
+        lines.append(
+            (
+                setting,
+                *(_mean_and_error([float(r["quality_value"]) for r in cell]) for cell in cells),
+                *[""] * (len(sparsities) - len(cells)),
+                f"{mean(runs, 'cpu_time_ratio'):.2f}x",
+                f"{mean(held, 'held_bytes') / MB:.2f}",
+            )
+        )
+    return markdown(head, lines)
+
+
+def _mean_and_error(values: list[float]) -> str:
+    error = statistics.stdev(values) / len(values) ** 0.5
+    return f"{statistics.mean(values):.1%} ± {error * 100:.1f}"
+
+
 def _factor_and_time(row: Row) -> tuple[str, str]:
     return f"{float(row['factor']):.2f}x", f"{float(row['cpu_time_ratio']):.2f}x"
 
@@ -293,6 +341,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "budget": checkpointing_budget,
         "compression": checkpointing_codecs,
     },
+    "docs/techniques/sparsity.md": {"steps": sparsity_steps, "digits": sparsity_digits},
 }
 
 

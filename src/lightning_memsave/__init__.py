@@ -36,6 +36,13 @@ from lightning_memsave.techniques.checkpointing import Checkpointing, apply_chec
 from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad  # noqa: E402
 from lightning_memsave.techniques.microbatching import LabelCount, Microbatching, microbatches  # noqa: E402
 from lightning_memsave.techniques.optimizer_state import OptimizerState, apply_optimizer_state  # noqa: E402
+from lightning_memsave.techniques.sparsity import (  # noqa: E402
+    MaskUpdates,
+    Sparsity,
+    UpdateSchedule,
+    apply_sparsity,
+    export_dense,
+)
 
 register_strategies()
 
@@ -48,6 +55,7 @@ __all__ = [
     "EarlyZeroGrad",
     "LabelCount",
     "Ledger",
+    "MaskUpdates",
     "Measurement",
     "MemSave",
     "MemSaveDDPStrategy",
@@ -61,11 +69,15 @@ __all__ = [
     "NotLosslessWarning",
     "OptimizerState",
     "Recipe",
+    "Sparsity",
+    "UpdateSchedule",
     "Verification",
     "allocation_peak",
     "apply_activation_compression",
     "apply_checkpointing",
     "apply_optimizer_state",
+    "apply_sparsity",
+    "export_dense",
     "microbatches",
     "plan_checkpointing",
     "verify",

@@ -189,6 +189,7 @@ def test_the_module_stays_plain_during_and_after_training(stem, plain):
     assert all("forward" not in vars(m) for m in module.modules())
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # a callback's state that nobody asks for
 @pytest.mark.parametrize("stem", STEMS)
 def test_checkpoints_are_plain_and_resume_is_bit_equal(stem, tmp_path):
     path = tmp_path / "half.ckpt"

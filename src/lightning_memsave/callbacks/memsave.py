@@ -10,12 +10,14 @@ from lightning_memsave.callbacks.monitor import MemoryMonitor
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.planner.recipes import Recipe, resolve
+from lightning_memsave.reporting.loggers import log_metrics
 from lightning_memsave.strategies.mixin import adopt, release
 from lightning_memsave.strategies.run_state import MemSaveState
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
+from lightning_memsave.techniques.sparsity import Sparsity
 
 
 class MemSave(MemoryMonitor):
@@ -25,6 +27,7 @@ class MemSave(MemoryMonitor):
 
     Args:
         recipe: `"lossless"` (what is exact and free), `"measure"` (change nothing: the baseline run), or a `Recipe`.
+        sparsity: the fraction of weights that are zero (`0.9`), `"2:4"`, or `Sparsity(...)`.
         microbatch: samples per microbatch, `"auto"` (recover when memory runs out), or `Microbatching(...)`.
         activations: how saved activations are kept: `"exact"`, `"int8"`, `"int4"`, `"int4-chain"`, a list such as
             `["exact", "int4"]`, or `ActivationCompression(...)`.
@@ -49,6 +52,7 @@ class MemSave(MemoryMonitor):
         self,
         recipe: str | Recipe = "lossless",
         *,
+        sparsity: bool | float | str | Sparsity | None = None,
         microbatch: int | bool | str | Microbatching | None = None,
         activations: bool | str | Sequence[str] | ActivationCompression | None = None,
         checkpointing: bool | str | Checkpointing | None = None,
@@ -56,6 +60,7 @@ class MemSave(MemoryMonitor):
     ) -> None:
         super().__init__()
         slots = {
+            "sparsity": sparsity,
             "microbatch": microbatch,
             "activations": activations,
             "checkpointing": checkpointing,
@@ -100,25 +105,28 @@ class MemSave(MemoryMonitor):
         release(trainer.strategy)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """End a step; hold what was measured in it against the limits that were set."""
+        """End a step; hold what was measured in it against the limits that were set; tell of patterns that changed."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._state is not None and self._state.sparsifying is not None and self._state.sparsifying.has_moved():
+            log_metrics(trainer, self._state.sparsifying.metrics())
         meter = self._meter
         if self._state is not None and self._state.measured(trainer, batch, meter.tracked, meter.scheduled_bytes):
             meter.measure_next()
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned about this machine's memory, so that a resumed run starts where this one stopped."""
-        return {} if self._state is None else self._state.learned()
+        return {} if self._state is None else self._state.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what was learned; effective from the first batch on."""
         if self._state is not None and state_dict:
-            self._state.learn(state_dict)
+            self._state.load_state_dict(state_dict)
 
     def _headlines(self) -> dict[str, float]:
         config = self.recipe.get(Microbatching)
         configured = {"memsave/microbatch_size": config.size} if config is not None and config.size != "auto" else {}
-        return {**super()._headlines(), **configured}
+        sparsifying = None if self._state is None else self._state.sparsifying
+        return {**super()._headlines(), **configured, **({} if sparsifying is None else sparsifying.metrics())}
 
     def _config(self) -> dict[str, Any]:
         return {**self.recipe.as_dict(), "every": self._meter.every}

@@ -22,6 +22,7 @@ from lightning_memsave.strategies.loop import loop_class
 from lightning_memsave.strategies.loop_state import LoopState
 from lightning_memsave.strategies.namespaces import namespace_of
 from lightning_memsave.strategies.run_state import MemSaveState
+from lightning_memsave.strategies.sparsifying import Sparsifying
 from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
@@ -34,6 +35,7 @@ from lightning_memsave.techniques.optimizer_state import (
     is_8bit,
     to_plain,
 )
+from lightning_memsave.techniques.sparsity import Sparsity
 
 
 @functools.cache
@@ -44,6 +46,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
     class MemSaveMixin(base):  # type: ignore[misc, valid-type]  # a base known at run time
         _memsave: MemSaveState | None = None
         _memsave_before: MemSaveState | None = None
+        _sparsifying: Sparsifying | None = None  # outlives the callback, as checkpoints may still be written
 
         @property
         def memsave(self) -> MemSaveState:
@@ -57,6 +60,8 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
             if fitting:
                 self._begin(trainer)
                 _install_loop(trainer, self.memsave.loop, namespace)
+                sparsity = self.memsave.recipe.get(Sparsity)
+                self._sparsifying = self.memsave.sparsify(trainer, sparsity) if sparsity else None
             super().setup(trainer)
             if fitting and (checkpointing := self.memsave.recipe.get(Checkpointing)):
                 self.memsave.make_regions(trainer, checkpointing)
@@ -81,6 +86,14 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
                 self.memsave.changes.extend(
                     apply_optimizer_state(optimizer, config, trainer.lightning_module) for optimizer in self.optimizers
                 )
+            if self._sparsifying is not None:
+                self._sparsifying.follow(trainer, self.optimizers)
+
+        def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            output = super().optimizer_step(optimizer, *args, **kwargs)
+            if self._sparsifying is not None:
+                self._sparsifying.stepped(self.lightning_module.trainer, optimizer)
+            return output
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             on_use = functools.partial(self.memsave.loop.used_by_hand, self.lightning_module)
@@ -103,9 +116,12 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
 
         def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             plain = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer wraps
-            return to_plain(plain) if is_8bit(plain) else super().optimizer_state(optimizer)
+            state = to_plain(plain) if is_8bit(plain) else super().optimizer_state(optimizer)
+            return state if self._sparsifying is None else self._sparsifying.to_disk(plain, state)
 
         def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+            if self._sparsifying is not None:
+                checkpoint = self._sparsifying.from_disk(self.optimizers, checkpoint)
             if not any(is_8bit(optimizer) for optimizer in self.optimizers):
                 super().load_optimizer_state_dict(checkpoint)
                 return

@@ -14,10 +14,12 @@ from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.activations import ForwardScope
 from lightning_memsave.strategies.loop_state import LoopState
 from lightning_memsave.strategies.planning import PlannedCheckpointing
+from lightning_memsave.strategies.sparsifying import Sparsifying
 from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_vault
 from lightning_memsave.techniques.registry import TECHNIQUES
+from lightning_memsave.techniques.sparsity import Sparsity
 from lightning_memsave.vault.inputs import keeping_inputs_in
 from lightning_memsave.vault.vault import Vault
 
@@ -32,6 +34,8 @@ class MemSaveState:
         self.forward_scope: ForwardScope | None = None
         self.planned: PlannedCheckpointing | None = None
         self.region_inputs: Vault | None = None
+        self.sparsifying: Sparsifying | None = None
+        self._saved_sparsity: Any = None
         self._num_measures = self._num_learned = 0
         self.started = False
 
@@ -54,8 +58,24 @@ class MemSaveState:
             self.changes.append(apply_checkpointing(trainer.lightning_module, config))
         self.region_inputs = input_vault() if config.offload else None
 
+    def sparsify(self, trainer: Any, config: Sparsity) -> Sparsifying:
+        """Make layers sparse, as they were in the run that is resumed."""
+        self.sparsifying = Sparsifying(trainer, config, self._saved_sparsity)
+        self.changes.append(self.sparsifying.applied)
+        return self.sparsifying
+
+    def state_dict(self) -> dict[str, Any]:
+        """What recovery has found out and which weights live, for a checkpoint; empty without either."""
+        sparsity = {} if self.sparsifying is None else {"sparsity": self.sparsifying.state_dict()}
+        return {**self.learned(), **sparsity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._saved_sparsity = state.get("sparsity")
+        self.learn(state)
+
     def learned(self) -> dict[str, Any]:
-        """What recovery has found out, as plain values for a checkpoint; empty where there is nothing."""
+        """What recovery has found out, as plain values; empty where there is nothing."""
         recovery, evaluation = self.loop.recovery, self.loop.evaluation
         if recovery is None or evaluation is None:
             return {}
@@ -66,7 +86,7 @@ class MemSaveState:
 
     def learn(self, learned: dict[str, Any]) -> None:
         """Start from there: the same measures are taken before the first batch."""
-        if learned and self.loop.recovery is not None and self.loop.evaluation is not None:
+        if "num_measures" in learned and self.loop.recovery is not None and self.loop.evaluation is not None:
             self._num_learned = learned["num_measures"]
             self.loop.recovery.learn(learned["training"])
             self.loop.evaluation.learn(learned["evaluation"])

@@ -132,6 +132,8 @@ _OF_ONE_WEIGHT = _nodes(
 )
 _OF_WEIGHTS = _nodes("WeightNormInterface Add Sub Mul Div Cat Stack")
 _PRODUCTS = _nodes("Mm Bmm")  # of weights with each other
+DENSIFY = "_DensifyBackward"
+"""The node of a sparse weight's dense form (`sparse_weights`)."""
 
 
 def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:
@@ -152,6 +154,9 @@ def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:
             largest = max(largest, leaf.numel())
             return True
         name, inputs = node.name(), inputs_of(node)
+        if name == DENSIFY:
+            largest = max(largest, torch.Size(output_of(node, 0).shape).numel())
+            return True
         if name in _OF_ONE_WEIGHT:
             return ends_in_leaves(inputs[0][0], depth - 1)
         # A missing edge may be a constant; then the result is no larger than the weight, which data would make it.

@@ -30,10 +30,11 @@ from torch import Tensor
 from lightning_memsave.vault import forms, policy
 from lightning_memsave.vault.calls import Calls, Place, window_index
 from lightning_memsave.vault.chain import chain, relu_input
-from lightning_memsave.vault.entries import Entry, Handle, Passed, Recent, kept_bytes
+from lightning_memsave.vault.entries import Entry, Handle, Recent, kept_bytes
 from lightning_memsave.vault.forms import Rank
 from lightning_memsave.vault.graph import (
     Edge,
+    Kept,
     edge_of,
     innermost_hooks,
     inputs_of,
@@ -45,6 +46,7 @@ from lightning_memsave.vault.linear_cross_entropy import linear_cross_entropy
 from lightning_memsave.vault.noise import Noise
 from lightning_memsave.vault.offload import Offloader
 from lightning_memsave.vault.recipes import Derivation
+from lightning_memsave.vault.sparse_weights import left_alone
 
 _OF_ONE_SCOPE = (
     *("within", "_recent", "_depth"),
@@ -193,10 +195,10 @@ class Vault:
         return list(self._entries.values())
 
     # --------------------------------------------------------------------------- packing
-    def pack(self, tensor: Tensor) -> Handle | Passed:
+    def pack(self, tensor: Tensor) -> Kept:
         """Keep a tensor: what the hook does."""
         if not self._manages(tensor):
-            return Passed(tensor)
+            return left_alone(tensor)
         key = storage_key(tensor), tensor._version, tensor.dtype
         entry = self._entries.get(key)
         if entry is None or not entry.original.is_alive:  # its address was given to another storage
@@ -344,5 +346,5 @@ class Vault:
         self.tally = tally
 
 
-def _unpack(kept: Handle | Passed) -> Tensor:
+def _unpack(kept: Kept) -> Tensor:
     return kept.get()

@@ -42,6 +42,7 @@ __all__ = [
     "estimate_optimizer_state",
     "from_plain",
     "is_8bit",
+    "is_low_bit",
     "to_plain",
 ]
 

@@ -1,0 +1,81 @@
+"""Positions of the live elements of a sparse tensor, packed, and the way between its live values and its dense form.
+
+Whichever of two formats takes fewer bytes, told apart by their length; bytes (uint8), as collectives know no int16:
+
+| format                                        | bytes, n elements of which k live  | chosen at densities |
+|-----------------------------------------------|------------------------------------|---------------------|
+| one bit per element                           | ceil(n / 8)                        | above 1/16          |
+| 16 bit per live one, inside blocks of 65,536  | 2 k + 4 ceil(n / 65,536)           | below               |
+
+32-bit positions would be the smallest only with less than two live elements in each block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.numerics import kernels
+
+BLOCK = 2**16
+
+
+def index_bytes(num_live: int, size: int) -> int:
+    """Bytes of the packed positions of `num_live` out of `size` elements.
+
+    >>> index_bytes(100, 1000), index_bytes(10, 1000)
+    (125, 24)
+    """
+    return min(_bitmask_bytes(size), _blocks_bytes(num_live, size))
+
+
+def _bitmask_bytes(size: int) -> int:
+    return -(-size // 8)
+
+
+def _blocks_bytes(num_live: int, size: int) -> int:
+    return 2 * num_live + 4 * -(-size // BLOCK)
+
+
+def _is_bitmask(index: Tensor, size: int) -> bool:
+    return index.numel() == _bitmask_bytes(size)
+
+
+def pack_positions(positions: Tensor, size: int) -> Tensor:
+    """The index of ascending positions (int64, [k]) in a tensor of `size` elements.
+
+    >>> pack_positions(torch.tensor([0, 3, 4]), 8)
+    tensor([25], dtype=torch.uint8)
+    """
+    if _bitmask_bytes(size) <= _blocks_bytes(positions.numel(), size):
+        return kernels.pack_mask(
+            torch.zeros(size, dtype=torch.bool, device=positions.device).index_fill_(0, positions, True)
+        )
+    counts = torch.bincount(positions // BLOCK, minlength=-(-size // BLOCK)).int()
+    return torch.cat([counts.view(torch.int16), (positions % BLOCK).to(torch.int16)]).view(torch.uint8)
+
+
+def unpack_positions(index: Tensor, size: int) -> Tensor:
+    """The positions that `pack_positions` was given."""
+    if _is_bitmask(index, size):
+        return kernels.unpack_mask(index, size).nonzero().view(-1)
+    num_blocks = -(-size // BLOCK)
+    counts = index[: 4 * num_blocks].view(torch.int32)
+    local = index[4 * num_blocks :].view(torch.int16).long() & (BLOCK - 1)
+    starts = torch.arange(0, num_blocks * BLOCK, BLOCK, device=index.device)
+    return local.add_(starts.repeat_interleave(counts, output_size=local.numel()))
+
+
+def scatter(values: Tensor, index: Tensor, size: int) -> Tensor:
+    """The dense tensor, [size], of live values, [k]; zero elsewhere."""
+    dense = values.new_zeros(size)
+    if _is_bitmask(index, size):
+        return dense.masked_scatter_(kernels.unpack_mask(index, size), values)
+    return dense.index_copy_(0, unpack_positions(index, size), values)
+
+
+def gather(dense: Tensor, index: Tensor) -> Tensor:
+    """The live values, [k], of a dense tensor, [size]."""
+    if _is_bitmask(index, dense.numel()):
+        return dense.masked_select(kernels.unpack_mask(index, dense.numel()))
+    return dense.index_select(0, unpack_positions(index, dense.numel()))

@@ -1,0 +1,194 @@
+"""Sparse layers: a layer's own class with another source of its weight.
+
+The class of a layer changes in place to a subclass in which `weight` is a property, made from the parameter `values`
+and the buffer `values_index` each time it is read. So the layer's own forward runs, whatever it is, and sees a dense
+weight. Order and names of parameters in `state_dict` stay those of the dense layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, SupportsIndex, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.numerics.positions import gather, pack_positions, scatter, unpack_positions
+from lightning_memsave.vault.sparse_weights import densify, rebuilding_weights
+
+
+class Layout(NamedTuple):
+    """Where live values are in the dense weight."""
+
+    packed: Tensor
+    """Packed positions (`numerics.positions`)."""
+    shape: torch.Size
+
+    def dense(self, values: Tensor) -> Tensor:
+        """Values, [k], at their places among zeros."""
+        return scatter(values, self.packed.to(values.device), self.shape.numel()).view(self.shape)
+
+    def compact(self, dense: Tensor) -> Tensor:
+        """The live ones of dense values."""
+        return gather(dense.reshape(-1), self.packed.to(dense.device))
+
+    def positions(self) -> Tensor:
+        """Ascending positions in the flat weight, [k]."""
+        return unpack_positions(self.packed, self.shape.numel())
+
+
+class SparseLayer(nn.Module):
+    """What a layer becomes, together with its own class. Edit `values` instead of `weight`, which is made anew."""
+
+    dense_class: type[nn.Module]
+    values: nn.Parameter
+    values_index: Tensor
+    dense_shape: torch.Size
+    watches_gradient: bool
+    """Whether the dense gradient is added up in `dense_gradient`."""
+    dense_gradient: Tensor | None
+
+    @property
+    def layout(self) -> Layout:
+        """Where the values are."""
+        return Layout(self.values_index, self.dense_shape)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight; its gradient goes to `values`."""
+        if not (self.watches_gradient and torch.is_grad_enabled()):
+            return densify(self.values, self.values_index, self.dense_shape)
+        if self.values.grad is None:  # the first forward pass of a step, or of a step that is run again
+            self.dense_gradient = None
+        return densify(self.values, self.values_index, self.dense_shape, self._add_gradient)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own forward, of which no dense weight is kept."""
+        with rebuilding_weights():
+            return super().forward(*args, **kwargs)
+
+    def _add_gradient(self, gradient: Tensor) -> None:
+        self.dense_gradient = gradient if self.dense_gradient is None else self.dense_gradient + gradient
+
+    def move_to(self, positions: Tensor, values: Tensor) -> None:
+        """Have `values` live at ascending `positions`; the parameter stays the same object."""
+        if values.shape == self.values.shape:
+            self.values.detach().copy_(values)
+        else:
+            self.values.data = values
+        self.values_index = pack_positions(positions, self.dense_shape.numel())
+
+    # The two methods that torch calls for each module, and that its own subclasses override (seen in torch 2.13).
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        own: dict[str, Any] = {}
+        super()._save_to_state_dict(own, prefix, keep_vars)
+        for key, tensor in own.items():
+            if key == f"{prefix}values":
+                destination[f"{prefix}weight"] = self.weight if keep_vars else self.layout.dense(tensor)
+            else:
+                destination[key] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        weight, values = f"{prefix}weight", f"{prefix}values"
+        given = {key: tensor for key, tensor in state_dict.items() if key.startswith(prefix)}
+        dense = given.pop(weight, None)
+        if dense is not None and dense.shape == self.dense_shape:
+            given[values] = self._taken_from(dense)
+        elif dense is not None:
+            error_msgs.append(f"size mismatch for {weight}: {dense.shape} in the checkpoint, {self.dense_shape} here.")
+            given[values] = self.values
+        super()._load_from_state_dict(given, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        missing_keys[:] = [weight if key == values else key for key in missing_keys]
+
+    def _taken_from(self, dense: Tensor) -> Tensor:
+        """As many values as there are, the largest of `dense`; the pattern stays where it covers what is not zero."""
+        flat = dense.detach().reshape(-1)
+        score = flat.abs().to(self.values.device, torch.float32)
+        score[self.layout.positions()] += torch.finfo(torch.float32).tiny
+        positions = score.topk(self.values.numel()).indices.sort().values
+        self.values_index = pack_positions(positions, flat.numel())
+        return flat[positions.to(flat.device)]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """For copies and pickles: classes that are made on the fly are not found by name."""
+        _, (cls, *arguments), *rest = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
+        return _new, (cls.dense_class, *arguments), *rest
+
+
+def _new(dense_class: type[nn.Module], *arguments: Any) -> SparseLayer:
+    cls = sparse_class(dense_class)
+    return cls.__new__(cls, *arguments)
+
+
+_CLASSES: dict[type, type[SparseLayer]] = {}
+
+
+def sparse_class(dense_class: type[nn.Module]) -> type[SparseLayer]:
+    """The sparse subclass of a layer's class."""
+    if dense_class not in _CLASSES:
+        body = {"dense_class": dense_class, "__module__": __name__}
+        _CLASSES[dense_class] = type(f"Sparse{dense_class.__name__}", (SparseLayer, dense_class), body)
+    return _CLASSES[dense_class]
+
+
+def become_sparse(module: nn.Module, packed: Tensor) -> SparseLayer:
+    """Keep the values at `packed` positions and let the rest go."""
+    weight = module.get_parameter("weight")
+    layout = Layout(packed.to(weight.device), weight.shape)
+    values = nn.Parameter(layout.compact(weight.detach()))
+    _put_in_place(module, "weight", "values", values)
+    module.__class__ = sparse_class(type(module))
+    layer = cast("SparseLayer", module)
+    layer.register_buffer("values_index", layout.packed, persistent=False)
+    layer.dense_shape, layer.watches_gradient, layer.dense_gradient = layout.shape, False, None
+    return layer
+
+
+def become_dense(layer: SparseLayer) -> None:
+    """Undo `become_sparse`: a plain parameter, with zeros where nothing lived."""
+    weight = nn.Parameter(layer.layout.dense(layer.values.detach()), requires_grad=layer.values.requires_grad)
+    layer.__class__ = layer.dense_class  # type: ignore[assignment]  # the class it had
+    for name in ("values_index", "dense_shape", "watches_gradient", "dense_gradient"):
+        delattr(layer, name)
+    _put_in_place(layer, "values", "weight", weight)
+
+
+def _put_in_place(module: nn.Module, old: str, new: str, parameter: nn.Parameter) -> None:
+    """Replace one parameter by another; the order of all, which optimizers number them by, stays."""
+    own = dict(module.named_parameters(recurse=False))
+    for name in own:
+        delattr(module, name)
+    for name, p in own.items():
+        module.register_parameter(*((new, parameter) if name == old else (name, p)))
+
+
+def sparse_layers(model: nn.Module) -> dict[str, SparseLayer]:
+    """The sparse layers of a model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, SparseLayer)}
+
+
+def export_dense(module: nn.Module) -> nn.Module:
+    """Make every sparse layer of `module` plain again, in place, with zeros kept.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: there is no sparse layer in it.
+    """
+    layers = sparse_layers(module)
+    if not layers:
+        raise setting_error("module", "must have sparse layers", type(module).__name__, "It is dense already.")
+    for layer in layers.values():
+        become_dense(layer)
+    return module

@@ -1,0 +1,219 @@
+"""Which weights live at the start: which layers are sparse, how many values each has, and where."""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.core.errors import setting_error
+
+_KINDS = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Embedding,
+)
+Modules = str | type[nn.Module] | Callable[[str, nn.Module], bool] | None
+Weights = Mapping[str, nn.Parameter]
+Group = tuple[int, int]
+"""(2, 4): two live weights in each group of four."""
+
+
+def group_of(sparsity: float | str) -> Group | None:
+    """The group that a text names; `None` for a fraction.
+
+    >>> group_of("2:4")
+    (2, 4)
+    """
+    found = re.fullmatch(r"(\d+):(\d+)", sparsity) if isinstance(sparsity, str) else None
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def drawn(size: int, device: torch.device, *key: object) -> Tensor:
+    """Uniform random numbers, [size]: the same ones for the same `key`, on every device and rank."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+    return torch.rand(size, generator=generator).to(device)
+
+
+# ------------------------------------------------------------------------------- which layers
+def select_layers(
+    model: nn.Module, modules: Modules, min_size: int, group: Group | None
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """The layers to make sparse, and for those that match but stay dense, why.
+
+    Raises:
+        ValueError: nothing can be made sparse, or what would be is tied, or needs its dense weight.
+    """
+    chosen: dict[str, nn.Module] = {}
+    left: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not _matches(modules, name, module):
+            continue
+        if (reason := _reason_to_stay_dense(module, min_size, group)) is None:
+            chosen[name] = module
+        else:
+            left[name] = reason
+    if not chosen:
+        dense = "; ".join(f"{name} ({reason})" for name, reason in left.items()) or "no Linear, Conv or Embedding"
+        raise setting_error(
+            "sparsity" if modules is None else "Sparsity.modules",
+            "must match at least one layer that can be sparse",
+            modules,
+            f"Matching, but dense: {dense}.",
+        )
+    _refuse_tied(model, chosen)
+    for name, module in chosen.items():
+        for setting in ("max_norm", "sparse"):
+            if getattr(module, setting, None):
+                raise _refused(f"an embedding with `{setting}`", name, f"{name}.{setting}={getattr(module, setting)}")
+    return chosen, left
+
+
+def _matches(modules: Modules, name: str, module: nn.Module) -> bool:
+    kind = type(module)
+    if not (isinstance(module, _KINDS) or (kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers."))):
+        return False
+    if modules is None:
+        return True
+    if isinstance(modules, str):
+        return any(fnmatchcase(text, modules) for text in (name, kind.__name__))
+    return isinstance(module, modules) if isinstance(modules, type) else bool(modules(name, module))
+
+
+def _reason_to_stay_dense(module: nn.Module, min_size: int, group: Group | None) -> str | None:
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    if type(weight) is not nn.Parameter:
+        return "its weight is computed"
+    if not weight.requires_grad:
+        return "frozen"
+    if weight.numel() < min_size:
+        return f"{weight.numel()} weights"
+    if group is not None and weight[0].numel() % group[1]:
+        return f"{weight[0].numel()} weights per output do not divide into groups of {group[1]}"
+    return None
+
+
+def _refuse_tied(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
+    names: dict[nn.Parameter, dict[nn.Module, str]] = {}
+    for name, module in model.named_modules():
+        for own, p in module.named_parameters(recurse=False):
+            names.setdefault(p, {})[module] = f"{name}.{own}"
+    for name, module in chosen.items():
+        tied = names[module.get_parameter("weight")]
+        if len(tied) > 1:
+            raise _refused("tied weights", name, " and ".join(tied.values()))
+
+
+def _refused(what: str, name: str, value: str) -> ValueError:
+    remedy = f"Leave the layer out: `Sparsity(modules=lambda name, module: name != {name!r})`."
+    return setting_error("sparsity", f"cannot take {what}", value, remedy)
+
+
+# ------------------------------------------------------------------------------- how many values
+def count_live(shapes: Mapping[str, torch.Size], density: float, distribution: str) -> dict[str, int]:
+    """Live weights of each layer.
+
+    `"uniform"`: the same density everywhere. `"erk"` (Erdos-Renyi-Kernel; Evci et al., 2020): density in proportion
+    to (sum of sizes) / (product of sizes), so that small layers stay denser; layers that would exceed 1 are full.
+    """
+    if distribution == "uniform":
+        return {name: _rounded(density, shape) for name, shape in shapes.items()}
+    total = density * sum(shape.numel() for shape in shapes.values())
+    full: set[str] = set()
+    while True:
+        rest = total - sum(shapes[name].numel() for name in full)
+        scale = rest / max(1, sum(sum(shape) for name, shape in shapes.items() if name not in full))
+        above = {name for name, shape in shapes.items() if scale * sum(shape) > shape.numel()} - full
+        if not above:
+            break
+        full |= above
+    return {
+        name: shape.numel() if name in full else _rounded(scale * sum(shape) / shape.numel(), shape)
+        for name, shape in shapes.items()
+    }
+
+
+def _rounded(density: float, shape: torch.Size) -> int:
+    return max(1, round(density * shape.numel()))
+
+
+# ------------------------------------------------------------------------------- where
+def best(scores: Tensor, num_live: int) -> Tensor:
+    """The ascending positions of the highest scores."""
+    return scores.topk(num_live, sorted=False).indices.sort().values
+
+
+def best_of_all(scores: Mapping[str, Tensor], num_live: int) -> dict[str, Tensor]:
+    """The ascending positions of the highest scores of all layers together; at least one of each."""
+    everything = torch.cat(list(scores.values()))
+    lives = torch.zeros_like(everything, dtype=torch.bool)
+    lives[everything.topk(num_live, sorted=False).indices] = True
+    parts = lives.split([score.numel() for score in scores.values()])
+    return {
+        name: part.nonzero().view(-1) if part.any() else best(score, 1)
+        for (name, score), part in zip(scores.items(), parts, strict=True)
+    }
+
+
+def choose_positions(
+    weights: Weights, density: float, group: Group | None, initial: str, distribution: str, seed: int
+) -> dict[str, Tensor]:
+    """The positions of the values that live, ascending in each flat weight.
+
+    A model, or without `"global"` a layer, that is as sparse already keeps what it has, and draws the rest.
+    """
+    num_nonzero = {name: int(weight.count_nonzero()) for name, weight in weights.items()}
+    if distribution == "global":
+        total = max(1, round(density * sum(weight.numel() for weight in weights.values())))
+        is_sparse = sum(num_nonzero.values()) <= total
+        return best_of_all({name: _scores(name, w, initial, seed, is_sparse) for name, w in weights.items()}, total)
+    counts = count_live({name: weight.shape for name, weight in weights.items()}, density, distribution)
+    chosen = {}
+    for name, weight in weights.items():
+        scores = _scores(name, weight, initial, seed, num_nonzero[name] <= counts[name])
+        chosen[name] = best(scores, counts[name]) if group is None else _best_of_groups(scores, group)
+    return chosen
+
+
+def _scores(name: str, weight: Tensor, initial: str, seed: int, is_sparse: bool) -> Tensor:
+    """What decides who lives."""
+    flat = weight.detach().reshape(-1)
+    if not is_sparse and initial == "magnitude":
+        return flat.abs()
+    scores = drawn(flat.numel(), flat.device, seed, "initial", name)
+    return scores + (flat != 0) if is_sparse else scores
+
+
+def _best_of_groups(scores: Tensor, group: Group) -> Tensor:
+    kept, size = group
+    inside = scores.view(-1, size).topk(kept, dim=1).indices  # [groups, kept]
+    starts = torch.arange(0, scores.numel(), size, device=scores.device)
+    return (inside + starts[:, None]).view(-1).sort().values
+
+
+def cubic(density: float, progress: float) -> float:
+    """The density at `progress` in 0..1 of gradual pruning (Zhu and Gupta, 2017).
+
+    >>> cubic(0.1, 0.0), round(cubic(0.1, 0.5), 4), round(cubic(0.1, 1.0), 4)
+    (1.0, 0.2125, 0.1)
+    """
+    return density + (1 - density) * (1 - min(1.0, progress)) ** 3
+
+
+def cosine(fraction: float, progress: float) -> float:
+    """The fraction moved at `progress`, falling to zero (Evci et al., 2020).
+
+    >>> cosine(0.3, 0.0), cosine(0.3, 0.5), cosine(0.3, 1.0)
+    (0.3, 0.15, 0.0)
+    """
+    return round(fraction / 2 * (1 + math.cos(math.pi * min(1.0, progress))), 12)
