@@ -13,6 +13,7 @@ from lightning_memsave.planner.recipes import Recipe, resolve
 from lightning_memsave.strategies.mixin import MemSaveState, adopt, release
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
+from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
 
@@ -24,6 +25,7 @@ class MemSave(MemoryMonitor):
 
     Args:
         recipe: `"lossless"` (what is exact and free), `"measure"` (change nothing: the baseline run), or a `Recipe`.
+        precision: how weights are stored: `"bf16-sr"`, `"bf16+8"`, `"bf16-kahan"`, or `LowPrecision(...)`.
         microbatch: samples per microbatch, `"auto"` (recover when memory runs out), or `Microbatching(...)`.
         activations: how saved activations are kept: `"exact"`, `"int8"`, `"int4"`, `"int4-chain"`, a list such as
             `["exact", "int4"]`, or `ActivationCompression(...)`.
@@ -48,6 +50,7 @@ class MemSave(MemoryMonitor):
         self,
         recipe: str | Recipe = "lossless",
         *,
+        precision: bool | str | LowPrecision | None = None,
         microbatch: int | bool | str | Microbatching | None = None,
         activations: bool | str | Sequence[str] | ActivationCompression | None = None,
         checkpointing: bool | str | Checkpointing | None = None,
@@ -55,6 +58,7 @@ class MemSave(MemoryMonitor):
     ) -> None:
         super().__init__()
         slots = {
+            "precision": precision,
             "microbatch": microbatch,
             "activations": activations,
             "checkpointing": checkpointing,

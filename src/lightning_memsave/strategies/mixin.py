@@ -22,10 +22,18 @@ from lightning_memsave.core.report import Applied
 from lightning_memsave.planner.recipes import RECIPES, Recipe
 from lightning_memsave.strategies.activations import ForwardScope
 from lightning_memsave.strategies.loop import LoopState, loop_class
+from lightning_memsave.strategies.low_precision import lower_precision
 from lightning_memsave.strategies.namespaces import is_compiled, namespace_of
 from lightning_memsave.strategies.planning import PlannedCheckpointing
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_vault
+from lightning_memsave.techniques.low_precision import (
+    LowPrecision,
+    Weights,
+    load_counter,
+    step_in_float32,
+    with_counter,
+)
 from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
 from lightning_memsave.techniques.optimizer_state import (
     OptimizerState,
@@ -47,6 +55,7 @@ class MemSaveState:
         self.recipe = recipe
         self.loop = LoopState(recipe, self._climb)
         self.changes: list[Applied] = []
+        self.weights: Weights | None = None
         self.forward_scope: ForwardScope | None = None
         self.planned: PlannedCheckpointing | None = None
         self.region_inputs: Vault | None = None
@@ -149,6 +158,7 @@ class MemSaveState:
         """
         if self.forward_scope is not None:
             self.forward_scope.close()
+        self.weights = None
         planned = [self.planned.applied] if self.planned is not None and self.planned.applied is not None else []
         for applied in reversed([*self.changes, *planned]):
             applied.keep() if applied.technique == "optimizer_state" else applied.undo()
@@ -178,6 +188,9 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
                     self._memsave = MemSaveState(self.memsave.recipe)
                 self.memsave.started = True
                 _install_loop(trainer, self.memsave.loop, namespace)
+                if precision := self.memsave.recipe.get(LowPrecision):
+                    self.memsave.weights, applied = lower_precision(trainer, precision)
+                    self.memsave.changes.append(applied)
             super().setup(trainer)
             if fitting and (checkpointing := self.memsave.recipe.get(Checkpointing)):
                 self.memsave.make_regions(trainer, checkpointing)
@@ -191,6 +204,8 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
                 self.memsave.changes.extend(
                     apply_optimizer_state(optimizer, config, trainer.lightning_module) for optimizer in self.optimizers
                 )
+            for optimizer in self.optimizers if self.memsave.weights else ():
+                step_in_float32(optimizer, self.memsave.weights)
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             on_use = functools.partial(self.memsave.loop.used_by_hand, self.lightning_module)
@@ -200,7 +215,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
 
         def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             plain = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer wraps
-            return to_plain(plain) if is_8bit(plain) else super().optimizer_state(optimizer)
+            return with_counter(plain, to_plain(plain)) if is_8bit(plain) else super().optimizer_state(optimizer)
 
         def load_optimizer_state_dict(self, checkpoint: Any) -> None:
             if not any(is_8bit(optimizer) for optimizer in self.optimizers):
@@ -208,6 +223,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
                 return
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
                 from_plain(optimizer, state) if is_8bit(optimizer) else optimizer.load_state_dict(state)
+                load_counter(optimizer, state)
 
         def teardown(self) -> None:
             module = self.lightning_module
