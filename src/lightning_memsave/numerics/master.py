@@ -33,7 +33,6 @@ def split(whole: Tensor, correction_dtype: torch.dtype) -> tuple[Tensor, Tensor]
     >>> join(rounded, correction)
     tensor([ 1.0010, -3.0000])
     """
-    whole = whole.contiguous()
     if correction_dtype == torch.int8:
         rounded = whole.bfloat16()
         distance = whole.view(torch.int32) - rounded.float().view(torch.int32)
