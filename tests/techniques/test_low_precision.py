@@ -433,4 +433,3 @@ def test_an_optimizer_of_all_parameters_is_refused_and_nothing_changed():
         apply_low_precision(model, optimizer, LowPrecision(format="bf16+8"))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert list(model.buffers()) == []
-

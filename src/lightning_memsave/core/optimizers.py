@@ -6,13 +6,14 @@ The one place for torch's private names of optimizers (seen in 2.13): `_patch_st
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
 
@@ -78,6 +79,35 @@ def step_one(
             )
 
 
+def stand_in(p: Tensor, values: Tensor) -> nn.Parameter:
+    """A parameter with other values that an optimizer steps in place of `p`.
+
+    `p.data` itself must not change its dtype for a step: torch would drop the node that accumulates its gradient, and
+    with it DDP's hooks.
+    """
+    parameter = nn.Parameter(values)
+    parameter.stands_for = p  # type: ignore[attr-defined]  # read by `original`
+    return parameter
+
+
+def original(p: Tensor) -> Tensor:
+    """The parameter that `p` stands in for; `p` itself if it is none."""
+    return getattr(p, "stands_for", p)
+
+
+@contextlib.contextmanager
+def state_moved(optimizer: torch.optim.Optimizer, p: Tensor, other: Tensor) -> Iterator[None]:
+    """Inside, the state of `p` is that of `other`."""
+    state = optimizer.state
+    if p in state:
+        state[other] = state.pop(p)
+    try:
+        yield
+    finally:
+        if other in state:
+            state[p] = state.pop(other)
+
+
 def check_steps_parameters_alone(optimizer: torch.optim.Optimizer, name: str) -> None:
     """Refuse optimizers that look at all parameters at once.
 
@@ -86,5 +116,8 @@ def check_steps_parameters_alone(optimizer: torch.optim.Optimizer, name: str) ->
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise setting_error(
-            name, "needs an optimizer that steps each parameter by itself", type(optimizer).__name__, "Use AdamW or SGD."
+            name,
+            "needs an optimizer that steps each parameter by itself",
+            type(optimizer).__name__,
+            "Use AdamW or SGD.",
         )

@@ -14,9 +14,9 @@ Here the step itself, the user's own optimizer with whatever it does, runs on a 
 gradient; its state is float32, or low-bit with `optimizer_state`. Only the result is rounded. The copy is the transient:
 8 bytes per element of the largest parameter, besides what the optimizer itself takes for it.
 
-Normalisation layers, `nn.Bilinear` and whatever `keep_32bit` names stay float32: small, or not computable in bfloat16.
-Buffers stay as they are. The forward pass needs autocast, as the dtypes of inputs, buffers and weights differ; under
-Lightning that is its own `bf16-mixed`.
+Normalisation layers and whatever `keep_32bit` names stay float32: small, and torch mixes them with either dtype. Buffers
+stay as they are. The forward pass needs autocast, as the dtypes of inputs, buffers and weights differ; under Lightning
+that is its own `bf16-mixed`.
 
 Loss class: `changed`. The noise of stochastic rounding is a hash of seed, step and parameter, which checkpoints carry.
 
@@ -35,7 +35,12 @@ from torch import nn
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
-from lightning_memsave.techniques.low_precision.stepping import load_counter, step_in_float32, step_plainly, with_counter
+from lightning_memsave.techniques.low_precision.stepping import (
+    load_counter,
+    step_in_float32,
+    step_plainly,
+    with_counter,
+)
 from lightning_memsave.techniques.low_precision.weights import CORRECTIONS, Weights, parameters_kept_32bit
 
 __all__ = [

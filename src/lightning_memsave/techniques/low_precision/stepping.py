@@ -16,6 +16,9 @@ from lightning_memsave.core.optimizers import (
     bare_step,
     change_class,
     check_steps_parameters_alone,
+    original,
+    stand_in,
+    state_moved,
     step_one,
 )
 from lightning_memsave.techniques.low_precision.weights import Weights
@@ -63,9 +66,12 @@ def _in_float32(plain: type[torch.optim.Optimizer]) -> type[torch.optim.Optimize
             groups = self.param_groups
             for group in groups:
                 for p in group["params"]:
-                    if p.grad is not None:
-                        with _as_float32(p, memory):
-                            step_one(step, self, group, p)
+                    if p.grad is None:
+                        continue
+                    if p in memory.weights:
+                        _step_in_float32(step, self, group, p, memory)
+                    else:
+                        step_one(step, self, group, p)
             memory.num_steps += not isinstance(groups, OneParameter)
             return loss
 
@@ -74,7 +80,7 @@ def _in_float32(plain: type[torch.optim.Optimizer]) -> type[torch.optim.Optimize
 
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
             memory: _Memory = vars(self)[_MEMORY]
-            with _seemingly_float32(memory.weights):
+            with _seemingly_float32(self, memory.weights):
                 super().load_state_dict(state_dict)
             load_counter(self, state_dict)
 
@@ -85,41 +91,33 @@ def _in_float32(plain: type[torch.optim.Optimizer]) -> type[torch.optim.Optimize
     return InFloat32
 
 
-@contextlib.contextmanager
-def _as_float32(p: Tensor, memory: _Memory) -> Iterator[None]:
-    """Inside, `p` and its gradient are float32; then `p` is rounded back into its own memory.
-
-    The object stays, so that the optimizer finds its state and settings.
-    """
-    if p not in memory.weights:
-        yield
-        return
-    stored, gradient = p.data, p.grad
-    whole = memory.weights.whole(p)
-    p.grad = None
-    p.data = whole
-    assert gradient is not None
-    p.grad = gradient.float()
-    try:
-        yield
-    finally:
-        p.grad = None
-        whole, p.data = p.data, stored
-        p.grad = gradient
-    memory.weights.write(p, whole, memory.num_steps)
+def _step_in_float32(
+    step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any], p: Tensor, memory: _Memory
+) -> None:
+    assert p.grad is not None
+    whole = stand_in(p, memory.weights.whole(p))
+    whole.grad = p.grad.float()
+    with state_moved(optimizer, p, whole):
+        step_one(step, optimizer, group, whole)
+    memory.weights.write(p, whole.detach(), memory.num_steps)
 
 
 @contextlib.contextmanager
-def _seemingly_float32(weights: Weights) -> Iterator[None]:
+def _seemingly_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> Iterator[None]:
     """torch casts the state that it loads to the dtype of its parameter."""
-    stored = {p: p.data for p in weights}
+    for group in optimizer.param_groups:
+        group["params"] = [
+            stand_in(p, p.new_zeros((), dtype=torch.float32).expand(p.shape)) if p in weights else p
+            for p in group["params"]
+        ]
     try:
-        for p, data in stored.items():
-            p.data = data.new_zeros((), dtype=torch.float32).expand(data.shape)
         yield
     finally:
-        for p, data in stored.items():
-            p.data = data
+        for group in optimizer.param_groups:
+            group["params"] = [original(p) for p in group["params"]]
+        state = {original(p): value for p, value in optimizer.state.items()}
+        optimizer.state.clear()
+        optimizer.state.update(state)
 
 
 def with_counter(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

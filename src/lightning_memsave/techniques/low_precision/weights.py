@@ -21,7 +21,7 @@ _HOW = {"bf16-sr": "rounded stochastically", "bf16+8": "rounded to 24 bits", "bf
 
 
 def parameters_kept_32bit(model: nn.Module, keep_32bit: tuple[str | type[nn.Module], ...]) -> set[Tensor]:
-    """Parameters of normalisation layers, of modules that cannot compute in bfloat16, and of those that are named.
+    """Parameters of normalisation layers, and of modules that are named.
 
     Raises:
         ValueError: a selector that matches no module.
@@ -29,7 +29,7 @@ def parameters_kept_32bit(model: nn.Module, keep_32bit: tuple[str | type[nn.Modu
     kept: set[Tensor] = set()
     matched = dict.fromkeys(keep_32bit, False)
     for name, module in model.named_modules():
-        if ("Norm" in type(module).__name__ and not any(module.children())) or isinstance(module, nn.Bilinear):
+        if "Norm" in type(module).__name__ and not any(module.children()):
             kept.update(module.parameters(recurse=False))
         for selector in keep_32bit:
             if _matches(selector, name, module):

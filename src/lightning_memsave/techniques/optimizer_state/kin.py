@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.core.optimizers import change_class
+from lightning_memsave.core.optimizers import change_class, original
 
 _MEMORY = "_memsave_8bit"
 
@@ -161,7 +161,7 @@ def _class_8bit(class_name: str) -> Any:
             "eps": float(group.get("eps", 0.0)),
             "weight_decay": weight_decay,
             "lr": lr,
-            "optim_bits": 32 if group["params"][pindex] in memory.kept else 8,
+            "optim_bits": 32 if original(group["params"][pindex]) in memory.kept else 8,
             "min_8bit_size": 0,
             "max_unorm": 0.0,
             "skip_zeros": False,
