@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memsave import ActivationCompression, Checkpointing, MemSave
+from lightning_memsave import ActivationCompression, Checkpointing, MemSave, OptimizerState
 
 
 class Module(L.LightningModule):
@@ -111,6 +111,9 @@ def main() -> None:
     torch.distributed.all_gather(both, flat)
     assert torch.equal(*both), "ranks have drifted apart"
 
+    released = MemSave(optimizer_state=OptimizerState(format="32bit", gradients="release"))
+    with pytest.raises(ValueError, match="averaged over the ranks"):
+        train(released, "ddp")
     with pytest.raises(ValueError, match="static graph"):
         train(MemSave(microbatch=3), L.pytorch.strategies.DDPStrategy(static_graph=True))
     if torch.distributed.get_rank() == 0:

@@ -225,8 +225,7 @@ def test_any_module_computes(kind):
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     trainer = L.Trainer(callbacks=[MemSave(precision="bf16+8")], max_steps=2, enable_checkpointing=False, **QUIET)
     trainer.fit(module, loader())
-    for name, p in module.named_parameters():
-        assert p.isfinite().all()
+    assert all(p.isfinite().all() for p in module.parameters())
     moved = {name for name, p in module.named_parameters() if not torch.equal(p, before[name])}
     assert "first.weight" in moved
     assert any(name.startswith("inner") for name in moved)

@@ -30,7 +30,15 @@ WAYS_OF_TRAINING = (
     "dataloader_iter",
     "torch.compile of the whole module",
     "fp16 with a GradScaler",
+    "accumulate_grad_batches",
+    "gradient clipping by norm",
+    "configure_gradient_clipping",
 )
+
+SETTINGS = ("gradient release",)
+"""Settings of techniques that have rows of their own."""
+
+_KEEP = '`OptimizerState(gradients="keep")`'
 
 COMPATIBILITY = (
     Row("early_zero_grad", "microbatching"),
@@ -130,6 +138,48 @@ COMPATIBILITY = (
     Row("activation_compression", "fp16 with a GradScaler"),
     Row("optimizer_state", "fp16 with a GradScaler"),
     Row("checkpointing", "fp16 with a GradScaler"),
+    Row(
+        "gradient release",
+        "microbatching",
+        "the backward of each microbatch would be a step of its own",
+        f"Use {_KEEP}, or `microbatch=False`.",
+    ),
+    Row(
+        "gradient release",
+        "accumulate_grad_batches",
+        "the backward of each batch would be a step of its own",
+        f"Use {_KEEP}, or `Trainer(accumulate_grad_batches=1)`.",
+    ),
+    Row(
+        "gradient release",
+        "gradient clipping by norm",
+        "the norm is known only after the last gradient, when the others are gone",
+        f'Use `Trainer(gradient_clip_algorithm="value")`, or {_KEEP}.',
+    ),
+    Row(
+        "gradient release",
+        "configure_gradient_clipping",
+        "it runs after backward, when the gradients are gone",
+        f'Use `Trainer(gradient_clip_val=..., gradient_clip_algorithm="value")`, or {_KEEP}.',
+    ),
+    Row(
+        "gradient release",
+        "fp16 with a GradScaler",
+        "an overflow would be found after parameters have stepped",
+        f'Use `precision="bf16-sr"` or bf16-mixed, which need no scaler, or {_KEEP}.',
+    ),
+    Row(
+        "gradient release",
+        "DDP",
+        "parameters would step before their gradients are averaged over the ranks",
+        f"Use {_KEEP}.",
+    ),
+    Row(
+        "gradient release",
+        "manual optimization",
+        "a backward by hand need not be followed by a step of all that it reaches",
+        f"Use {_KEEP}.",
+    ),
 )
 
 

@@ -31,7 +31,7 @@ class Recipe:
         stems = [technique_of(config).stem for config in self.techniques]
         if len(set(stems)) < len(stems):
             raise setting_error("recipe", "must name each technique once", stems, "Remove one of the two.")
-        check_compatibility(stems)
+        check_compatibility(self.rows())
 
     def get(self, kind: type[C]) -> C | None:
         """The settings of one technique, or `None` when it is off."""
@@ -44,6 +44,11 @@ class Recipe:
     def stems(self) -> tuple[str, ...]:
         """The names of what is on."""
         return tuple(technique_of(config).stem for config in self.techniques)
+
+    def rows(self) -> tuple[str, ...]:
+        """What the compatibility table knows of it: the names of what is on, and settings with rows of their own."""
+        settings = (name for config in self.techniques for name in getattr(config, "rows", ()))
+        return (*self.stems(), *settings)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for loggers and checkpoints; functions and classes by name.

@@ -1,7 +1,7 @@
 """Low precision under Lightning: bfloat16 weights before optimizers exist, and the forward pass under autocast.
 
-Autocast is Lightning's own `bf16-mixed` plugin. Unlike `bf16-true` it leaves inputs, targets and buffers as they are, and
-lets float32 norms stand between bfloat16 layers.
+Autocast is Lightning's own `bf16-mixed` plugin. Unlike `bf16-true` it leaves inputs, targets and buffers as they are,
+and lets float32 norms stand between bfloat16 layers.
 """
 
 from __future__ import annotations

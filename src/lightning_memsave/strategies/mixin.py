@@ -24,25 +24,13 @@ from lightning_memsave.strategies.activations import ForwardScope
 from lightning_memsave.strategies.loop import LoopState, loop_class
 from lightning_memsave.strategies.low_precision import lower_precision
 from lightning_memsave.strategies.namespaces import is_compiled, namespace_of
+from lightning_memsave.strategies.optimizers import change_optimizers, ways_of_stepping
 from lightning_memsave.strategies.planning import PlannedCheckpointing
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_vault
-from lightning_memsave.techniques.low_precision import (
-    LowPrecision,
-    Weights,
-    load_counter,
-    step_in_float32,
-    with_counter,
-)
+from lightning_memsave.techniques.low_precision import LowPrecision, Weights, load_counter, with_counter
 from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
-from lightning_memsave.techniques.optimizer_state import (
-    OptimizerState,
-    apply_optimizer_state,
-    check_optimizers,
-    from_plain,
-    is_8bit,
-    to_plain,
-)
+from lightning_memsave.techniques.optimizer_state import GradientRelease, from_plain, is_8bit, to_plain
 from lightning_memsave.techniques.registry import TECHNIQUES
 from lightning_memsave.vault.inputs import keeping_inputs_in
 from lightning_memsave.vault.vault import Vault
@@ -56,6 +44,7 @@ class MemSaveState:
         self.loop = LoopState(recipe, self._climb)
         self.changes: list[Applied] = []
         self.weights: Weights | None = None
+        self.release: GradientRelease | None = None
         self.forward_scope: ForwardScope | None = None
         self.planned: PlannedCheckpointing | None = None
         self.region_inputs: Vault | None = None
@@ -158,7 +147,9 @@ class MemSaveState:
         """
         if self.forward_scope is not None:
             self.forward_scope.close()
-        self.weights = None
+        if self.release is not None:
+            self.release.remove()
+        self.weights = self.release = None
         planned = [self.planned.applied] if self.planned is not None and self.planned.applied is not None else []
         for applied in reversed([*self.changes, *planned]):
             applied.keep() if applied.technique == "optimizer_state" else applied.undo()
@@ -183,7 +174,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
         def setup(self, trainer: Any) -> None:
             fitting = trainer.state.fn == "fit"
             if fitting:
-                check_compatibility([*self.memsave.recipe.stems(), *ways_of_training(trainer)])
+                check_compatibility([*self.memsave.recipe.rows(), *ways_of_training(trainer)])
                 if self.memsave.started:  # a second fit with the same strategy starts with a clean record
                     self._memsave = MemSaveState(self.memsave.recipe)
                 self.memsave.started = True
@@ -199,13 +190,9 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
 
         def setup_optimizers(self, trainer: Any) -> None:
             super().setup_optimizers(trainer)
-            if config := self.memsave.recipe.get(OptimizerState):
-                check_optimizers(self.optimizers, trainer.lightning_module)  # all of them, before the first is changed
-                self.memsave.changes.extend(
-                    apply_optimizer_state(optimizer, config, trainer.lightning_module) for optimizer in self.optimizers
-                )
-            for optimizer in self.optimizers if self.memsave.weights else ():
-                step_in_float32(optimizer, self.memsave.weights)
+            state = self.memsave
+            done, state.release = change_optimizers(trainer, state.recipe, state.weights)
+            state.changes.extend(done)
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             on_use = functools.partial(self.memsave.loop.used_by_hand, self.lightning_module)
@@ -252,6 +239,7 @@ def ways_of_training(trainer: Any) -> list[str]:
         "dataloader_iter": is_param_in_hook_signature(training_step, "dataloader_iter", explicit=True),
         "torch.compile of the whole module": is_compiled(trainer.lightning_module),
         "fp16 with a GradScaler": getattr(strategy.precision_plugin, "scaler", None) is not None,
+        **ways_of_stepping(trainer),
     }
     return [name for name, is_present in present.items() if is_present]
 

@@ -9,14 +9,14 @@ What shrinks, in bytes per parameter:
 | `"bf16+8"` | 3 | 2 | kept in an 8-bit correction: weights of 24 bits |
 | `"bf16-kahan"` | 4 | 2 | kept in a bfloat16 correction |
 
-A weight in plain bfloat16 has 8 significant bits, so an update below 1/512 of it is lost by rounding and training stalls.
-Here the step itself, the user's own optimizer with whatever it does, runs on a float32 copy of one parameter and its
-gradient; its state is float32, or low-bit with `optimizer_state`. Only the result is rounded. The copy is the transient:
-8 bytes per element of the largest parameter, besides what the optimizer itself takes for it.
+A weight in plain bfloat16 has 8 significant bits, so an update below 1/512 of it is lost by rounding, and training
+stalls. Here the step itself, the user's own optimizer with whatever it does, runs on a float32 copy of one parameter
+and its gradient; its state is float32, or low-bit with `optimizer_state`. Only the result is rounded. The copies are
+the transient: 8 bytes per element of the largest parameter, besides what the optimizer itself takes for it.
 
-Normalisation layers and whatever `keep_32bit` names stay float32: small, and torch mixes them with either dtype. Buffers
-stay as they are. The forward pass needs autocast, as the dtypes of inputs, buffers and weights differ; under Lightning
-that is its own `bf16-mixed`.
+Normalisation layers and whatever `keep_32bit` names stay float32: small, and torch mixes them with either dtype.
+Buffers stay as they are. The forward pass needs autocast, as the dtypes of inputs, buffers and weights differ; under
+Lightning that is its own `bf16-mixed`.
 
 Loss class: `changed`. The noise of stochastic rounding is a hash of seed, step and parameter, which checkpoints carry.
 

@@ -41,7 +41,7 @@ def step_in_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> None:
         ValueError: it needs all parameters at once.
     """
     check_steps_parameters_alone(optimizer, "precision")
-    plain_class = type(optimizer)
+    plain_class: Any = type(optimizer)
     change_class(optimizer, _in_float32(plain_class))
     vars(optimizer)[_MEMORY] = _Memory(plain_class=plain_class, weights=weights)
 
@@ -53,8 +53,8 @@ def step_plainly(optimizer: torch.optim.Optimizer) -> None:
 
 
 @functools.cache
-def _in_float32(plain: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    class InFloat32(plain):  # type: ignore[misc, valid-type]  # a base known at run time
+def _in_float32(plain: Any) -> Any:
+    class InFloat32(plain):  # type: ignore[misc]  # a base known at run time
         @torch.no_grad()
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             loss = None
@@ -104,7 +104,7 @@ def _step_in_float32(
 
 @contextlib.contextmanager
 def _seemingly_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> Iterator[None]:
-    """torch casts the state that it loads to the dtype of its parameter."""
+    """Inside, loading casts state to float32: torch gives it the dtype of its parameter."""
     for group in optimizer.param_groups:
         group["params"] = [
             stand_in(p, p.new_zeros((), dtype=torch.float32).expand(p.shape)) if p in weights else p

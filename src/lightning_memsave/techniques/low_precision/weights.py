@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -96,8 +96,8 @@ class Weights:
         num_all = sum(1 for _ in model.parameters())
         self.summary = f"{len(self._places)} of {num_all} parameters in {weight_format}, stepped in float32"
         self.reason = f"weights are bfloat16, {_HOW[weight_format]} after each step"
-        for p, place in self._places.items():
-            self._store(p, place, p.detach())
+        for parameter, place in self._places.items():
+            self._store(parameter, place, parameter.detach())
         self._hooks = []
         if self._correction_dtype is not None:
             self._hooks = [
@@ -108,7 +108,7 @@ class Weights:
     def __contains__(self, p: Tensor) -> bool:
         return p in self._places
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Tensor]:
         return iter(self._places)
 
     @torch.no_grad()
@@ -121,7 +121,7 @@ class Weights:
 
     def _correction(self, p: Tensor) -> Tensor | None:
         place = self._places[p]
-        return None if self._correction_dtype is None else getattr(place.owner, place.buffer)  # type: ignore[no-any-return]
+        return None if self._correction_dtype is None else getattr(place.owner, place.buffer)
 
     def whole(self, p: Tensor) -> Tensor:
         """The weights of `p` in float32, a copy."""

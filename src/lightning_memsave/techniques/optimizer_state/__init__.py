@@ -30,22 +30,27 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import NoEffectWarning, setting_error
-from lightning_memsave.core.report import Applied
+from lightning_memsave.core.report import Applied, worst_loss_class
 from lightning_memsave.numerics.blockwise import num_blocks
 from lightning_memsave.techniques.optimizer_state.conversion import from_plain, to_plain
 from lightning_memsave.techniques.optimizer_state.kin import become_8bit, become_plain, find_kin, is_8bit
+from lightning_memsave.techniques.optimizer_state.release import GradientRelease
 
 __all__ = [
+    "GradientRelease",
     "OptimizerState",
+    "apply_format",
     "apply_optimizer_state",
     "check_optimizers",
     "estimate_optimizer_state",
     "from_plain",
     "is_8bit",
+    "release_applied",
     "to_plain",
 ]
 
-FORMATS = ("8bit",)
+FORMATS = ("8bit", "32bit")
+GRADIENTS = ("keep", "release")
 _CODE_MAP_BYTES = 256 * 4
 
 
@@ -57,8 +62,10 @@ class OptimizerState:
         ValueError: an unknown format or a negative size.
     """
 
-    format: Literal["8bit"] = "8bit"
-    """How moments are stored."""
+    format: Literal["8bit", "32bit"] = "8bit"
+    """How moments are stored; `"32bit"` leaves them to the optimizer."""
+    gradients: Literal["keep", "release"] = "keep"
+    """`"release"`: each parameter steps inside of backward and frees its gradient, so that there is one at a time."""
     min_size: int = 4096
     """Parameters with fewer elements keep float32 state."""
     keep_embeddings_32bit: bool = True
@@ -74,8 +81,27 @@ class OptimizerState:
                 self.format,
                 "Use `False` for none.",
             )
+        if self.gradients not in GRADIENTS:
+            raise setting_error(
+                "OptimizerState.gradients",
+                f"must be one of {', '.join(map(repr, GRADIENTS))}",
+                self.gradients,
+                'The default is "keep".',
+            )
+        if self.format == "32bit" and self.gradients == "keep":
+            raise setting_error(
+                "OptimizerState",
+                "must change something",
+                'format="32bit", gradients="keep"',
+                'Use `optimizer_state=False`, or `gradients="release"`.',
+            )
         if self.min_size < 0:
             raise setting_error("OptimizerState.min_size", "must not be negative", self.min_size, "Use 0 for all.")
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Settings that the compatibility table knows by name."""
+        return ("gradient release",) if self.gradients == "release" else ()
 
     @classmethod
     def from_shorthand(cls, value: object) -> OptimizerState:
@@ -100,18 +126,48 @@ def parameters_kept_32bit(optimizer: torch.optim.Optimizer, config: OptimizerSta
 
 
 def apply_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> Applied:
-    """Turn `optimizer` into its 8-bit kin, in place, at any time; state that exists is converted.
+    """Change the state of `optimizer`, and release its gradients in backward, as `config` says; in place, at any time.
+
+    State that exists is converted.
 
     Raises:
-        ValueError: there is no kin, or a setting of this optimizer that the kin does not have.
+        ValueError: what the format does not know: an optimizer, or a setting of it.
         ModuleNotFoundError: bitsandbytes is not installed.
     """
+    parts = [] if config.format == "32bit" else [apply_format(optimizer, config, model)]
+    if config.gradients == "release":
+        parts.append(release_applied(GradientRelease([optimizer])))
+
+    def restore() -> None:
+        for part in reversed(parts):
+            part.undo()
+
+    return Applied(
+        technique="optimizer_state",
+        summary="; ".join(part.summary for part in parts),
+        loss_class=worst_loss_class(part.loss_class for part in parts),
+        reasons=tuple(reason for part in parts for reason in part.reasons),
+        restore=restore,
+    )
+
+
+def release_applied(release: GradientRelease | None = None) -> Applied:
+    """What gradient release is, and the way back from `release`."""
+    return Applied(
+        technique="optimizer_state",
+        summary="parameters step inside of backward, which frees each gradient at once",
+        restore=(lambda: None) if release is None else release.remove,
+    )
+
+
+def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> Applied:
+    """The state alone; see `apply_optimizer_state`."""
     if is_low_bit(optimizer):
         import warnings
 
         warnings.warn(f"{type(optimizer).__name__} is a low-bit optimizer already.", NoEffectWarning, stacklevel=2)
         return Applied(technique="optimizer_state", summary=f"{type(optimizer).__name__} is low-bit already")
-    check_optimizers([optimizer], model)
+    check_optimizers([optimizer], config, model)
     name, kin = type(optimizer).__name__, find_kin(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kept = parameters_kept_32bit(optimizer, config, model)
@@ -127,12 +183,14 @@ def apply_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerSta
     )
 
 
-def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> None:
+def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], config: OptimizerState, model: nn.Module) -> None:
     """Refuse what cannot become 8-bit, before anything is changed.
 
     Raises:
         ValueError: an optimizer without kin, a setting that the kin lacks, or sparse gradients.
     """
+    if config.format == "32bit":
+        return
     own: set[Tensor] = set()
     for optimizer in optimizers:
         if not is_low_bit(optimizer):
@@ -150,7 +208,7 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], model: nn.Modu
 
 
 def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> int:
-    """Bytes of the 8-bit optimizer's state once every parameter has been stepped; exact."""
+    """Bytes of the moments once every parameter has been stepped; exact."""
     num_moments = len(find_kin(optimizer).moments)
     kept = parameters_kept_32bit(optimizer, config, model)
     total, any_8bit = 0, False
@@ -158,7 +216,8 @@ def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: Optimizer
         for p in group["params"]:
             if not p.requires_grad and not optimizer.state.get(p):
                 continue
-            per_moment = 4 * p.numel() if p in kept else p.numel() + 4 * num_blocks(p.numel())
-            any_8bit |= p not in kept
+            in_8bit = config.format == "8bit" and p not in kept
+            per_moment = p.numel() + 4 * num_blocks(p.numel()) if in_8bit else 4 * p.numel()
+            any_8bit |= in_8bit
             total += num_moments * per_moment
     return total + (num_moments * _CODE_MAP_BYTES if any_8bit else 0)
