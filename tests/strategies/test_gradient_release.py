@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import logging
 import weakref
@@ -21,6 +22,7 @@ from .harness import Net, fit
 
 RELEASE = OptimizerState(format="32bit", gradients="release")
 RELEASE_8BIT = OptimizerState(gradients="release", min_size=30)
+RELEASE_4BIT = OptimizerState(format="4bit", gradients="release", min_size=30)
 QUIET = {
     "accelerator": "cpu",
     "logger": False,
@@ -86,9 +88,9 @@ def test_it_equals_plain_lightning_bit_for_bit(optimizer, scheduler):
 
 
 @pytest.mark.parametrize("precision", [None, "bf16-sr", "bf16+8", "bf16-kahan"])
-@pytest.mark.parametrize("settings", [RELEASE_8BIT, RELEASE])
+@pytest.mark.parametrize("settings", [RELEASE_8BIT, RELEASE_4BIT, RELEASE])
 def test_with_low_precision_and_8bit_state(settings, precision):
-    kept = OptimizerState(min_size=30) if settings is RELEASE_8BIT else False
+    kept = False if settings is RELEASE else dataclasses.replace(settings, gradients="keep")
     module = Module()
     assert_same(*(fit(module, batches(), MemSave(precision=precision, optimizer_state=s)) for s in (kept, settings)))
 
@@ -142,7 +144,7 @@ def train(memsave, *, epochs=2, ckpt=None, callbacks=()):
     return trainer, module
 
 
-@pytest.mark.parametrize("state", [RELEASE, RELEASE_8BIT])
+@pytest.mark.parametrize("state", [RELEASE, RELEASE_8BIT, RELEASE_4BIT])
 @pytest.mark.parametrize("precision", [None, "bf16-sr"])
 def test_resume_is_bit_equal_and_plain_lightning_goes_on(state, precision, tmp_path):
     class Save(Callback):

@@ -134,11 +134,11 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("optimizer_state", [False, "8bit"])
+@pytest.mark.parametrize("optimizer_state", [False, "8bit", "4bit"])
 @every_format
 def test_a_checkpoint_in_the_middle_resumes_bit_for_bit_and_loads_without(weight_format, optimizer_state, tmp_path):
     path = tmp_path / "middle.ckpt"
-    state = OptimizerState(min_size=1000) if optimizer_state else False
+    state = OptimizerState(format=optimizer_state, min_size=1000) if optimizer_state else False
 
     def memsave():
         return MemSave(precision=LowPrecision(format=weight_format, seed=5), optimizer_state=state)

@@ -33,6 +33,13 @@ from lightning_memsave.core.errors import NoEffectWarning, setting_error
 from lightning_memsave.core.report import Applied, worst_loss_class
 from lightning_memsave.numerics.blockwise import num_blocks
 from lightning_memsave.techniques.optimizer_state.conversion import from_plain, to_plain
+from lightning_memsave.techniques.optimizer_state.fourbit import (
+    become_4bit,
+    check_4bit,
+    is_4bit,
+    leave_4bit,
+    moments_of,
+)
 from lightning_memsave.techniques.optimizer_state.kin import become_8bit, become_plain, find_kin, is_8bit
 from lightning_memsave.techniques.optimizer_state.release import GradientRelease
 
@@ -49,7 +56,7 @@ __all__ = [
     "to_plain",
 ]
 
-FORMATS = ("8bit", "32bit")
+FORMATS = ("8bit", "4bit", "32bit")
 GRADIENTS = ("keep", "release")
 _CODE_MAP_BYTES = 256 * 4
 
@@ -62,7 +69,7 @@ class OptimizerState:
         ValueError: an unknown format or a negative size.
     """
 
-    format: Literal["8bit", "32bit"] = "8bit"
+    format: Literal["8bit", "4bit", "32bit"] = "8bit"
     """How moments are stored; `"32bit"` leaves them to the optimizer."""
     gradients: Literal["keep", "release"] = "keep"
     """`"release"`: each parameter steps inside of backward and frees its gradient, so that there is one at a time."""
@@ -111,7 +118,7 @@ class OptimizerState:
 
 def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its state is low-bit already: ours, or one of bitsandbytes' own."""
-    return is_8bit(optimizer) or type(optimizer).__module__.startswith("bitsandbytes")
+    return is_8bit(optimizer) or is_4bit(optimizer) or type(optimizer).__module__.startswith("bitsandbytes")
 
 
 def parameters_kept_32bit(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> set[Tensor]:
@@ -168,15 +175,24 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
         warnings.warn(f"{type(optimizer).__name__} is a low-bit optimizer already.", NoEffectWarning, stacklevel=2)
         return Applied(technique="optimizer_state", summary=f"{type(optimizer).__name__} is low-bit already")
     check_optimizers([optimizer], config, model)
-    name, kin = type(optimizer).__name__, find_kin(optimizer)
+    name = type(optimizer).__name__
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kept = parameters_kept_32bit(optimizer, config, model)
-    become_8bit(optimizer, kin, kept)
-    num_8bit = sum(p not in kept for p in parameters)
+    num_low_bit = sum(p not in kept for p in parameters)
+    if config.format == "4bit":
+        become_4bit(optimizer, kept)
+        return Applied(
+            technique="optimizer_state",
+            summary=f"{name} keeps 4-bit state for {num_low_bit} of {len(parameters)} parameters",
+            loss_class="changed",
+            reasons=(f"{name}'s moments are rounded to 4 bits",),
+            restore=lambda: leave_4bit(optimizer),
+        )
+    become_8bit(optimizer, find_kin(optimizer), kept)
     device = parameters[0].device.type if parameters else "cpu"
     return Applied(
         technique="optimizer_state",
-        summary=f"{name} keeps 8-bit state for {num_8bit} of {len(parameters)} parameters (bitsandbytes, {device})",
+        summary=f"{name} keeps 8-bit state for {num_low_bit} of {len(parameters)} parameters (bitsandbytes, {device})",
         loss_class="changed",
         reasons=(f"{name}'s moments are rounded to 8 bits",),
         restore=lambda: become_plain(optimizer),
@@ -189,7 +205,10 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], config: Optimi
     Raises:
         ValueError: an optimizer without kin, a setting that the kin lacks, or sparse gradients.
     """
-    if config.format == "32bit":
+    if config.format != "8bit":
+        for optimizer in optimizers if config.format == "4bit" else ():
+            if not is_low_bit(optimizer):
+                check_4bit(optimizer)
         return
     own: set[Tensor] = set()
     for optimizer in optimizers:
@@ -209,15 +228,23 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], config: Optimi
 
 def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> int:
     """Bytes of the moments once every parameter has been stepped; exact."""
-    num_moments = len(find_kin(optimizer).moments)
+    if config.format == "4bit":
+        check_4bit(optimizer)
+        num_moments = len(moments_of(optimizer))
+    else:
+        num_moments = len(find_kin(optimizer).moments)
     kept = parameters_kept_32bit(optimizer, config, model)
-    total, any_8bit = 0, False
+    total, any_low_bit = 0, False
     for group in optimizer.param_groups:
         for p in group["params"]:
             if not p.requires_grad and not optimizer.state.get(p):
                 continue
-            in_8bit = config.format == "8bit" and p not in kept
-            per_moment = p.numel() + 4 * num_blocks(p.numel()) if in_8bit else 4 * p.numel()
-            any_8bit |= in_8bit
-            total += num_moments * per_moment
-    return total + (num_moments * _CODE_MAP_BYTES if any_8bit else 0)
+            is_kept = p in kept or config.format == "32bit"
+            any_low_bit |= not is_kept
+            total += num_moments * (4 * p.numel() if is_kept else _low_bit_bytes(p.numel(), config.format))
+    return total + (num_moments * _CODE_MAP_BYTES if any_low_bit and config.format == "8bit" else 0)
+
+
+def _low_bit_bytes(num_elements: int, state_format: str) -> int:
+    codes = num_elements if state_format == "8bit" else -(-num_elements // 2)
+    return codes + 4 * num_blocks(num_elements)
