@@ -18,7 +18,7 @@ else:
 
 import lightning_memsave
 from lightning_memsave.core import versions
-from lightning_memsave.core.compatibility import COMPATIBILITY, WAYS_OF_TRAINING
+from lightning_memsave.core.compatibility import COMPATIBILITY, SETTINGS, WAYS_OF_TRAINING
 from lightning_memsave.techniques.registry import TECHNIQUES
 
 ROOT = Path(__file__).parents[1]
@@ -109,7 +109,7 @@ def test_techniques_have_one_name_each():
 
 
 def test_compatibility_names_what_exists():
-    known = {*STEMS, *WAYS_OF_TRAINING}
+    known = {*STEMS, *SETTINGS, *WAYS_OF_TRAINING}
     for row in COMPATIBILITY:
         assert {row.first, row.second} <= known, row
         assert (row.refused_because is None) == (row.remedy is None), f"a refusal without a way out: {row}"

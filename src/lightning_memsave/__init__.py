@@ -34,6 +34,7 @@ from lightning_memsave.techniques.activation_compression import (  # noqa: E402
 )
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing  # noqa: E402
 from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad  # noqa: E402
+from lightning_memsave.techniques.low_precision import LowPrecision, apply_low_precision  # noqa: E402
 from lightning_memsave.techniques.microbatching import LabelCount, Microbatching, microbatches  # noqa: E402
 from lightning_memsave.techniques.optimizer_state import OptimizerState, apply_optimizer_state  # noqa: E402
 from lightning_memsave.techniques.sparsity import (  # noqa: E402
@@ -55,6 +56,7 @@ __all__ = [
     "EarlyZeroGrad",
     "LabelCount",
     "Ledger",
+    "LowPrecision",
     "MaskUpdates",
     "Measurement",
     "MemSave",
@@ -75,6 +77,7 @@ __all__ = [
     "allocation_peak",
     "apply_activation_compression",
     "apply_checkpointing",
+    "apply_low_precision",
     "apply_optimizer_state",
     "apply_sparsity",
     "export_dense",

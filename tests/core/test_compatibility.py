@@ -9,7 +9,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSave
-from lightning_memsave.core.compatibility import COMPATIBILITY, WAYS_OF_TRAINING, check_compatibility
+from lightning_memsave.core.compatibility import COMPATIBILITY, SETTINGS, WAYS_OF_TRAINING, check_compatibility
 from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.registry import TECHNIQUES
 
@@ -18,7 +18,7 @@ REFUSED = [row for row in COMPATIBILITY if row.refused_because]
 
 
 def test_rows_name_what_exists_and_no_pair_twice():
-    known = {*STEMS, *WAYS_OF_TRAINING}
+    known = {*STEMS, *SETTINGS, *WAYS_OF_TRAINING}
     assert {name for row in COMPATIBILITY for name in (row.first, row.second)} <= known
     pairs = [frozenset((row.first, row.second)) for row in COMPATIBILITY]
     assert len(set(pairs)) == len(pairs)

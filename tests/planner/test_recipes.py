@@ -11,7 +11,8 @@ from lightning_memsave.techniques.registry import TECHNIQUES, technique_of
 
 def test_the_order_is_the_registrys_whatever_the_order_of_the_arguments():
     slots = {"optimizer_state": "8bit", "microbatch": 2, "checkpointing": "blocks", "activations": "int4"}
-    recipe = resolve("lossless", {**slots, "sparsity": 0.9})
+    slots |= {"precision": "bf16-sr", "sparsity": 0.9}
+    recipe = resolve("lossless", slots)
     assert recipe.stems() == tuple(technique.stem for technique in TECHNIQUES)
 
 
@@ -72,5 +73,5 @@ def test_defaults_step_aside_and_what_was_asked_for_does_not(way):
     assert lossless.stepping_aside([]) == (lossless, [])
     asked = resolve("lossless", {"microbatch": "auto"})
     assert asked.stepping_aside([way]) == (asked, [])
-    assert asked.names() == ("early_zero_grad", "microbatching", "out-of-memory recovery")
-    assert resolve("lossless", {"microbatch": 4}).names() == ("early_zero_grad", "microbatching")
+    assert asked.rows() == ("early_zero_grad", "microbatching", "out-of-memory recovery")
+    assert resolve("lossless", {"microbatch": 4}).rows() == ("early_zero_grad", "microbatching")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memsave import ActivationCompression, Checkpointing, MemSave
+from lightning_memsave import ActivationCompression, Checkpointing, MemSave, OptimizerState
 
 
 class Module(L.LightningModule):
@@ -33,15 +33,18 @@ class Module(L.LightningModule):
 def train(memsave, strategy, **options):
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
+    precision = options.pop("precision", "64-true")
+    dtype = torch.float64 if precision == "64-true" else torch.float32
     dataset = TensorDataset(
-        torch.randn(46, 6, generator=generator, dtype=torch.float64), torch.randint(0, 3, (46,), generator=generator)
+        torch.randn(46, 6, generator=generator, dtype=torch.float64).to(dtype),
+        torch.randint(0, 3, (46,), generator=generator),
     )
     module = Module()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
         max_epochs=2,
-        precision="64-true",
+        precision=precision,
         strategy=strategy,
         callbacks=[memsave] if memsave else [],
         logger=False,
@@ -92,12 +95,25 @@ def main() -> None:
     torch.distributed.all_gather(both, flat)
     assert torch.equal(*both), "ranks have drifted apart"
 
+    plain, _ = train(None, "ddp", precision="bf16-mixed")
+    for settings in ({"precision": "bf16-sr"}, {"precision": "bf16+8", "optimizer_state": "8bit", "microbatch": 3}):
+        lowered, _ = train(MemSave(**settings), "ddp", precision="32-true")
+        flat = torch.cat([p.detach().flatten() for p in lowered.parameters()])
+        both = [torch.zeros_like(flat) for _ in range(2)]
+        torch.distributed.all_gather(both, flat)
+        assert torch.equal(*both), "ranks have drifted apart"
+        for a, b in zip(plain.parameters(), lowered.parameters(), strict=True):
+            assert (a - b).norm() < 0.01 * a.norm() + 1e-3
+
     low_bit, _ = train(MemSave(optimizer_state="8bit"), "ddp")
     flat = torch.cat([p.detach().flatten() for p in low_bit.parameters()])
     both = [torch.zeros_like(flat) for _ in range(2)]
     torch.distributed.all_gather(both, flat)
     assert torch.equal(*both), "ranks have drifted apart"
 
+    released = MemSave(optimizer_state=OptimizerState(format="32bit", gradients="release"))
+    with pytest.raises(ValueError, match="averaged over the ranks"):
+        train(released, "ddp")
     with pytest.raises(ValueError, match="static graph"):
         train(MemSave(microbatch=3), L.pytorch.strategies.DDPStrategy(static_graph=True))
     if torch.distributed.get_rank() == 0:

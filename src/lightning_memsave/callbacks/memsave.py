@@ -15,6 +15,7 @@ from lightning_memsave.strategies.mixin import adopt, release
 from lightning_memsave.strategies.run_state import MemSaveState
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
+from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
 from lightning_memsave.techniques.sparsity import Sparsity
@@ -28,6 +29,7 @@ class MemSave(MemoryMonitor):
     Args:
         recipe: `"lossless"` (what is exact and free), `"measure"` (change nothing: the baseline run), or a `Recipe`.
         sparsity: the fraction of weights that are zero (`0.9`), `"2:4"`, or `Sparsity(...)`.
+        precision: how weights are stored: `"bf16-sr"`, `"bf16+8"`, `"bf16-kahan"`, or `LowPrecision(...)`.
         microbatch: samples per microbatch, `"auto"` (recover when memory runs out), or `Microbatching(...)`.
         activations: how saved activations are kept: `"exact"`, `"int8"`, `"int4"`, `"int4-chain"`, a list such as
             `["exact", "int4"]`, or `ActivationCompression(...)`.
@@ -53,6 +55,7 @@ class MemSave(MemoryMonitor):
         recipe: str | Recipe = "lossless",
         *,
         sparsity: bool | float | str | Sparsity | None = None,
+        precision: bool | str | LowPrecision | None = None,
         microbatch: int | bool | str | Microbatching | None = None,
         activations: bool | str | Sequence[str] | ActivationCompression | None = None,
         checkpointing: bool | str | Checkpointing | None = None,
@@ -61,6 +64,7 @@ class MemSave(MemoryMonitor):
         super().__init__()
         slots = {
             "sparsity": sparsity,
+            "precision": precision,
             "microbatch": microbatch,
             "activations": activations,
             "checkpointing": checkpointing,

@@ -32,10 +32,17 @@ WAYS_OF_TRAINING = (
     "dataloader_iter",
     "torch.compile of the whole module",
     "fp16 with a GradScaler",
-    "out-of-memory recovery",
     "a DDP communication hook",
     "SyncBatchNorm",
+    "accumulate_grad_batches",
+    "gradient clipping by norm",
+    "configure_gradient_clipping",
 )
+
+SETTINGS = ("gradient release", "out-of-memory recovery")
+"""Settings of techniques that have rows of their own."""
+
+_KEEP = '`OptimizerState(gradients="keep")`'
 
 COMPATIBILITY = (
     Row("early_zero_grad", "microbatching"),
@@ -43,6 +50,37 @@ COMPATIBILITY = (
     Row("early_zero_grad", "optimizer_state"),
     Row("early_zero_grad", "activation_compression"),
     Row("microbatching", "activation_compression"),
+    Row("low_precision", "early_zero_grad"),
+    Row("low_precision", "microbatching"),
+    Row("low_precision", "activation_compression"),
+    Row("low_precision", "checkpointing"),
+    Row("low_precision", "optimizer_state"),
+    Row("low_precision", "manual optimization"),
+    Row("low_precision", "DDP"),
+    Row(
+        "low_precision",
+        "FSDP",
+        "its flattened parameters cannot be stepped one at a time",
+        "Use DDP, or `precision=False`.",
+    ),
+    Row(
+        "low_precision",
+        "model parallel (FSDP2)",
+        "its sharded parameters (DTensor) cannot change their dtype for a step",
+        "Use DDP, or `precision=False`.",
+    ),
+    Row(
+        "low_precision",
+        "DeepSpeed",
+        "its engine owns weights and optimizer",
+        "Choose bf16 in DeepSpeed's configuration, and `precision=False`.",
+    ),
+    Row(
+        "low_precision",
+        "fp16 with a GradScaler",
+        "bfloat16 gradients need no scaling",
+        'Use `Trainer(precision="32-true")` or "bf16-mixed", or `precision=False`.',
+    ),
     Row("activation_compression", "checkpointing"),
     Row("activation_compression", "optimizer_state"),
     Row("microbatching", "checkpointing"),
@@ -53,6 +91,7 @@ COMPATIBILITY = (
     Row("sparsity", "activation_compression"),
     Row("sparsity", "checkpointing"),
     Row("sparsity", "optimizer_state"),
+    Row("sparsity", "low_precision"),
     Row("sparsity", "manual optimization"),
     Row("sparsity", "DDP"),
     Row(
@@ -170,6 +209,48 @@ COMPATIBILITY = (
     Row("activation_compression", "fp16 with a GradScaler"),
     Row("optimizer_state", "fp16 with a GradScaler"),
     Row("checkpointing", "fp16 with a GradScaler"),
+    Row(
+        "gradient release",
+        "microbatching",
+        "the backward of each microbatch would be a step of its own",
+        f"Use {_KEEP}, or `microbatch=False`.",
+    ),
+    Row(
+        "gradient release",
+        "accumulate_grad_batches",
+        "the backward of each batch would be a step of its own",
+        f"Use {_KEEP}, or `Trainer(accumulate_grad_batches=1)`.",
+    ),
+    Row(
+        "gradient release",
+        "gradient clipping by norm",
+        "the norm is known only after the last gradient, when the others are gone",
+        f'Use `Trainer(gradient_clip_algorithm="value")`, or {_KEEP}.',
+    ),
+    Row(
+        "gradient release",
+        "configure_gradient_clipping",
+        "it runs after backward, when the gradients are gone",
+        f'Use `Trainer(gradient_clip_val=..., gradient_clip_algorithm="value")`, or {_KEEP}.',
+    ),
+    Row(
+        "gradient release",
+        "fp16 with a GradScaler",
+        "an overflow would be found after parameters have stepped",
+        f'Use `precision="bf16-sr"` or bf16-mixed, which need no scaler, or {_KEEP}.',
+    ),
+    Row(
+        "gradient release",
+        "DDP",
+        "parameters would step before their gradients are averaged over the ranks",
+        f"Use {_KEEP}.",
+    ),
+    Row(
+        "gradient release",
+        "manual optimization",
+        "a backward by hand need not be followed by a step of all that it reaches",
+        f"Use {_KEEP}.",
+    ),
 )
 
 

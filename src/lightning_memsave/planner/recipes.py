@@ -34,7 +34,7 @@ class Recipe:
         stems = [technique_of(config).stem for config in self.techniques]
         if len(set(stems)) < len(stems):
             raise setting_error("recipe", "must name each technique once", stems, "Remove one of the two.")
-        check_compatibility(stems)
+        check_compatibility(self.rows())
 
     def get(self, kind: type[C]) -> C | None:
         """The settings of one technique, or `None` when it is off."""
@@ -58,15 +58,15 @@ class Recipe:
         """The names of what is on."""
         return tuple(technique_of(config).stem for config in self.techniques)
 
-    def names(self) -> tuple[str, ...]:
-        """What the compatibility table calls all that is on."""
-        return tuple(name for config in self.techniques for name in _names(config))
+    def rows(self) -> tuple[str, ...]:
+        """What the compatibility table knows of it: the names of what is on, and settings with rows of their own."""
+        return tuple(row for config in self.techniques for row in _rows(config))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for loggers and checkpoints; functions and classes by name.
 
-        >>> RECIPES["lossless"].as_dict()
-        {'recipe': 'lossless', 'early_zero_grad': {}}
+        >>> Recipe("mine", (EarlyZeroGrad(),)).as_dict()
+        {'recipe': 'mine', 'early_zero_grad': {}}
         """
         settings = {
             technique_of(config).stem: {key: _plain(value) for key, value in asdict(config).items()}
@@ -75,15 +75,13 @@ class Recipe:
         return {"recipe": self.name, **settings}
 
 
-def _names(config: Config) -> list[str]:
-    """What the compatibility table calls it: its stem, and recovery besides."""
-    recovers = isinstance(config, Microbatching) and config.size == "auto"
-    return [technique_of(config).stem, *(["out-of-memory recovery"] if recovers else [])]
+def _rows(config: Config) -> tuple[str, ...]:
+    return technique_of(config).stem, *getattr(config, "rows", ())
 
 
 def _why_not(config: Config, ways: Sequence[str]) -> str | None:
-    """Why a default is left out in these ways of training."""
-    names = [*_names(config), *ways]
+    """Why a default is left out in these ways of training, or beside these settings."""
+    names = [*_rows(config), *ways]
     try:
         check_compatibility(names)
     except ValueError as error:
@@ -138,4 +136,6 @@ def resolve(recipe: str | Recipe, slots: Mapping[str, object]) -> Recipe:
             chosen.append(technique.shorthand(value))
     asked_for = {t.config for t in TECHNIQUES if t.slot and slots.get(t.slot) is not None}
     by_default = tuple(config for config in recipe.by_default if config not in asked_for)
-    return Recipe(recipe.name, tuple(chosen), switched_off, by_default)
+    others = tuple(row for config in chosen if type(config) not in by_default for row in _rows(config))
+    kept = [config for config in chosen if type(config) not in by_default or _why_not(config, others) is None]
+    return Recipe(recipe.name, tuple(kept), switched_off, by_default)

@@ -20,21 +20,17 @@ from lightning_memsave.strategies.activations import ForwardScope
 from lightning_memsave.strategies.evaluation import evaluate
 from lightning_memsave.strategies.loop import loop_class
 from lightning_memsave.strategies.loop_state import LoopState
+from lightning_memsave.strategies.low_precision import lower_precision
 from lightning_memsave.strategies.namespaces import namespace_of
+from lightning_memsave.strategies.optimizers import change_optimizers
 from lightning_memsave.strategies.run_state import MemSaveState
 from lightning_memsave.strategies.sparsifying import Sparsifying
 from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
+from lightning_memsave.techniques.low_precision import LowPrecision, load_counter, with_counter
 from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
-from lightning_memsave.techniques.optimizer_state import (
-    OptimizerState,
-    apply_optimizer_state,
-    check_optimizers,
-    from_plain,
-    is_8bit,
-    to_plain,
-)
+from lightning_memsave.techniques.optimizer_state import from_plain, is_8bit, to_plain
 from lightning_memsave.techniques.sparsity import Sparsity
 
 
@@ -62,6 +58,9 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
                 _install_loop(trainer, self.memsave.loop, namespace)
                 sparsity = self.memsave.recipe.get(Sparsity)
                 self._sparsifying = self.memsave.sparsify(trainer, sparsity) if sparsity else None
+                if precision := self.memsave.recipe.get(LowPrecision):
+                    self.memsave.weights, applied = lower_precision(trainer, precision)
+                    self.memsave.changes.append(applied)
             super().setup(trainer)
             if fitting and (checkpointing := self.memsave.recipe.get(Checkpointing)):
                 self.memsave.make_regions(trainer, checkpointing)
@@ -72,7 +71,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
             """Take up the recipe, as far as this way of training allows; a second fit starts with a clean record."""
             ways = ways_of_training(trainer)
             recipe, reasons = self.memsave.recipe.stepping_aside(ways)
-            check_compatibility([*recipe.names(), *ways])
+            check_compatibility([*recipe.rows(), *ways])
             for reason in reasons:
                 rank_zero_info(f"memsave: {reason}")
             if self.memsave.started:
@@ -81,11 +80,9 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
 
         def setup_optimizers(self, trainer: Any) -> None:
             super().setup_optimizers(trainer)
-            if config := self.memsave.recipe.get(OptimizerState):
-                check_optimizers(self.optimizers, trainer.lightning_module)  # all of them, before the first is changed
-                self.memsave.changes.extend(
-                    apply_optimizer_state(optimizer, config, trainer.lightning_module) for optimizer in self.optimizers
-                )
+            state = self.memsave
+            done, state.release = change_optimizers(trainer, state.recipe, state.weights)
+            state.changes.extend(done)
             if self._sparsifying is not None:
                 self._sparsifying.follow(trainer, self.optimizers)
 
@@ -116,7 +113,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
 
         def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             plain = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer wraps
-            state = to_plain(plain) if is_8bit(plain) else super().optimizer_state(optimizer)
+            state = with_counter(plain, to_plain(plain)) if is_8bit(plain) else super().optimizer_state(optimizer)
             return state if self._sparsifying is None else self._sparsifying.to_disk(plain, state)
 
         def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -127,6 +124,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
                 return
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
                 from_plain(optimizer, state) if is_8bit(optimizer) else optimizer.load_state_dict(state)
+                load_counter(optimizer, state)
 
         def teardown(self) -> None:
             module = self.lightning_module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning_memsave.strategies.batch_start import BatchStart
@@ -13,7 +13,7 @@ from lightning_memsave.techniques.microbatching.batchnorm import unpooled
 
 @contextmanager
 def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[None]:
-    """Nothing is logged inside; modes, random state, gradients, buffers, metrics and plain attributes come back.
+    """Nothing is logged or steps; modes, random state, gradients, buffers, metrics and plain attributes come back.
 
     So do the containers of the batch, of which a step may take things away.
     """
@@ -25,8 +25,9 @@ def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[None]:
     results = vars(trainer._results)
     log_before = results.get("log")  # a loop of ours may have replaced it
     module._current_fx_name, results["log"] = "training_step", lambda *_, **__: None
+    release = trainer.strategy.memsave.release
     try:
-        with unpooled():
+        with unpooled(), nullcontext() if release is None else release.rehearsed():
             yield
     finally:
         del results["log"]

@@ -18,6 +18,8 @@ from lightning_memsave.strategies.sparsifying import Sparsifying
 from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_vault
+from lightning_memsave.techniques.low_precision import Weights
+from lightning_memsave.techniques.optimizer_state import GradientRelease
 from lightning_memsave.techniques.registry import TECHNIQUES
 from lightning_memsave.techniques.sparsity import Sparsity
 from lightning_memsave.vault.inputs import keeping_inputs_in
@@ -31,6 +33,8 @@ class MemSaveState:
         self.recipe = recipe
         self.loop = LoopState(recipe, self)
         self.changes: list[Applied] = []
+        self.weights: Weights | None = None
+        self.release: GradientRelease | None = None
         self.forward_scope: ForwardScope | None = None
         self.planned: PlannedCheckpointing | None = None
         self.region_inputs: Vault | None = None
@@ -108,7 +112,7 @@ class MemSaveState:
     def _compress(self, trainer: Any) -> str | None:
         if not self.recipe.leaves_open(ActivationCompression):
             return None
-        check_compatibility(["activation_compression", *self.recipe.stems(), *ways_of_training(trainer)])
+        check_compatibility(["activation_compression", *self.recipe.rows(), *ways_of_training(trainer)])
         self.forward_scope = ForwardScope(trainer, ActivationCompression())
         return "activations recomputed where that is cheap"
 
@@ -194,6 +198,9 @@ class MemSaveState:
         """
         if self.forward_scope is not None:
             self.forward_scope.close()
+        if self.release is not None:
+            self.release.remove()
+        self.weights = self.release = None
         planned = [self.planned.applied] if self.planned is not None and self.planned.applied is not None else []
         for applied in reversed([*self.changes, *planned]):
             applied.keep() if applied.technique == "optimizer_state" else applied.undo()

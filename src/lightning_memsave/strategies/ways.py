@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 
 from lightning_memsave.strategies.namespaces import is_compiled
+from lightning_memsave.strategies.optimizers import ways_of_stepping
 
 
 def ways_of_training(trainer: Any) -> list[str]:
@@ -28,5 +29,6 @@ def ways_of_training(trainer: Any) -> list[str]:
         "fp16 with a GradScaler": getattr(strategy.precision_plugin, "scaler", None) is not None,
         "a DDP communication hook": is_ddp and getattr(strategy, "_ddp_comm_hook", None) is not None,
         "SyncBatchNorm": any(isinstance(m, nn.SyncBatchNorm) for m in trainer.lightning_module.modules()),
+        **ways_of_stepping(trainer),
     }
     return [name for name, is_present in present.items() if is_present]

@@ -125,6 +125,11 @@ class Microbatching:
                     "Microbatching.max_bytes", 'needs size="auto", which may choose a size', self.size, "Drop one."
                 )
 
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Its settings with rows of their own in the compatibility table."""
+        return ("out-of-memory recovery",) if self.size == "auto" else ()
+
     @classmethod
     def from_shorthand(cls, value: object) -> Microbatching:
         """`microbatch=10` is `Microbatching(size=10)`; `"auto"` and `True` are `Microbatching(size="auto")`."""
