@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from lightning_memsave.core.report import CATEGORIES
+from lightning_memsave.core.report import CATEGORIES, Timeline
+from lightning_memsave.memory.timeline import timeline
 
 
 def autograd_is_running() -> bool:
@@ -85,6 +86,7 @@ class Measurement:
     peak_bytes: int
     by_category: dict[str, int] = field(default_factory=dict)
     held_bytes: int = 0
+    timeline: Timeline | None = field(default=None, compare=False)
 
 
 class Ledger(TorchDispatchMode):
@@ -268,7 +270,12 @@ class Ledger(TorchDispatchMode):
         for hook in self._hooks:
             hook.remove()
         self._hold_optimizer_state()
-        self.measurement = Measurement(peak_bytes=self._peak, by_category=self._split_at_peak(), held_bytes=self._held)
+        self.measurement = Measurement(
+            peak_bytes=self._peak,
+            by_category=self._split_at_peak(),
+            held_bytes=self._held,
+            timeline=timeline(_named(self._at_start), list(_named(self._events))),
+        )
         # Weak callbacks of storages that live on must not keep this ledger or fire into it.
         for entry in self._live.values():
             entry.reference = None  # it holds the callback, which holds the entry
@@ -287,3 +294,7 @@ class Ledger(TorchDispatchMode):
             split[entry.category or "temporary"] += num_bytes
         assert sum(split.values()) == self._peak, "the categories must add up to the peak"
         return dict(split)
+
+
+def _named(changes: Iterable[tuple[int, _Entry]]) -> Iterator[tuple[int, str]]:
+    return ((num_bytes, entry.category or "temporary") for num_bytes, entry in changes)

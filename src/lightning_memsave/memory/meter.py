@@ -8,6 +8,7 @@ creates state (optimizers, caches, compiled code) that the later ones start with
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Iterable
@@ -153,6 +154,7 @@ class Meter:
             workspace_bytes=self._workspace_bytes,
             reserved_bytes=self._reserved_bytes,
             num_steps_measured=self.num_steps_measured,
+            timeline=self._peak.timeline,
         )
 
 
@@ -163,4 +165,4 @@ def _with_allocator(tracked: Measurement, peak: allocator.AllocatorPeak | None) 
     untracked = peak.allocated_bytes - tracked.peak_bytes
     split = dict(tracked.by_category)
     split["temporary"] += untracked
-    return Measurement(peak_bytes=peak.allocated_bytes, by_category=split, held_bytes=tracked.held_bytes)
+    return dataclasses.replace(tracked, peak_bytes=peak.allocated_bytes, by_category=split)

@@ -38,7 +38,7 @@ def log_metrics(trainer: Any, metrics: Mapping[str, float]) -> None:
 
 def log_summary(trainer: Any, report: MemoryReport) -> None:
     """The final figures, and one line on the terminal."""
-    log_metrics(trainer, report.metrics())
+    log_metrics(trainer, {**report.metrics(), "memsave/num_steps_measured": report.num_steps_measured})
     if trainer.is_global_zero:
         for logger in trainer.loggers:
             if wandb.is_wandb(logger):

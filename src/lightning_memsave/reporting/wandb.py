@@ -16,7 +16,14 @@ _MAXIMA = (
     "memsave/workspace_bytes",
     "memsave/reserved_bytes",
 )
-_LAST = ("memsave/factor", "memsave/step_seconds", "memsave/microbatch_size")
+_LAST = (
+    "memsave/factor",
+    "memsave/step_seconds",
+    "memsave/samples_per_second",
+    "memsave/microbatch_size",
+    "memsave/num_oom_recovered",
+    "memsave/num_steps_measured",
+)
 
 
 def is_wandb(logger: object) -> bool:
