@@ -10,7 +10,7 @@ from lightning_memsave.core.versions import check_versions
 
 check_versions()
 
-from lightning_memsave.callbacks import MemoryMonitor, MemSave  # noqa: E402  # after the check of versions
+from lightning_memsave.callbacks import MemoryMonitor, MemoryProgressBar, MemSave  # noqa: E402  # after the check of versions
 from lightning_memsave.core.errors import (  # noqa: E402
     BudgetWarning,
     MicrobatchWarning,
@@ -53,6 +53,7 @@ __all__ = [
     "MemSaveFSDPStrategy",
     "MemSaveStrategy",
     "MemoryMonitor",
+    "MemoryProgressBar",
     "MemoryReport",
     "MicrobatchWarning",
     "Microbatching",

@@ -2,5 +2,6 @@
 
 from lightning_memsave.callbacks.memsave import MemSave
 from lightning_memsave.callbacks.monitor import MemoryMonitor
+from lightning_memsave.callbacks.progress import MemoryProgressBar
 
-__all__ = ["MemSave", "MemoryMonitor"]
+__all__ = ["MemSave", "MemoryMonitor", "MemoryProgressBar"]

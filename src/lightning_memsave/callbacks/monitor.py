@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lightning_memsave.memory.meter import Meter
 from lightning_memsave.reporting.loggers import log_config, log_metrics, log_summary
 
 HEADLINES = ("memsave/peak_bytes", "memsave/factor", "memsave/step_seconds")
+IN_PROGRESS_BAR = ("memsave/peak_bytes", "memsave/factor")
 
 
 class MemoryMonitor(Callback):
@@ -47,6 +49,7 @@ class MemoryMonitor(Callback):
         self._leader: MemoryMonitor | None = None
         self._baseline: MemoryReport | None = None
         self._step_seconds: float | None = None
+        self._current: Mapping[str, int] = {}
 
     def against(self, baseline: MemoryReport) -> MemoryMonitor:
         """Compare with the report of another run; `report.factor` and `memsave/factor` then say by how much.
@@ -65,6 +68,11 @@ class MemoryMonitor(Callback):
             return measured
         return dataclasses.replace(measured, baseline_peak_bytes=self._baseline.peak_bytes, baseline_source="measured")
 
+    @property
+    def current(self) -> Mapping[str, int]:
+        """Bytes by category at the peak of the step that was measured last; empty before the first."""
+        return self._leader.current if self._leader is not None else self._current
+
     def _measured(self) -> MemoryReport:
         return dataclasses.replace(self._meter.report(), step_seconds=self._step_seconds)
 
@@ -80,6 +88,7 @@ class MemoryMonitor(Callback):
         settings = next((c for c in monitors if type(c) is MemoryMonitor), self)
         self._meter = Meter(settings._every, workspace=settings._workspace)
         self._step_seconds = None
+        self._current = {}
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Tell the loggers how this run is configured."""
@@ -95,6 +104,7 @@ class MemoryMonitor(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a step and log what was measured in it."""
         if self._leader is None and (measured := self._meter.end()) is not None:
+            self._current = measured.by_category
             step = dataclasses.replace(
                 self.report, peak_bytes=measured.peak_bytes, by_category=measured.by_category, step_seconds=None
             )
@@ -109,7 +119,8 @@ class MemoryMonitor(Callback):
         for name, figure in self._headlines().items():
             # float64: `self.log` would round a Python float to float32.
             value = torch.tensor(figure, dtype=_widest(pl_module.device), device=pl_module.device)
-            pl_module.log(name, value, reduce_fx="max", sync_dist=True, batch_size=1)
+            in_bar = name in IN_PROGRESS_BAR
+            pl_module.log(name, value, prog_bar=in_bar, reduce_fx="max", sync_dist=True, batch_size=1)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stop measuring a batch that Lightning skipped."""
