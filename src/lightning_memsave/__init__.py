@@ -13,6 +13,7 @@ check_versions()
 from lightning_memsave.callbacks import MemoryMonitor, MemoryProgressBar, MemSave  # noqa: E402  # after the check of versions
 from lightning_memsave.core.errors import (  # noqa: E402
     BudgetWarning,
+    MemoryGrowthWarning,
     MicrobatchWarning,
     NoEffectWarning,
     NotLosslessWarning,
@@ -52,6 +53,7 @@ __all__ = [
     "MemSaveDDPStrategy",
     "MemSaveFSDPStrategy",
     "MemSaveStrategy",
+    "MemoryGrowthWarning",
     "MemoryMonitor",
     "MemoryProgressBar",
     "MemoryReport",

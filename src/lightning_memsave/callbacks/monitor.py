@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_memsave.core.errors import MemoryGrowthWarning
 from lightning_memsave.core.report import MemoryReport
+from lightning_memsave.memory.alive import alive
+from lightning_memsave.memory.growth import GrowthWatch
+from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.memory.meter import Meter
+from lightning_memsave.reporting.findings import growth_text, post_mortem_text
 from lightning_memsave.reporting.loggers import log_config, log_metrics, log_summary
+from lightning_memsave.strategies.recovery import is_out_of_memory
+from lightning_memsave.techniques.microbatching.split import UnsplittableBatchError, batch_size
+
+# Below Lightning's own logger, so that it is shown as Lightning's messages are; on every rank.
+_log = logging.getLogger("lightning.pytorch.memsave")
 
 HEADLINES = ("memsave/peak_bytes", "memsave/factor", "memsave/step_seconds")
 IN_PROGRESS_BAR = ("memsave/peak_bytes", "memsave/factor")
@@ -49,6 +61,9 @@ class MemoryMonitor(Callback):
         self._leader: MemoryMonitor | None = None
         self._baseline: MemoryReport | None = None
         self._step_seconds: float | None = None
+        self._samples_per_second: float | None = None
+        self._growth = GrowthWatch()
+        self._batch: Any = None
         self._current: Mapping[str, int] = {}
 
     def against(self, baseline: MemoryReport) -> MemoryMonitor:
@@ -74,7 +89,9 @@ class MemoryMonitor(Callback):
         return self._leader.current if self._leader is not None else self._current
 
     def _measured(self) -> MemoryReport:
-        return dataclasses.replace(self._meter.report(), step_seconds=self._step_seconds)
+        return dataclasses.replace(
+            self._meter.report(), step_seconds=self._step_seconds, samples_per_second=self._samples_per_second
+        )
 
     # ------------------------------------------------------------------ hooks
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -87,8 +104,10 @@ class MemoryMonitor(Callback):
         # How to measure is said by the first plain monitor, beside a MemSave as well.
         settings = next((c for c in monitors if type(c) is MemoryMonitor), self)
         self._meter = Meter(settings._every, workspace=settings._workspace)
-        self._step_seconds = None
+        self._step_seconds = self._samples_per_second = None
         self._current = {}
+        self._growth = GrowthWatch()
+        self._batch = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Tell the loggers how this run is configured."""
@@ -98,24 +117,40 @@ class MemoryMonitor(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin a step."""
         if self._leader is None:
-            strategy = trainer.strategy
-            self._meter.begin(strategy.model, trainer.optimizers, batch, strategy.root_device, trainer.global_step)
+            strategy, self._batch = trainer.strategy, batch
+            self._meter.begin(
+                strategy.model,
+                trainer.optimizers,
+                batch,
+                strategy.root_device,
+                num_updates=trainer.global_step,
+                num_samples=_num_samples(batch),
+            )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a step and log what was measured in it."""
+        self._batch = None
         if self._leader is None and (measured := self._meter.end()) is not None:
             self._current = measured.by_category
             step = dataclasses.replace(
-                self.report, peak_bytes=measured.peak_bytes, by_category=measured.by_category, step_seconds=None
+                self.report,
+                peak_bytes=measured.peak_bytes,
+                by_category=measured.by_category,
+                step_seconds=None,
+                samples_per_second=None,
             )
             log_metrics(trainer, step.metrics())
+            is_tracked = self._meter.tracked_bytes is not None
+            if is_tracked and (growth := self._growth.observe(measured)) is not None:
+                rank_zero_warn(growth_text(growth), category=MemoryGrowthWarning)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the headlines through `self.log`, so that checkpoints and sweeps can use them; maximum over ranks."""
         self._meter.abandon()  # a skipped batch has had no end
         if self._leader is not None:
             return
-        self._step_seconds = self._meter.pop_step_seconds() or self._step_seconds
+        seconds, rate = self._meter.pop_speed()
+        self._step_seconds, self._samples_per_second = seconds or self._step_seconds, rate or self._samples_per_second
         for name, figure in self._headlines().items():
             # float64: `self.log` would round a Python float to float32.
             value = torch.tensor(figure, dtype=_widest(pl_module.device), device=pl_module.device)
@@ -132,8 +167,23 @@ class MemoryMonitor(Callback):
             log_summary(trainer, self.report)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop measuring; the figures so far are kept."""
-        self._meter.abandon()
+        """Stop measuring and keep the figures; when memory has run out, say what is alive and what would help."""
+        failing = self._meter.abandon()
+        if self._leader is None and is_out_of_memory(exception):
+            try:
+                _log.error(self._post_mortem(trainer, failing, exception))
+            except (MemoryError, RuntimeError) as error:  # there is no memory: the run's own error goes first
+                _log.error(f"memsave: out of memory, and no memory left to say where it went ({error}).")
+        self._batch = None
+
+    def _post_mortem(self, trainer: Any, failing: Measurement | None, exception: BaseException) -> str:
+        strategy = trainer.strategy
+        return post_mortem_text(
+            alive(strategy.model or trainer.lightning_module, trainer.optimizers, self._batch, strategy.root_device),
+            {a.technique for a in self.report.applied},
+            failing or self._meter.highest,
+            f"{type(exception).__name__}: {exception}",
+        )
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop measuring."""
@@ -145,6 +195,13 @@ class MemoryMonitor(Callback):
 
     def _config(self) -> dict[str, Any]:
         return {"recipe": None, "every": self._meter.every}
+
+
+def _num_samples(batch: Any) -> int | None:
+    try:
+        return batch_size(batch)
+    except UnsplittableBatchError:
+        return None
 
 
 def _widest(device: torch.device) -> torch.dtype:
