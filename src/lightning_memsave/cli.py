@@ -30,6 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compare.add_argument("--better", choices=("higher", "lower"), help="which way (default: as its name says)")
     compare.add_argument("--json", action="store_true", help="print JSON instead of the table")
     compare.set_defaults(run=_compare)
+    dashboard = commands.add_parser("dashboard", help="save a W&B workspace for the runs of a project")
+    dashboard.add_argument("target", metavar="ENTITY/PROJECT")
+    dashboard.add_argument("--metric", default="test/accuracy", help="what quality is (default: %(default)s)")
+    dashboard.add_argument("--json", type=Path, metavar="FILE", help="write the specification; needs no network")
+    dashboard.set_defaults(run=_dashboard)
     options = vars(parser.parse_args(arguments))
     command, run = options.pop("command"), options.pop("run")
     try:
@@ -67,6 +72,16 @@ def _compare(runs: Sequence[Path], out: Path | None, metric: str | None, better:
     if out is not None:
         write_page(comparison, out, "Memory and quality of runs")
         print(f"Page: {out.resolve()}", file=sys.stderr)
+
+
+def _dashboard(target: str, metric: str, json: Path | None) -> None:
+    from lightning_memsave.reporting.dashboard import build_workspace, save_workspace, write_workspace
+
+    workspace = build_workspace(target, metric)
+    if json is not None:
+        print(f"Workspace: {write_workspace(workspace, json).resolve()}")
+    else:
+        print(f"Workspace: {save_workspace(workspace)}")
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def test_table_is_printed_with_every_run_and_figure(outcome):
         assert f"{result.test_accuracy:.4g}" in words
     assert f"{results[-1].report.factor:.2f}x" in words
     assert "WideResNet-28-2, digits, batch 8, seed 0" in text
-    for path in (out / "table.csv", out / "memory.png", out / "index.html", out / "wandb"):
+    for path in (out / "table.csv", out / "memory.png", out / "index.html", out / "workspace.json", out / "wandb"):
         assert path.exists()
         assert str(path) in text
     table = [line for line in text.splitlines() if line[:1] in "┏┃┡│├└"]
@@ -140,6 +140,12 @@ def test_page_has_the_same_figures(outcome):
     assert set(page.figures) == {"tradeoff", "breakdown", "timeline"}
     lines = [trace["y"] for trace in page.figures["timeline"]["data"]]
     assert [max(line) * 2**20 for line in lines] == [result.report.peak_bytes for result in results]
+
+
+def test_workspace_is_the_projects(outcome):
+    specification = json.loads((outcome[2] / "workspace.json").read_text())
+    assert (specification["entity"], specification["project"]) == ("ENTITY", "memsave-demo")
+    assert "summary:test/accuracy" in json.dumps(specification)
 
 
 def test_picture_is_written(outcome):

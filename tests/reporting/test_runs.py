@@ -101,6 +101,9 @@ def test_every_logger_has_the_same_figures(logged):
         assert max(peak for _, peak in run.peaks) == report.peak_bytes
         assert run.metrics["train/loss"] == 3.0
         assert run.config["lr"] == 0.1
+    assert runs[0].report.timeline is None, "a CSV file has no place for it"
+    assert runs[1].report.timeline == runs[2].report.timeline == report.timeline
+    assert max(report.timeline.total_bytes) == report.peak_bytes
     assert [run.loss_class for run in runs] == [None, "exact", "exact"]
     assert runs[1].applied == runs[2].applied
     assert len(runs[1].applied) == 2

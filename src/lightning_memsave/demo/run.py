@@ -26,10 +26,12 @@ from lightning_memsave.demo.model import ImageClassifier, WideResNet
 from lightning_memsave.reporting.chart import draw_comparison
 from lightning_memsave.reporting.comparison import compare
 from lightning_memsave.reporting.console import print_comparison
+from lightning_memsave.reporting.dashboard import build_workspace, write_workspace
 from lightning_memsave.reporting.page import write_page
 from lightning_memsave.reporting.runs import run_of
 from lightning_memsave.reporting.wandb import wandb_logger
 
+_PROJECT = "memsave-demo"
 RUNS: dict[str, dict[str, Any]] = {
     "measure (baseline)": {"recipe": "measure"},
     "lossless": {"recipe": "lossless"},
@@ -126,7 +128,7 @@ def _run(
         memsave.against(baseline)
     logger: Any = False
     if config.wandb:
-        logger = wandb_logger("memsave-demo", save_dir=str(config.out), offline=True, name=name, quiet=True)
+        logger = wandb_logger(_PROJECT, save_dir=str(config.out), offline=True, name=name, quiet=True)
     trainer = L.Trainer(
         max_epochs=config.epochs,
         accelerator="auto",
@@ -163,6 +165,9 @@ def _present(results: list[DemoResult], config: DemoConfig, console: Console) ->
     for what, path in (("Table:   ", rows), ("Picture: ", picture), ("Page:    ", page)):
         console.print(f"{what} {path.resolve()}", soft_wrap=True, markup=False)
     if config.wandb:
+        workspace = write_workspace(build_workspace(f"ENTITY/{_PROJECT}"), config.out / "workspace.json")
+        how = f"(saved at W&B by `lightning-memsave dashboard ENTITY/{_PROJECT}`)"
+        console.print(f"Workspace: {workspace.resolve()} {how}", soft_wrap=True, markup=False)
         folder = (config.out / "wandb").resolve()
         how = f"(view: wandb leet {folder}; upload: wandb sync {folder})"
         console.print(f"W&B runs: {folder} {how}", soft_wrap=True, markup=False)

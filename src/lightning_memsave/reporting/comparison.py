@@ -112,7 +112,7 @@ def compare(runs: Sequence[Run], metric: str | None = None, better: str | None =
     name = _choose(runs, metric)
     quality = None
     if name is not None:
-        lower = not _BETTER_WHEN_LOWER.isdisjoint(_words(name)) if better is None else better == "lower"
+        lower = is_better_when_lower(name) if better is None else better == "lower"
         quality = Quality(name=name, lower_is_better=lower)
     return Comparison(
         runs=tuple(runs),
@@ -130,6 +130,15 @@ def _against(run: Run, peak_bytes: int) -> Run:
 
 
 # ------------------------------------------------------------------ quality
+def is_better_when_lower(metric: str) -> bool:
+    """Whether a metric's name says that less of it is better.
+
+    >>> is_better_when_lower("val/loss"), is_better_when_lower("val/accuracy")
+    (True, False)
+    """
+    return not _BETTER_WHEN_LOWER.isdisjoint(_words(metric))
+
+
 def _words(name: str) -> list[str]:
     return re.split(r"[^a-z0-9]+", name.lower())
 

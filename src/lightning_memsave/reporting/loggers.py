@@ -43,6 +43,7 @@ def log_summary(trainer: Any, report: MemoryReport) -> None:
     if trainer.is_global_zero:
         for logger in trainer.loggers:
             if wandb.is_wandb(logger):
+                wandb.record_charts(logger.experiment, report, _global_step(trainer))
                 wandb.record_summary(logger.experiment, report)
     rank_zero_info(one_line(report))
 

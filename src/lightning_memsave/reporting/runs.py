@@ -21,6 +21,7 @@ import yaml
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import CATEGORIES, MemoryReport, Timeline
+from lightning_memsave.reporting.wandb import TIMELINE
 from lightning_memsave.reporting.wandb_file import DamagedLogError, read_log
 
 FORMAT = "lightning-memsave run 1"
@@ -30,6 +31,7 @@ _REMEDY = (
 )
 _STEP = ("step", "trainer/global_step")  # Lightning's x-axis in the CSV file and in W&B
 _NUM_MEASURED = "memsave/num_steps_measured"  # only in the row that repeats the final figures
+_TIMELINE_PATH = f"{TIMELINE}_table.path"
 _NOT_A_METRIC = re.compile(r"epoch|step|trainer/.*|_.*|memsave/.*|lr-.*")
 
 
@@ -139,21 +141,26 @@ def _read(path: Path) -> Run:
 def _read_wandb(path: Path) -> Run:
     log = read_log(path)
     run = _from_rows(log.name or path.stem, log.history, log.config)
-    line = log.summary.get("memsave/timeline_bytes")
+    tables = [row[_TIMELINE_PATH] for row in log.history if _TIMELINE_PATH in row]
     return dataclasses.replace(
         run,
-        report=dataclasses.replace(run.report, timeline=_timeline(line, path.parent / "files")),
+        report=dataclasses.replace(
+            run.report, timeline=_timeline(path.parent / "files" / tables[-1]) if tables else None
+        ),
         loss_class=log.summary.get("memsave/loss_class"),
         applied=tuple(log.summary.get("memsave/applied", ())),
     )
 
 
-def _timeline(table: Any, files: Path) -> Timeline | None:
-    """The table of the timeline: a media file beside the log, where it still is."""
-    if not isinstance(table, dict) or not (path := files / str(table.get("path"))).is_file():
+def _timeline(path: Path) -> Timeline | None:
+    """The chart's table is a file beside the log, where it still is."""
+    if not path.is_file():
         return None
-    columns = list(zip(*json.loads(path.read_text("utf-8"))["data"], strict=True))
-    return Timeline(events=columns[0], by_category=dict(zip(CATEGORIES, columns[1:], strict=True)))
+    lines: dict[str, dict[int, int]] = {category: {} for category in CATEGORIES}
+    for event, category, num_bytes in json.loads(path.read_text("utf-8"))["data"]:
+        lines[category][event] = num_bytes
+    by_category = {category: tuple(line.values()) for category, line in lines.items()}
+    return Timeline(events=tuple(lines[CATEGORIES[0]]), by_category=by_category)
 
 
 def _read_csv(path: Path) -> Run:

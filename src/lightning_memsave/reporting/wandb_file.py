@@ -60,7 +60,7 @@ def read_log(path: Path) -> WandbLog:
             log.summary.update(_values(record.summary.update))
             for item in record.summary.remove:
                 log.summary.pop(item.key, None)
-    log.config.pop("_wandb", None)
+    log.config = {name: value for name, value in log.config.items() if name.partition(".")[0] != "_wandb"}
     return log
 
 
