@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all test-triton lint format types imports browser wheel bench clean
+.PHONY: demo test test-all test-triton lint format types imports browser pictures wheel bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -42,6 +42,9 @@ browser:  ## Chromium from npm for the tests of the page, which are skipped with
 	npm install --silent --no-save --prefix .browser @sparticuz/chromium@153
 	cd .browser && TMPDIR=$$PWD node --input-type=module \
 		-e 'import c from "@sparticuz/chromium"; await c.executablePath()'
+
+pictures: $(READY)  ## the pictures of docs/seeing.md, from what `make demo` left
+	$(BIN)/python docs/pictures.py memsave-demo/index.html
 
 wheel: $(READY)  ## build the wheel and import it from an empty environment, outside the checkout
 	tests/wheel.sh

@@ -60,5 +60,5 @@ def print_settings(comparison: Comparison, console: Console) -> None:
 def _legend(comparison: Comparison) -> str:
     quality = comparison.quality
     if quality is None:
-        return "No metric of quality was logged that is known by its name: name one with --metric."
+        return "No metric is known to be quality by its name, so there is no Pareto front."
     return f"● no run has both a smaller peak and a better {quality.name} ({quality.direction})."

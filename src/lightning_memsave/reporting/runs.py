@@ -80,13 +80,18 @@ class Run:
             raise setting_error("text", f"must be a {FORMAT!r}", text[:40], "Write it with `Run.to_json`.") from error
 
 
-def run_of(name: str, report: MemoryReport, metrics: Mapping[str, float], config: Mapping[str, Any]) -> Run:
+def run_of(
+    name: str,
+    report: MemoryReport,
+    metrics: Mapping[str, float] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Run:
     """A run of this process."""
     return Run(
         name=name,
         report=report,
-        metrics=metrics,
-        config=config,
+        metrics=metrics or {},
+        config=config or {},
         loss_class=report.loss_class,
         applied=tuple(f"{a.technique}: {a.summary}" for a in report.applied),
     )
