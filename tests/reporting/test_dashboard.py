@@ -1,12 +1,11 @@
-"""The W&B workspace: built without a network, sent to a server of this test's own."""
+"""The W&B workspace: built without a network, sent to a server of the tests' own."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import sys
 
 import pytest
 import wandb
@@ -15,6 +14,7 @@ from lightning_memsave import cli
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.reporting.dashboard import build_workspace, save_workspace, write_workspace
 from lightning_memsave.reporting.wandb import _LAST, _MAXIMA
+from tests.reporting.wandb_server import serving
 
 pytest.importorskip("wandb_workspaces")
 
@@ -86,66 +86,15 @@ def test_a_target_of_another_form_is_refused(capsys, target):
 
 
 def test_missing_extra_is_named(capsys, monkeypatch, tmp_path):
-    monkeypatch.setitem(__import__("sys").modules, "wandb_workspaces", None)  # importing it now raises
+    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)  # importing it now raises
     assert cli.main(["dashboard", "me/p", "--json", str(tmp_path / "w.json")]) == 1
     assert "pip install 'lightning-memsave[dashboard]'" in capsys.readouterr().err
 
 
-class Server(ThreadingHTTPServer):
-    """Answers what saving asks; remembers the view that it was sent."""
-
-    daemon_threads = True
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.views = []
-
-
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *arguments):
-        pass
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers.get("content-length") or 0))
-        answer = {}
-        if self.path.endswith("/graphql"):  # the rest is telemetry
-            asked = json.loads(body)
-            name = re.search(r"(?:query|mutation)\s+(\w+)", asked["query"])[1].lower()
-            answer = self.answer(name, asked.get("variables") or {})
-        content = json.dumps({"data": answer}).encode()
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def answer(self, name, variables):
-        if name == "viewer":
-            nobody = {"edges": []}
-            user = {"id": "VXNlcjox", "name": "me", "username": "me", "email": "", "admin": False, "entity": "me"}
-            return {"viewer": {**user, "flags": "{}", "teams": nobody, "deletedAt": None, "apiKeys": nobody}}
-        if name.startswith("upsertview"):
-            self.server.views.append(variables)
-            return {"upsertView": {"view": {"id": "Vmlldzox", "name": variables["name"]}, "inserted": True}}
-        return {}
-
-
-def test_saving_sends_the_specification(monkeypatch, tmp_path):
-    server = Server()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        wandb.teardown()
-        for name in [name for name in os.environ if name.startswith("WANDB_")]:
-            monkeypatch.delenv(name)
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
-        monkeypatch.setenv("HOME", str(tmp_path))
+def test_saving_sends_the_specification(tmp_path):
+    with serving(tmp_path) as server:
         workspace = build_workspace("me/p")
         address = save_workspace(workspace)
-    finally:
-        wandb.teardown()
-        server.shutdown()
-        server.server_close()
     (view,) = server.views
     write_workspace(workspace, tmp_path / "w.json")
     written = json.loads((tmp_path / "w.json").read_text())

@@ -85,7 +85,7 @@ def _tradeoff(comparison: Comparison, quality: Quality) -> Figure:
         x=[points[position][0] for position in comparison.front],
         y=[points[position][1] for position in comparison.front],
         mode="lines",
-        line={"shape": "vh" if quality.lower_is_better else "hv", "width": 1, "color": "#888888"},
+        line={"shape": "hv", "width": 1, "color": "#888888"},
         hoverinfo="skip",
         meta={"runs": list(comparison.front)},
     )
@@ -140,14 +140,14 @@ def _breakdown(comparison: Comparison) -> Figure:
     figure.update_layout(
         showlegend=True,
         legend={"orientation": "h", "traceorder": "normal", "y": 1.02, "yanchor": "bottom", "x": 0, "entrywidth": 110},
-        yaxis={"autorange": "reversed", "title": {"text": ""}},
+        yaxis={"autorange": "reversed", "showgrid": False},
         height=150 + 64 * len(measured),
     )
     return figure
 
 
 def _size_and_factor(report: MemoryReport) -> str:
-    factor = "" if report.factor is None else f", {report.factor:.1f}x less"
+    factor = "" if report.factor is None else f", {report.factor:.1f}x"
     return f" {format_bytes(report.peak_bytes)}{factor if (report.factor or 0) > 1 else ''}"
 
 

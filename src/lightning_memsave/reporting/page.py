@@ -23,7 +23,10 @@ _QUESTIONS = {
         "How much smaller, at what cost?",
         "Each mark is a run. The line is the Pareto front of all runs: no other is both smaller and better.",
     ),
-    "breakdown": ("Where did the bytes go?", "What was alive at the peak of each run."),
+    "breakdown": (
+        "Where did the bytes go?",
+        "What was alive at the peak of each run, and how many times less that is than its baseline's.",
+    ),
     "timeline": (
         "How does a step fill the memory?",
         "The step with the highest peak. The order is true, not the time.",
