@@ -44,7 +44,8 @@ browser:  ## Chromium from npm for the tests of the page, which are skipped with
 		-e 'import c from "@sparticuz/chromium"; await c.executablePath()'
 
 pictures: $(READY)  ## the pictures of docs/seeing.md, from what `make demo` left
-	$(BIN)/python docs/pictures.py memsave-demo/index.html
+	$(BIN)/lightning-memsave compare memsave-demo/wandb --out memsave-demo/compare.html
+	$(BIN)/python docs/pictures.py memsave-demo/compare.html
 
 wheel: $(READY)  ## build the wheel and import it from an empty environment, outside the checkout
 	tests/wheel.sh

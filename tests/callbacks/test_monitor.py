@@ -153,7 +153,7 @@ def test_no_memory_for_the_explanation_leaves_the_error_as_it_was(messages, monk
     monkeypatch.setattr(monitor_module, "alive", no_memory)
     with pytest.raises(torch.OutOfMemoryError, match="the true one"):
         fit(Model(fails_at=2, error=torch.OutOfMemoryError("the true one")), MemoryMonitor())
-    assert messages == ["memsave: out of memory, and no memory left to say where it went (nothing at all)."]
+    assert messages == ["memsave: out of memory, and looking where it went failed as well: nothing at all"]
 
 
 def test_nothing_is_looked_at_while_all_is_well(monkeypatch):

@@ -33,7 +33,8 @@ class MemoryMonitor(Callback):
     """Measure the peak of live bytes of training steps, by category, and log it to every logger of the trainer.
 
     Some steps are measured (the second, the third and every `every`-th); the rest run untouched. On an accelerator
-    every step's allocator peak is read besides.
+    every step's allocator peak is read besides. What grows from measured step to measured step is warned of once, and
+    when memory runs out the log says what was alive and what would help.
 
     Args:
         every: measure every this many steps.
@@ -172,14 +173,15 @@ class MemoryMonitor(Callback):
         if self._leader is None and is_out_of_memory(exception):
             try:
                 _log.error(self._post_mortem(trainer, failing, exception))
-            except (MemoryError, RuntimeError) as error:  # there is no memory: the run's own error goes first
-                _log.error(f"memsave: out of memory, and no memory left to say where it went ({error}).")
+            except Exception as error:  # nothing may take the place of the run's own error
+                _log.error(f"memsave: out of memory, and looking where it went failed as well: {error}")
         self._batch = None
 
     def _post_mortem(self, trainer: Any, failing: Measurement | None, exception: BaseException) -> str:
         strategy = trainer.strategy
+        model = trainer.lightning_module if strategy.model is None else strategy.model
         return post_mortem_text(
-            alive(strategy.model or trainer.lightning_module, trainer.optimizers, self._batch, strategy.root_device),
+            alive(model, trainer.optimizers, self._batch, strategy.root_device),
             {a.technique for a in self.report.applied},
             failing or self._meter.highest,
             f"{type(exception).__name__}: {exception}",
