@@ -190,3 +190,15 @@ def test_batches_of_no_size_have_no_rate():
     fit(Ragged(), monitor)
     assert monitor.report.samples_per_second is None
     assert monitor.report.step_seconds > 0
+
+
+def test_lines_are_the_models_and_not_the_call_of_fit():
+    class Wide(Model):  # the peak is in its backward, not in the optimizer
+        def train_dataloader(self):
+            return DataLoader(RandomDataset(32, 1600), batch_size=400)
+
+    monitor = MemoryMonitor(every=1)
+    fit(Wide(), monitor)
+    lines = set(monitor._meter.highest.by_line) - {"the backward pass, the optimizer, or a library"}
+    assert lines
+    assert {line.split()[-1] for line in lines} == {"training_step"}
