@@ -113,6 +113,16 @@ def test_who_shows_needs_somebody_who_measures():
         fit(MemoryProgressBar())
 
 
+def test_the_other_namespaces_trainer_is_refused():
+    import pytorch_lightning
+    from pytorch_lightning.demos.boring_classes import BoringModel as OtherModel
+
+    bars = [MemoryMonitor(), MemoryProgressBar()]
+    trainer = pytorch_lightning.Trainer(callbacks=bars, accelerator="cpu", logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match=r"only in a Trainer of `lightning.pytorch`, got 'pytorch_lightning"):
+        trainer.fit(OtherModel())
+
+
 def test_switched_off_it_prints_nothing(capfd):
     fit(MemoryMonitor(), MemoryProgressBar(refresh_rate=0))
     assert "peak" not in capfd.readouterr().out.replace("memsave: peak", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from rich.console import Console
 from rich.progress import ProgressColumn, Task
@@ -26,7 +27,7 @@ class MemoryProgressBar(RichProgressBar):
         options: as for Lightning's `RichProgressBar`.
 
     Raises:
-        ValueError: at the start of training, when nothing in the trainer measures.
+        ValueError: at the start of training, when nothing in the trainer measures, or it is `pytorch_lightning`'s.
 
     Example:
         >>> import lightning as L, torch
@@ -43,6 +44,13 @@ class MemoryProgressBar(RichProgressBar):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Find who measures, and whether there is a terminal."""
+        if not isinstance(trainer, Trainer):
+            raise setting_error(
+                "callbacks",
+                "may hold a MemoryProgressBar only in a Trainer of `lightning.pytorch`",
+                type(trainer).__module__,
+                "Import the Trainer from there, or leave the bar out.",
+            )
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
