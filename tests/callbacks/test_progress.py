@@ -118,7 +118,8 @@ def test_the_other_namespaces_trainer_is_refused():
     from pytorch_lightning.demos.boring_classes import BoringModel as OtherModel
 
     bars = [MemoryMonitor(), MemoryProgressBar()]
-    trainer = pytorch_lightning.Trainer(callbacks=bars, accelerator="cpu", logger=False, enable_checkpointing=False)
+    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 1}
+    trainer = pytorch_lightning.Trainer(callbacks=bars, **options)
     with pytest.raises(ValueError, match=r"only in a Trainer of `lightning.pytorch`, got 'pytorch_lightning"):
         trainer.fit(OtherModel())
 

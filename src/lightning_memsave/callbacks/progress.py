@@ -54,9 +54,10 @@ class MemoryProgressBar(RichProgressBar):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        self._monitor = next((c for c in trainer.callbacks if isinstance(c, MemoryMonitor)), None)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it from outside
+        self._monitor = next((c for c in callbacks if isinstance(c, MemoryMonitor)), None)
         if self._monitor is None:
-            names = [type(c).__name__ for c in trainer.callbacks]
+            names = [type(c).__name__ for c in callbacks]
             raise setting_error(
                 "callbacks", "must hold a MemSave or MemoryMonitor", names, "A MemoryProgressBar only shows."
             )
