@@ -48,7 +48,8 @@ import lightning_memsave
 after = levels()
 print(json.dumps({
     "heavy": sorted(
-        {"bitsandbytes", "wandb", "sklearn", "matplotlib", "transformers"} & set(sys.modules) - brought_by_lightning
+        {"bitsandbytes", "wandb", "sklearn", "matplotlib", "transformers", "plotly", "wandb_workspaces"}
+        & set(sys.modules) - brought_by_lightning
     ),
     "cuda": torch.cuda.is_initialized(),
     "root_changed": (list(root.handlers), root.level, root.disabled, logging.root.manager.disable) != root_before,

@@ -10,9 +10,16 @@ from lightning_memsave.core.versions import check_versions
 
 check_versions()
 
-from lightning_memsave.callbacks import MemoryMonitor, MemSave, Verification, verify  # noqa: E402  # after the check of versions
+from lightning_memsave.callbacks import (  # noqa: E402  # after the check of versions
+    MemoryMonitor,
+    MemoryProgressBar,
+    MemSave,
+    Verification,
+    verify,
+)
 from lightning_memsave.core.errors import (  # noqa: E402
     BudgetWarning,
+    MemoryGrowthWarning,
     MicrobatchWarning,
     NoEffectWarning,
     NotLosslessWarning,
@@ -63,7 +70,9 @@ __all__ = [
     "MemSaveDDPStrategy",
     "MemSaveFSDPStrategy",
     "MemSaveStrategy",
+    "MemoryGrowthWarning",
     "MemoryMonitor",
+    "MemoryProgressBar",
     "MemoryReport",
     "MicrobatchWarning",
     "Microbatching",

@@ -32,3 +32,7 @@ class BudgetWarning(UserWarning):
 
 class RefusedRegionError(ValueError):
     """A module cannot be a checkpoint region, which its forward has shown."""
+
+
+class MemoryGrowthWarning(UserWarning):
+    """A run holds, or needs, more memory from measured step to measured step; the text names what and where."""
