@@ -145,3 +145,44 @@ def test_module_can_be_run(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "demo" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def users_module(tmp_path, monkeypatch):
+    (tmp_path / "users.py").write_text(
+        """
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader
+
+batch = torch.ones(8, 32)
+loader = DataLoader(torch.ones(16, 32), 8)
+
+class Dropping(BoringModel):
+    def training_step(self, batch, batch_idx):
+        for _ in range(2):
+            batch = torch.nn.functional.dropout(batch, training=self.training)
+        return super().training_step(batch, batch_idx)
+"""
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "users", raising=False)
+    yield
+    sys.modules.pop("users", None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["users:BoringModel", "--batch", "users:batch", "--microbatch", "2"], 0, "exact, so differences must be"),
+        (["users:BoringModel", "--batch", "users:loader", "--precision", "bf16-sr"], 0, "changed, so differences"),
+        (["users:Dropping", "--batch", "users:batch", "--microbatch", "2"], 1, "NO"),
+        (["users:Nothing", "--batch", "users:batch"], 2, "must name what can be imported"),
+        (["users:BoringModel", "--batch", "users"], 2, "must name what can be imported"),
+        (["users:BoringModel", "--batch", "users:batch", "--microbatch", "0"], 2, "positive integer"),
+    ],
+)
+def test_verify(users_module, capsys, arguments, status, says):
+    """Functional dropout is not seen as a reason, so the claim to be exact is false, which is found out."""
+    assert cli.main(["verify", *arguments]) == status
+    assert says in "".join(capsys.readouterr())

@@ -14,7 +14,6 @@ from lightning_memsave.callbacks import (  # noqa: E402  # after the check of ve
     MemoryMonitor,
     MemoryProgressBar,
     MemSave,
-    Verification,
     verify,
 )
 from lightning_memsave.core.errors import (  # noqa: E402
@@ -25,6 +24,7 @@ from lightning_memsave.core.errors import (  # noqa: E402
     NotLosslessWarning,
 )
 from lightning_memsave.core.report import Applied, MemoryReport  # noqa: E402
+from lightning_memsave.core.verification import Verification  # noqa: E402
 from lightning_memsave.memory import Ledger, Measurement, allocation_peak  # noqa: E402
 from lightning_memsave.planner.checkpointing import plan_checkpointing  # noqa: E402
 from lightning_memsave.planner.recipes import Recipe  # noqa: E402

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
@@ -17,45 +16,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_memsave.callbacks.memsave import MemSave
-from lightning_memsave.core.report import LossClass, MemoryReport
+from lightning_memsave.core.verification import Verification
 
 _NUM_STEPS = 8  # the second and the third are measured, the others timed
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 """Relative differences that rounding alone may make, in gradients of the widest parameters of a model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verification:
-    """What a step with a setting differs in from a step without it."""
-
-    plain: MemoryReport
-    """Measured without."""
-    report: MemoryReport
-    """Measured with it; `loss_class` and `applied` say what it claims to have done."""
-    loss_difference: float
-    """Relative."""
-    gradient_differences: dict[str, float] = field(default_factory=dict)
-    """For each module with parameters, the norm of the difference over the norm of the plain gradients."""
-    buffer_differences: dict[str, float] = field(default_factory=dict)
-    """For each module with floating-point buffers, likewise."""
-    tolerance: float
-
-    @property
-    def loss_class(self) -> LossClass:
-        """What the setting claims."""
-        return self.report.loss_class
-
-    @property
-    def largest_difference(self) -> float:
-        """The largest of all."""
-        return max([self.loss_difference, *self.gradient_differences.values(), *self.buffer_differences.values()])
-
-    @property
-    def holds(self) -> bool:
-        """Whether the step is what its loss class says: `exact` within rounding; for the others, finite."""
-        if self.loss_class == "exact":
-            return self.largest_difference <= self.tolerance
-        return math.isfinite(self.largest_difference)
 
 
 def verify(module: L.LightningModule, batch: Any, memsave: MemSave | None = None, *, seed: int = 0) -> Verification:

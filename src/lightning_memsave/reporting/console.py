@@ -9,6 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_memsave.core.report import CATEGORIES
+from lightning_memsave.core.units import format_bytes
+from lightning_memsave.core.verification import Verification
 from lightning_memsave.reporting.comparison import Comparison
 
 _LONGEST_WORD = 16  # of a name; longer ones go on in the next line
@@ -55,6 +57,32 @@ def print_settings(comparison: Comparison, console: Console) -> None:
         own = {name: values[position] for name, values in comparison.differences.items() if values[position]}
         settings = ", ".join(f"{name}={value}" for name, value in own.items()) or "nothing that another run has not"
         console.print(f"{run.name}: {settings}", markup=False, highlight=False)
+
+
+def print_verification(result: Verification, console: Console, num_shown: int = 10) -> None:
+    """Print where a step differs, by module, the largest difference first, and what it saves."""
+    table = Table(title="relative differences from a plain step", title_justify="left", pad_edge=False)
+    table.add_column("module", overflow="fold")
+    for heading in ("gradients", "buffers"):
+        table.add_column(heading, justify="right")
+    found, buffers = result.gradient_differences, result.buffer_differences
+    largest_first = sorted({**buffers, **found}, key=lambda name: -max(found.get(name, 0.0), buffers.get(name, 0.0)))
+    for name in largest_first[:num_shown]:
+        cells = (f"{each[name]:.1e}" if name in each else "" for each in (found, buffers))
+        table.add_row(escape(name or "(the module itself)"), *cells)
+    console.print(table)
+    if len(largest_first) > num_shown:
+        console.print(f"and {len(largest_first) - num_shown} modules with smaller ones")
+    plain, ours = result.plain, result.report
+    seconds = ours.step_seconds, plain.step_seconds
+    time = f", {seconds[0] / seconds[1]:.2f} times its seconds" if seconds[0] and seconds[1] else ""
+    limit = f"at most {result.tolerance:.0e}" if result.loss_class == "exact" else "finite"
+    console.print(
+        f"loss: {result.loss_difference:.1e}; peak: {format_bytes(ours.peak_bytes)} instead of "
+        f"{format_bytes(plain.peak_bytes)}{time}\n"
+        f"{result.loss_class}, so differences must be {limit}: {'yes' if result.holds else 'NO'}",
+        highlight=False,
+    )
 
 
 def _legend(comparison: Comparison) -> str:
