@@ -14,7 +14,7 @@ import torch
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
-from lightning_memsave.techniques.optimizer_state import is_8bit, is_low_bit
+from lightning_memsave.techniques.optimizer_state import is_4bit, is_8bit, is_low_bit
 from lightning_memsave.techniques.sparsity import (
     MaskUpdates,
     Sparsity,
@@ -63,12 +63,19 @@ class Sparsifying:
             ValueError: as `MaskUpdates`; an optimizer of bitsandbytes' own, whose state has no dense layout on disk.
         """
         for optimizer in optimizers:
-            if is_low_bit(optimizer) and not is_8bit(optimizer):
+            if is_low_bit(optimizer) and not (is_8bit(optimizer) or is_4bit(optimizer)):
                 raise setting_error(
                     "sparsity",
                     "cannot write the state of bitsandbytes' own optimizers in the dense layout",
                     type(optimizer).__name__,
                     'Use torch\'s optimizer and `MemSave(optimizer_state="8bit")`.',
+                )
+            if self._config.is_updated and is_4bit(optimizer):
+                raise setting_error(
+                    "sparsity",
+                    "cannot move weights whose state is coded in blocks (4-bit)",
+                    (self._config.method, type(optimizer).__name__),
+                    'Use `method="static"`, or `optimizer_state=False`.',
                 )
         if not self._config.is_updated:
             return
