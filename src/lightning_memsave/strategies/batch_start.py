@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_memsave.memory.ledger import tensors_in
@@ -26,6 +27,7 @@ class BatchStart:
         batch: its containers are put back, its tensors are watched.
     """
 
+    @torch.no_grad()  # what is kept here is no activation
     def __init__(self, module: Any, changing: set[str] | None, gradients: str = "made", batch: Any = None) -> None:
         self._module = module
         parameters = list(module.parameters())
