@@ -166,6 +166,24 @@ def checkpointing_depth() -> str:
     return markdown(head, lines)
 
 
+def low_precision() -> str:
+    """Bytes per parameter by kind, peak, time of the update, loss."""
+    head = ("setting", "weights", "gradients", "state", "together", "peak MB", "update s / 10M", "loss")
+    lines = []
+    for row in rows("low_precision"):
+        kinds = [f"{kind}bytes_per_parameter" for kind in ("weights_", "gradients_", "state_", "")]
+        lines.append(
+            (
+                row["setting"],
+                *(f"{float(row[kind]):.2f}" for kind in kinds),
+                f"{float(row['peak_bytes']) / MB:.1f}",
+                f"{float(row['update_cpu_seconds_per_10M']):.2f}",
+                f"{float(row['quality_value']):.4f} ({float(row['relative_difference']):+.2%})",
+            )
+        )
+    return markdown(head, lines)
+
+
 def checkpointing_resnet1000() -> str:
     """Feature maps of the network of Chen et al., scaled down and run, and at full size on fake tensors."""
     head = ("network", "setting", "feature maps GB", "factor", "paper GB", "CPU time", "tensors that differ")
@@ -236,6 +254,7 @@ def _factor_and_time(row: Row) -> tuple[str, str]:
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"demo": demo},
     "docs/techniques/activation_compression.md": {"measured": activations, "codecs": codecs, "quality": quality},
+    "docs/techniques/low_precision.md": {"measured": low_precision},
     "docs/techniques/checkpointing.md": {
         "blocks": checkpointing_blocks,
         "depth": checkpointing_depth,
