@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -229,6 +229,27 @@ def test_any_module_computes(kind):
     moved = {name for name, p in module.named_parameters() if not torch.equal(p, before[name])}
     assert "first.weight" in moved
     assert any(name.startswith("inner") for name in moved)
+
+
+def loss_of(module):
+    with torch.no_grad():
+        return sum(F.mse_loss(module.net(x) * module.scale, y).item() for x, y in loader())
+
+
+@pytest.mark.parametrize("state", [False, "8bit", "4bit", OptimizerState(format="32bit", gradients="release")])
+@pytest.mark.parametrize(
+    "average", [lambda: EMAWeightAveraging(decay=0.9), lambda: StochasticWeightAveraging(1e-3, swa_epoch_start=2)]
+)
+def test_averages_of_weights(average, state):
+    _, expected = fit(None, callbacks=[average()], epochs=4)
+    _, found = fit(MemSave(precision="bf16-sr", optimizer_state=state), callbacks=[average()], epochs=4)
+    assert {p.dtype for p in found.parameters()} == {torch.float32}
+    assert loss_of(found) == pytest.approx(loss_of(expected), rel=0.03)
+
+
+def test_an_average_of_weights_and_corrections_is_refused():
+    with pytest.raises(ValueError, match="which EMAWeightAveraging cannot average"):
+        fit(MemSave(precision="bf16+8"), callbacks=[EMAWeightAveraging()])
 
 
 def test_a_run_that_fails_gives_the_module_back():

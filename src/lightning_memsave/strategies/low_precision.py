@@ -23,6 +23,7 @@ def lower_precision(trainer: Any, config: LowPrecision) -> tuple[Weights, Applie
     """
     strategy, before = trainer.strategy, trainer.strategy.precision_plugin
     plugin = _autocast(strategy, before)
+    _check_averaging(trainer, config)
     weights = Weights(trainer.lightning_module, config.format, config.keep_32bit, config.seed)
     strategy.precision_plugin = plugin
 
@@ -37,6 +38,18 @@ def lower_precision(trainer: Any, config: LowPrecision) -> tuple[Weights, Applie
         reasons=(weights.reason,),
         restore=restore,
     )
+
+
+def _check_averaging(trainer: Any, config: LowPrecision) -> None:
+    """Refuse Lightning's callback that pairs buffers by position with those of a copy that it made before."""
+    averaging = [c for c in trainer.callbacks if "WeightAveraging" in {cls.__name__ for cls in type(c).__mro__}]
+    if averaging and config.format != "bf16-sr":
+        raise setting_error(
+            "precision",
+            f"keeps corrections as buffers, which {type(averaging[0]).__name__} cannot average",
+            config.format,
+            'Use `precision="bf16-sr"`, or `StochasticWeightAveraging`.',
+        )
 
 
 def _autocast(strategy: Any, plugin: Any) -> Any:

@@ -1,19 +1,23 @@
-"""8-bit optimizer state: the user's optimizer keeps its moments in one byte per element, through bitsandbytes.
+"""Lean optimizer state: the user's optimizer keeps its moments in 8 or 4 bits, and no gradient longer than it must.
 
-What shrinks: each float32 moment, 4 bytes per parameter, becomes a code of 1 byte plus 4 bytes per block of 256: 1.016.
+What shrinks: each float32 moment, 4 bytes per parameter, becomes a code of 1 byte or 0.5 plus 4 bytes per block of 256.
 
-| optimizer            | state, bytes per parameter: before | after |
-|----------------------|-----------------------------------:|------:|
-| AdamW, Adam, LAMB    |                                8.0 | 2.031 |
-| SGD momentum, Lion   |                                4.0 | 1.016 |
-| RMSprop, Adagrad     |                                4.0 | 1.016 |
+| optimizer            | state, bytes per parameter: before | 8bit  | 4bit  |
+|----------------------|-----------------------------------:|------:|------:|
+| AdamW, Adam, LAMB    |                                8.0 | 2.031 | 1.031 |
+| SGD momentum, Lion   |                                4.0 | 1.016 | 0.516 |
+| RMSprop, Adagrad     |                                4.0 | 1.016 | 0.516 |
+
+8 bits are bitsandbytes' optimizers (`kin.py`), 4 bits our own codes around the optimizer's own step (`fourbit.py`, not
+for LAMB). `gradients="release"` steps each parameter inside of backward and frees its gradient (`release.py`).
 
 Parameters below 4096 elements, embeddings and normalisation layers keep float32 state: small, and the ones that suffer
-most from coarse state. Weights and gradients are not touched.
+most from coarse state. Weights are not touched.
 
-Loss class: `changed`: the moments are rounded after every step. Time: on CUDA bitsandbytes' fused kernels; on CPU its
-reference code, which is slower than torch's optimizers, takes up to 20 bytes per element of the largest parameter while
-it steps, and rounds differently from the CUDA kernels. CPU results say nothing about accuracy on a GPU.
+Loss class: `changed`: the moments are rounded after every step; releasing gradients alone is `exact`. Time of 8 bits:
+on CUDA bitsandbytes' fused kernels; on CPU its reference code, which is slower than torch's optimizers, takes up to 20
+bytes per element of the largest parameter while it steps, and rounds differently from the CUDA kernels. CPU results say
+nothing about accuracy on a GPU.
 
 Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (https://arxiv.org/abs/2110.02861).
 Different: the optimizer object stays the same and changes its class, so that LR schedulers and every other reference go
