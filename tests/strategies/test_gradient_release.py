@@ -105,6 +105,13 @@ def test_with_what_computes_again_in_backward(settings):
     assert_same(fit(module, batches()), fit(module, batches(), memsave))
 
 
+@pytest.mark.filterwarnings("ignore:checkpointing='sqrt' had no effect")
+@pytest.mark.parametrize("activations", [False, "exact"])
+def test_a_rehearsed_batch_steps_nothing(activations):
+    memsave, module = MemSave(optimizer_state=RELEASE, checkpointing="sqrt", activations=activations), Module()
+    assert_same(fit(module, batches()), fit(module, batches(), memsave))
+
+
 class Tied(Module):
     """A weight that is used twice, in two regions."""
 

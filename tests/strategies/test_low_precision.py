@@ -231,6 +231,25 @@ def test_any_module_computes(kind):
     assert any(name.startswith("inner") for name in moved)
 
 
+def test_a_batch_that_runs_out_of_memory_is_run_again():
+    class Full(Net):
+        failed = False
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 2 and not self.failed:
+                Full.failed = True
+                raise torch.OutOfMemoryError("out of memory, on purpose")
+            return loss
+
+    torch.manual_seed(0)
+    memsave = MemSave("measure", precision="bf16+8", microbatch="auto", activations=False, checkpointing=False)
+    full = Full()
+    fit(memsave, full)
+    assert memsave.report.num_oom_recovered == 1
+    assert all(p.isfinite().all() for p in full.parameters())
+
+
 def loss_of(module):
     with torch.no_grad():
         return sum(F.mse_loss(module.net(x) * module.scale, y).item() for x, y in loader())

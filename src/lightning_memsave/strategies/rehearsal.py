@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning_memsave.strategies.batch_start import BatchStart
@@ -12,7 +12,7 @@ from lightning_memsave.strategies.metrics import MergedMetrics
 
 @contextmanager
 def without_a_trace(trainer: Any, module: Any) -> Iterator[None]:
-    """Nothing is logged inside; modes, random state, gradients, buffers, metrics and plain attributes come back."""
+    """Nothing is logged or steps; modes, random state, gradients, buffers, metrics and plain attributes come back."""
     start, metrics = BatchStart(module, changing=None, accumulates=False), MergedMetrics(module)
     gradients = {p: p.grad for p in module.parameters()}
     for parameter in gradients:
@@ -20,8 +20,10 @@ def without_a_trace(trainer: Any, module: Any) -> Iterator[None]:
     results = vars(trainer._results)
     log_before = results.get("log")  # a loop of ours may have replaced it
     module._current_fx_name, results["log"] = "training_step", lambda *_, **__: None
+    release = trainer.strategy.memsave.release
     try:
-        yield
+        with nullcontext() if release is None else release.rehearsed():
+            yield
     finally:
         del results["log"]
         if log_before is not None:

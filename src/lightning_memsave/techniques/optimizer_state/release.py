@@ -6,9 +6,10 @@ results are the same bits; the `optimizer.step()` that follows finds no gradient
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class GradientRelease:
         self, optimizers: Iterable[torch.optim.Optimizer], before_step: Callable[[Tensor], object] | None = None
     ) -> None:
         self._before_step, self._stepped = before_step, set[Tensor]()
+        self._is_rehearsal = False
         self._hooks = []
         for optimizer in optimizers:
             check_steps_parameters_alone(optimizer, "OptimizerState.gradients")
@@ -48,6 +50,9 @@ class GradientRelease:
         optimizer = reference()
         if optimizer is None:
             return
+        if self._is_rehearsal:
+            p.grad = None
+            return
         if p in self._stepped:
             raise RuntimeError(
                 'A second backward before `optimizer.step()`: with `OptimizerState(gradients="release")` each backward '
@@ -62,6 +67,15 @@ class GradientRelease:
 
     def _step_is_over(self, *_: Any) -> None:
         self._stepped.clear()
+
+    @contextlib.contextmanager
+    def rehearsed(self) -> Iterator[None]:
+        """Inside, gradients are freed and nothing steps."""
+        self._is_rehearsal = True
+        try:
+            yield
+        finally:
+            self._is_rehearsal = False
 
     def remove(self) -> None:
         """Backward only computes gradients again."""
