@@ -68,6 +68,23 @@ def test_it_goes_where_the_plain_optimizer_goes(name):
 
 
 @every_optimizer
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_parameters_of_another_dtype(name, dtype):
+    model = big_model(dtype)
+    before = flat(model)
+    _, optimizer, applied = changed(name, model)
+    run_steps(model, optimizer, range(3))
+    saved = through_disk(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    run_steps(model, optimizer, range(3, 5))
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert flat(model).isfinite().all()
+    assert not torch.equal(flat(model), before)
+    applied.undo()
+    run_steps(model, optimizer, range(5, 7))
+
+
+@every_optimizer
 def test_bytes_equal_the_estimate(name):
     model = big_model()
     optimizer = OPTIMIZERS[name](model.parameters())

@@ -139,19 +139,17 @@ def become_4bit(optimizer: torch.optim.Optimizer, kept: set[Tensor]) -> None:
 def leave_4bit(optimizer: torch.optim.Optimizer) -> None:
     """Undo `become_4bit`; moments keep the rounding that they have suffered, and the dtype of their parameter."""
     for p, state in optimizer.state.items():
-        decode(state, p)
-        for name in _MAPS.keys() & state.keys():
-            state[name] = state[name].to(p.dtype)
+        decode(state, p, p.dtype)
     memory: _Memory = vars(optimizer).pop(_MEMORY)
     change_class(optimizer, memory.plain_class)
 
 
-def decode(state: dict[str, Any], p: Tensor) -> None:
-    """Moments as float32 tensors, in place."""
+def decode(state: dict[str, Any], p: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    """Moments of `p` as tensors, in place."""
     for name, value in state.items():
         if isinstance(value, Coded):
             codes = unpack(value.codes, 4, p.numel()).view(p.shape)
-            state[name] = dequantize_blockwise(codes, _MAPS[name].to(codes.device), value.absmax)
+            state[name] = dequantize_blockwise(codes, _MAPS[name].to(codes.device), value.absmax).to(dtype)
 
 
 def _encode(state: dict[str, Any], p: Tensor, seed: int | None) -> None:
@@ -176,7 +174,7 @@ def _encode_all(optimizer: torch.optim.Optimizer) -> None:
 
 def _step_decoded(step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any], p: Tensor) -> None:
     memory: _Memory = vars(optimizer)[_MEMORY]
-    decode(optimizer.state.get(p, {}), p)
+    decode(optimizer.state.get(p, {}), p, p.dtype)  # as the optimizer itself would hold them
     step_one(step, optimizer, group, p)
     known = original(p)
     if known not in memory.kept:
