@@ -279,5 +279,11 @@ def test_what_cannot_be_kept_is_refused(build, word):
     assert type(optimizer) is plain_class
 
 
+def test_sparse_gradients_are_refused_by_name():
+    model = nn.Sequential(nn.Embedding(100, 64, sparse=True))
+    with pytest.raises(ValueError, match=r"sparse gradients.*0\.sparse=True"):
+        apply_optimizer_state(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), CONFIG, model)
+
+
 def test_lion_of_the_tests_is_known():
     assert Lion.__name__ in MOMENTS

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_memsave.numerics.kbit import random_bits
 
 BLOCK_SIZE = 256
-_CHUNK = 1024 * BLOCK_SIZE  # elements whose noise is made at a time
+_CHUNK = 128 * BLOCK_SIZE  # elements whose noise is made at a time: bounds the temporaries
 
 
 def num_blocks(num_elements: int) -> int:

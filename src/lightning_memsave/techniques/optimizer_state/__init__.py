@@ -68,10 +68,10 @@ _CODE_MAP_BYTES = 256 * 4
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState:
-    """Settings of low-bit optimizer state.
+    """Settings of lean optimizer state.
 
     Raises:
-        ValueError: an unknown format or a negative size.
+        ValueError: an unknown format, settings that change nothing, or a negative size.
     """
 
     format: Literal["8bit", "4bit", "32bit"] = "8bit"
@@ -205,27 +205,22 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], config: OptimizerState, model: nn.Module) -> None:
-    """Refuse what cannot become 8-bit, before anything is changed.
+    """Refuse what cannot become low-bit, before anything is changed.
 
     Raises:
-        ValueError: an optimizer without kin, a setting that the kin lacks, or sparse gradients.
+        ValueError: an optimizer, or a setting of it, that the format does not know, or sparse gradients.
     """
-    if config.format != "8bit":
-        for optimizer in optimizers if config.format == "4bit" else ():
-            if not is_low_bit(optimizer):
-                check_4bit(optimizer)
-        return
     own: set[Tensor] = set()
-    for optimizer in optimizers:
+    for optimizer in optimizers if config.format != "32bit" else ():
         if not is_low_bit(optimizer):
-            find_kin(optimizer)
+            check_4bit(optimizer) if config.format == "4bit" else find_kin(optimizer)
             own.update(p for group in optimizer.param_groups for p in group["params"])
     for name, module in model.named_modules():
         is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         if is_sparse and own.intersection(module.parameters(recurse=False)):
             raise setting_error(
                 "optimizer_state",
-                "cannot take sparse gradients, which bitsandbytes does not",
+                "cannot take sparse gradients",
                 f"{name}.sparse=True",
                 "Use `sparse=False`, or `optimizer_state=False`.",
             )

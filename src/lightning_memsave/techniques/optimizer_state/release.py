@@ -35,8 +35,10 @@ class GradientRelease:
         self._before_step, self._stepped = before_step, set[Tensor]()
         self._is_rehearsal = False
         self._hooks = []
-        for optimizer in optimizers:
+        listed = list(optimizers)
+        for optimizer in listed:
             check_steps_parameters_alone(optimizer, "OptimizerState.gradients")
+        for optimizer in listed:
             reference = weakref.ref(optimizer)  # its state must not wait for the garbage collector
             self._hooks.append(optimizer.register_step_post_hook(self._step_is_over))
             for gindex, group in enumerate(optimizer.param_groups):
