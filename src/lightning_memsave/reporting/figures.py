@@ -136,7 +136,7 @@ def _breakdown(comparison: Comparison) -> Figure:
         showlegend=False,
         meta={"runs": [position for position, _ in measured]},
     )
-    figure.update_xaxes(range=[0, 1.45 * max(peaks, default=1.0)])  # room for the text
+    figure.update_xaxes(range=[0, 1.75 * max(peaks, default=1.0)])  # room for the text
     figure.update_layout(
         showlegend=True,
         legend={"orientation": "h", "traceorder": "normal", "y": 1.02, "yanchor": "bottom", "x": 0, "entrywidth": 110},
@@ -148,7 +148,7 @@ def _breakdown(comparison: Comparison) -> Figure:
 
 def _size_and_factor(report: MemoryReport) -> str:
     factor = "" if report.factor is None else f", {report.factor:.1f}x"
-    return f" {format_bytes(report.peak_bytes)}{factor if (report.factor or 0) > 1 else ''}"
+    return f" {format_bytes(report.peak_bytes)}{factor if (report.factor or 0) >= 1.05 else ''}"
 
 
 def _timelines(comparison: Comparison) -> Figure:
