@@ -55,6 +55,7 @@ __all__ = [
     "check_optimizers",
     "estimate_optimizer_state",
     "from_plain",
+    "is_4bit",
     "is_8bit",
     "is_low_bit",
     "release_applied",
