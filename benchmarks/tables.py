@@ -234,15 +234,16 @@ def sparsity_steps() -> str:
     head = ("model", "setting", "held MB", "factor", "peak MB", "factor", "CPU time", "differs from masked dense")
     lines = []
     for name in ("sparsity", "sparsity_bert"):
-        found = rows(name)
-        for i, row in enumerate(found):
-            held = [float(r["held_bytes"]) for r in (found[0], row)]
+        dense: Row = {}
+        for row in rows(name):
+            is_first = row["model"] != dense.get("model")
+            dense = row if is_first else dense
             lines.append(
                 (
-                    row["model"] if i == 0 else "",
+                    row["model"] if is_first else "",
                     row["setting"],
-                    f"{held[1] / MB:.2f}",
-                    f"{held[0] / held[1]:.2f}x",
+                    f"{float(row['held_bytes']) / MB:.2f}",
+                    f"{float(dense['held_bytes']) / float(row['held_bytes']):.2f}x",
                     f"{float(row['peak_bytes']) / MB:.1f}",
                     *_factor_and_time(row),
                     f"{float(row['quality_value']):.0f} tensors" if name == "sparsity" else "",
