@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all test-triton lint format types imports wheel bench clean
+.PHONY: demo test test-all test-triton lint format types imports browser pictures wheel bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -38,6 +38,15 @@ test-triton: $(READY)  ## the Triton kernels in interpreter mode, where no GPU i
 	$(BIN)/pip install --quiet --no-deps --target .venv/triton triton==3.9.0
 	PYTHONPATH=.venv/triton TRITON_INTERPRET=1 $(BIN)/pytest tests/numerics/test_triton_kbit.py
 
+browser:  ## Chromium from npm for the tests of the page, which are skipped without one
+	npm install --silent --no-save --prefix .browser @sparticuz/chromium@153
+	cd .browser && TMPDIR=$$PWD node --input-type=module \
+		-e 'import c from "@sparticuz/chromium"; await c.executablePath()'
+
+pictures: $(READY)  ## the pictures of docs/seeing.md, from what `make demo` left
+	$(BIN)/lightning-memsave compare memsave-demo/wandb --out memsave-demo/compare.html
+	$(BIN)/python docs/pictures.py memsave-demo/compare.html
+
 wheel: $(READY)  ## build the wheel and import it from an empty environment, outside the checkout
 	tests/wheel.sh
 
@@ -45,4 +54,4 @@ bench: $(READY)  ## measure every technique and refresh benchmarks/results
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache dist build memsave-demo
+	rm -rf .venv .browser .mypy_cache .ruff_cache .pytest_cache dist build memsave-demo

@@ -1,8 +1,9 @@
-"""8-bit state beside torch's float32 and bitsandbytes' own: a small GPT-2 with AdamW, and the error of 100 steps."""
+"""Lean state beside torch's float32 and bitsandbytes' own: a small GPT-2 with AdamW, and the error of 100 steps."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
@@ -13,16 +14,23 @@ from models import gpt, relative_difference
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 import bitsandbytes  # noqa: E402  # after its logger is quiet
 
+ALL: dict[str, Any] = {"min_size": 0, "keep_embeddings_32bit": False, "keep_norms_32bit": False}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "8bit": {},
+    "8bit, nothing kept in 32 bit": ALL,
+    "4bit": {"format": "4bit"},
+    "4bit, nothing kept in 32 bit": {"format": "4bit", **ALL},
+    "32bit, released": {"format": "32bit", "gradients": "release"},
+    "8bit, released": {"gradients": "release"},
+}
+
 
 def make(setting: str) -> Subject:
     if setting == "bitsandbytes AdamW8bit":
         return gpt(setting, bitsandbytes.optim.AdamW8bit, weight_decay=0.01)
     subject = gpt(setting, weight_decay=0.01)
-    if setting == "8bit":
-        apply_optimizer_state(subject.optimizer, OptimizerState(), subject.model)
-    elif setting == "8bit, nothing kept in 32 bit":
-        everything = OptimizerState(min_size=0, keep_embeddings_32bit=False, keep_norms_32bit=False)
-        apply_optimizer_state(subject.optimizer, everything, subject.model)
+    if setting in CONFIGS:
+        apply_optimizer_state(subject.optimizer, OptimizerState(**CONFIGS[setting]), subject.model)
     return subject
 
 
@@ -34,9 +42,11 @@ def parameters_after(setting: str, num_steps: int = 100) -> list[torch.Tensor]:
         optimizer = bitsandbytes.optim.AdamW8bit(weights.parameters(), lr=1e-3)
     else:
         optimizer = torch.optim.AdamW(weights.parameters(), lr=1e-3)
-    if setting.startswith("8bit"):
-        size = 0 if "nothing" in setting else 4096
-        apply_optimizer_state(optimizer, OptimizerState(min_size=size), weights)
+    if setting in CONFIGS:
+        # Gradients are given, not released.
+        config = {**CONFIGS[setting], "gradients": "keep"}
+        if config.get("format") != "32bit":
+            apply_optimizer_state(optimizer, OptimizerState(**config), weights)
     generator = torch.Generator().manual_seed(1)
     for _ in range(num_steps):
         for p in weights:
@@ -50,7 +60,7 @@ def quality(subject: Subject) -> tuple[str, float]:
     return "relative parameter difference from float32 AdamW, 100 steps of fixed gradients", error
 
 
-SETTINGS = ("float32", "8bit", "8bit, nothing kept in 32 bit", "bitsandbytes AdamW8bit")
+SETTINGS = ("float32", *CONFIGS, "bitsandbytes AdamW8bit")
 
 if __name__ == "__main__":
     compare("optimizer_state", "GPT-2, 4 layers, width 256, batch 8 x 128, AdamW", [make(s) for s in SETTINGS], quality)

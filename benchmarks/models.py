@@ -171,12 +171,24 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def plain_gpt(setting: str, batch_size: int = 8, context: int = 256, **shape: Any) -> Subject:
+def plain_gpt(
+    setting: str, batch_size: int = 8, context: int = 256, microbatch: int | None = None, **shape: Any
+) -> Subject:
     """A GPT of plain torch modules (6 layers, width 256, 8 heads, context 256, batch 8, bytes, dropout 0.1), AdamW."""
     torch.manual_seed(0)
     model = PlainGPT(**{"num_layers": 6, "width": 256, "num_heads": 8, **shape}, context=context)
     ids = torch.randint(0, 256, (batch_size, context))
-    return _subject(setting, model, _adamw(model), ids, lambda: next_token_loss(model(ids), ids))
+    subject = _subject(setting, model, _adamw(model), ids, lambda: next_token_loss(model(ids), ids))
+    if microbatch is not None:
+        subject.step = lambda: _step_in_parts(subject, microbatch)
+    return subject
+
+
+def _step_in_parts(subject: Subject, size: int) -> None:
+    subject.optimizer.zero_grad()
+    for part, weight in microbatches(subject.batch, size=size):
+        (next_token_loss(subject.model(part), part) * weight).backward()
+    subject.optimizer.step()
 
 
 def llama(setting: str) -> Subject:

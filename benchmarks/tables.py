@@ -166,6 +166,24 @@ def checkpointing_depth() -> str:
     return markdown(head, lines)
 
 
+def low_precision() -> str:
+    """Bytes per parameter by kind, peak, time of the update, loss."""
+    head = ("setting", "weights", "gradients", "state", "together", "peak MB", "update s / 10M", "loss")
+    lines = []
+    for row in rows("low_precision"):
+        kinds = [f"{kind}bytes_per_parameter" for kind in ("weights_", "gradients_", "state_", "")]
+        lines.append(
+            (
+                row["setting"],
+                *(f"{float(row[kind]):.2f}" for kind in kinds),
+                f"{float(row['peak_bytes']) / MB:.1f}",
+                f"{float(row['update_cpu_seconds_per_10M']):.2f}",
+                f"{float(row['quality_value']):.4f} ({float(row['relative_difference']):+.2%})",
+            )
+        )
+    return markdown(head, lines)
+
+
 def checkpointing_resnet1000() -> str:
     """Feature maps of the network of Chen et al., scaled down and run, and at full size on fake tensors."""
     head = ("network", "setting", "feature maps GB", "factor", "paper GB", "CPU time", "tensors that differ")
@@ -229,6 +247,55 @@ def checkpointing_codecs() -> str:
     return markdown(head, lines, num_text=2)
 
 
+def microbatching() -> str:
+    """Peak and time against the size of the microbatch."""
+    head = ("model", "setting", "peak MB", "factor", "CPU time", "gradients' relative difference")
+    lines = [
+        (
+            row["model"] if i == 0 else "",
+            row["setting"],
+            f"{float(row['peak_bytes']) / MB:.1f}",
+            *_factor_and_time(row),
+            f"{float(row['quality_value']):.0e}" if float(row["quality_value"]) else "0",
+        )
+        for name in ("microbatching", "microbatching_gpt")
+        for i, row in enumerate(rows(name))
+    ]
+    return markdown(head, lines, num_text=2)
+
+
+def recovery() -> str:
+    """A run that never runs out of memory, and the guards alone."""
+    head = ("WideResNet-28-2, batch 100", "CPU time", "ms per batch")
+    lines = [
+        (row["setting"], f"{float(row['cpu_time_ratio']):.4f}x", f"{1000 * float(row['cpu_seconds_p50']):.2f}")
+        for row in rows("recovery")
+    ]
+    return markdown(head, lines)
+
+
+def batchnorm() -> str:
+    """Accuracy against the size of the microbatch, for each way to normalise."""
+    found = dict(by_setting(rows("microbatching_batchnorm")))
+
+    def cell(runs: list[Row]) -> str:
+        values = [float(row["quality_value"]) for row in runs]
+        return f"{statistics.mean(values):.1%} ({min(values):.1%} to {max(values):.1%})"
+
+    sizes = list(dict.fromkeys(name.split()[-1] for name in found if "microbatch" in name))
+    lines = [
+        (
+            size,
+            *(
+                cell(found[f"{mode}, microbatch {size}"]) if f"{mode}, microbatch {size}" in found else whole
+                for mode, whole in (("ghost", cell(found["whole batches"])), ("running", ""))
+            ),
+        )
+        for size in sizes
+    ]
+    return markdown(("microbatch", '`"ghost"`', '`"running"`'), lines)
+
+
 def sparsity_steps() -> str:
     """What is held between steps, and the step itself."""
     head = ("model", "setting", "held MB", "factor", "peak MB", "factor", "CPU time", "differs from masked dense")
@@ -278,6 +345,8 @@ def _factor_and_time(row: Row) -> tuple[str, str]:
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"demo": demo},
     "docs/techniques/activation_compression.md": {"measured": activations, "codecs": codecs, "quality": quality},
+    "docs/techniques/microbatching.md": {"sizes": microbatching, "recovery": recovery, "batchnorm": batchnorm},
+    "docs/techniques/low_precision.md": {"measured": low_precision},
     "docs/techniques/checkpointing.md": {
         "blocks": checkpointing_blocks,
         "depth": checkpointing_depth,

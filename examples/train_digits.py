@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSave
 from lightning_memsave.demo.data import load_digits_32
-from lightning_memsave.reporting.console import comparison_table
+from lightning_memsave.reporting.comparison import compare
+from lightning_memsave.reporting.console import print_comparison
+from lightning_memsave.reporting.runs import run_of
 
 
 class Block(nn.Module):
@@ -50,4 +52,4 @@ def train(memsave: MemSave) -> MemSave:
 if __name__ == "__main__":
     plain = train(MemSave("measure"))
     ours = train(MemSave(microbatch=16, checkpointing="blocks").against(plain.report))
-    Console().print(comparison_table({"plain": plain.report, "MemSave": ours.report}))
+    print_comparison(compare([run_of("plain", plain.report), run_of("MemSave", ours.report)]), Console())

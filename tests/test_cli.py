@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -5,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from lightning_memsave import cli
+from lightning_memsave.core.report import CATEGORIES, MemoryReport
 from lightning_memsave.demo import run as demo
+from lightning_memsave.reporting.runs import Run
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,53 @@ def test_missing_extra_is_named(monkeypatch, capsys, tmp_path):
     assert "sklearn" in err
 
 
+@pytest.fixture
+def two_runs(tmp_path):
+    for name, peak, accuracy in (("small", 1000, 0.5), ("large", 4000, 0.75)):
+        report = MemoryReport(peak_bytes=peak, by_category=dict.fromkeys(CATEGORIES, 0) | {"data": peak})
+        run = Run(name=name, report=report, metrics={"acc": accuracy, "loss": accuracy})
+        (tmp_path / f"{name}.json").write_text(run.to_json())
+    return [str(tmp_path / "large.json"), str(tmp_path / "small.json")]
+
+
+def test_compare_prints_a_table_and_writes_a_page(capsys, two_runs, tmp_path):
+    assert cli.main(["compare", *two_runs, "--out", str(tmp_path / "page.html")]) == 0
+    out, err = capsys.readouterr()
+    assert "4000" in out
+    assert "4.00x" in out
+    assert "better acc (higher is better)" in out
+    assert err == f"Page: {tmp_path / 'page.html'}\n"
+    assert "4000" in (tmp_path / "page.html").read_text("utf-8")
+
+
+def test_compare_without_page_needs_no_plotly(capsys, two_runs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)  # importing it now raises
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    assert cli.main(["compare", *two_runs]) == 0
+    assert cli.main(["compare", *two_runs, "--out", "page.html"]) == 1
+    assert "pip install 'lightning-memsave[compare]'" in capsys.readouterr().err
+
+
+def test_compare_as_json(capsys, two_runs):
+    assert cli.main(["compare", *two_runs, "--json", "--metric", "loss", "--better", "higher"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["quality"] == {"metric": "loss", "better": "higher is better"}
+    assert [(run["name"], run["peak_bytes"], run["loss"]) for run in document["runs"]] == [
+        ("large", 4000, 0.75),
+        ("small", 1000, 0.5),
+    ]
+
+
+@pytest.mark.parametrize(("arguments", "complaint"), [(["/nowhere"], "/nowhere"), (["--metric", "none"], "none")])
+def test_compare_refuses_in_one_line(capsys, two_runs, arguments, complaint):
+    assert cli.main(["compare", two_runs[0], *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"]])
 def test_help(capsys, arguments):
     with pytest.raises(SystemExit) as exit_:
@@ -65,7 +115,17 @@ def test_help_lists_every_setting(capsys):
         assert f"--{name.replace('_', '-')}" in out or f"--no-{name}" in out
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "--epochs", "many"], ["demo", "--no-such-option"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["compare"],
+        ["compare", "x", "--better", "up"],
+        ["demo", "--epochs", "many"],
+        ["demo", "--no-such-option"],
+    ],
+)
 def test_wrong_usage_exits_2(capsys, arguments):
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
@@ -85,3 +145,44 @@ def test_module_can_be_run(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "demo" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def users_module(tmp_path, monkeypatch):
+    (tmp_path / "users.py").write_text(
+        """
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader
+
+batch = torch.ones(8, 32)
+loader = DataLoader(torch.ones(16, 32), 8)
+
+class Dropping(BoringModel):
+    def training_step(self, batch, batch_idx):
+        for _ in range(2):
+            batch = torch.nn.functional.dropout(batch, training=self.training)
+        return super().training_step(batch, batch_idx)
+"""
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "users", raising=False)
+    yield
+    sys.modules.pop("users", None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["users:BoringModel", "--batch", "users:batch", "--microbatch", "2"], 0, "exact, so differences must be"),
+        (["users:BoringModel", "--batch", "users:loader", "--precision", "bf16-sr"], 0, "changed, so differences"),
+        (["users:Dropping", "--batch", "users:batch", "--microbatch", "2"], 1, "NO"),
+        (["users:Nothing", "--batch", "users:batch"], 2, "must name what can be imported"),
+        (["users:BoringModel", "--batch", "users"], 2, "must name what can be imported"),
+        (["users:BoringModel", "--batch", "users:batch", "--microbatch", "0"], 2, "positive integer"),
+    ],
+)
+def test_verify(users_module, capsys, arguments, status, says):
+    """Functional dropout is not seen as a reason, so the claim to be exact is false, which is found out."""
+    assert cli.main(["verify", *arguments]) == status
+    assert says in "".join(capsys.readouterr())

@@ -18,7 +18,7 @@ else:
 
 import lightning_memsave
 from lightning_memsave.core import versions
-from lightning_memsave.core.compatibility import COMPATIBILITY, WAYS_OF_TRAINING
+from lightning_memsave.core.compatibility import COMPATIBILITY, SETTINGS, WAYS_OF_TRAINING
 from lightning_memsave.techniques.registry import TECHNIQUES
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +48,8 @@ import lightning_memsave
 after = levels()
 print(json.dumps({
     "heavy": sorted(
-        {"bitsandbytes", "wandb", "sklearn", "matplotlib", "transformers"} & set(sys.modules) - brought_by_lightning
+        {"bitsandbytes", "wandb", "sklearn", "matplotlib", "transformers", "plotly", "wandb_workspaces"}
+        & set(sys.modules) - brought_by_lightning
     ),
     "cuda": torch.cuda.is_initialized(),
     "root_changed": (list(root.handlers), root.level, root.disabled, logging.root.manager.disable) != root_before,
@@ -109,7 +110,7 @@ def test_techniques_have_one_name_each():
 
 
 def test_compatibility_names_what_exists():
-    known = {*STEMS, *WAYS_OF_TRAINING}
+    known = {*STEMS, *SETTINGS, *WAYS_OF_TRAINING}
     for row in COMPATIBILITY:
         assert {row.first, row.second} <= known, row
         assert (row.refused_because is None) == (row.remedy is None), f"a refusal without a way out: {row}"

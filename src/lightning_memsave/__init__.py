@@ -10,14 +10,21 @@ from lightning_memsave.core.versions import check_versions
 
 check_versions()
 
-from lightning_memsave.callbacks import MemoryMonitor, MemSave  # noqa: E402  # after the check of versions
+from lightning_memsave.callbacks import (  # noqa: E402  # after the check of versions
+    MemoryMonitor,
+    MemoryProgressBar,
+    MemSave,
+    verify,
+)
 from lightning_memsave.core.errors import (  # noqa: E402
     BudgetWarning,
+    MemoryGrowthWarning,
     MicrobatchWarning,
     NoEffectWarning,
     NotLosslessWarning,
 )
 from lightning_memsave.core.report import Applied, MemoryReport  # noqa: E402
+from lightning_memsave.core.verification import Verification  # noqa: E402
 from lightning_memsave.memory import Ledger, Measurement, allocation_peak  # noqa: E402
 from lightning_memsave.planner.checkpointing import plan_checkpointing  # noqa: E402
 from lightning_memsave.planner.recipes import Recipe  # noqa: E402
@@ -34,7 +41,8 @@ from lightning_memsave.techniques.activation_compression import (  # noqa: E402
 )
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing  # noqa: E402
 from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad  # noqa: E402
-from lightning_memsave.techniques.microbatching import Microbatching, microbatches  # noqa: E402
+from lightning_memsave.techniques.low_precision import LowPrecision, apply_low_precision  # noqa: E402
+from lightning_memsave.techniques.microbatching import LabelCount, Microbatching, microbatches  # noqa: E402
 from lightning_memsave.techniques.optimizer_state import OptimizerState, apply_optimizer_state  # noqa: E402
 from lightning_memsave.techniques.sparsity import (  # noqa: E402
     MaskUpdates,
@@ -53,14 +61,18 @@ __all__ = [
     "BudgetWarning",
     "Checkpointing",
     "EarlyZeroGrad",
+    "LabelCount",
     "Ledger",
+    "LowPrecision",
     "MaskUpdates",
     "Measurement",
     "MemSave",
     "MemSaveDDPStrategy",
     "MemSaveFSDPStrategy",
     "MemSaveStrategy",
+    "MemoryGrowthWarning",
     "MemoryMonitor",
+    "MemoryProgressBar",
     "MemoryReport",
     "MicrobatchWarning",
     "Microbatching",
@@ -70,13 +82,16 @@ __all__ = [
     "Recipe",
     "Sparsity",
     "UpdateSchedule",
+    "Verification",
     "allocation_peak",
     "apply_activation_compression",
     "apply_checkpointing",
+    "apply_low_precision",
     "apply_optimizer_state",
     "apply_sparsity",
     "export_dense",
     "microbatches",
     "plan_checkpointing",
+    "verify",
     "wandb_logger",
 ]

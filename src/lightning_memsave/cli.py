@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from typing import Any
+
+from lightning_memsave.core.errors import setting_error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,19 +24,117 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_argument("--batch-size", type=int, default=100, help="samples per step (default: %(default)s)")
     demo.add_argument("--seed", type=int, default=0, help="of weights, split and order (default: %(default)s)")
     demo.add_argument("--no-wandb", dest="wandb", action="store_false", help="do not write offline W&B runs")
+    demo.set_defaults(run=_demo)
+    compare = commands.add_parser("compare", help="hold the memory and the quality of runs against each other")
+    compare.add_argument(
+        "runs", nargs="+", type=Path, help="W&B run folders, Lightning CSV folders, JSON; first: baseline"
+    )
+    compare.add_argument("--out", type=Path, help="write one HTML page that needs no network")
+    compare.add_argument("--metric", help="what quality is (default: an accuracy or a loss that was logged)")
+    compare.add_argument("--better", choices=("higher", "lower"), help="which way (default: as its name says)")
+    compare.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    compare.set_defaults(run=_compare)
+    dashboard = commands.add_parser("dashboard", help="save a W&B workspace for the runs of a project")
+    dashboard.add_argument("target", metavar="ENTITY/PROJECT")
+    dashboard.add_argument("--metric", default="test/accuracy", help="what quality is (default: %(default)s)")
+    dashboard.add_argument("--json", type=Path, metavar="FILE", help="write the specification; needs no network")
+    dashboard.set_defaults(run=_dashboard)
+    check = commands.add_parser("verify", help="compare a training step of your module with and without memory saving")
+    check.add_argument("module", metavar="MODULE:CLASS", help="a LightningModule, or what makes it")
+    check.add_argument("--batch", required=True, metavar="MODULE:NAME", help="a batch, a loader, or a function of one")
+    for slot in ("sparsity", "precision", "microbatch", "activations", "checkpointing", "optimizer-state"):
+        check.add_argument(f"--{slot}", type=_value, help=f"as `MemSave({slot.replace('-', '_')}=...)`")
+    check.add_argument("--seed", type=int, default=0, help="of both steps (default: %(default)s)")
+    check.set_defaults(run=_verify)
     options = vars(parser.parse_args(arguments))
-    options.pop("command")
+    command, run = options.pop("command"), options.pop("run")
     try:
-        from lightning_memsave.demo.run import DemoConfig, run_demo  # slow: torch and Lightning
-
-        run_demo(DemoConfig(**options))
+        return run(**options) or 0
     except ModuleNotFoundError as error:
-        print(f"error: {error}. The demo needs its extra: pip install 'lightning-memsave[demo]'", file=sys.stderr)
+        remedy = f"pip install 'lightning-memsave[{command}]'"
+        print(f"error: {error}. `{command}` needs its extra: {remedy}", file=sys.stderr)
         return 1
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+
+
+def _demo(**options: Any) -> None:
+    from lightning_memsave.demo.run import DemoConfig, run_demo  # slow: torch and Lightning
+
+    run_demo(DemoConfig(**options))
+
+
+def _compare(runs: Sequence[Path], out: Path | None, metric: str | None, better: str | None, json: bool) -> None:
+    from rich.console import Console
+
+    from lightning_memsave.reporting.comparison import compare
+    from lightning_memsave.reporting.console import print_comparison, print_settings
+    from lightning_memsave.reporting.page import write_page
+    from lightning_memsave.reporting.runs import read_runs
+
+    comparison = compare(read_runs(runs), metric, better)
+    if json:
+        print(comparison.to_json())
+    else:
+        print_comparison(comparison, Console())
+        print_settings(comparison, Console())
+    if out is not None:
+        write_page(comparison, out, "Memory and quality of runs")
+        print(f"Page: {out.resolve()}", file=sys.stderr)
+
+
+def _dashboard(target: str, metric: str, json: Path | None) -> None:
+    from lightning_memsave.reporting.dashboard import build_workspace, save_workspace, write_workspace
+
+    workspace = build_workspace(target, metric)
+    if json is not None:
+        print(f"Workspace: {write_workspace(workspace, json).resolve()}")
+    else:
+        print(f"Workspace: {save_workspace(workspace)}")
+
+
+def _verify(module: str, batch: str, seed: int, **slots: Any) -> int:
+    from rich.console import Console
+
+    from lightning_memsave.callbacks import MemSave, verify
+    from lightning_memsave.reporting.console import print_verification
+
+    result = verify(_made(module), _made(batch), MemSave(**slots), seed=seed)
+    print_verification(result, Console())
+    return 0 if result.holds else 1
+
+
+def _made(name: str) -> Any:
+    """What `package.module:name` names; called if it can be, and the first batch of a loader."""
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    where, _, attribute = name.partition(":")
+    sys.path.insert(0, "")  # modules of the current folder, as `python -m` finds them
+    try:
+        found = getattr(import_module(where), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise setting_error(
+            "verify", "must name what can be imported, as `package.module:name`", name, str(error)
+        ) from error
+    finally:
+        sys.path.remove("")
+    if callable(found) and not isinstance(found, nn.Module):
+        found = found()
+    return next(iter(found)) if isinstance(found, DataLoader) else found
+
+
+def _value(text: str) -> Any:
+    """A number or a name, as a slot of `MemSave` takes it.
+
+    >>> _value("8"), _value("0.9"), _value("int4")
+    (8, 0.9, 'int4')
+    """
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 if __name__ == "__main__":

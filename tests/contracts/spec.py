@@ -13,5 +13,9 @@ class Spec:
     loss_class: Literal["exact", "unbiased", "changed"]
     bit_equal: bool = False
     """Whether results are the same bits; otherwise, for `exact`, 1e-12 in float64."""
+    tips_by: float = 1e-3
+    """How far, relative to a parameter, another order of summation may move its roundings."""
+    trainer_precision: str = "64-true"
+    """`Trainer(precision=...)` where results are compared."""
     shrinks: str
     """The category whose bytes at the peak fall."""

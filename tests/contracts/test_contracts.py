@@ -64,10 +64,12 @@ def data(batch_size: int = 64) -> DataLoader:
 def train(memsave, *, epochs=2, ckpt=None, double=True, batchnorm=False, callbacks=()):
     torch.manual_seed(0)
     module = Toy(batchnorm)
+    stems = memsave.recipe.stems() if memsave else ()
+    precisions = {SPECS[stem].trainer_precision for stem in stems} if double else {"32-true"}
     trainer = L.Trainer(
         accelerator="cpu",
         max_epochs=epochs,
-        precision="64-true" if double else "32-true",
+        precision=min(precisions, default="64-true"),
         callbacks=[*([memsave] if memsave else []), *callbacks],
         logger=False,
         enable_checkpointing=False,
@@ -164,7 +166,7 @@ def test_every_pair_works_or_is_refused_at_construction(pair, plain):
         _, expected = train(with_only(*alone))
         assert list(module.state_dict()) == list(expected.state_dict())
         for a, b in zip(module.parameters(), expected.parameters(), strict=True):
-            assert (a - b).norm() <= 1e-3 * b.norm()
+            assert (a - b).norm() <= max(SPECS[stem].tips_by for stem in pair) * b.norm()
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -174,12 +176,13 @@ def test_the_module_stays_plain_during_and_after_training(stem, plain):
     class Look(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, *args):
             twin = copy.deepcopy(pl_module.blocks)
-            x = torch.randn(3, 96, dtype=torch.float64)
-            assert torch.equal(twin(x), pl_module.blocks(x))
-            with torch.no_grad():
-                for p in twin.parameters():
-                    p.zero_()
-            assert torch.equal(twin(x), x)  # residual blocks of zeros: the copy computes with its own weights
+            x = torch.randn(3, 96, dtype=pl_module.blocks[0].norm.weight.dtype)
+            with trainer.precision_plugin.train_step_context():
+                assert torch.equal(twin(x), pl_module.blocks(x))
+                with torch.no_grad():
+                    for p in twin.parameters():
+                        p.zero_()
+                assert torch.equal(twin(x), x)  # residual blocks of zeros: the copy computes with its own weights
             assert len(outputs["prediction"]) == 64
             seen.append(list(pl_module.state_dict()))
 
@@ -217,7 +220,8 @@ def test_checkpoints_are_plain_and_resume_is_bit_equal(stem, tmp_path):
     train(with_only(stem), double=False, epochs=4, ckpt=tmp_path / "plain.ckpt")
 
 
-@pytest.mark.parametrize("stem", [s for s in STEMS if s != "microbatching"])
+@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.filterwarnings("ignore:Microbatches change the result")
 def test_batchnorm_statistics_are_updated_once_per_batch(stem):
     _, module = train(with_only(stem), batchnorm=True)
     assert int(module.norm.num_batches_tracked) == 2 * 3

@@ -9,8 +9,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSave
-from lightning_memsave.core.compatibility import COMPATIBILITY, WAYS_OF_TRAINING, check_compatibility
-from lightning_memsave.strategies.mixin import ways_of_training
+from lightning_memsave.core.compatibility import COMPATIBILITY, SETTINGS, WAYS_OF_TRAINING, check_compatibility
+from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.registry import TECHNIQUES
 
 STEMS = [technique.stem for technique in TECHNIQUES]
@@ -18,11 +18,13 @@ REFUSED = [row for row in COMPATIBILITY if row.refused_because]
 
 
 def test_rows_name_what_exists_and_no_pair_twice():
-    known = {*STEMS, *WAYS_OF_TRAINING}
+    known = {*STEMS, *SETTINGS, *WAYS_OF_TRAINING}
     assert {name for row in COMPATIBILITY for name in (row.first, row.second)} <= known
     pairs = [frozenset((row.first, row.second)) for row in COMPATIBILITY]
     assert len(set(pairs)) == len(pairs)
     assert {frozenset(pair) for pair in combinations(STEMS, 2)} <= set(pairs)
+    distributed = ("DDP", "model parallel (FSDP2)")
+    assert {frozenset((stem, way)) for stem in STEMS for way in distributed} <= set(pairs)
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: f"{row.first}+{row.second}")

@@ -3,6 +3,7 @@ import io
 import json
 import logging
 import os
+import re
 import warnings
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import TensorDataset
 from lightning_memsave.demo import run as demo
 from lightning_memsave.demo.model import WideResNet
 from lightning_memsave.demo.run import RUNS, DemoConfig, run_demo
+from tests.reporting.html_page import Page
 from tests.reporting.wandb_file import read_wandb, wandb_paths
 
 CATEGORIES = ("weights", "gradients", "optimizer_state", "activations", "temporary", "data")
@@ -95,15 +97,16 @@ def test_runs_start_from_the_same_weights_and_see_the_same_batches(outcome):
 
 def test_table_is_printed_with_every_run_and_figure(outcome):
     results, text, out = outcome
-    words = set(text.split())
+    words = set(re.split(r"[\s┃│]+", text))
     for name in SMALL_RUNS:
         assert set(name.split()) <= words
     for result in results:
         assert f"{result.report.peak_bytes / 2**20:.1f}" in words
-        assert f"{result.test_accuracy:.1%}" in words
+        assert str(result.report.peak_bytes) in words
+        assert f"{result.test_accuracy:.4g}" in words
     assert f"{results[-1].report.factor:.2f}x" in words
     assert "WideResNet-28-2, digits, batch 8, seed 0" in text
-    for path in (out / "table.csv", out / "memory.png", out / "wandb"):
+    for path in (out / "table.csv", out / "memory.png", out / "index.html", out / "workspace.json", out / "wandb"):
         assert path.exists()
         assert str(path) in text
     table = [line for line in text.splitlines() if line[:1] in "┏┃┡│├└"]
@@ -127,6 +130,22 @@ def test_csv_is_the_reports(outcome):
     assert float(rows[0]["step_seconds"]) > 0
     assert json.loads(rows[0]["applied"]) == []
     assert len(json.loads(rows[-1]["applied"])) >= 3
+
+
+def test_page_has_the_same_figures(outcome):
+    results, _, out = outcome
+    page = Page((out / "index.html").read_text("utf-8"))
+    assert page.column("peak bytes") == [str(result.report.peak_bytes) for result in results]
+    assert page.column("test/accuracy") == [str(result.test_accuracy) for result in results]
+    assert set(page.figures) == {"tradeoff", "breakdown", "timeline"}
+    lines = [trace["y"] for trace in page.figures["timeline"]["data"]]
+    assert [max(line) * 2**20 for line in lines] == [result.report.peak_bytes for result in results]
+
+
+def test_workspace_is_the_projects(outcome):
+    specification = json.loads((outcome[2] / "workspace.json").read_text())
+    assert (specification["entity"], specification["project"]) == ("ENTITY", "memsave-demo")
+    assert "summary:test/accuracy" in json.dumps(specification)
 
 
 def test_picture_is_written(outcome):

@@ -21,6 +21,15 @@ class FakeDevice:
         self.resets.append(device)
         self.peak = self.now
 
+    def memory_allocated(self, device):
+        return self.now
+
+    def memory_reserved(self, device):
+        return self.reserved
+
+    def mem_get_info(self, device):
+        return 2**30 - self.reserved, 2**30
+
     def max_memory_allocated(self, device):
         return self.peak
 
@@ -40,6 +49,8 @@ def test_devices_without_counters(name):
     device = torch.device(name)
     assert not allocator.counts_peaks(device)
     assert allocator.read_peak(device) is None
+    assert allocator.read_current(device) is None
+    assert allocator.total_bytes(device) is None
     allocator.reset_peak(device)
 
 
@@ -60,7 +71,11 @@ def test_peaks_since_the_reset(fake_device):
     fake_device.allocate(-3000)
     assert allocator.counts_peaks(device)
     assert fake_device.resets == [device]
-    assert allocator.read_peak(device) == allocator.AllocatorPeak(allocated_bytes=3000, reserved_bytes=2**21)
+    assert allocator.read_peak(device) == allocator.AllocatorBytes(allocated_bytes=3000, reserved_bytes=2**21)
+    assert allocator.read_current(device) == allocator.AllocatorBytes(
+        allocated_bytes=fake_device.now, reserved_bytes=2**21
+    )
+    assert allocator.total_bytes(device) == 2**30
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])

@@ -112,7 +112,7 @@ def test_a_batch_without_an_end_leaves_no_ledger_behind():
     assert _get_current_dispatch_mode_stack() == []
     fresh = Meter()
     assert fresh.end() is None
-    assert fresh.pop_step_seconds() is None
+    assert fresh.pop_speed() == (None, None)
 
 
 def test_abandon_leaves_the_ledger_and_is_safe_at_any_time():
@@ -168,17 +168,17 @@ def test_step_seconds_are_of_the_unmeasured_steps(monkeypatch):
     monkeypatch.setattr(meter_module, "time", SimpleNamespace(perf_counter=perf_counter))
     meter = Meter(every=7)
     run = Run(meter)
-    assert meter.pop_step_seconds() is None
+    assert meter.pop_speed() == (None, None)
     for _ in range(3):
         run.step()
-    assert meter.pop_step_seconds() is None
+    assert meter.pop_speed() == (None, None)
     for _ in range(3):
         run.step()
-    assert meter.pop_step_seconds() == statistics.median([5, 9, 6])
-    assert meter.pop_step_seconds() is None
+    assert meter.pop_speed() == (statistics.median([5, 9, 6]), None)
+    assert meter.pop_speed() == (None, None)
     for _ in range(2):
         run.step()
-    assert meter.pop_step_seconds() == 4
+    assert meter.pop_speed() == (4, None)
 
 
 # ---------------------------------------------------------------------- where the allocator counts

@@ -11,7 +11,8 @@ from lightning_memsave.techniques.registry import TECHNIQUES, technique_of
 
 def test_the_order_is_the_registrys_whatever_the_order_of_the_arguments():
     slots = {"optimizer_state": "8bit", "microbatch": 2, "checkpointing": "blocks", "activations": "int4"}
-    recipe = resolve("lossless", {**slots, "sparsity": 0.9})
+    slots |= {"precision": "bf16-sr", "sparsity": 0.9}
+    recipe = resolve("lossless", slots)
     assert recipe.stems() == tuple(technique.stem for technique in TECHNIQUES)
 
 
@@ -52,3 +53,25 @@ def test_every_config_belongs_to_one_row():
     for technique in TECHNIQUES:
         config = technique.config(size=1) if technique.config is Microbatching else technique.config()
         assert technique_of(config) is technique
+
+
+WAYS = {
+    "DeepSpeed": "its engine counts backward passes",
+    "DDP": "stays off with DDP unless it is asked for",
+    "model parallel (FSDP2)": "wait for each other",
+    "dataloader_iter": "draws its batches itself",
+    "DDP with static_graph": "one backward per step",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_defaults_step_aside_and_what_was_asked_for_does_not(way):
+    lossless = RECIPES["lossless"]
+    left, (reason,) = lossless.stepping_aside([way])
+    assert left.stems() == ("early_zero_grad",)
+    assert WAYS[way] in reason
+    assert lossless.stepping_aside([]) == (lossless, [])
+    asked = resolve("lossless", {"microbatch": "auto"})
+    assert asked.stepping_aside([way]) == (asked, [])
+    assert asked.rows() == ("early_zero_grad", "microbatching", "out-of-memory recovery")
+    assert resolve("lossless", {"microbatch": 4}).rows() == ("early_zero_grad", "microbatching")

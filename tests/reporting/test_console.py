@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import re
 
@@ -6,7 +7,9 @@ from rich.console import Console
 
 from lightning_memsave import Applied, MemoryReport
 from lightning_memsave.demo.run import RUNS
-from lightning_memsave.reporting.console import comparison_table
+from lightning_memsave.reporting.comparison import compare
+from lightning_memsave.reporting.console import print_comparison, print_settings
+from lightning_memsave.reporting.runs import Run, run_of
 
 MIB = 2**20
 HEADINGS = {
@@ -19,9 +22,12 @@ HEADINGS = {
 }
 
 
-def rendered(*args, width=80, **options):
+def rendered(reports, metrics=None, width=80, title=""):
+    """All tables of a comparison, as printed."""
+    metrics = metrics or {}
+    runs = [run_of(name, report, metrics.get(name, {}), {}) for name, report in reports.items()]
     console = Console(file=io.StringIO(), width=width)
-    console.print(comparison_table(*args, **options))
+    print_comparison(compare(runs), console, title)
     return console.file.getvalue()
 
 
@@ -55,29 +61,47 @@ def reports_of(names):
 def test_five_runs_fit_80_columns_and_nothing_is_cut_off():
     names = list(RUNS)
     assert len(names) == 5
-    extra = {
-        "step time": [f"{i}.25x" for i in range(5)],
-        "test accuracy": ["100.0%", "98.1%", "97.2%", "96.3%", "95.4%"],
+    reports = {
+        name: dataclasses.replace(report, step_seconds=0.5 * (i + 1))
+        for i, (name, report) in enumerate(reports_of(names).items())
     }
-    text = rendered(reports_of(names), extra, title="WideResNet-28-2, digits, batch 100, seed 0")
+    metrics = {name: {"test/accuracy": 1 - i / 7} for i, name in enumerate(names)}
+    text = rendered(reports, metrics, title="WideResNet-28-2, digits, batch 100, seed 0")
     assert max(map(len, text.splitlines())) <= 80
+    assert text.count("┏") == 1, "one table"
     assert "WideResNet-28-2, digits, batch 100, seed 0" in text
     assert "…" not in text
     found = cells(text)
-    assert found.pop("") == names
+    assert found.pop("") == [f"{name} ●" for name in names]  # each is smaller and worse than the one before
     assert found.pop("peak") == ["1000.0 MiB", "900.0 MiB", "800.0 MiB", "700.0 MiB", "600.0 MiB"]
+    assert found.pop("peak bytes") == [str((1000 - 100 * i) * MIB) for i in range(5)]
     assert found.pop("factor") == ["1.00x", "1.11x", "1.25x", "1.43x", "1.67x"]
     for k, heading in enumerate(HEADINGS):
         assert found.pop(heading) == [f"{100 * k + 7 * i + 1}.0 MiB" for i in range(5)]
-    assert found.pop("step time") == extra["step time"]
-    assert found.pop("test accuracy") == extra["test accuracy"]
+    assert found.pop("step time") == ["1.00x", "2.00x", "3.00x", "4.00x", "5.00x"]
+    assert found.pop("test/accuracy") == ["1", "0.8571", "0.7143", "0.5714", "0.4286"]
+    assert found.pop("seconds per step") == ["0.5", "1", "1.5", "2", "2.5"]
     assert found.pop("loss class") == ["exact", "unbiased", "changed", "exact", "unbiased"]
     assert found == {}
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_many_runs_come_in_several_tables_and_no_figure_is_lost(width):
+    names = [f"run {i}" for i in range(10)]
+    text = rendered(reports_of(names), width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    tables = [cells("┏" + part) for part in text.split("┏")[1:]]
+    assert len(tables) == {40: 10, 80: 2, 200: 1}[width] or width == 40
+    assert [name for table in tables for name in table[""]] == names
+    expected = [str((1000 - 100 * i) * MIB) for i in range(10)]
+    assert [size for table in tables for size in table["peak bytes"]] == expected
 
 
 def test_what_was_not_measured_is_not_a_number():
     found = cells(rendered({"one": MemoryReport()}))
     assert found["peak"] == found["factor"] == found["weights"] == found["optimizer state"] == ["n/a"]
+    assert "microbatch" not in found
 
 
 def test_zero_bytes_are_shown_as_zero():
@@ -88,8 +112,21 @@ def test_zero_bytes_are_shown_as_zero():
 
 @pytest.mark.parametrize("name", ["[red]8-bit", "b[/]", "[link=x]y[/link]", "<script>", "$a$", "a_b*c", "50 %"])
 def test_names_are_shown_as_they_are(name):
-    text = rendered({name: MemoryReport(peak_bytes=5)}, {name: [name]}, title=name, width=200)
+    text = rendered({name: MemoryReport(peak_bytes=5)}, title=name, width=200)
     assert text.splitlines()[0].strip() == name
-    found = cells(text)
-    assert found[""] == [name]
-    assert found[name] == [name]
+    assert cells(text)[""] == [name]
+
+
+def test_settings_that_differ_are_said_of_each_run():
+    runs = [
+        Run(name="a[b]", report=MemoryReport(), config={"memsave": {"size": 10, "same": 1}, "lr": 0.1, "gone": None}),
+        Run(name="c", report=MemoryReport(), config={"memsave": {"same": 1}, "lr": 0.2, "text": "[x]"}),
+        Run(name="d", report=MemoryReport(), config={"memsave": {"same": 1}}),
+    ]
+    console = Console(file=io.StringIO(), width=80)
+    print_settings(compare(runs), console)
+    assert console.file.getvalue().splitlines() == [
+        "a[b]: memsave.size=10, lr=0.1",
+        "c: lr=0.2, text=[x]",
+        "d: nothing that another run has not",
+    ]

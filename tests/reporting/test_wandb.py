@@ -1,4 +1,5 @@
 import contextlib
+import json
 import math
 import os
 import signal
@@ -6,6 +7,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import lightning as L
@@ -149,6 +151,9 @@ def test_summary_has_the_report(run):
         ("factor", "last"),
         ("step_seconds", "last"),
         ("microbatch_size", "last"),
+        ("samples_per_second", "last"),
+        ("num_oom_recovered", "last"),
+        ("num_steps_measured", "last"),
     ],
 )
 def test_metric_is_defined_by_its_exact_name(run, name, summary):
@@ -160,9 +165,38 @@ def test_metric_is_defined_by_its_exact_name(run, name, summary):
 def test_every_logged_metric_is_defined_and_no_glob_is_ours(run):
     file, _ = run
     logged = {name for row in file.history for name in row if name.startswith("memsave/")}
+    charts = {name for name in logged if "_table." in name}
+    assert {name.partition(".")[0] for name in charts} == {"memsave/breakdown_table", "memsave/timeline_table"}
+    logged -= charts
     assert len(logged) >= 10
     assert logged <= set(file.metrics)
     assert set(file.globs) == {"*"}  # Lightning's own
+
+
+def test_techniques_are_tags(run):
+    assert run[0].tags == ["memsave:early_zero_grad", "memsave:microbatching"]
+
+
+def test_own_tags_are_kept(tmp_path, session):
+    logger = wandb_logger(save_dir=str(tmp_path), offline=True, tags=["mine"])
+    fit(OddModel(), MemSave(microbatch=2), logger)
+    assert logger.experiment.tags == ("mine", "memsave:early_zero_grad", "memsave:microbatching")
+
+
+def test_charts_have_the_bytes_of_the_report(run):
+    file, report = run
+    (row,) = [row for row in file.history if "memsave/breakdown_table.path" in row]
+    tables = {
+        name: json.loads((file.path.parent / "files" / row[f"memsave/{name}_table.path"]).read_text())["data"]
+        for name in ("breakdown", "timeline")
+    }
+    assert {name: size for name, size in tables["breakdown"]} == dict(report.by_category)
+    totals = Counter()
+    for event, _, size in tables["timeline"]:
+        totals[event] += size
+    assert tuple(totals.values()) == report.timeline.total_bytes
+    assert max(totals.values()) == report.peak_bytes
+    assert {"_wandb.visualize.memsave/breakdown", "_wandb.visualize.memsave/timeline"} <= set(file.config)
 
 
 def test_config_has_the_resolved_recipe(run):

@@ -32,6 +32,8 @@ class WandbFile:
     """Definitions by exact name, as protobuf messages."""
     globs: dict[str, Any] = field(default_factory=dict)
     finished: bool = False
+    tags: list[str] = field(default_factory=list)
+    path: Path = Path()
 
 
 def wandb_paths(folder: Path) -> list[Path]:
@@ -41,13 +43,14 @@ def wandb_paths(folder: Path) -> list[Path]:
 def read_wandb(path: Path) -> WandbFile:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    out = WandbFile()
+    out = WandbFile(path=path)
     for payload in payloads(path.read_bytes()):
         record = Record()
         record.ParseFromString(payload)
         kind = record.WhichOneof("record_type")
         if kind == "run":
             out.name = record.run.display_name
+            out.tags = list(record.run.tags)
             out.config |= _values(record.run.config.update)
         elif kind == "config":
             out.config |= _values(record.config.update)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memsave import ActivationCompression, Checkpointing, MemSave
+from lightning_memsave import ActivationCompression, Checkpointing, MemSave, OptimizerState
 
 
 class Module(L.LightningModule):
@@ -33,15 +33,18 @@ class Module(L.LightningModule):
 def train(memsave, strategy, **options):
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
+    precision = options.pop("precision", "64-true")
+    dtype = torch.float64 if precision == "64-true" else torch.float32
     dataset = TensorDataset(
-        torch.randn(46, 6, generator=generator, dtype=torch.float64), torch.randint(0, 3, (46,), generator=generator)
+        torch.randn(46, 6, generator=generator, dtype=torch.float64).to(dtype),
+        torch.randint(0, 3, (46,), generator=generator),
     )
     module = Module()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
         max_epochs=2,
-        precision="64-true",
+        precision=precision,
         strategy=strategy,
         callbacks=[memsave] if memsave else [],
         logger=False,
@@ -52,6 +55,27 @@ def train(memsave, strategy, **options):
     )
     trainer.fit(module, DataLoader(dataset, batch_size=7))
     return module, trainer
+
+
+def assert_ranks_agree(module):
+    flat = torch.cat([p.detach().flatten() for p in module.parameters()])
+    both = [torch.zeros_like(flat) for _ in range(2)]
+    torch.distributed.all_gather(both, flat)
+    assert torch.equal(*both), "ranks have drifted apart"
+
+
+def check_lean_weights_and_state():
+    plain, _ = train(None, "ddp", precision="bf16-mixed")
+    for settings in ({"precision": "bf16-sr"}, {"precision": "bf16+8", "optimizer_state": "8bit", "microbatch": 3}):
+        lowered, _ = train(MemSave(**settings), "ddp", precision="32-true")
+        assert_ranks_agree(lowered)
+        for a, b in zip(plain.parameters(), lowered.parameters(), strict=True):
+            assert (a - b).norm() < 0.01 * a.norm() + 1e-3
+    for state in ("8bit", "4bit"):
+        assert_ranks_agree(train(MemSave(optimizer_state=state), "ddp")[0])
+    released = MemSave(optimizer_state=OptimizerState(format="32bit", gradients="release"))
+    with pytest.raises(ValueError, match="averaged over the ranks"):
+        train(released, "ddp")
 
 
 def main() -> None:
@@ -87,17 +111,9 @@ def main() -> None:
     for a, b in zip(train(None, "ddp")[0].parameters(), exact.parameters(), strict=True):
         assert torch.equal(a, b)
     coded, _ = train(MemSave(activations=ActivationCompression(codecs=("int8",), min_numel=1)), "ddp")
-    flat = torch.cat([p.detach().flatten() for p in coded.parameters()])
-    both = [torch.zeros_like(flat) for _ in range(2)]
-    torch.distributed.all_gather(both, flat)
-    assert torch.equal(*both), "ranks have drifted apart"
+    assert_ranks_agree(coded)
 
-    low_bit, _ = train(MemSave(optimizer_state="8bit"), "ddp")
-    flat = torch.cat([p.detach().flatten() for p in low_bit.parameters()])
-    both = [torch.zeros_like(flat) for _ in range(2)]
-    torch.distributed.all_gather(both, flat)
-    assert torch.equal(*both), "ranks have drifted apart"
-
+    check_lean_weights_and_state()
     with pytest.raises(ValueError, match="static graph"):
         train(MemSave(microbatch=3), L.pytorch.strategies.DDPStrategy(static_graph=True))
     if torch.distributed.get_rank() == 0:

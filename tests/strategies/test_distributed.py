@@ -6,10 +6,23 @@ from pathlib import Path
 
 import pytest
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
-@pytest.mark.parametrize("program", ["ddp_program.py", "ddp_sparsity_program.py", "fsdp_program.py"])
-def test_two_processes_equal_plain_lightning(program):
-    path = Path(__file__).with_name(program)
-    done = subprocess.run([sys.executable, str(path)], check=False, timeout=500, capture_output=True, text=True)
+
+@pytest.mark.parametrize(
+    ("launcher", "program"),
+    [
+        ((), ("ddp_program.py",)),
+        ((), ("ddp_sparsity_program.py",)),
+        ((), ("fsdp_program.py",)),
+        (TORCHRUN, ("ddp_recovery_program.py",)),
+        ((), ("ddp_recovery_program.py", "spawn")),
+    ],
+    ids=["ddp", "sparsity", "fsdp", "recovery under torchrun", "recovery in spawned processes"],
+)
+def test_two_processes_equal_plain_lightning(launcher, program):
+    name, *arguments = program
+    command = [sys.executable, *launcher, str(Path(__file__).with_name(name)), *arguments]
+    done = subprocess.run(command, check=False, timeout=500, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "ok" in done.stderr.splitlines()

@@ -206,7 +206,7 @@ def test_bytes_per_parameter_of_the_docstring():
         assert total / 1024**2 == pytest.approx(expected, abs=0.003)
 
 
-@pytest.mark.parametrize("settings", [{"format": "4bit"}, {"min_size": -1}])
+@pytest.mark.parametrize("settings", [{"format": "3bit"}, {"min_size": -1}])
 def test_settings_are_checked(settings):
     with pytest.raises(ValueError, match=r"optimizer_state|OptimizerState\.min_size"):
         OptimizerState(**settings)
@@ -214,7 +214,7 @@ def test_settings_are_checked(settings):
 
 def test_shorthands():
     assert OptimizerState.from_shorthand("8bit") == OptimizerState.from_shorthand(True) == CONFIG
-    with pytest.raises(ValueError, match="'8bit', got '2bit'"):
+    with pytest.raises(ValueError, match="'8bit', '4bit', '32bit', got '2bit'"):
         OptimizerState.from_shorthand("2bit")
 
 

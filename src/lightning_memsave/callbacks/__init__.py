@@ -2,5 +2,7 @@
 
 from lightning_memsave.callbacks.memsave import MemSave
 from lightning_memsave.callbacks.monitor import MemoryMonitor
+from lightning_memsave.callbacks.progress import MemoryProgressBar
+from lightning_memsave.callbacks.verification import verify
 
-__all__ = ["MemSave", "MemoryMonitor"]
+__all__ = ["MemSave", "MemoryMonitor", "MemoryProgressBar", "verify"]

@@ -11,9 +11,11 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.planner.recipes import Recipe, resolve
 from lightning_memsave.reporting.loggers import log_metrics
-from lightning_memsave.strategies.mixin import MemSaveState, adopt, release
+from lightning_memsave.strategies.mixin import adopt, release
+from lightning_memsave.strategies.run_state import MemSaveState
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
+from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
 from lightning_memsave.techniques.sparsity import Sparsity
@@ -27,11 +29,12 @@ class MemSave(MemoryMonitor):
     Args:
         recipe: `"lossless"` (what is exact and free), `"measure"` (change nothing: the baseline run), or a `Recipe`.
         sparsity: the fraction of weights that are zero (`0.9`), `"2:4"`, or `Sparsity(...)`.
+        precision: how weights are stored: `"bf16-sr"`, `"bf16+8"`, `"bf16-kahan"`, or `LowPrecision(...)`.
         microbatch: samples per microbatch, `"auto"` (recover when memory runs out), or `Microbatching(...)`.
         activations: how saved activations are kept: `"exact"`, `"int8"`, `"int4"`, `"int4-chain"`, a list such as
             `["exact", "int4"]`, or `ActivationCompression(...)`.
         checkpointing: `"blocks"`, `"sqrt"`, `"recursive"`, or `Checkpointing(...)`, for example with a `budget`.
-        optimizer_state: `"8bit"`, or `OptimizerState(...)`.
+        optimizer_state: `"8bit"`, `"4bit"`, or `OptimizerState(...)`, for example with `gradients="release"`.
 
     Raises:
         ValueError: a setting is wrong or two of them cannot be combined; before training starts.
@@ -52,6 +55,7 @@ class MemSave(MemoryMonitor):
         recipe: str | Recipe = "lossless",
         *,
         sparsity: bool | float | str | Sparsity | None = None,
+        precision: bool | str | LowPrecision | None = None,
         microbatch: int | bool | str | Microbatching | None = None,
         activations: bool | str | Sequence[str] | ActivationCompression | None = None,
         checkpointing: bool | str | Checkpointing | None = None,
@@ -60,6 +64,7 @@ class MemSave(MemoryMonitor):
         super().__init__()
         slots = {
             "sparsity": sparsity,
+            "precision": precision,
             "microbatch": microbatch,
             "activations": activations,
             "checkpointing": checkpointing,
@@ -79,7 +84,7 @@ class MemSave(MemoryMonitor):
             measured,
             applied=applied,
             microbatch_size=loop.size if is_cut else None,
-            num_oom_recovered=None if loop.recovery is None else loop.recovery.num_recovered,
+            num_oom_recovered=loop.num_recovered,
         )
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -93,32 +98,33 @@ class MemSave(MemoryMonitor):
                     [type(c).__name__ for c in trainer.callbacks],
                     "Merge their settings.",
                 )
-            self._state = adopt(trainer.strategy, self.recipe)
+            self._state = MemSaveState(self.recipe).after(self._state)
+        elif self._state is None:
+            self._state = MemSaveState(self.recipe)
+        adopt(trainer.strategy, self._state)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop measuring, and give the strategy back: a later fit without this callback is without its settings."""
         super().teardown(trainer, pl_module, stage)
-        if stage == "fit":
-            release(trainer.strategy)
+        release(trainer.strategy)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """End a step; hold what was measured in it against the budget of a plan; tell of patterns that changed."""
+        """End a step; hold what was measured in it against the limits that were set; tell of patterns that changed."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._state is not None and self._state.sparsifying is not None and self._state.sparsifying.has_moved():
             log_metrics(trainer, self._state.sparsifying.metrics())
-        planned = None if self._state is None else self._state.planned
-        tracked_bytes = self._meter.tracked_bytes
-        if planned is not None and tracked_bytes is not None:
-            planned.check(trainer, tracked_bytes)
+        meter = self._meter
+        if self._state is not None and self._state.measured(trainer, batch, meter.tracked, meter.scheduled_bytes):
+            meter.measure_next()
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned about this machine's memory, so that a resumed run starts where this one stopped."""
-        return {} if self._state is None else self._state.learned()
+        return {} if self._state is None else self._state.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what was learned; effective from the first batch on."""
         if self._state is not None and state_dict:
-            self._state.learn(state_dict)
+            self._state.load_state_dict(state_dict)
 
     def _headlines(self) -> dict[str, float]:
         config = self.recipe.get(Microbatching)

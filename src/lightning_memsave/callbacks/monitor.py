@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_memsave.core.errors import MemoryGrowthWarning
 from lightning_memsave.core.report import MemoryReport
+from lightning_memsave.memory.alive import alive
+from lightning_memsave.memory.growth import GrowthWatch
+from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.memory.meter import Meter
+from lightning_memsave.reporting.findings import growth_text, post_mortem_text
 from lightning_memsave.reporting.loggers import log_config, log_metrics, log_summary
+from lightning_memsave.strategies.out_of_memory import is_out_of_memory
+from lightning_memsave.techniques.microbatching.split import UnsplittableBatchError, batch_size
+
+# Below Lightning's own logger, so that it is shown as Lightning's messages are; on every rank.
+_log = logging.getLogger("lightning.pytorch.memsave")
 
 HEADLINES = ("memsave/peak_bytes", "memsave/factor", "memsave/step_seconds")
+IN_PROGRESS_BAR = ("memsave/peak_bytes", "memsave/factor")
 
 
 class MemoryMonitor(Callback):
     """Measure the peak of live bytes of training steps, by category, and log it to every logger of the trainer.
 
     Some steps are measured (the second, the third and every `every`-th); the rest run untouched. On an accelerator
-    every step's allocator peak is read besides.
+    every step's allocator peak is read besides. What grows from measured step to measured step is warned of once, and
+    when memory runs out the log says what was alive and what would help.
 
     Args:
         every: measure every this many steps.
@@ -47,6 +62,10 @@ class MemoryMonitor(Callback):
         self._leader: MemoryMonitor | None = None
         self._baseline: MemoryReport | None = None
         self._step_seconds: float | None = None
+        self._samples_per_second: float | None = None
+        self._growth = GrowthWatch()
+        self._batch: Any = None
+        self._current: Mapping[str, int] = {}
 
     def against(self, baseline: MemoryReport) -> MemoryMonitor:
         """Compare with the report of another run; `report.factor` and `memsave/factor` then say by how much.
@@ -65,8 +84,15 @@ class MemoryMonitor(Callback):
             return measured
         return dataclasses.replace(measured, baseline_peak_bytes=self._baseline.peak_bytes, baseline_source="measured")
 
+    @property
+    def current(self) -> Mapping[str, int]:
+        """Bytes by category at the peak of the step that was measured last; empty before the first."""
+        return self._leader.current if self._leader is not None else self._current
+
     def _measured(self) -> MemoryReport:
-        return dataclasses.replace(self._meter.report(), step_seconds=self._step_seconds)
+        return dataclasses.replace(
+            self._meter.report(), step_seconds=self._step_seconds, samples_per_second=self._samples_per_second
+        )
 
     # ------------------------------------------------------------------ hooks
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -79,7 +105,10 @@ class MemoryMonitor(Callback):
         # How to measure is said by the first plain monitor, beside a MemSave as well.
         settings = next((c for c in monitors if type(c) is MemoryMonitor), self)
         self._meter = Meter(settings._every, workspace=settings._workspace)
-        self._step_seconds = None
+        self._step_seconds = self._samples_per_second = None
+        self._current = {}
+        self._growth = GrowthWatch()
+        self._batch = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Tell the loggers how this run is configured."""
@@ -89,27 +118,45 @@ class MemoryMonitor(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin a step."""
         if self._leader is None:
-            strategy = trainer.strategy
-            self._meter.begin(strategy.model, trainer.optimizers, batch, strategy.root_device, trainer.global_step)
+            strategy, self._batch = trainer.strategy, batch
+            self._meter.begin(
+                strategy.model,
+                trainer.optimizers,
+                batch,
+                strategy.root_device,
+                num_updates=trainer.global_step,
+                num_samples=_num_samples(batch),
+            )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a step and log what was measured in it."""
+        self._batch = None
         if self._leader is None and (measured := self._meter.end()) is not None:
+            self._current = measured.by_category
             step = dataclasses.replace(
-                self.report, peak_bytes=measured.peak_bytes, by_category=measured.by_category, step_seconds=None
+                self.report,
+                peak_bytes=measured.peak_bytes,
+                by_category=measured.by_category,
+                step_seconds=None,
+                samples_per_second=None,
             )
             log_metrics(trainer, step.metrics())
+            is_tracked = self._meter.tracked is not None
+            if is_tracked and (growth := self._growth.observe(measured)) is not None:
+                rank_zero_warn(growth_text(growth), category=MemoryGrowthWarning)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the headlines through `self.log`, so that checkpoints and sweeps can use them; maximum over ranks."""
         self._meter.abandon()  # a skipped batch has had no end
         if self._leader is not None:
             return
-        self._step_seconds = self._meter.pop_step_seconds() or self._step_seconds
+        seconds, rate = self._meter.pop_speed()
+        self._step_seconds, self._samples_per_second = seconds or self._step_seconds, rate or self._samples_per_second
         for name, figure in self._headlines().items():
             # float64: `self.log` would round a Python float to float32.
             value = torch.tensor(figure, dtype=_widest(pl_module.device), device=pl_module.device)
-            pl_module.log(name, value, reduce_fx="max", sync_dist=True, batch_size=1)
+            in_bar = name in IN_PROGRESS_BAR
+            pl_module.log(name, value, prog_bar=in_bar, reduce_fx="max", sync_dist=True, batch_size=1)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stop measuring a batch that Lightning skipped."""
@@ -121,8 +168,24 @@ class MemoryMonitor(Callback):
             log_summary(trainer, self.report)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop measuring; the figures so far are kept."""
-        self._meter.abandon()
+        """Stop measuring and keep the figures; when memory has run out, say what is alive and what would help."""
+        failing = self._meter.abandon()
+        if self._leader is None and is_out_of_memory(exception):
+            try:
+                _log.error(self._post_mortem(trainer, failing, exception))
+            except Exception as error:  # nothing may take the place of the run's own error
+                _log.error(f"memsave: out of memory, and looking where it went failed as well: {error}")
+        self._batch = None
+
+    def _post_mortem(self, trainer: Any, failing: Measurement | None, exception: BaseException) -> str:
+        strategy = trainer.strategy
+        model = trainer.lightning_module if strategy.model is None else strategy.model
+        return post_mortem_text(
+            alive(model, trainer.optimizers, self._batch, strategy.root_device),
+            {a.technique for a in self.report.applied},
+            failing or self._meter.highest,
+            f"{type(exception).__name__}: {exception}",
+        )
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop measuring."""
@@ -134,6 +197,13 @@ class MemoryMonitor(Callback):
 
     def _config(self) -> dict[str, Any]:
         return {"recipe": None, "every": self._meter.every}
+
+
+def _num_samples(batch: Any) -> int | None:
+    try:
+        return batch_size(batch)
+    except UnsplittableBatchError:
+        return None
 
 
 def _widest(device: torch.device) -> torch.dtype:

@@ -18,6 +18,8 @@ class Row:
     second: str
     refused_because: str | None = None
     remedy: str | None = None
+    cost: str | None = None
+    """What the combination costs besides; who has not asked for it by name is spared that."""
 
 
 WAYS_OF_TRAINING = (
@@ -30,7 +32,17 @@ WAYS_OF_TRAINING = (
     "dataloader_iter",
     "torch.compile of the whole module",
     "fp16 with a GradScaler",
+    "a DDP communication hook",
+    "SyncBatchNorm",
+    "accumulate_grad_batches",
+    "gradient clipping by norm",
+    "configure_gradient_clipping",
 )
+
+SETTINGS = ("gradient release", "out-of-memory recovery")
+"""Settings of techniques that have rows of their own."""
+
+_KEEP = '`OptimizerState(gradients="keep")`'
 
 COMPATIBILITY = (
     Row("early_zero_grad", "microbatching"),
@@ -38,6 +50,37 @@ COMPATIBILITY = (
     Row("early_zero_grad", "optimizer_state"),
     Row("early_zero_grad", "activation_compression"),
     Row("microbatching", "activation_compression"),
+    Row("low_precision", "early_zero_grad"),
+    Row("low_precision", "microbatching"),
+    Row("low_precision", "activation_compression"),
+    Row("low_precision", "checkpointing"),
+    Row("low_precision", "optimizer_state"),
+    Row("low_precision", "manual optimization"),
+    Row("low_precision", "DDP"),
+    Row(
+        "low_precision",
+        "FSDP",
+        "its flattened parameters cannot be stepped one at a time",
+        "Use DDP, or `precision=False`.",
+    ),
+    Row(
+        "low_precision",
+        "model parallel (FSDP2)",
+        "its sharded parameters (DTensor) cannot change their dtype for a step",
+        "Use DDP, or `precision=False`.",
+    ),
+    Row(
+        "low_precision",
+        "DeepSpeed",
+        "its engine owns weights and optimizer",
+        "Choose bf16 in DeepSpeed's configuration, and `precision=False`.",
+    ),
+    Row(
+        "low_precision",
+        "fp16 with a GradScaler",
+        "bfloat16 gradients need no scaling",
+        'Use `Trainer(precision="32-true")` or "bf16-mixed", or `precision=False`.',
+    ),
     Row("activation_compression", "checkpointing"),
     Row("activation_compression", "optimizer_state"),
     Row("microbatching", "checkpointing"),
@@ -48,6 +91,7 @@ COMPATIBILITY = (
     Row("sparsity", "activation_compression"),
     Row("sparsity", "checkpointing"),
     Row("sparsity", "optimizer_state"),
+    Row("sparsity", "low_precision"),
     Row("sparsity", "manual optimization"),
     Row("sparsity", "DDP"),
     Row(
@@ -74,10 +118,14 @@ COMPATIBILITY = (
     Row("activation_compression", "manual optimization"),
     Row("checkpointing", "manual optimization"),
     Row("optimizer_state", "manual optimization"),
+    Row("early_zero_grad", "DDP"),
+    Row("early_zero_grad", "model parallel (FSDP2)"),
     Row("microbatching", "DDP"),
+    Row("microbatching", "model parallel (FSDP2)"),
     Row("activation_compression", "DDP"),
     Row("activation_compression", "model parallel (FSDP2)"),
     Row("checkpointing", "DDP"),
+    Row("checkpointing", "model parallel (FSDP2)"),
     Row("optimizer_state", "DDP"),
     Row(
         "microbatching",
@@ -121,10 +169,88 @@ COMPATIBILITY = (
         "its backward asks for every kept tensor at once, which raises the peak",
         "Compile the blocks one by one (`for block in blocks: block.compile()`), or set `activations=False`.",
     ),
+    Row(
+        "out-of-memory recovery",
+        "manual optimization",
+        "`training_step` updates parameters itself, so a batch cannot be run again",
+        "Use a number, for example `microbatch=8`, with `microbatches(batch)` inside of `training_step`.",
+    ),
+    Row(
+        "out-of-memory recovery",
+        "FSDP",
+        "processes wait for each other in every forward",
+        "Use a number, for example `microbatch=8`.",
+    ),
+    Row(
+        "out-of-memory recovery",
+        "model parallel (FSDP2)",
+        "processes wait for each other in every forward",
+        "Use a number, for example `microbatch=8`.",
+    ),
+    Row(
+        "out-of-memory recovery",
+        "a DDP communication hook",
+        "gradients are averaged after backward, where DDP does not call it",
+        "Use a number, for example `microbatch=8`, or no hook.",
+    ),
+    Row(
+        "out-of-memory recovery",
+        "SyncBatchNorm",
+        "processes wait for each other in every forward",
+        "Use a number, for example `microbatch=8`.",
+    ),
+    Row(
+        "out-of-memory recovery",
+        "DDP",
+        cost="gradients are averaged after backward instead of during it, so communication takes time of its own",
+    ),
+    Row("out-of-memory recovery", "fp16 with a GradScaler"),
     Row("microbatching", "fp16 with a GradScaler"),
     Row("activation_compression", "fp16 with a GradScaler"),
     Row("optimizer_state", "fp16 with a GradScaler"),
     Row("checkpointing", "fp16 with a GradScaler"),
+    Row(
+        "gradient release",
+        "microbatching",
+        "the backward of each microbatch would be a step of its own",
+        f"Use {_KEEP}, or `microbatch=False`.",
+    ),
+    Row(
+        "gradient release",
+        "accumulate_grad_batches",
+        "the backward of each batch would be a step of its own",
+        f"Use {_KEEP}, or `Trainer(accumulate_grad_batches=1)`.",
+    ),
+    Row(
+        "gradient release",
+        "gradient clipping by norm",
+        "the norm is known only after the last gradient, when the others are gone",
+        f'Use `Trainer(gradient_clip_algorithm="value")`, or {_KEEP}.',
+    ),
+    Row(
+        "gradient release",
+        "configure_gradient_clipping",
+        "it runs after backward, when the gradients are gone",
+        f'Use `Trainer(gradient_clip_val=..., gradient_clip_algorithm="value")`, or {_KEEP}.',
+    ),
+    Row(
+        "gradient release",
+        "fp16 with a GradScaler",
+        "an overflow would be found after parameters have stepped",
+        f'Use `precision="bf16-sr"` or bf16-mixed, which need no scaler, or {_KEEP}.',
+    ),
+    Row(
+        "gradient release",
+        "DDP",
+        "parameters would step before their gradients are averaged over the ranks",
+        f"Use {_KEEP}.",
+    ),
+    Row(
+        "gradient release",
+        "manual optimization",
+        "a backward by hand need not be followed by a step of all that it reaches",
+        f"Use {_KEEP}.",
+    ),
 )
 
 
@@ -146,3 +272,13 @@ def check_compatibility(present: Iterable[str]) -> None:
     for pair in combinations(present, 2):
         if row := refused.get(frozenset(pair)):
             raise ValueError(f"{row.first} cannot be combined with {row.second}: {row.refused_because}. {row.remedy}")
+
+
+def costs_of(present: Iterable[str]) -> list[str]:
+    """What the pairs of `present` cost besides; a default is not worth that."""
+    names = set(present)
+    return [
+        f"{row.first} stays off with {row.second} unless it is asked for: {row.cost}"
+        for row in COMPATIBILITY
+        if row.cost and {row.first, row.second} <= names
+    ]

@@ -28,3 +28,11 @@ class MicrobatchWarning(UserWarning):
 
 class BudgetWarning(UserWarning):
     """A step was measured above its budget, and there is no way known to bring it below."""
+
+
+class RefusedRegionError(ValueError):
+    """A module cannot be a checkpoint region, which its forward has shown."""
+
+
+class MemoryGrowthWarning(UserWarning):
+    """A run holds, or needs, more memory from measured step to measured step; the text names what and where."""

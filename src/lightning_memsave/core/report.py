@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from lightning_memsave.core.errors import setting_error
 
 LossClass = Literal["exact", "unbiased", "changed"]
 LOSS_CLASSES: tuple[LossClass, ...] = ("exact", "unbiased", "changed")
@@ -54,6 +56,21 @@ class Applied:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Live bytes through one step, at no more than a few hundred of its allocations and frees, the peak among them."""
+
+    events: tuple[int, ...]
+    """Which allocation or free, counted from the step's start. That is an order, not a time."""
+    by_category: Mapping[str, tuple[int, ...]]
+    """Bytes alive after each of `events`; has every name of `CATEGORIES`."""
+
+    @property
+    def total_bytes(self) -> tuple[int, ...]:
+        """The sum over the categories at each of `events`."""
+        return tuple(map(sum, zip(*self.by_category.values(), strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryReport:
     """Where the bytes of a training run went.
 
@@ -76,8 +93,12 @@ class MemoryReport:
     """How often a batch ran out of memory and was run again with less; `None` without recovery."""
     step_seconds: float | None = None
     """Median wall time of the steps that were not being measured."""
+    samples_per_second: float | None = None
+    """Median over the same steps; `None` where the size of a batch cannot be told."""
     num_steps_measured: int = 0
     applied: tuple[Applied, ...] = ()
+    timeline: Timeline | None = None
+    """The step with the highest peak, as the ledger saw it (on CUDA, without what only the allocator sees)."""
 
     @property
     def factor(self) -> float | None:
@@ -115,5 +136,41 @@ class MemoryReport:
             "memsave/microbatch_size": self.microbatch_size,
             "memsave/num_oom_recovered": self.num_oom_recovered,
             "memsave/step_seconds": self.step_seconds,
+            "memsave/samples_per_second": self.samples_per_second,
         }
         return {name: value for name, value in named.items() if value is not None}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as data that JSON can hold; `from_dict` is the way back, but for the techniques' `undo`.
+
+        >>> report = MemoryReport(peak_bytes=3, by_category={"weights": 3})
+        >>> MemoryReport.from_dict(report.as_dict()) == report
+        True
+        """
+        kept = {each.name: getattr(self, each.name) for each in fields(self)}
+        applied = [{name: getattr(a, name) for name in _APPLIED} for a in self.applied]
+        timeline = None if self.timeline is None else asdict(self.timeline)
+        return {**kept, "by_category": dict(self.by_category), "applied": applied, "timeline": timeline}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MemoryReport:
+        """The report that `as_dict` wrote.
+
+        Raises:
+            ValueError: the values are not those of a report.
+        """
+        try:
+            timeline = values.get("timeline")
+            if timeline is not None:
+                lines = {name: tuple(line) for name, line in timeline["by_category"].items()}
+                timeline = Timeline(events=tuple(timeline["events"]), by_category=lines)
+            applied = tuple(Applied(**{**a, "reasons": tuple(a["reasons"])}) for a in values.get("applied", ()))
+            return cls(**{**values, "applied": applied, "timeline": timeline})
+        except (AttributeError, KeyError, TypeError) as error:
+            names = [each.name for each in fields(cls)]
+            raise setting_error(
+                "report", f"must have the fields {names}", str(error), "Write it with `as_dict`."
+            ) from error
+
+
+_APPLIED = ("technique", "summary", "loss_class", "reasons")

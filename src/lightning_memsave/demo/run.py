@@ -24,10 +24,14 @@ from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.demo.data import load_cifar10, load_digits_32
 from lightning_memsave.demo.model import ImageClassifier, WideResNet
 from lightning_memsave.reporting.chart import draw_comparison
-from lightning_memsave.reporting.console import comparison_table
+from lightning_memsave.reporting.comparison import compare
+from lightning_memsave.reporting.console import print_comparison
+from lightning_memsave.reporting.dashboard import build_workspace, write_workspace
 from lightning_memsave.reporting.page import write_page
+from lightning_memsave.reporting.runs import run_of
 from lightning_memsave.reporting.wandb import wandb_logger
 
+_PROJECT = "memsave-demo"
 RUNS: dict[str, dict[str, Any]] = {
     "measure (baseline)": {"recipe": "measure"},
     "lossless": {"recipe": "lossless"},
@@ -70,6 +74,8 @@ class DemoResult:
     report: MemoryReport
     test_accuracy: float
     """Fraction of test images, 0 to 1."""
+    settings: dict[str, Any]
+    """What was switched on."""
 
 
 def run_demo(config: DemoConfig, console: Console | None = None) -> list[DemoResult]:
@@ -122,7 +128,7 @@ def _run(
         memsave.against(baseline)
     logger: Any = False
     if config.wandb:
-        logger = wandb_logger("memsave-demo", save_dir=str(config.out), offline=True, name=name, quiet=True)
+        logger = wandb_logger(_PROJECT, save_dir=str(config.out), offline=True, name=name, quiet=True)
     trainer = L.Trainer(
         max_epochs=config.epochs,
         accelerator="auto",
@@ -141,30 +147,27 @@ def _run(
         import wandb
 
         wandb.finish()
-    return DemoResult(name=name, report=memsave.report, test_accuracy=scores[0]["test/accuracy"])
+    return DemoResult(
+        name=name, report=memsave.report, test_accuracy=scores[0]["test/accuracy"], settings=memsave.recipe.as_dict()
+    )
 
 
 def _present(results: list[DemoResult], config: DemoConfig, console: Console) -> None:
-    reports = {result.name: result.report for result in results}
-    baseline_seconds = results[0].report.step_seconds
-    ratios = [
-        "n/a"
-        if r.report.step_seconds is None or not baseline_seconds
-        else f"{r.report.step_seconds / baseline_seconds:.2f}x"
-        for r in results
-    ]
-    accuracies = [f"{r.test_accuracy:.1%}" for r in results]
     title = (
         f"WideResNet-28-2, {'CIFAR-10' if config.data_dir else 'digits'}, batch {config.batch_size}, seed {config.seed}"
     )
-    table = comparison_table(reports, {"step time": ratios, "test accuracy": accuracies}, title=title)
-    console.print(table)
+    runs = [run_of(r.name, r.report, {"test/accuracy": r.test_accuracy}, {"memsave": r.settings}) for r in results]
+    comparison = compare(runs, "test/accuracy")
+    print_comparison(comparison, console, title)
     rows = _write_csv(results, config.out / "table.csv")
-    picture = draw_comparison(reports, config.out / "memory.png", title)
-    page = write_page(table, picture, config.out / "index.html", title)
+    picture = draw_comparison({r.name: r.report for r in results}, config.out / "memory.png", title)
+    page = write_page(comparison, config.out / "index.html", title)
     for what, path in (("Table:   ", rows), ("Picture: ", picture), ("Page:    ", page)):
         console.print(f"{what} {path.resolve()}", soft_wrap=True, markup=False)
     if config.wandb:
+        workspace = write_workspace(build_workspace(f"ENTITY/{_PROJECT}"), config.out / "workspace.json")
+        how = f"(saved at W&B by `lightning-memsave dashboard ENTITY/{_PROJECT}`)"
+        console.print(f"Workspace: {workspace.resolve()} {how}", soft_wrap=True, markup=False)
         folder = (config.out / "wandb").resolve()
         how = f"(view: wandb leet {folder}; upload: wandb sync {folder})"
         console.print(f"W&B runs: {folder} {how}", soft_wrap=True, markup=False)

@@ -11,8 +11,8 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllocatorPeak:
-    """Bytes handed out to tensors and bytes held from the device, each at its own maximum since the last reset."""
+class AllocatorBytes:
+    """Bytes handed out to tensors and bytes held from the device: now, or each at its own maximum since a reset."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -29,11 +29,28 @@ def reset_peak(device: torch.device) -> None:
         torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
-def read_peak(device: torch.device) -> AllocatorPeak | None:
+def read_peak(device: torch.device) -> AllocatorBytes | None:
     """The maxima since the last reset, or `None` where the allocator keeps none."""
     if not counts_peaks(device):
         return None
     module = torch.get_device_module(device)
-    return AllocatorPeak(
+    return AllocatorBytes(
         allocated_bytes=module.max_memory_allocated(device), reserved_bytes=module.max_memory_reserved(device)
     )
+
+
+def read_current(device: torch.device) -> AllocatorBytes | None:
+    """What is allocated and reserved now, or `None` where the allocator keeps no count."""
+    if not counts_peaks(device):
+        return None
+    module = torch.get_device_module(device)
+    return AllocatorBytes(
+        allocated_bytes=module.memory_allocated(device), reserved_bytes=module.memory_reserved(device)
+    )
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """The memory of the device, or `None` where it is not told."""
+    if not counts_peaks(device):
+        return None
+    return int(torch.get_device_module(device).mem_get_info(device)[1])

@@ -27,7 +27,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from lightning_memsave.core.report import CATEGORIES
+from lightning_memsave.core.report import CATEGORIES, Timeline
+from lightning_memsave.memory.origins import Line, Survivor, line_text, user_line
+from lightning_memsave.memory.timeline import timeline
+from lightning_memsave.vault.graph import WeakStorage
 
 
 def autograd_is_running() -> bool:
@@ -67,12 +70,13 @@ def tensors_in(tree: object, _seen: set[int] | None = None) -> Iterator[Tensor]:
 
 
 class _Entry:
-    __slots__ = ("category", "num_bytes", "reference", "reserved")
+    __slots__ = ("category", "made", "num_bytes", "reference", "reserved")
 
     def __init__(self, num_bytes: int, category: str | None, reserved: bool = False) -> None:
         self.num_bytes, self.category = num_bytes, category
         self.reserved = reserved  # its bytes are part of a reservation and are not counted again
         self.reference: weakref.ref[torch.UntypedStorage] | None = None
+        self.made: tuple[torch.Size, torch.dtype, Line | None] | None = None  # in this step: as what, and where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,11 @@ class Measurement:
     peak_bytes: int
     by_category: dict[str, int] = field(default_factory=dict)
     held_bytes: int = 0
+    timeline: Timeline | None = field(default=None, compare=False)
+    by_line: dict[str, int] = field(default_factory=dict, compare=False)
+    """What of the peak was made in the step, by the line of code that made it."""
+    survivors: tuple[Survivor, ...] = field(default=(), compare=False)
+    """What the step made and left alive: neither weights nor gradients nor optimizer state."""
 
 
 class Ledger(TorchDispatchMode):
@@ -178,15 +187,15 @@ class Ledger(TorchDispatchMode):
         else:
             recorded = True
         if type(out) is Tensor and out.layout is torch.strided:
-            self._see(out.untyped_storage(), recorded, (args, kwargs))
+            self._see(out, out.untyped_storage(), recorded, (args, kwargs))
         else:
             for leaf in tree_leaves(out):
                 if isinstance(leaf, Tensor):
                     for storage in storages(leaf):
-                        self._see(storage, recorded, (args, kwargs))
+                        self._see(leaf, storage, recorded, (args, kwargs))
         return out
 
-    def _see(self, storage: torch.UntypedStorage, recorded: bool, inputs: Any) -> None:
+    def _see(self, tensor: Tensor, storage: torch.UntypedStorage, recorded: bool, inputs: Any) -> None:
         if storage.device.type != self._device_type:
             return
         entry = self._live.get(storage._cdata)
@@ -202,6 +211,7 @@ class Ledger(TorchDispatchMode):
                 self._was_there(self._book(storage, "data"))
         else:
             entry = self._book(storage, None)
+            entry.made = (tensor.shape, tensor.dtype, user_line(3) if recorded else None)
             if recorded:
                 self._recorded.append(entry)
             self._change(entry.num_bytes, entry)
@@ -268,7 +278,15 @@ class Ledger(TorchDispatchMode):
         for hook in self._hooks:
             hook.remove()
         self._hold_optimizer_state()
-        self.measurement = Measurement(peak_bytes=self._peak, by_category=self._split_at_peak(), held_bytes=self._held)
+        split, by_line = self._split_at_peak()
+        self.measurement = Measurement(
+            peak_bytes=self._peak,
+            by_category=split,
+            by_line=by_line,
+            survivors=tuple(self._survivors()),
+            held_bytes=self._held,
+            timeline=timeline(_named(self._at_start), list(_named(self._events))),
+        )
         # Weak callbacks of storages that live on must not keep this ledger or fire into it.
         for entry in self._live.values():
             entry.reference = None  # it holds the callback, which holds the entry
@@ -278,12 +296,33 @@ class Ledger(TorchDispatchMode):
         self._recorded.clear()
         self._hooks, self._model, self._optimizers = [], None, ()
 
-    def _split_at_peak(self) -> dict[str, int]:
+    def _split_at_peak(self) -> tuple[dict[str, int], dict[str, int]]:
         split: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
+        by_line: Counter[Line | None] = Counter()
         changed: Counter[_Entry] = Counter()
         for num_bytes, entry in (*self._at_start, *self._events[: self._peak_event]):
             changed[entry] += num_bytes
         for entry, num_bytes in changed.items():
             split[entry.category or "temporary"] += num_bytes
+            if entry.made is not None:
+                by_line[entry.made[2]] += num_bytes
         assert sum(split.values()) == self._peak, "the categories must add up to the peak"
-        return dict(split)
+        return dict(split), {line_text(line): num_bytes for line, num_bytes in by_line.most_common() if num_bytes}
+
+    def _survivors(self) -> Iterator[Survivor]:
+        kept_anyway = ("weights", "gradients", "optimizer_state")
+        for entry in self._live.values():
+            storage = None if entry.reference is None else entry.reference()
+            if storage is not None and entry.made is not None and entry.category not in kept_anyway:
+                shape, dtype, line = entry.made
+                yield Survivor(
+                    num_bytes=entry.num_bytes,
+                    shape=shape,
+                    dtype=dtype,
+                    line=line_text(line),
+                    storage=WeakStorage(storage),
+                )
+
+
+def _named(changes: Iterable[tuple[int, _Entry]]) -> Iterator[tuple[int, str]]:
+    return ((num_bytes, entry.category or "temporary") for num_bytes, entry in changes)

@@ -8,6 +8,7 @@ creates state (optimizers, caches, compiled code) that the later ones start with
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Iterable
@@ -48,12 +49,14 @@ class Meter:
         self._num_batches_in_step = 0
         self._began_seconds: float | None = None
         self._seconds: list[float] = []
+        self._num_samples: int | None = None
+        self._num_samples_of: list[int | None] = []  # of the steps in `_seconds`
         self._peak: Measurement | None = None
         self._reserved_bytes: int | None = None
         self.num_steps_measured = 0
-        self.tracked_bytes: int | None = None
-        """The peak of the step that has just ended, if it was tracked: which steps are is the same on every rank.
-        Reserved bytes where an allocator tells them."""
+        self.tracked: Measurement | None = None
+        """The step that has just ended, if it was measured."""
+        self._is_scheduled = self._is_next_measured = False
 
     def begin(
         self,
@@ -62,6 +65,7 @@ class Meter:
         batch: object,
         device: torch.device,
         num_updates: int | None = None,
+        num_samples: int | None = None,
     ) -> None:
         """Start a batch; enters the ledger when its step is to be measured.
 
@@ -72,6 +76,7 @@ class Meter:
             device: where memory is measured.
             num_updates: how often optimizers have stepped so far. Batches between two updates are one step; by default
                 each batch is.
+            num_samples: in the batch, for the samples per second.
         """
         self.abandon()  # a batch that Lightning skipped has had no end
         self._num_batches_in_step += 1
@@ -83,20 +88,40 @@ class Meter:
             self._num_steps += 1
         self._device = device
         allocator.reset_peak(device)
-        if self._num_steps in _FIRST_MEASURED or (self._num_steps > 1 and self._num_steps % self.every == 0):
+        self._is_scheduled = self._num_steps in _FIRST_MEASURED or (
+            self._num_steps > 1 and self._num_steps % self.every == 0
+        )
+        if self._is_scheduled or self._is_next_measured:
+            self._is_next_measured = False
             self._ledger = Ledger(device).watching(model, optimizers, batch)
             self._ledger.__enter__()
         elif self._workspace and self._profile_next is not None and device.type == "cpu":
             self._profile = AllocationProfile()
             self._profile.__enter__()
+        self._num_samples = num_samples
         self._began_seconds = time.perf_counter()
+
+    @property
+    def scheduled_bytes(self) -> int | None:
+        """The peak of the step that has just ended, if it was one that is measured anyway: the same ones on every rank.
+
+        Reserved bytes where an allocator tells them.
+        """
+        if self.tracked is None or not self._is_scheduled:
+            return None
+        allocated = allocator.read_peak(self._device)
+        return self.tracked.peak_bytes if allocated is None else allocated.reserved_bytes
+
+    def measure_next(self) -> None:
+        """Measure the next step as well: something about memory has changed."""
+        self._is_next_measured = True
 
     def end(self) -> Measurement | None:
         """Finish a step and return what was measured.
 
         That is `None` for a step that was not tracked, unless an allocator shows that it went beyond the highest peak.
         """
-        self.tracked_bytes = None
+        self.tracked = None
         if self._began_seconds is None:
             return None
         seconds, self._began_seconds = time.perf_counter() - self._began_seconds, None
@@ -104,14 +129,15 @@ class Meter:
         profiled, expected = self._profile, self._profile_next
         tracked = self.abandon()
         if tracked is not None:
-            self.tracked_bytes = tracked.peak_bytes if allocated is None else allocated.reserved_bytes
+            self.tracked = _with_allocator(tracked, allocated)
         if profiled is not None and expected is not None:
             found = expected.held_bytes + profiled.peak_bytes - expected.peak_bytes
             self._workspace_bytes = max(self._workspace_bytes or 0, found)
         if tracked is not None:
-            self._profile_next = tracked
+            self._profile_next = dataclasses.replace(tracked, survivors=())
         elif self._num_steps > 1 and profiled is None:
             self._seconds.append(seconds)
+            self._num_samples_of.append(self._num_samples)
         if allocated is not None:
             self._reserved_bytes = max(self._reserved_bytes or 0, allocated.reserved_bytes)
         highest = self._peak
@@ -123,7 +149,7 @@ class Meter:
             return None
         self.num_steps_measured += 1
         if highest is None or measured.peak_bytes > highest.peak_bytes:
-            self._peak = measured
+            self._peak = dataclasses.replace(measured, survivors=())
         return measured
 
     def abandon(self) -> Measurement | None:
@@ -138,10 +164,20 @@ class Meter:
         ledger.__exit__(None, None, None)
         return ledger.measurement
 
-    def pop_step_seconds(self) -> float | None:
-        """Median wall time of the unmeasured steps since the last call; `None` when there were none."""
-        seconds, self._seconds = self._seconds, []
-        return statistics.median(seconds) if seconds else None
+    def pop_speed(self) -> tuple[float | None, float | None]:
+        """Median wall time and samples per second of the unmeasured steps since the last call.
+
+        Each is `None` when there were no such steps, or when nobody said how many samples they had.
+        """
+        seconds, num_samples = self._seconds, self._num_samples_of
+        self._seconds, self._num_samples_of = [], []
+        rates = [n / each for n, each in zip(num_samples, seconds, strict=True) if n is not None]
+        return (statistics.median(seconds) if seconds else None, statistics.median(rates) if rates else None)
+
+    @property
+    def highest(self) -> Measurement | None:
+        """The measured step with the highest peak."""
+        return self._peak
 
     def report(self) -> MemoryReport:
         """The highest peak so far, as the part of a report that the meter knows."""
@@ -153,14 +189,15 @@ class Meter:
             workspace_bytes=self._workspace_bytes,
             reserved_bytes=self._reserved_bytes,
             num_steps_measured=self.num_steps_measured,
+            timeline=self._peak.timeline,
         )
 
 
-def _with_allocator(tracked: Measurement, peak: allocator.AllocatorPeak | None) -> Measurement:
+def _with_allocator(tracked: Measurement, peak: allocator.AllocatorBytes | None) -> Measurement:
     """On an accelerator the allocator's peak is the peak; what the ledger did not see goes under `temporary`."""
     if peak is None:
         return tracked
     untracked = peak.allocated_bytes - tracked.peak_bytes
     split = dict(tracked.by_category)
     split["temporary"] += untracked
-    return Measurement(peak_bytes=peak.allocated_bytes, by_category=split, held_bytes=tracked.held_bytes)
+    return dataclasses.replace(tracked, peak_bytes=peak.allocated_bytes, by_category=split)

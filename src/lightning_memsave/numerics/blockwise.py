@@ -1,4 +1,4 @@
-"""Blockwise quantisation to a map of 256 values, rounding to the nearest, in plain torch.
+"""Blockwise quantisation to a map of at most 256 values, to the nearest or stochastically, in plain torch.
 
 A tensor is cut into blocks of 256 along its memory; each block is divided by its largest magnitude (absmax) and every
 element is replaced by the index of the nearest value of an increasing map that spans at most [-1, 1]. 1 byte per
@@ -14,7 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_memsave.numerics.kbit import random_bits
+
 BLOCK_SIZE = 256
+_CHUNK = 1024 * BLOCK_SIZE  # elements whose noise is made at a time
 
 
 def num_blocks(num_elements: int) -> int:
@@ -50,6 +53,31 @@ def quantize_blockwise(values: Tensor, code_map: Tensor, absmax: Tensor | None =
     unit = flat / _per_element(scales.clamp_min(torch.finfo(torch.float32).tiny), flat.numel())
     midpoints = (code_map[1:] + code_map[:-1]) / 2
     codes = torch.bucketize(unit, midpoints, out_int32=True).to(torch.uint8)
+    return codes.view(values.shape), scales
+
+
+def quantize_stochastically(values: Tensor, code_map: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """As `quantize_blockwise`, to one of the two values next to each element, right on average.
+
+    Elements below the map become its lowest value. The error is below the map's largest gap, times the block's absmax.
+
+    Args:
+        values: floating point, any shape.
+        code_map: float32, [at most 256], increasing, up to 1.
+        seed: of the noise, below 2**32.
+    """
+    scales = blockwise_absmax(values)
+    flat = values.detach().reshape(-1)
+    codes = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK].float()
+        first, blocks = start // BLOCK_SIZE, num_blocks(part.numel())
+        absmax = scales[first : first + blocks].clamp_min(torch.finfo(torch.float32).tiny)
+        unit = part / _per_element(absmax, part.numel())
+        below = (torch.bucketize(unit, code_map, right=True) - 1).clamp_(0, len(code_map) - 2)
+        fraction = (unit - code_map[below]) / (code_map[below + 1] - code_map[below])
+        noise = random_bits(seed, first, blocks, flat.device).view(-1)[: part.numel()]
+        codes[start : start + _CHUNK] = below + ((noise >> 8) < fraction * 2**24)
     return codes.view(values.shape), scales
 
 

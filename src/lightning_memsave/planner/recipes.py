@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from lightning_memsave.core.compatibility import check_compatibility
+from lightning_memsave.core.compatibility import check_compatibility, costs_of
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
+from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.registry import TECHNIQUES, Config, technique_of
 
 C = TypeVar("C")
@@ -26,12 +27,14 @@ class Recipe:
     techniques: tuple[Config, ...] = ()
     switched_off: tuple[type[Config], ...] = ()
     """What the user does not want, so that recovery does not take it up."""
+    by_default: tuple[type[Config], ...] = ()
+    """What nobody has asked for by name: it steps aside where it cannot work, instead of an error."""
 
     def __post_init__(self) -> None:
         stems = [technique_of(config).stem for config in self.techniques]
         if len(set(stems)) < len(stems):
             raise setting_error("recipe", "must name each technique once", stems, "Remove one of the two.")
-        check_compatibility(stems)
+        check_compatibility(self.rows())
 
     def get(self, kind: type[C]) -> C | None:
         """The settings of one technique, or `None` when it is off."""
@@ -41,21 +44,49 @@ class Recipe:
         """Whether a technique is neither on nor switched off."""
         return self.get(kind) is None and kind not in self.switched_off
 
+    def stepping_aside(self, ways: Sequence[str]) -> tuple[Recipe, list[str]]:
+        """This recipe without the defaults that do not work in these ways of training, and why each is left out."""
+        kept, reasons = [], []
+        for config in self.techniques:
+            if type(config) in self.by_default and (why_not := _why_not(config, ways)):
+                reasons.append(why_not)
+            else:
+                kept.append(config)
+        return replace(self, techniques=tuple(kept)), reasons
+
     def stems(self) -> tuple[str, ...]:
         """The names of what is on."""
         return tuple(technique_of(config).stem for config in self.techniques)
 
+    def rows(self) -> tuple[str, ...]:
+        """What the compatibility table knows of it: the names of what is on, and settings with rows of their own."""
+        return tuple(row for config in self.techniques for row in _rows(config))
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for loggers and checkpoints; functions and classes by name.
 
-        >>> RECIPES["lossless"].as_dict()
-        {'recipe': 'lossless', 'early_zero_grad': {}}
+        >>> Recipe("mine", (EarlyZeroGrad(),)).as_dict()
+        {'recipe': 'mine', 'early_zero_grad': {}}
         """
         settings = {
             technique_of(config).stem: {key: _plain(value) for key, value in asdict(config).items()}
             for config in self.techniques
         }
         return {"recipe": self.name, **settings}
+
+
+def _rows(config: Config) -> tuple[str, ...]:
+    return technique_of(config).stem, *getattr(config, "rows", ())
+
+
+def _why_not(config: Config, ways: Sequence[str]) -> str | None:
+    """Why a default is left out in these ways of training, or beside these settings."""
+    names = [*_rows(config), *ways]
+    try:
+        check_compatibility(names)
+    except ValueError as error:
+        return str(error)
+    return next(iter(costs_of(names)), None)
 
 
 def _plain(value: Any) -> Any:
@@ -67,8 +98,8 @@ def _plain(value: Any) -> Any:
 RECIPES = {
     # Change nothing: the baseline run.
     "measure": Recipe("measure"),
-    # Equal to plain Lightning up to rounding, and free of cost.
-    "lossless": Recipe("lossless", (EarlyZeroGrad(),)),
+    # Equal to plain Lightning up to rounding, and free of cost until memory runs out.
+    "lossless": Recipe("lossless", (EarlyZeroGrad(), Microbatching()), by_default=(EarlyZeroGrad, Microbatching)),
 }
 
 
@@ -103,4 +134,8 @@ def resolve(recipe: str | Recipe, slots: Mapping[str, object]) -> Recipe:
         elif value is not False:
             assert technique.shorthand is not None, "what has a slot has a shorthand"
             chosen.append(technique.shorthand(value))
-    return Recipe(recipe.name, tuple(chosen), switched_off)
+    asked_for = {t.config for t in TECHNIQUES if t.slot and slots.get(t.slot) is not None}
+    by_default = tuple(config for config in recipe.by_default if config not in asked_for)
+    others = tuple(row for config in chosen if type(config) not in by_default for row in _rows(config))
+    kept = [config for config in chosen if type(config) not in by_default or _why_not(config, others) is None]
+    return Recipe(recipe.name, tuple(kept), switched_off, by_default)

@@ -2,39 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_memsave.core.report import CATEGORIES, MemoryReport
+from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.core.units import format_bytes
+from lightning_memsave.core.verification import Verification
+from lightning_memsave.reporting.comparison import Comparison
+
+_LONGEST_WORD = 16  # of a name; longer ones go on in the next line
 
 
-def comparison_table(
-    reports: Mapping[str, MemoryReport], extra: Mapping[str, Sequence[str]] | None = None, title: str = ""
-) -> Table:
-    """One column per run: its peak, what that consisted of, the factor, the loss class, and further rows.
+def comparison_tables(comparison: Comparison, width: int = 80, title: str = "") -> Iterator[Table]:
+    """One column per run, one row per figure; as many tables as it takes for no figure to be cut off.
 
     Args:
-        reports: runs by name; `factor` is against each report's own baseline.
-        extra: further rows by heading, one cell per run.
-        title: the heading of the table.
+        comparison: the runs.
+        width: columns of the terminal.
+        title: the heading of the first table.
     """
-    extra = extra or {}
-    table = Table(title=escape(title), title_justify="left")
-    # As narrow as its longest word, so that five runs fit 80 columns and nothing is cut off.
-    words = (word for heading in (*CATEGORIES, *extra) for word in heading.replace("_", " ").split())
-    table.add_column("", width=max(map(len, words)))
-    for name in reports:
-        table.add_column(escape(name), justify="right")
-    runs = reports.values()
-    table.add_row("peak", *(format_bytes(run.peak_bytes) for run in runs), style="bold")
-    table.add_row("factor", *("n/a" if run.factor is None else f"{run.factor:.2f}x" for run in runs), end_section=True)
-    for category in CATEGORIES:
-        table.add_row(category.replace("_", " "), *(format_bytes(run.by_category.get(category)) for run in runs))
-    table.add_section()
-    for heading, cells in extra.items():
-        table.add_row(escape(heading), *map(escape, cells))
-    table.add_row("loss class", *(run.loss_class for run in runs))
-    return table
+    # As narrow as its longest word, so that five runs fit 80 columns.
+    heading = max(len(word) for row in comparison.rows for word in row.heading.split())
+    words = [min(len(word), _LONGEST_WORD) for run in comparison.runs for word in run.name.split()]
+    cell = max(words + [len(text) for row in comparison.rows for text in row.texts])
+    num_fitting = max(1, (width - heading - 2) // (cell + 3))
+    for first in range(0, len(comparison.runs), num_fitting):
+        shown = slice(first, first + num_fitting)
+        table = Table(title=escape(title) if first == 0 else None, title_justify="left", pad_edge=False)
+        table.add_column("", width=heading)
+        for position, run in list(enumerate(comparison.runs))[shown]:
+            mark = " ●" * (position in comparison.front)
+            table.add_column(escape(run.name) + mark, justify="right", min_width=cell, overflow="fold")
+        for row in comparison.rows:
+            style = "bold" if row.heading == "peak" else None
+            table.add_row(escape(row.heading), *map(escape, row.texts[shown]), style=style)
+            if row.heading in ("factor", "loss class", CATEGORIES[-1]):
+                table.add_section()
+        yield table
+
+
+def print_comparison(comparison: Comparison, console: Console, title: str = "") -> None:
+    """Print the tables and what their marks mean."""
+    for table in comparison_tables(comparison, console.width, title):
+        console.print(table)
+    console.print(_legend(comparison), markup=False)
+
+
+def print_settings(comparison: Comparison, console: Console) -> None:
+    """Print where the settings of the runs differ, one run after the other."""
+    for position, run in enumerate(comparison.runs if comparison.differences else ()):
+        own = {name: values[position] for name, values in comparison.differences.items() if values[position]}
+        settings = ", ".join(f"{name}={value}" for name, value in own.items()) or "nothing that another run has not"
+        console.print(f"{run.name}: {settings}", markup=False, highlight=False)
+
+
+def print_verification(result: Verification, console: Console, num_shown: int = 10) -> None:
+    """Print where a step differs, by module, the largest difference first, and what it saves."""
+    table = Table(title="relative differences from a plain step", title_justify="left", pad_edge=False)
+    table.add_column("module", overflow="fold")
+    for heading in ("gradients", "buffers"):
+        table.add_column(heading, justify="right")
+    found, buffers = result.gradient_differences, result.buffer_differences
+    largest_first = sorted({**buffers, **found}, key=lambda name: -max(found.get(name, 0.0), buffers.get(name, 0.0)))
+    for name in largest_first[:num_shown]:
+        cells = (f"{each[name]:.1e}" if name in each else "" for each in (found, buffers))
+        table.add_row(escape(name or "(the module itself)"), *cells)
+    console.print(table)
+    if len(largest_first) > num_shown:
+        console.print(f"and {len(largest_first) - num_shown} modules with smaller ones")
+    plain, ours = result.plain, result.report
+    seconds = ours.step_seconds, plain.step_seconds
+    time = f", {seconds[0] / seconds[1]:.2f} times its seconds" if seconds[0] and seconds[1] else ""
+    limit = f"at most {result.tolerance:.0e}" if result.loss_class == "exact" else "finite"
+    console.print(
+        f"loss: {result.loss_difference:.1e}; peak: {format_bytes(ours.peak_bytes)} instead of "
+        f"{format_bytes(plain.peak_bytes)}{time}\n"
+        f"{result.loss_class}, so differences must be {limit}: {'yes' if result.holds else 'NO'}",
+        highlight=False,
+    )
+
+
+def _legend(comparison: Comparison) -> str:
+    quality = comparison.quality
+    if quality is None:
+        return "No metric is known to be quality by its name, so there is no Pareto front."
+    return f"● no run has both a smaller peak and a better {quality.name} ({quality.direction})."

@@ -38,10 +38,12 @@ def log_metrics(trainer: Any, metrics: Mapping[str, float]) -> None:
 
 def log_summary(trainer: Any, report: MemoryReport) -> None:
     """The final figures, and one line on the terminal."""
-    log_metrics(trainer, report.metrics())
+    measured = {"memsave/num_steps_measured": report.num_steps_measured} if report.num_steps_measured else {}
+    log_metrics(trainer, {**report.metrics(), **measured})
     if trainer.is_global_zero:
         for logger in trainer.loggers:
             if wandb.is_wandb(logger):
+                wandb.record_charts(logger.experiment, report, _global_step(trainer))
                 wandb.record_summary(logger.experiment, report)
     rank_zero_info(one_line(report))
 

@@ -1,39 +1,147 @@
-"""One self-contained HTML page: a picture and a table."""
+"""One self-contained HTML page for compared runs (needs plotly, in the extra `compare`).
+
+It needs no other file and no network: plotly's own script, the style and ours are in it, and its policy forbids the
+browser to load anything. Whatever a user wrote is escaped for where it stands: as HTML, as JSON inside a script
+element, as text of plotly's.
+"""
 
 from __future__ import annotations
 
-import base64
 import html
-import io
+import json
+import math
+from collections.abc import Iterable, Iterator
+from importlib.resources import files
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from lightning_memsave.core.units import format_bytes
+from lightning_memsave.reporting.comparison import Comparison, Row
+from lightning_memsave.reporting.figures import RUN_COLOURS, draw
 
-_STYLE = """
-body { font: 16px system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem; }
-pre { overflow-x: auto; font-size: 0.8rem; line-height: 1.2; }
-img { max-width: 100%; }
-"""
+_QUESTIONS = {
+    "tradeoff": (
+        "How much smaller, at what cost?",
+        "Each mark is a run. The line is the Pareto front of all runs: no other is both smaller and better.",
+    ),
+    "breakdown": (
+        "Where did the bytes go?",
+        "What was alive at the peak of each run, and how many times less that is than its baseline's.",
+    ),
+    "timeline": (
+        "How does a step fill the memory?",
+        "The step with the highest peak. The order is true, not the time.",
+    ),
+    "drift": ("Does it grow?", "The peak of each step that was measured."),
+}
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
-def write_page(table: Table, picture: Path, path: Path, title: str) -> Path:
-    """Write `path` with the picture (a PNG) inlined and the table as text; it needs no other file and no network.
+def write_page(comparison: Comparison, path: Path, title: str) -> Path:
+    """Write the page of a comparison.
 
     Returns:
         `path`.
     """
-    console = Console(record=True, file=io.StringIO(), width=100)
-    console.print(table)
-    rows = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-    encoded = base64.b64encode(picture.read_bytes()).decode()
-    lines = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>",
-        f"<body><h1>{html.escape(title)}</h1>",
-        f'<img alt="Peak memory of each run, by category" src="data:image/png;base64,{encoded}">',
-        f"{rows}</body></html>",
-    ]
-    path.write_text("\n".join(lines), encoding="utf-8")
+    from plotly.offline import get_plotlyjs
+
+    path.write_text("\n".join(_page(comparison, title, get_plotlyjs())), encoding="utf-8")
     return path
+
+
+def _page(comparison: Comparison, title: str, plotly: str) -> Iterator[str]:
+    here = files("lightning_memsave.reporting")
+    figures = draw(comparison)
+    # Plotly's own JSON, so that it is what plotly's script reads.
+    drawn = ", ".join(f"{json.dumps(name)}: {figure.to_json()}" for name, figure in figures.items())
+    yield '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+    yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    yield '<meta name="color-scheme" content="light dark">'
+    yield f"<title>{html.escape(title)}</title>"
+    yield f"<style>{here.joinpath('page.css').read_text('utf-8')}</style></head><body>"
+    yield f"<header><h1>{html.escape(title)}</h1><p>{html.escape(headline(comparison))}</p></header><main>"
+    yield from _toggles(comparison)
+    for name in figures:
+        question, answer = _QUESTIONS[name]
+        yield f'<section><h2>{question}</h2><p>{answer}</p><div class="chart" id="{name}" role="img"'
+        yield f' aria-label="{question} The figures are in the table below."></div></section>'
+    yield from _table(comparison)
+    yield from _settings(comparison)
+    yield "</main><footer>Peaks are live tensor bytes on CPU, each storage once, and the allocator's peak on CUDA."
+    yield " MiB and GiB are powers of 1024. A figure that was not measured is n/a.</footer>"
+    yield f'<script type="application/json" id="figures">{_in_script(f"{{{drawn}}}")}</script>'
+    yield f"<script>{plotly}</script><script>{here.joinpath('page.js').read_text('utf-8')}</script></body></html>"
+
+
+def headline(comparison: Comparison) -> str:
+    """The answer in one sentence."""
+    measured = [run for run in comparison.runs if run.report.peak_bytes is not None]
+    if not measured:
+        return "No run has a measured peak."
+    smallest = min(measured, key=lambda run: run.report.peak_bytes or 0)
+    first, quality, factor = comparison.runs[0], comparison.quality, smallest.report.factor
+    parts = [f"{smallest.name} is the smallest: {format_bytes(smallest.report.peak_bytes)}"]
+    if factor is not None and smallest is not first:
+        parts.append(f"{factor:.2f}x less than its baseline of {format_bytes(smallest.report.baseline_peak_bytes)}")
+    if quality is not None and (value := quality.of(smallest)) is not None:
+        before = quality.of(first)
+        against = "" if before is None or smallest is first else f" against {before:.4g} of {first.name}"
+        parts.append(f"{quality.name} {value:.4g}{against}")
+    return ", ".join(parts) + "."
+
+
+def _in_script(text: str) -> str:
+    """JSON for a script element, which ends at the first `</` and changes its mind at `<!--`."""
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _toggles(comparison: Comparison) -> Iterator[str]:
+    yield "<fieldset><legend>Runs</legend>"
+    for position, run in enumerate(comparison.runs):
+        colour = RUN_COLOURS[position % len(RUN_COLOURS)]
+        yield f'<label><input type="checkbox" checked data-run="{position}"><span class="swatch" '
+        yield f'style="background:{colour}"></span>{position + 1} {html.escape(run.name)}</label>'
+    yield "</fieldset>"
+
+
+def _table(comparison: Comparison) -> Iterator[str]:
+    yield '<section><h2>All figures</h2><div class="scroll" tabindex="0" role="region" aria-label="All figures">'
+    yield '<table id="figures-table"><thead><tr>'
+    for heading in ("run", *(row.heading for row in comparison.rows)):
+        yield f'<th scope="col" aria-sort="none"><button type="button">{html.escape(heading)}</button></th>'
+    yield "</tr></thead><tbody>"
+    for position, run in enumerate(comparison.runs):
+        mark = ' <span title="on the Pareto front">●</span>' if position in comparison.front else ""
+        yield f'<tr data-run="{position}"><th scope="row" data-value="{position}">{position + 1} '
+        yield f"{html.escape(run.name)}{mark}</th>{''.join(_cells(comparison.rows, position))}</tr>"
+    yield "</tbody></table></div>"
+    if comparison.quality is not None:
+        yield f"<p>● on the Pareto front of peak and {html.escape(comparison.quality.name)} "
+        yield f"({comparison.quality.direction}).</p>"
+    yield "</section>"
+
+
+def _cells(rows: Iterable[Row], position: int) -> Iterator[str]:
+    for row in rows:
+        value = row.values[position]
+        missing = value is None or (isinstance(value, float) and math.isnan(value))
+        exact = "" if missing else html.escape(str(value))
+        yield f'<td data-value="{exact}">{html.escape(row.texts[position])}</td>'
+
+
+def _settings(comparison: Comparison) -> Iterator[str]:
+    yield "<section><h2>Settings that differ</h2>"
+    if not comparison.differences:
+        yield "<p>None that were logged.</p></section>"
+        return
+    yield '<div class="scroll" tabindex="0" role="region" aria-label="Settings that differ"><table><thead><tr>'
+    yield '<th scope="col">setting</th>'
+    for position, run in enumerate(comparison.runs):
+        yield f'<th scope="col" data-run="{position}">{position + 1} {html.escape(run.name)}</th>'
+    yield "</tr></thead><tbody>"
+    for name, values in comparison.differences.items():
+        cells = (f'<td data-run="{position}">{html.escape(value)}</td>' for position, value in enumerate(values))
+        yield f'<tr><th scope="row">{html.escape(name)}</th>{"".join(cells)}</tr>'
+    yield "</tbody></table></div></section>"

@@ -10,13 +10,21 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_memsave.core.report import CATEGORIES, MemoryReport
 
 STEP_METRIC = "trainer/global_step"
+BREAKDOWN, TIMELINE = "memsave/breakdown", "memsave/timeline"  # wandb adds `_table` for what they are drawn from
 _MAXIMA = (
     "memsave/peak_bytes",
     *(f"memsave/peak_{category}_bytes" for category in CATEGORIES),
     "memsave/workspace_bytes",
     "memsave/reserved_bytes",
 )
-_LAST = ("memsave/factor", "memsave/step_seconds", "memsave/microbatch_size")
+_LAST = (
+    "memsave/factor",
+    "memsave/step_seconds",
+    "memsave/samples_per_second",
+    "memsave/microbatch_size",
+    "memsave/num_oom_recovered",
+    "memsave/num_steps_measured",
+)
 
 
 def is_wandb(logger: object) -> bool:
@@ -77,8 +85,29 @@ def declare_metrics(run: Any) -> None:
 
 
 def record_config(run: Any, config: Mapping[str, Any]) -> None:
-    """The resolved settings under `memsave` in the run's config."""
+    """The resolved settings under `memsave` in the run's config, and each technique as a tag."""
     run.config.update({"memsave": dict(config)}, allow_val_change=True)
+    techniques = [f"memsave:{name}" for name, settings in config.items() if isinstance(settings, Mapping)]
+    run.tags = tuple(dict.fromkeys((*(run.tags or ()), *techniques)))
+
+
+def record_charts(run: Any, report: MemoryReport, step: int) -> None:
+    """Two charts with their tables: what the bytes of the peak were, and how the step came to them."""
+    import wandb
+
+    if report.peak_bytes is None:
+        return
+    table = wandb.Table(["category", "bytes"], [[name, size] for name, size in report.by_category.items()])
+    charts = {BREAKDOWN: wandb.plot.bar(table, "category", "bytes", "Where the bytes of the peak were")}
+    if (line := report.timeline) is not None:
+        charts[TIMELINE] = wandb.plot.line_series(
+            line.events,
+            list(line.by_category.values()),
+            keys=list(line.by_category),
+            title="Live bytes in the step with the highest peak",
+            xname="allocation or free",
+        )
+    run.log({**charts, STEP_METRIC: step})
 
 
 def record_summary(run: Any, report: MemoryReport) -> None:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import copy
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor, nn
+
+from lightning_memsave.memory.ledger import tensors_in
+from lightning_memsave.strategies.ddp import num_collectives
 from lightning_memsave.vault.state import Buffers, Randomness
 
 
@@ -16,13 +21,15 @@ class BatchStart:
     Args:
         module: the LightningModule.
         changing: names of buffers that a step changes; `None` while that is unknown.
-        accumulates: whether gradients of earlier batches are there and stay.
+        gradients: what may happen to them: `"made"` (there are none yet), `"added to"` (those of earlier batches stay:
+            a copy is kept), `"watched"` (the same without a copy: a try that has added to them is final).
+        batch: its containers are put back, its tensors are watched.
     """
 
-    def __init__(self, module: Any, changing: set[str] | None, accumulates: bool) -> None:
+    def __init__(self, module: Any, changing: set[str] | None, gradients: str = "made", batch: Any = None) -> None:
         self._module = module
-        devices = {p.device for p in module.parameters()}
-        self._torch, self._python = Randomness(devices), random.getstate()
+        parameters = list(module.parameters())
+        self._torch, self._python = Randomness({p.device for p in parameters}), random.getstate()
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self._modes = [(m, m.training) for m in module.modules()]
         self._fx_name = module._current_fx_name
@@ -32,13 +39,34 @@ class BatchStart:
             if not key.startswith("_") and isinstance(value, (int, float, str, list, dict, set, type(None)))
         }
         self._buffers = Buffers(module, changing)
-        self._gradients = [
-            (p, p.grad.clone() if accumulates and p.grad is not None else None) for p in module.parameters()
-        ]
+        self._gradients: list[tuple[nn.Parameter, Tensor | None]] | None = None
+        self._watched = [(t, t._version, "the batch") for t in tensors_in(batch) if not t.is_inference()]
+        if gradients == "watched":
+            self._watched += [(p.grad, p.grad._version, "gradients") for p in parameters if p.grad is not None]
+        else:
+            self._gradients = [
+                (p, p.grad.clone() if gradients == "added to" and p.grad is not None else None) for p in parameters
+            ]
+        self._containers = [(container, copy.copy(container)) for container in _containers(batch)]
+        self._num_collectives = num_collectives()
 
     def changed_buffers(self) -> set[str]:
         """The names of the buffers that have changed since."""
         return self._buffers.changed()
+
+    def why_final(self) -> str | None:
+        """Why what has happened since cannot be undone; `None` if it can."""
+        edited = next((what for tensor, version, what in self._watched if tensor._version != version), None)
+        if edited == "gradients":
+            return (
+                "the failed try has added to gradients of earlier batches, of which no copy was kept: ask for one with "
+                '`microbatch="auto"`'
+            )
+        if edited is not None:
+            return "`training_step` edits the tensors of its batch in place: let it work on copies"
+        if num_collectives() != self._num_collectives:
+            return "processes have exchanged something during the failed try: they would wait for each other"
+        return None
 
     def restore(self) -> None:
         """Put everything back, in place where others may hold on to it."""
@@ -50,19 +78,41 @@ class BatchStart:
             module.training = mode
         self._module._current_fx_name = self._fx_name
         for key, value in self._attributes.items():
-            _put_back(self._module, key, value)
+            _put_back(vars(self._module), key, value)
+        for container, before in self._containers:
+            _refill(container, before)
         self._buffers.put_back()
-        for parameter, gradient in self._gradients:
+        for parameter, gradient in self._gradients or ():
             parameter.grad = gradient
 
 
-def _put_back(module: Any, key: str, value: Any) -> None:
+def _containers(batch: Any) -> Iterator[list[Any] | dict[Any, Any]]:
+    """The lists and dictionaries of a batch, those inside of other objects (`BatchEncoding`) as well."""
+    if isinstance(batch, (list, dict)):
+        yield batch
+    children: Any = ()
+    if isinstance(batch, dict):
+        children = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        children = batch
+    elif hasattr(batch, "__dict__") and not isinstance(batch, (Tensor, nn.Module, type)):
+        children = (vars(batch),)
+    for child in children:
+        yield from _containers(child)
+
+
+def _put_back(attributes: dict[str, Any], key: str, value: Any) -> None:
     """Give a plain attribute the value that it had, containers in place."""
-    current = vars(module).get(key)
-    if isinstance(value, list) and isinstance(current, list):
-        current[:] = value
-    elif isinstance(value, (dict, set)) and type(current) is type(value):
-        current.clear()
-        current.update(value)
+    current = attributes.get(key)
+    if isinstance(value, (list, dict, set)) and type(current) is type(value):
+        _refill(current, value)
     else:
-        vars(module)[key] = value
+        attributes[key] = value
+
+
+def _refill(container: Any, before: Any) -> None:
+    if isinstance(container, list):
+        container[:] = before
+        return
+    container.clear()
+    container.update(before)

@@ -12,6 +12,12 @@ from torchmetrics.metric import CompositionalMetric
 _MERGEABLE = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}
 
 
+def is_mergeable(metric: Metric) -> bool:
+    """Whether two states of a metric can be merged as if one had seen all."""
+    names = {getattr(reduction, "__name__", None) for reduction in metric._reductions.values()}
+    return bool(names) and names <= _MERGEABLE
+
+
 @dataclass(frozen=True)
 class _Saved:
     """A metric's private state before the batch (torchmetrics 1.x)."""
@@ -24,7 +30,15 @@ class _Saved:
 
     @classmethod
     def of(cls, metric: Metric) -> _Saved:
-        return cls(metric, metric._copy_state_dict(), metric._update_count, metric._computed, metric._forward_cache)
+        """Without a copy where `reset` leaves the tensors of the state alone: what is gathered may be large."""
+        if not is_mergeable(metric):
+            state: dict[str, Any] = metric._copy_state_dict()
+        else:
+            state = {name: getattr(metric, name) for name in metric._defaults}
+            for name, value in state.items():
+                if isinstance(value, list):
+                    setattr(metric, name, [])  # `reset` empties the list in place
+        return cls(metric, state, metric._update_count, metric._computed, metric._forward_cache)
 
     def restore(self) -> None:
         for name, value in self.state.items():
@@ -47,12 +61,17 @@ class MergedMetrics:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        metrics = [m for m in module.modules() if isinstance(m, Metric)]
-        self._saved = [_Saved.of(m) for m in metrics]
+        self._metrics = [m for m in module.modules() if isinstance(m, Metric)]
+        self._saved: list[_Saved] = []
 
-    def __enter__(self) -> MergedMetrics:
+    def set_aside(self) -> None:
+        """Keep what every metric holds; those that can be merged start anew."""
+        self._saved = [_Saved.of(m) for m in self._metrics]
         for saved in self._mergeable():
             saved.metric.reset()
+
+    def __enter__(self) -> MergedMetrics:
+        self.set_aside()
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
@@ -81,9 +100,4 @@ class MergedMetrics:
             saved.restore()
 
     def _mergeable(self) -> list[_Saved]:
-        return [
-            saved
-            for saved in self._saved
-            if saved.metric._reductions
-            and all(getattr(fn, "__name__", None) in _MERGEABLE for fn in saved.metric._reductions.values())
-        ]
+        return [saved for saved in self._saved if is_mergeable(saved.metric)]

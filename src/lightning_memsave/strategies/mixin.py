@@ -8,162 +8,30 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
 from importlib import import_module
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_memsave.core.compatibility import check_compatibility
-from lightning_memsave.core.errors import setting_error
-from lightning_memsave.core.report import Applied
 from lightning_memsave.planner.recipes import RECIPES, Recipe
 from lightning_memsave.strategies.activations import ForwardScope
-from lightning_memsave.strategies.loop import LoopState, loop_class
-from lightning_memsave.strategies.namespaces import is_compiled, namespace_of
-from lightning_memsave.strategies.planning import PlannedCheckpointing
+from lightning_memsave.strategies.evaluation import evaluate
+from lightning_memsave.strategies.loop import loop_class
+from lightning_memsave.strategies.loop_state import LoopState
+from lightning_memsave.strategies.low_precision import lower_precision
+from lightning_memsave.strategies.namespaces import namespace_of
+from lightning_memsave.strategies.optimizers import change_optimizers
+from lightning_memsave.strategies.run_state import MemSaveState
 from lightning_memsave.strategies.sparsifying import Sparsifying
+from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.activation_compression import ActivationCompression
-from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_vault
+from lightning_memsave.techniques.checkpointing import Checkpointing
+from lightning_memsave.techniques.low_precision import LowPrecision, load_counter, with_counter
 from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
-from lightning_memsave.techniques.optimizer_state import (
-    OptimizerState,
-    apply_optimizer_state,
-    check_optimizers,
-    from_plain,
-    is_8bit,
-    to_plain,
-)
-from lightning_memsave.techniques.registry import TECHNIQUES
+from lightning_memsave.techniques.optimizer_state import from_plain, is_8bit, to_plain
 from lightning_memsave.techniques.sparsity import Sparsity
-from lightning_memsave.vault.inputs import keeping_inputs_in
-from lightning_memsave.vault.vault import Vault
-
-
-class MemSaveState:
-    """What one strategy knows about its run: the recipe and what came of it."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.loop = LoopState(recipe, self._climb)
-        self.changes: list[Applied] = []
-        self.forward_scope: ForwardScope | None = None
-        self.planned: PlannedCheckpointing | None = None
-        self.region_inputs: Vault | None = None
-        self.sparsifying: Sparsifying | None = None
-        self._saved_sparsity: Any = None
-        self._num_measures = self._num_learned = 0
-        self.started = False
-
-    def make_regions(self, trainer: Any, config: Checkpointing) -> None:
-        """Make the regions that are known, or see to it that the first batch is rehearsed."""
-        if config.needs_a_plan:
-            self.planned = PlannedCheckpointing(trainer, config)
-        else:
-            self.changes.append(apply_checkpointing(trainer.lightning_module, config))
-        self.region_inputs = input_vault() if config.offload else None
-
-    def sparsify(self, trainer: Any, config: Sparsity) -> Sparsifying:
-        """Make layers sparse, as they were in the run that is resumed."""
-        self.sparsifying = Sparsifying(trainer, config, self._saved_sparsity)
-        self.changes.append(self.sparsifying.applied)
-        return self.sparsifying
-
-    def learned(self) -> dict[str, Any]:
-        """What recovery has found out and which weights live, for a checkpoint; empty without either."""
-        recovery = self.loop.recovery
-        learned: dict[str, Any] = {} if self.sparsifying is None else {"sparsity": self.sparsifying.state_dict()}
-        if recovery is not None:
-            learned |= {"limit_elements": recovery.limit_elements, "num_measures": self._num_measures}
-        return learned
-
-    def learn(self, learned: dict[str, Any]) -> None:
-        """Start from there: the same measures are taken before the first batch."""
-        self._saved_sparsity = learned.get("sparsity")
-        if self.loop.recovery is not None and "limit_elements" in learned:
-            self.loop.recovery.limit_elements = learned["limit_elements"]
-            self._num_learned = learned["num_measures"]
-
-    def _climb(self, trainer: Any) -> str | None:
-        """Take the next exact measure against too little memory; `None` when there is none left.
-
-        Those that take time wait here until they are needed; what the user has set, or switched off, is left as it is.
-        """
-        measures = [self._compress, self._make_blocks, self._plan_regions, self._offload_inputs]
-        while self._num_measures < len(measures):
-            measure = measures[self._num_measures]
-            self._num_measures += 1
-            with suppress(ValueError):  # nothing to work on, or not possible in this way of training
-                if (taken := measure(trainer)) is not None:
-                    return taken
-        return None
-
-    def _compress(self, trainer: Any) -> str | None:
-        if not self.recipe.leaves_open(ActivationCompression):
-            return None
-        check_compatibility(["activation_compression", *self.recipe.stems(), *ways_of_training(trainer)])
-        self.forward_scope = ForwardScope(trainer, ActivationCompression())
-        return "activations recomputed where that is cheap"
-
-    def _make_blocks(self, trainer: Any) -> str | None:
-        if not self.recipe.leaves_open(Checkpointing):
-            return None
-        self.changes.append(apply_checkpointing(trainer.lightning_module, Checkpointing()))
-        return f"checkpointing of {self.changes[-1].summary}"
-
-    def _plan_regions(self, trainer: Any) -> str | None:
-        if not self.recipe.leaves_open(Checkpointing):
-            return None
-        planned = PlannedCheckpointing(trainer, Checkpointing(method="sqrt"), is_asked_for=False)
-        for applied in self.changes:
-            if applied.technique == "checkpointing":
-                applied.undo()
-        self.changes = [applied for applied in self.changes if applied.technique != "checkpointing"]
-        self.planned = planned
-        return "checkpointing of the best groups of calls"
-
-    def _offload_inputs(self, trainer: Any) -> str | None:
-        if self.region_inputs is not None or not any(a.technique == "checkpointing" for a in self.applied):
-            return None
-        self.region_inputs = input_vault()
-        return "the inputs of checkpointed regions outside of the device's memory"
-
-    def run(self, trainer: Any, step: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-        """Run `step`, which is `training_step(*args)`, in the scopes of this run."""
-        while self._num_measures < self._num_learned:
-            self._climb(trainer)
-        scope = None if self.forward_scope is None else functools.partial(self.forward_scope.run, trainer)
-        if self.planned is not None and self.planned.is_due:
-            self.planned.plan(trainer, args, scope)
-        inputs = nullcontext() if self.region_inputs is None else keeping_inputs_in(self.region_inputs)
-        with inputs:
-            return step() if scope is None else scope(step)
-
-    @property
-    def applied(self) -> tuple[Applied, ...]:
-        """What each technique did so far, in the order in which recipes apply them."""
-        done = [*self.changes, *([self.loop.applied] if self.loop.applied else [])]
-        if self.planned is not None and self.planned.applied is not None:
-            done.append(self.planned.applied)
-        if self.forward_scope is not None:
-            done.append(self.forward_scope.applied)
-        if self.loop.zero_grad_first:
-            done.append(Applied(technique="early_zero_grad", summary="gradients are freed before the forward pass"))
-        order = [technique.stem for technique in TECHNIQUES]
-        return tuple(sorted(done, key=lambda applied: order.index(applied.technique)))
-
-    def finish(self) -> None:
-        """Give the model back as it was; what was done stays on record.
-
-        Optimizers stay low-bit: checkpoints may still be written, and their plain state would take memory.
-        """
-        if self.forward_scope is not None:
-            self.forward_scope.close()
-        planned = [self.planned.applied] if self.planned is not None and self.planned.applied is not None else []
-        for applied in reversed([*self.changes, *planned]):
-            applied.keep() if applied.technique == "optimizer_state" else applied.undo()
 
 
 @functools.cache
@@ -186,26 +54,35 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
         def setup(self, trainer: Any) -> None:
             fitting = trainer.state.fn == "fit"
             if fitting:
-                check_compatibility([*self.memsave.recipe.stems(), *ways_of_training(trainer)])
-                if self.memsave.started:  # a second fit with the same strategy starts with a clean record
-                    self._memsave = MemSaveState(self.memsave.recipe)
-                self.memsave.started = True
+                self._begin(trainer)
                 _install_loop(trainer, self.memsave.loop, namespace)
                 sparsity = self.memsave.recipe.get(Sparsity)
                 self._sparsifying = self.memsave.sparsify(trainer, sparsity) if sparsity else None
+                if precision := self.memsave.recipe.get(LowPrecision):
+                    self.memsave.weights, applied = lower_precision(trainer, precision)
+                    self.memsave.changes.append(applied)
             super().setup(trainer)
             if fitting and (checkpointing := self.memsave.recipe.get(Checkpointing)):
                 self.memsave.make_regions(trainer, checkpointing)
             if fitting and (activations := self.memsave.recipe.get(ActivationCompression)):
                 self.memsave.forward_scope = ForwardScope(trainer, activations)
 
+        def _begin(self, trainer: Any) -> None:
+            """Take up the recipe, as far as this way of training allows; a second fit starts with a clean record."""
+            ways = ways_of_training(trainer)
+            recipe, reasons = self.memsave.recipe.stepping_aside(ways)
+            check_compatibility([*recipe.rows(), *ways])
+            for reason in reasons:
+                rank_zero_info(f"memsave: {reason}")
+            if self.memsave.started:
+                self._memsave = MemSaveState(self.memsave.recipe).after(self.memsave)
+            self.memsave.begin(recipe)
+
         def setup_optimizers(self, trainer: Any) -> None:
             super().setup_optimizers(trainer)
-            if config := self.memsave.recipe.get(OptimizerState):
-                check_optimizers(self.optimizers, trainer.lightning_module)  # all of them, before the first is changed
-                self.memsave.changes.extend(
-                    apply_optimizer_state(optimizer, config, trainer.lightning_module) for optimizer in self.optimizers
-                )
+            state = self.memsave
+            done, state.release = change_optimizers(trainer, state.recipe, state.weights)
+            state.changes.extend(done)
             if self._sparsifying is not None:
                 self._sparsifying.follow(trainer, self.optimizers)
 
@@ -221,9 +98,22 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
             with active_microbatching(self.memsave.recipe.get(Microbatching), on_use):
                 return self.memsave.run(self.lightning_module.trainer, step, args)
 
+        def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+            return self._evaluate(super().validation_step, args, kwargs)
+
+        def test_step(self, *args: Any, **kwargs: Any) -> Any:
+            return self._evaluate(super().test_step, args, kwargs)
+
+        def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+            return self._evaluate(super().predict_step, args, kwargs)
+
+        def _evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            trainer = self.lightning_module.trainer
+            return evaluate(trainer, self.memsave.loop, functools.partial(step, **kwargs), args)
+
         def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             plain = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer wraps
-            state = to_plain(plain) if is_8bit(plain) else super().optimizer_state(optimizer)
+            state = with_counter(plain, to_plain(plain)) if is_8bit(plain) else super().optimizer_state(optimizer)
             return state if self._sparsifying is None else self._sparsifying.to_disk(plain, state)
 
         def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -234,6 +124,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
                 return
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
                 from_plain(optimizer, state) if is_8bit(optimizer) else optimizer.load_state_dict(state)
+                load_counter(optimizer, state)
 
         def teardown(self) -> None:
             module = self.lightning_module
@@ -246,29 +137,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
     return MemSaveMixin
 
 
-def ways_of_training(trainer: Any) -> list[str]:
-    """The names, of `core.compatibility`, that describe how this trainer trains."""
-    strategy, kinds = trainer.strategy, {cls.__name__ for cls in type(trainer.strategy).__mro__}
-    is_ddp = "DDPStrategy" in kinds
-    ddp_options = getattr(strategy, "_ddp_kwargs", {}) if is_ddp else {}
-    training_step = trainer.lightning_module.training_step
-    present = {
-        "manual optimization": not trainer.lightning_module.automatic_optimization,
-        "DDP": is_ddp,
-        "DDP with static_graph": ddp_options.get("static_graph", False),
-        "FSDP": "FSDPStrategy" in kinds,
-        "model parallel (FSDP2)": "ModelParallelStrategy" in kinds,
-        "DeepSpeed": "DeepSpeedStrategy" in kinds,
-        "dataloader_iter": is_param_in_hook_signature(training_step, "dataloader_iter", explicit=True),
-        "torch.compile of the whole module": is_compiled(trainer.lightning_module),
-        "fp16 with a GradScaler": getattr(strategy.precision_plugin, "scaler", None) is not None,
-    }
-    return [name for name, is_present in present.items() if is_present]
-
-
 def _install_loop(trainer: Any, state: LoopState, namespace: str) -> None:
-    if state.recovery is not None:
-        _refuse_recovery(trainer)
     if (
         not trainer.lightning_module.automatic_optimization
     ):  # Lightning bypasses the loop, and the user zeroes gradients
@@ -280,17 +149,6 @@ def _install_loop(trainer: Any, state: LoopState, namespace: str) -> None:
         rank_zero_info(f"memsave: gradients are freed after the forward pass, as {hook} may read them.")
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.automatic_optimization = loop_class(namespace)(epoch_loop.automatic_optimization, state)
-
-
-def _refuse_recovery(trainer: Any) -> None:
-    """Raise `ValueError` where a batch cannot be run again."""
-    if not trainer.lightning_module.automatic_optimization:
-        why, remedy = "under manual optimization, which steps optimizers inside of `training_step`", "a number"
-    elif trainer.world_size > 1 or {"FSDP", "model parallel (FSDP2)", "DeepSpeed"} & set(ways_of_training(trainer)):
-        why, remedy = "with several processes, which wait for each other in the middle of a step", "a number"
-    else:
-        return
-    raise setting_error("microbatch", f"cannot recover {why}", "auto", f"Use {remedy}, for example `microbatch=8`.")
 
 
 def _reader_of_gradients(trainer: Any) -> str | None:
@@ -319,11 +177,13 @@ def _adopted_class(cls: type, namespace: str) -> Any:
     return _ADOPTED[cls]
 
 
-def adopt(strategy: Any, recipe: Recipe) -> MemSaveState:
-    """Give a live strategy the mixin, as Lightning does with optimizers, and the recipe.
+def adopt(strategy: Any, state: MemSaveState) -> None:
+    """Give a live strategy the mixin, as Lightning does with optimizers.
 
-    Returns:
-        Where the strategy will record what it did. It holds neither model nor trainer once the run is over.
+    Args:
+        strategy: the trainer's.
+        state: has the recipe, and is where the strategy will record what it did. It holds neither model nor trainer
+            once the run is over.
 
     Raises:
         TypeError: `strategy` is not a Lightning strategy.
@@ -335,8 +195,7 @@ def adopt(strategy: Any, recipe: Recipe) -> MemSaveState:
         strategy._memsave = strategy.memsave  # one of ours by name: lossless
     if strategy._memsave_before is None:
         strategy._memsave_before = strategy._memsave or MemSaveState(Recipe("adopted"))
-    state = strategy._memsave = MemSaveState(recipe)
-    return state
+    strategy._memsave = state
 
 
 def release(strategy: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from lightning_memsave.core.errors import BudgetWarning, NoEffectWarning, setting_error
 from lightning_memsave.core.report import Applied
@@ -20,7 +21,7 @@ from lightning_memsave.memory.fake import fake_tensors, optimizer_state_bytes
 from lightning_memsave.memory.ledger import tensors_in
 from lightning_memsave.memory.trace import Trace, trace_step
 from lightning_memsave.planner.checkpointing import CheckpointingPlan, Planner, no_plan
-from lightning_memsave.strategies.recovery import is_out_of_memory
+from lightning_memsave.strategies.out_of_memory import is_out_of_memory
 from lightning_memsave.strategies.rehearsal import without_a_trace
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing
 
@@ -53,6 +54,11 @@ class PlannedCheckpointing:
         """Whether the next batch is the one to rehearse."""
         return self.applied is None and torch.is_grad_enabled()
 
+    @property
+    def is_worth_telling(self) -> bool:
+        """Whether regions were made, or the user waits for an answer."""
+        return self._is_asked_for or (self._plan is not None and bool(self._plan.config.regions))
+
     def plan(self, trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[], Any]], Any] | None) -> None:
         """Rehearse `training_step(*args)` and make the regions that it calls for; what rank 0 finds holds for all.
 
@@ -72,7 +78,7 @@ class PlannedCheckpointing:
             found = self._planner.plan()
         except Exception as error:
             found = error
-        if trainer.world_size > 1:
+        if trainer.world_size > 1 and self._is_asked_for:  # recovery goes its own way in each process
             found = trainer.strategy.broadcast(found)
         if isinstance(found, ValueError) and not self._is_asked_for:
             found = no_plan(self._config)  # recovery goes on without
@@ -145,10 +151,11 @@ def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[],
 
     def trace(args: tuple[Any, ...], scope: Callable[[Callable[[], Any]], Any] | None) -> Trace:
         _bring_gradients(trainer, module)
+        args = tree_map(lambda leaf: leaf, args)  # containers of its own, of which a step may take things away
         step = functools.partial(_forward_and_backward, trainer, args)
         return trace_step(module, step if scope is None else lambda: scope(step), held=list(tensors_in(args)))
 
-    with without_a_trace(trainer, module), _without_reduction(trainer.strategy.model):
+    with without_a_trace(trainer, module, args), _without_reduction(trainer.strategy.model):
         if scope is not None:
             try:
                 return trace(args, scope)
@@ -163,7 +170,7 @@ def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[],
 
 def _adds_up_gradients(trainer: Any) -> bool:
     """Whether a backward pass may find gradients of an earlier one."""
-    return trainer.accumulate_grad_batches > 1 or trainer.strategy.memsave.loop.microbatching is not None
+    return trainer.accumulate_grad_batches > 1 or trainer.strategy.memsave.loop.size is not None
 
 
 def _bring_gradients(trainer: Any, module: nn.Module) -> None:

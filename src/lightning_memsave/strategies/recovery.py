@@ -5,66 +5,62 @@ the buffers that a step changes, plain attributes of the LightningModule, gradie
 logs are deferred by the loop. Then the next measure is taken: exact ones first, then microbatches of half the size. A
 batch that is run again has the same bits as one that had this setting from the start.
 
+Later, microbatches grow back: after `growth_interval` batches that went well the size is doubled; when that fails, the
+size before is taken and the interval doubled, so that failures become rare.
+
 Not recovered: the optimizer's own update, as parameters may be half new, and steps in which processes wait for each
 other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.memory import is_oom_error
+import torch.distributed as dist
+from lightning_utilities.core import rank_zero
 
-from lightning_memsave.core.units import format_bytes
-from lightning_memsave.memory.ledger import tensors_in
-from lightning_memsave.techniques.microbatching.split import batch_size
-
-_MESSAGES = (
-    "out of memory",
-    "defaultcpuallocator: can't allocate memory",
-    "defaultcpuallocator: not enough memory",
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
-    "ur_result_error_out_of_device_memory",
-    "ur_result_error_out_of_host_memory",
-)
+from lightning_memsave.core.units import format_bytes, parse_bytes
+from lightning_memsave.memory.allocator import read_peak, total_bytes
+from lightning_memsave.memory.ledger import Measurement, tensors_in
+from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: torch's class, Python's, or the texts of CUDA, cuDNN, XPU and CPU.
+class Ladder(Protocol):
+    """The exact measures against too little memory, in the order in which they are taken."""
 
-    >>> is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."))
-    True
-    """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and (is_oom_error(error) or any(m in text for m in _MESSAGES))
+    def climb(self, trainer: Any) -> str | None:
+        """Take the next one and say which; `None` when all are taken."""
 
-
-class OutOfMeasuresError(torch.OutOfMemoryError):
-    """Memory ran out, and there is nothing left to do about it."""
+    def withdraw(self) -> bool:
+        """Undo the regions that were taken, which the model turned out to refuse; whether there were any."""
 
 
 class Recovery:
     """What has been done about memory so far, and what is done next.
 
     Args:
-        climb: takes the next exact measure and says which, or says `None` when all are taken.
+        config: `growth_interval`, `headroom_fraction`, `max_bytes`.
+        ladder: what can be done besides smaller microbatches.
     """
 
-    def __init__(self, climb: Callable[[Any], str | None]) -> None:
-        self._climb = climb
+    def __init__(self, config: Microbatching, ladder: Ladder | None = None) -> None:
+        self._ladder = ladder
+        self._max_bytes = None if config.max_bytes is None else parse_bytes("Microbatching.max_bytes", config.max_bytes)
+        self._headroom_fraction = config.headroom_fraction
+        self.interval = config.growth_interval
+        """Batches that must go well before the size is doubled; `None`: it stays."""
         self.limit_elements: float | None = None
         """Numbers of input in a microbatch, so that long samples come in small ones; `None`: whole batches."""
         self.size: int | None = None
         """The microbatch that the latest batch was cut into; `None`: whole."""
         self.num_recovered = 0
         self.changing: set[str] | None = None
+        self._num_good = 0
+        self._limit_before_growth: float | None = None
+        self._latest: Measurement | None = None
 
     def size_for(self, batch: Any) -> int | None:
         """Samples per microbatch of this batch; `None` for all of them."""
@@ -72,53 +68,131 @@ class Recovery:
             self.size = max(1, int(self.limit_elements / _elements_per_sample(batch)))
         return self.size
 
-    def do_with_less(self, trainer: Any, batch: Any, can_cut: bool, error: str) -> None:
-        """Take the next measure; `batch` is then run again.
+    def learned(self) -> dict[str, Any]:
+        """Sizes, as plain values for a checkpoint."""
+        return {"limit_elements": self.limit_elements, "interval": self.interval}
 
-        Raises:
-            OutOfMeasuresError: there is none.
+    def learn(self, learned: dict[str, Any]) -> None:
+        """Go on with them."""
+        self.limit_elements, self.interval = learned["limit_elements"], learned["interval"]
+
+    def shrink(self, trainer: Any, batch: Any, can_cut: bool, what: str) -> bool:
+        """Take the next measure; `batch` is then run again. `False` if there is none.
+
+        Args:
+            trainer: Lightning's.
+            batch: that failed.
+            can_cut: whether it can be cut into smaller microbatches.
+            what: names the batch, for people.
         """
-        gc.collect()
-        if torch.accelerator.is_available():
-            torch.accelerator.empty_cache()
-        taken = self._climb(trainer)
+        taken = self._back_to_what_fitted(batch)
+        if taken is None and self._ladder is not None:
+            taken = self._ladder.climb(trainer)
+        if taken is None and can_cut:
+            taken = self._halve(batch)
         if taken is None:
-            taken = self._cut(trainer, batch, can_cut, error)
+            return False
         self.num_recovered += 1
-        rank_zero_info(f"memsave: out of memory in batch {trainer.fit_loop.batch_idx}; run again with {taken}.")
+        _tell(f"out of memory in {what}; run again with {taken}.")
+        return True
 
-    def _cut(self, trainer: Any, batch: Any, can_cut: bool, error: str) -> str:
-        num_samples = batch_size(batch) if can_cut else 1
-        size = min(self.size_for(batch) or num_samples, num_samples) if can_cut else 1
+    def withdraw(self) -> bool:
+        """The model refuses the regions that were taken: undo them; `False` if they were not taken here."""
+        if self._ladder is None or not self._ladder.withdraw():
+            return False
+        _tell("the model cannot be checkpointed that way; run again without.")
+        return True
+
+    def _back_to_what_fitted(self, batch: Any) -> str | None:
+        self._num_good = 0
+        if self._limit_before_growth is None:
+            return None
+        self.limit_elements, self._limit_before_growth = self._limit_before_growth, None
+        assert self.interval is not None, "what has grown has an interval"
+        self.interval *= 2
+        return _sizes(self.size_for(batch))
+
+    def _halve(self, batch: Any) -> str | None:
+        num_samples = batch_size(batch)
+        size = min(self.size_for(batch) or num_samples, num_samples)
         if size <= 1:
-            raise OutOfMeasuresError(_nothing_left(trainer, can_cut, error))
+            return None
         num_parts = 2 * -(-num_samples // size)
         smaller = max(1, min(size - 1, -(-num_samples // num_parts)))
         self.limit_elements = smaller * _elements_per_sample(batch)
-        return f"microbatches of at most {smaller} samples"
+        return _sizes(self.size_for(batch))
+
+    def succeed(self, batch: Any, num_parts: int, device: torch.device, held_bytes: int | None) -> None:
+        """A batch went well: try larger microbatches after many of them.
+
+        Args:
+            batch: it.
+            num_parts: microbatches that it was cut into.
+            device: where it was trained on.
+            held_bytes: what was allocated there before it; `None` where that is not known.
+        """
+        if self.interval is None or num_parts == 1 or self.limit_elements is None:
+            return
+        self._num_good += 1
+        if self._num_good < self.interval:
+            return
+        self._num_good, self._limit_before_growth = 0, None
+        if self._has_room(device, held_bytes):
+            self._limit_before_growth = self.limit_elements
+            self.limit_elements *= 2
+            _tell(f"{self.interval} batches went well; trying {_sizes(self.size_for(batch))}.")
+
+    def _has_room(self, device: torch.device, held_bytes: int | None) -> bool:
+        """Whether twice of what a step added to the bytes before it would fit; where nothing tells, it is tried."""
+        peak, total = read_peak(device), total_bytes(device)
+        if peak is not None and total is not None and held_bytes is not None:
+            limit = (1 - self._headroom_fraction) * total
+            return 2 * peak.allocated_bytes - held_bytes <= min(limit, self._max_bytes or limit)
+        if self._max_bytes is None:
+            return True
+        if self._latest is None:
+            return False
+        growing = self._latest.by_category["activations"] + self._latest.by_category["temporary"]
+        return self._latest.peak_bytes + growing <= self._max_bytes
+
+    def measured(self, trainer: Any, batch: Any, step: Measurement) -> bool:
+        """Hold a measured step against `max_bytes`; whether something was changed, so that the next is to be measured.
+
+        The step itself has been taken already; what is done holds for the next one.
+        """
+        if self._max_bytes is None:
+            return False
+        self._latest = step
+        if step.peak_bytes <= self._max_bytes:
+            return False
+        self._num_good = 0
+        taken = self._back_to_what_fitted(batch)
+        if taken is None and self._ladder is not None:
+            taken = self._ladder.climb(trainer)
+        if taken is None:
+            with contextlib.suppress(UnsplittableBatchError):
+                taken = self._halve(batch)
+        over = f"{format_bytes(step.peak_bytes)} of `max_bytes` {format_bytes(self._max_bytes)}"
+        _tell(f"a step took {over}; " + (f"from now on {taken}." if taken else "nothing is left to be done."))
+        return taken is not None
+
+
+def free_memory() -> None:
+    """Give back what a failed try has left behind."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def _tell(message: str) -> None:
+    """A line from whichever process it is: each one recovers on its own."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else None
+    rank_zero.log.info(rank_zero.rank_prefixed_message(f"memsave: {message}", rank))
+
+
+def _sizes(size: int | None) -> str:
+    return f"microbatches of at most {size} samples"
 
 
 def _elements_per_sample(batch: Any) -> float:
     return max(1.0, sum(tensor.numel() for tensor in tensors_in(batch)) / max(1, batch_size(batch)))
-
-
-def _nothing_left(trainer: Any, can_cut: bool, error: str) -> str:
-    module = trainer.lightning_module
-    weights = 2 * sum(p.nbytes for p in module.parameters())
-    states = (state for optimizer in trainer.optimizers for state in optimizer.state.values())
-    state_bytes = sum(leaf.nbytes for state in states for leaf in state.values() if isinstance(leaf, torch.Tensor))
-    parts = sorted(
-        [
-            (weights, "weights and gradients", 'sharding them over devices (`strategy="memsave_fsdp"`)'),
-            (state_bytes, "optimizer state", '`optimizer_state="8bit"`'),
-        ],
-        reverse=True,
-    )
-    sizes = ", ".join(f"{name} ({format_bytes(size)})" for size, name, _ in parts)
-    remedies = ", ".join(remedy for _, _, remedy in parts)
-    last = "at one sample per microbatch" if can_cut else "and this batch cannot be cut into microbatches"
-    return (
-        f"Memory runs out {last}, after every exact measure. There are {sizes}; the rest is activations and "
-        f'temporaries. What would save most: `activations="int4"`, {remedies}, shorter samples. Nothing of this batch '
-        f"was applied, and checkpoints are as they were. The error was: {error}"
-    )

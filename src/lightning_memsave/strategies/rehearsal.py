@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.strategies.metrics import MergedMetrics
+from lightning_memsave.techniques.microbatching.batchnorm import unpooled
 
 
 @contextmanager
-def without_a_trace(trainer: Any, module: Any) -> Iterator[None]:
-    """Nothing is logged inside; modes, random state, gradients, buffers, metrics and plain attributes come back."""
-    start, metrics = BatchStart(module, changing=None, accumulates=False), MergedMetrics(module)
+def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[None]:
+    """Nothing is logged or steps; modes, random state, gradients, buffers, metrics and plain attributes come back.
+
+    So do the containers of the batch, of which a step may take things away.
+    """
+    start, metrics = BatchStart(module, changing=None, batch=batch), MergedMetrics(module)
+    metrics.set_aside()
     gradients = {p: p.grad for p in module.parameters()}
     for parameter in gradients:
         parameter.grad = None
     results = vars(trainer._results)
     log_before = results.get("log")  # a loop of ours may have replaced it
     module._current_fx_name, results["log"] = "training_step", lambda *_, **__: None
+    release = trainer.strategy.memsave.release
     try:
-        yield
+        with unpooled(), nullcontext() if release is None else release.rehearsed():
+            yield
     finally:
         del results["log"]
         if log_before is not None:

@@ -91,6 +91,19 @@ def packed(node: Node, name: str) -> Kept | Tensor | None:
     return kept  # type: ignore[no-any-return]  # untyped in torch
 
 
+def kept_by(node: Node) -> Iterator[Tensor]:
+    """The tensors that a node keeps for its backward, as they are kept: nothing is unpacked, no hook runs."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            try:
+                keepers = getattr(node, name)
+                for keeper in keepers if isinstance(keepers, (list, tuple)) else [keepers]:
+                    if isinstance(keeper.data, Tensor):
+                        yield keeper.data
+            except RuntimeError:  # freed by a backward, or nothing was saved
+                continue
+
+
 def storage_key(tensor: Tensor) -> int:
     """The identity of a tensor's storage while it lives."""
     return int(tensor.untyped_storage()._cdata)
@@ -101,8 +114,9 @@ class WeakStorage:
 
     __slots__ = ("_reference",)
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._reference = StorageWeakRef(tensor.untyped_storage())
+    def __init__(self, held: Tensor | torch.UntypedStorage) -> None:
+        storage = held.untyped_storage() if isinstance(held, Tensor) else held
+        self._reference = StorageWeakRef(storage)
 
     @property
     def is_alive(self) -> bool:

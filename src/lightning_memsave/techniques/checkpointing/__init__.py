@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.errors import RefusedRegionError, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.units import parse_bytes
 from lightning_memsave.techniques.checkpointing.selection import Region, select_regions
@@ -211,12 +211,13 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refusal(module: nn.Module, what: str, where: str) -> ValueError:
-    return setting_error(
+    error = setting_error(
         "checkpointing",
         f"must not select a module that {what}, as its forward runs twice",
         f"{type(module).__name__}: {where}",
         "Leave this module out, or select modules inside of it: `Checkpointing(modules=...)`.",
     )
+    return RefusedRegionError(*error.args)
 
 
 # ---------------------------------------------------------------------------------------------------- offload

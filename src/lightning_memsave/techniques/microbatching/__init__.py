@@ -19,7 +19,7 @@ memory on one device. Different here: uneven sizes, sum losses, token weights, l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,10 +27,20 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.techniques.microbatching.reduction import infer_reduction
+from lightning_memsave.core.units import parse_bytes
+from lightning_memsave.techniques.microbatching.batchnorm import PooledBatchNorms, pooled_batchnorm
+from lightning_memsave.techniques.microbatching.reduction import LabelCount, infer_reduction
 from lightning_memsave.techniques.microbatching.split import UnsplittableBatchError, batch_size, split
 
-__all__ = ["Microbatching", "UnsplittableBatchError", "batch_size", "infer_reduction", "microbatches", "split"]
+__all__ = [
+    "LabelCount",
+    "Microbatching",
+    "UnsplittableBatchError",
+    "batch_size",
+    "infer_reduction",
+    "microbatches",
+    "split",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +58,26 @@ class Microbatching:
     """How the loss depends on the batch. `"auto"` evaluates it three times on a few samples of the first batch, in eval
     mode and without gradients; a loss that is neither mean nor sum is run whole, with a warning."""
     weight_fn: Callable[[Any], float] | None = None
-    """The weight of a (micro)batch in a mean, when it is not its number of samples: for example its unpadded tokens."""
+    """The weight of a (micro)batch in a mean, when it is not its number of samples: for example its unpadded tokens,
+    `LabelCount()`. On the first batch it is tried whether losses add up."""
     split_fn: Callable[[Any, int], list[Any]] | None = None
     """Cuts (batch, size) into a list of microbatches, for batches whose structure does not tell."""
     strict: bool = False
     """Raise, instead of warning, when microbatches would change the result (active BatchNorm or dropout)."""
+    batchnorm: Literal["ghost", "running"] = "ghost"
+    """What active BatchNorm normalises a microbatch by: `"ghost"`, its own statistics; `"running"`, the running
+    statistics, after `batchnorm_warmup` batches, which is the same for every size of microbatch. Either way the running
+    statistics are updated once per batch, by those of all its microbatches together."""
+    batchnorm_warmup: int = 100
+    """With `batchnorm="running"`, batches of `"ghost"` before: the running statistics must mean something first."""
+    growth_interval: int | None = 500
+    """With `"auto"`, batches that must go well before microbatches are doubled; twice as many after each failure of
+    that. `None`: they stay small."""
+    headroom_fraction: float = 0.1
+    """With `"auto"`, the fraction of the device's memory that growth leaves free, on devices that tell."""
+    max_bytes: int | str | None = None
+    """With `"auto"`, the peak above which a measured step is held to be too large, as if memory had run out: for
+    devices that never say so. The step itself has been taken; what follows takes less."""
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.size, int) and not isinstance(self.size, bool) and self.size > 0
@@ -67,6 +92,43 @@ class Microbatching:
                 self.reduction,
                 "Use `weight_fn` for others.",
             )
+        self._check_batchnorm()
+        self._check_recovery()
+
+    def _check_batchnorm(self) -> None:
+        if self.batchnorm not in ("ghost", "running"):
+            raise setting_error(
+                "Microbatching.batchnorm", 'must be "ghost" or "running"', self.batchnorm, 'The default is "ghost".'
+            )
+        if not isinstance(self.batchnorm_warmup, int) or self.batchnorm_warmup < 0:
+            raise setting_error(
+                "Microbatching.batchnorm_warmup",
+                "must be a number of batches",
+                self.batchnorm_warmup,
+                "Use 0 to normalise by running statistics from the start.",
+            )
+
+    def _check_recovery(self) -> None:
+        interval = self.growth_interval
+        if interval is not None and (not isinstance(interval, int) or interval < 1):
+            raise setting_error(
+                "Microbatching.growth_interval", "must be a positive integer", interval, "Use `None` to never grow."
+            )
+        if not 0 <= self.headroom_fraction < 1:
+            raise setting_error(
+                "Microbatching.headroom_fraction", "must be in [0, 1)", self.headroom_fraction, "The default is 0.1."
+            )
+        if self.max_bytes is not None:
+            parse_bytes("Microbatching.max_bytes", self.max_bytes)
+            if self.size != "auto":
+                raise setting_error(
+                    "Microbatching.max_bytes", 'needs size="auto", which may choose a size', self.size, "Drop one."
+                )
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Its settings with rows of their own in the compatibility table."""
+        return ("out-of-memory recovery",) if self.size == "auto" else ()
 
     @classmethod
     def from_shorthand(cls, value: object) -> Microbatching:
@@ -101,6 +163,12 @@ class Microbatching:
             return [1.0] * len(parts)
         shares = [float(n) if self.weight_fn is None else float(self.weight_fn(part)) for part, n in parts]
         return [share / sum(shares) for share in shares]
+
+    def pooled_batchnorm(self, model: nn.Module, num_parts: int) -> AbstractContextManager[PooledBatchNorms]:
+        """What is to be around the microbatches of a batch, see `pooled_batchnorm`; whole batches stay alone."""
+        if num_parts == 1 and self.batchnorm == "ghost":
+            return nullcontext(PooledBatchNorms([]))
+        return pooled_batchnorm(model, self.batchnorm, self.batchnorm_warmup)
 
 
 def why_not_exact(model: nn.Module) -> tuple[str, ...]:

@@ -8,10 +8,43 @@ would change what is optimised. Evaluating some samples whole and in uneven part
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
+
+from torch import Tensor
 
 Reduction = Literal["mean", "sum"]
 Finding = Literal["mean", "sum", "either", "neither"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelCount:
+    """The number of labels that count in a batch: the weight of a microbatch when the loss is a mean over tokens.
+
+    For `Microbatching(weight_fn=LabelCount())`. Weighting by samples instead gives tokens in short samples too much
+    (https://github.com/huggingface/transformers/issues/24725).
+
+    Example:
+        >>> import torch
+        >>> labels = torch.tensor([[5, 2, -100], [-100, 7, 7]])
+        >>> LabelCount()({"labels": labels}), LabelCount(shifted=True)({"labels": labels})
+        (4.0, 3.0)
+    """
+
+    key: str | int = "labels"
+    """Where the labels are in the batch: a key of a mapping, an attribute, or a position in a tuple."""
+    ignore_index: int = -100
+    """Labels with this value do not count (torch's and transformers' convention)."""
+    shifted: bool = False
+    """Whether the model drops each sample's first label (next-token prediction), as transformers' causal models."""
+
+    def __call__(self, batch: Any) -> float:
+        """Count."""
+        is_attribute = isinstance(self.key, str) and not hasattr(batch, "__getitem__")
+        labels: Tensor = getattr(batch, str(self.key)) if is_attribute else batch[self.key]
+        if self.shifted:
+            labels = labels[..., 1:]  # [B, T - 1]
+        return float((labels != self.ignore_index).sum())
 
 
 def infer_reduction(

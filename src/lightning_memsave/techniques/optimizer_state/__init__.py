@@ -1,19 +1,23 @@
-"""8-bit optimizer state: the user's optimizer keeps its moments in one byte per element, through bitsandbytes.
+"""Lean optimizer state: the user's optimizer keeps its moments in 8 or 4 bits, and no gradient longer than it must.
 
-What shrinks: each float32 moment, 4 bytes per parameter, becomes a code of 1 byte plus 4 bytes per block of 256: 1.016.
+What shrinks: each float32 moment, 4 bytes per parameter, becomes a code of 1 byte or 0.5 plus 4 bytes per block of 256.
 
-| optimizer            | state, bytes per parameter: before | after |
-|----------------------|-----------------------------------:|------:|
-| AdamW, Adam, LAMB    |                                8.0 | 2.031 |
-| SGD momentum, Lion   |                                4.0 | 1.016 |
-| RMSprop, Adagrad     |                                4.0 | 1.016 |
+| optimizer            | state, bytes per parameter: before | 8bit  | 4bit  |
+|----------------------|-----------------------------------:|------:|------:|
+| AdamW, Adam, LAMB    |                                8.0 | 2.031 | 1.031 |
+| SGD momentum, Lion   |                                4.0 | 1.016 | 0.516 |
+| RMSprop, Adagrad     |                                4.0 | 1.016 | 0.516 |
+
+8 bits are bitsandbytes' optimizers (`kin.py`), 4 bits our own codes around the optimizer's own step (`fourbit.py`, not
+for LAMB). `gradients="release"` steps each parameter inside of backward and frees its gradient (`release.py`).
 
 Parameters below 4096 elements, embeddings and normalisation layers keep float32 state: small, and the ones that suffer
-most from coarse state. Weights and gradients are not touched.
+most from coarse state. Weights are not touched.
 
-Loss class: `changed`: the moments are rounded after every step. Time: on CUDA bitsandbytes' fused kernels; on CPU its
-reference code, which is slower than torch's optimizers, takes up to 20 bytes per element of the largest parameter while
-it steps, and rounds differently from the CUDA kernels. CPU results say nothing about accuracy on a GPU.
+Loss class: `changed`: the moments are rounded after every step; releasing gradients alone is `exact`. Time of 8 bits:
+on CUDA bitsandbytes' fused kernels; on CPU its reference code, which is slower than torch's optimizers, takes up to 20
+bytes per element of the largest parameter while it steps, and rounds differently from the CUDA kernels. CPU results say
+nothing about accuracy on a GPU.
 
 Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (https://arxiv.org/abs/2110.02861).
 Different: the optimizer object stays the same and changes its class, so that LR schedulers and every other reference go
@@ -30,23 +34,35 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import NoEffectWarning, setting_error
-from lightning_memsave.core.report import Applied
+from lightning_memsave.core.report import Applied, worst_loss_class
 from lightning_memsave.numerics.blockwise import num_blocks
 from lightning_memsave.techniques.optimizer_state.conversion import from_plain, to_plain
+from lightning_memsave.techniques.optimizer_state.fourbit import (
+    become_4bit,
+    check_4bit,
+    is_4bit,
+    leave_4bit,
+    moments_of,
+)
 from lightning_memsave.techniques.optimizer_state.kin import become_8bit, become_plain, find_kin, is_8bit
+from lightning_memsave.techniques.optimizer_state.release import GradientRelease
 
 __all__ = [
+    "GradientRelease",
     "OptimizerState",
+    "apply_format",
     "apply_optimizer_state",
     "check_optimizers",
     "estimate_optimizer_state",
     "from_plain",
     "is_8bit",
     "is_low_bit",
+    "release_applied",
     "to_plain",
 ]
 
-FORMATS = ("8bit",)
+FORMATS = ("8bit", "4bit", "32bit")
+GRADIENTS = ("keep", "release")
 _CODE_MAP_BYTES = 256 * 4
 
 
@@ -58,8 +74,10 @@ class OptimizerState:
         ValueError: an unknown format or a negative size.
     """
 
-    format: Literal["8bit"] = "8bit"
-    """How moments are stored."""
+    format: Literal["8bit", "4bit", "32bit"] = "8bit"
+    """How moments are stored; `"32bit"` leaves them to the optimizer."""
+    gradients: Literal["keep", "release"] = "keep"
+    """`"release"`: each parameter steps inside of backward and frees its gradient, so that there is one at a time."""
     min_size: int = 4096
     """Parameters with fewer elements keep float32 state."""
     keep_embeddings_32bit: bool = True
@@ -75,8 +93,27 @@ class OptimizerState:
                 self.format,
                 "Use `False` for none.",
             )
+        if self.gradients not in GRADIENTS:
+            raise setting_error(
+                "OptimizerState.gradients",
+                f"must be one of {', '.join(map(repr, GRADIENTS))}",
+                self.gradients,
+                'The default is "keep".',
+            )
+        if self.format == "32bit" and self.gradients == "keep":
+            raise setting_error(
+                "OptimizerState",
+                "must change something",
+                'format="32bit", gradients="keep"',
+                'Use `optimizer_state=False`, or `gradients="release"`.',
+            )
         if self.min_size < 0:
             raise setting_error("OptimizerState.min_size", "must not be negative", self.min_size, "Use 0 for all.")
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Settings that the compatibility table knows by name."""
+        return ("gradient release",) if self.gradients == "release" else ()
 
     @classmethod
     def from_shorthand(cls, value: object) -> OptimizerState:
@@ -86,7 +123,7 @@ class OptimizerState:
 
 def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its state is low-bit already: ours, or one of bitsandbytes' own."""
-    return is_8bit(optimizer) or type(optimizer).__module__.startswith("bitsandbytes")
+    return is_8bit(optimizer) or is_4bit(optimizer) or type(optimizer).__module__.startswith("bitsandbytes")
 
 
 def parameters_kept_32bit(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> set[Tensor]:
@@ -101,39 +138,83 @@ def parameters_kept_32bit(optimizer: torch.optim.Optimizer, config: OptimizerSta
 
 
 def apply_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> Applied:
-    """Turn `optimizer` into its 8-bit kin, in place, at any time; state that exists is converted.
+    """Change the state of `optimizer`, and release its gradients in backward, as `config` says; in place, at any time.
+
+    State that exists is converted.
 
     Raises:
-        ValueError: there is no kin, or a setting of this optimizer that the kin does not have.
+        ValueError: what the format does not know: an optimizer, or a setting of it.
         ModuleNotFoundError: bitsandbytes is not installed.
     """
+    parts = [] if config.format == "32bit" else [apply_format(optimizer, config, model)]
+    if config.gradients == "release":
+        parts.append(release_applied(GradientRelease([optimizer])))
+
+    def restore() -> None:
+        for part in reversed(parts):
+            part.undo()
+
+    return Applied(
+        technique="optimizer_state",
+        summary="; ".join(part.summary for part in parts),
+        loss_class=worst_loss_class(part.loss_class for part in parts),
+        reasons=tuple(reason for part in parts for reason in part.reasons),
+        restore=restore,
+    )
+
+
+def release_applied(release: GradientRelease | None = None) -> Applied:
+    """What gradient release is, and the way back from `release`."""
+    return Applied(
+        technique="optimizer_state",
+        summary="parameters step inside of backward, which frees each gradient at once",
+        restore=(lambda: None) if release is None else release.remove,
+    )
+
+
+def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> Applied:
+    """The state alone; see `apply_optimizer_state`."""
     if is_low_bit(optimizer):
         import warnings
 
         warnings.warn(f"{type(optimizer).__name__} is a low-bit optimizer already.", NoEffectWarning, stacklevel=2)
         return Applied(technique="optimizer_state", summary=f"{type(optimizer).__name__} is low-bit already")
-    check_optimizers([optimizer], model)
-    name, kin = type(optimizer).__name__, find_kin(optimizer)
+    check_optimizers([optimizer], config, model)
+    name = type(optimizer).__name__
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kept = parameters_kept_32bit(optimizer, config, model)
-    become_8bit(optimizer, kin, kept)
-    num_8bit = sum(p not in kept for p in parameters)
+    num_low_bit = sum(p not in kept for p in parameters)
+    if config.format == "4bit":
+        become_4bit(optimizer, kept)
+        return Applied(
+            technique="optimizer_state",
+            summary=f"{name} keeps 4-bit state for {num_low_bit} of {len(parameters)} parameters",
+            loss_class="changed",
+            reasons=(f"{name}'s moments are rounded to 4 bits",),
+            restore=lambda: leave_4bit(optimizer),
+        )
+    become_8bit(optimizer, find_kin(optimizer), kept)
     device = parameters[0].device.type if parameters else "cpu"
     return Applied(
         technique="optimizer_state",
-        summary=f"{name} keeps 8-bit state for {num_8bit} of {len(parameters)} parameters (bitsandbytes, {device})",
+        summary=f"{name} keeps 8-bit state for {num_low_bit} of {len(parameters)} parameters (bitsandbytes, {device})",
         loss_class="changed",
         reasons=(f"{name}'s moments are rounded to 8 bits",),
         restore=lambda: become_plain(optimizer),
     )
 
 
-def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> None:
+def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], config: OptimizerState, model: nn.Module) -> None:
     """Refuse what cannot become 8-bit, before anything is changed.
 
     Raises:
         ValueError: an optimizer without kin, a setting that the kin lacks, or sparse gradients.
     """
+    if config.format != "8bit":
+        for optimizer in optimizers if config.format == "4bit" else ():
+            if not is_low_bit(optimizer):
+                check_4bit(optimizer)
+        return
     own: set[Tensor] = set()
     for optimizer in optimizers:
         if not is_low_bit(optimizer):
@@ -151,15 +232,24 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], model: nn.Modu
 
 
 def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> int:
-    """Bytes of the 8-bit optimizer's state once every parameter has been stepped; exact."""
-    num_moments = len(find_kin(optimizer).moments)
+    """Bytes of the moments once every parameter has been stepped; exact."""
+    if config.format == "4bit":
+        check_4bit(optimizer)
+        num_moments = len(moments_of(optimizer))
+    else:
+        num_moments = len(find_kin(optimizer).moments)
     kept = parameters_kept_32bit(optimizer, config, model)
-    total, any_8bit = 0, False
+    total, any_low_bit = 0, False
     for group in optimizer.param_groups:
         for p in group["params"]:
             if not p.requires_grad and not optimizer.state.get(p):
                 continue
-            per_moment = 4 * p.numel() if p in kept else p.numel() + 4 * num_blocks(p.numel())
-            any_8bit |= p not in kept
-            total += num_moments * per_moment
-    return total + (num_moments * _CODE_MAP_BYTES if any_8bit else 0)
+            is_kept = p in kept or config.format == "32bit"
+            any_low_bit |= not is_kept
+            total += num_moments * (4 * p.numel() if is_kept else _low_bit_bytes(p.numel(), config.format))
+    return total + (num_moments * _CODE_MAP_BYTES if any_low_bit and config.format == "8bit" else 0)
+
+
+def _low_bit_bytes(num_elements: int, state_format: str) -> int:
+    codes = num_elements if state_format == "8bit" else -(-num_elements // 2)
+    return codes + 4 * num_blocks(num_elements)

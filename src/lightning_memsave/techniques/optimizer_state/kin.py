@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.optimizers import change_class, original
 
 _MEMORY = "_memsave_8bit"
 
@@ -161,7 +161,7 @@ def _class_8bit(class_name: str) -> Any:
             "eps": float(group.get("eps", 0.0)),
             "weight_decay": weight_decay,
             "lr": lr,
-            "optim_bits": 32 if group["params"][pindex] in memory.kept else 8,
+            "optim_bits": 32 if original(group["params"][pindex]) in memory.kept else 8,
             "min_8bit_size": 0,
             "max_unorm": 0.0,
             "skip_zeros": False,
@@ -216,7 +216,7 @@ def become_8bit(optimizer: torch.optim.Optimizer, kin: Kin, kept: set[Tensor]) -
     plain_attributes = frozenset(vars(optimizer))
     plain_state = dict(optimizer.state)
     memory = Memory(plain_class=type(optimizer), plain_attributes=plain_attributes, kin=kin, kept=kept)
-    _change_class(optimizer, kin_class)
+    change_class(optimizer, kin_class)
     vars(optimizer).update({k: v for k, v in vars(donor).items() if k not in plain_attributes})
     vars(optimizer)[_MEMORY] = memory
     load_plain_state(optimizer, plain_state)
@@ -232,34 +232,8 @@ def become_plain(optimizer: torch.optim.Optimizer) -> None:
         p: {name: value if name == "step" else value.to(p.dtype) for name, value in moments.items()}
         for p, moments in plain_state(optimizer).items()
     }
-    _change_class(optimizer, memory.plain_class)
+    change_class(optimizer, memory.plain_class)
     for name in vars(optimizer).keys() - memory.plain_attributes - {"step", "_opt_called"}:
         del vars(optimizer)[name]
     optimizer.state.clear()
     optimizer.state.update(state)
-
-
-def _change_class(optimizer: torch.optim.Optimizer, new: type[torch.optim.Optimizer]) -> None:
-    optimizer.__class__ = new
-    counted = vars(optimizer).pop("step", None)
-    optimizer._patch_step_function()  # torch profiles `step` per class (private, seen in 2.13)
-    if counted is not None:
-        _count_steps_for_schedulers(optimizer)
-
-
-def _count_steps_for_schedulers(optimizer: torch.optim.Optimizer) -> None:
-    """Mark each call of `step`, as a torch LR scheduler does to warn when it is stepped too early.
-
-    The scheduler's own wrapper is bound to the class that was (private attributes, seen in torch 2.13).
-    """
-    method = type(optimizer).step
-    reference = weakref.ref(optimizer)  # an optimizer in a cycle would keep its state until the collector runs
-
-    @functools.wraps(method)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        self: Any = reference()
-        self._opt_called = True  # set and read by torch's schedulers
-        return method(self, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # read by torch's schedulers
-    optimizer.step = step  # type: ignore[method-assign]  # as torch's schedulers do

@@ -1,0 +1,124 @@
+"""Does a setting do what it says on this model? One step with and without it, from the same weights and random numbers.
+
+A step is taken by Lightning's own loop on a copy of the module. Compared are the loss, the gradients that the optimizer
+gets, and the buffers afterwards, by module. The steps that follow tell peak and time.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_memsave.callbacks.memsave import MemSave
+from lightning_memsave.core.verification import Verification
+
+_NUM_STEPS = 8  # the second and the third are measured, the others timed
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+"""Relative differences that rounding alone may make, in gradients of the widest parameters of a model."""
+
+
+def verify(module: L.LightningModule, batch: Any, memsave: MemSave | None = None, *, seed: int = 0) -> Verification:
+    """Compare a training step with and without memory saving.
+
+    Args:
+        module: is copied, not changed.
+        batch: what `training_step` takes.
+        memsave: the settings; by default `MemSave()`.
+        seed: of the random numbers of both.
+
+    Raises:
+        ValueError: the module trains by manual optimization, whose gradients nobody hands out.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> result = verify(BoringModel(), torch.ones(8, 32), MemSave(microbatch=2))
+        >>> result.holds, result.loss_class, result.largest_difference < 1e-6
+        (True, 'exact', True)
+    """
+    if not module.automatic_optimization:
+        raise ValueError(
+            "`verify` needs automatic optimization: under manual optimization no step hands its gradients out."
+        )
+    baseline = MemSave("measure")
+    plain, ours = (_one_run(module, batch, each, seed) for each in (baseline, memsave or MemSave()))
+    return Verification(
+        plain=plain.memsave.report,
+        report=ours.memsave.report,
+        loss_difference=_relative(ours.loss, plain.loss),
+        gradient_differences=_by_module(ours.gradients, plain.gradients),
+        buffer_differences=_by_module(ours.buffers, plain.buffers),
+        tolerance=min(
+            (_TOLERANCE.get(p.dtype, 5e-2) for p in module.parameters() if p.is_floating_point()), default=1e-3
+        ),
+    )
+
+
+class _FirstStep(L.Callback):
+    """Keeps what the first step was about."""
+
+    def __init__(self, memsave: MemSave) -> None:
+        self.memsave = memsave
+        self.gradients: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self.loss = torch.tensor(math.nan)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 0:
+            self.gradients |= {n: p.grad.clone() for n, p in pl_module.named_parameters() if p.grad is not None}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.loss = outputs["loss"].detach().clone()
+            self.buffers = {n: b.clone() for n, b in pl_module.named_buffers() if b.is_floating_point()}
+
+
+def _one_run(module: L.LightningModule, batch: Any, memsave: MemSave, seed: int) -> _FirstStep:
+    first = _FirstStep(memsave)
+    with torch.random.fork_rng():
+        L.seed_everything(seed, verbose=False)
+        trainer = L.Trainer(
+            max_steps=_NUM_STEPS,
+            devices=1,
+            callbacks=[memsave, first],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            limit_val_batches=0,
+        )
+        batches: Any = [batch] * _NUM_STEPS
+        data = DataLoader(batches, batch_size=None)
+        trainer.fit(copy.deepcopy(module), data)
+    return first
+
+
+def _by_module(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> dict[str, float]:
+    """The relative difference of all tensors of each module together; the largest first."""
+    names: dict[str, list[str]] = {}
+    for name in plain.keys() | ours.keys():
+        names.setdefault(name.rpartition(".")[0], []).append(name)
+    found = {
+        owner: _relative(*(_joined([tensors.get(name) for name in sorted(parts)]) for tensors in (ours, plain)))
+        for owner, parts in names.items()
+    }
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _joined(tensors: list[Tensor | None]) -> Tensor:
+    """A tensor that is missing on one side is a difference of its own."""
+    return torch.cat([torch.full((1,), math.inf) if t is None else t.double().flatten().cpu() for t in tensors])
+
+
+def _relative(ours: Tensor, plain: Tensor) -> float:
+    if ours.shape != plain.shape:
+        return math.inf
+    ours, plain = ours.double(), plain.double()
+    difference = float((ours - plain).norm())
+    return difference / float(plain.norm()) if difference else 0.0

@@ -1,0 +1,123 @@
+"""Optimizers that change their class, and an optimizer's own step taken for one parameter at a time.
+
+The one place for torch's private names of optimizers (seen in 2.13): `_patch_step_function`, `step.hooked`,
+`_opt_called` and `_wrapped_by_lr_sched`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.core.errors import setting_error
+
+
+def change_class(optimizer: torch.optim.Optimizer, new: type[torch.optim.Optimizer]) -> None:
+    """Let `optimizer` be of another class, so that every reference to it (schedulers, the trainer) stays good."""
+    optimizer.__class__ = new
+    counted = vars(optimizer).pop("step", None)
+    optimizer._patch_step_function()  # torch profiles `step` per class
+    if counted is not None:
+        _count_steps_for_schedulers(optimizer)
+
+
+def _count_steps_for_schedulers(optimizer: torch.optim.Optimizer) -> None:
+    """Mark each call of `step`, as a torch LR scheduler does to warn when it is stepped too early.
+
+    The scheduler's own wrapper is bound to the class that was.
+    """
+    method = type(optimizer).step
+    reference = weakref.ref(optimizer)  # an optimizer in a cycle would keep its state until the collector runs
+
+    @functools.wraps(method)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        self: Any = reference()
+        self._opt_called = True
+        return method(self, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # read by torch's schedulers
+    optimizer.step = step  # type: ignore[method-assign]  # as torch's schedulers do
+
+
+def bare_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """The `step` of a class without torch's wrapper, which runs the hooks that belong to a whole step."""
+    step: Any = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+class OneParameter(list[dict[str, Any]]):
+    """The parameter groups of an optimizer while it steps a single parameter."""
+
+
+def step_one(
+    step: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor
+) -> None:
+    """Take `step` for `p` of `group` alone.
+
+    Raises:
+        ValueError: the optimizer counts or adapts something in its groups, which would happen once per parameter.
+    """
+    groups, alone = optimizer.param_groups, {**group, "params": [p]}
+    optimizer.param_groups = OneParameter([alone])
+    try:
+        step(optimizer)
+    finally:
+        optimizer.param_groups = groups
+    for key, value in alone.items():
+        if key != "params" and value is not group.get(key) and (isinstance(value, Tensor) or value != group.get(key)):
+            raise setting_error(
+                "optimizer",
+                "must be one that steps each parameter by itself, here",
+                f"{type(optimizer).__name__}, which changes `{key}` of its parameter group",
+                "Use another optimizer, or neither `precision` nor gradient release nor 4-bit state.",
+            )
+
+
+def stand_in(p: Tensor, values: Tensor) -> nn.Parameter:
+    """A parameter with other values that an optimizer steps in place of `p`.
+
+    `p.data` itself must not change its dtype for a step: torch would drop the node that accumulates its gradient, and
+    with it DDP's hooks.
+    """
+    parameter = nn.Parameter(values)
+    parameter.stands_for = p  # type: ignore[attr-defined]  # read by `original`
+    return parameter
+
+
+def original(p: Tensor) -> Tensor:
+    """The parameter that `p` stands in for; `p` itself if it is none."""
+    return getattr(p, "stands_for", p)
+
+
+@contextlib.contextmanager
+def state_moved(optimizer: torch.optim.Optimizer, p: Tensor, other: Tensor) -> Iterator[None]:
+    """Inside, the state of `p` is that of `other`."""
+    state = optimizer.state
+    if p in state:
+        state[other] = state.pop(p)
+    try:
+        yield
+    finally:
+        if other in state:
+            state[p] = state.pop(other)
+
+
+def check_steps_parameters_alone(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Refuse optimizers that look at all parameters at once.
+
+    Raises:
+        ValueError: it is one of those.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise setting_error(
+            name,
+            "needs an optimizer that steps each parameter by itself",
+            type(optimizer).__name__,
+            "Use AdamW or SGD.",
+        )

@@ -1,0 +1,85 @@
+"""Growth and post-mortems as text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+
+from lightning_memsave.core.units import format_bytes
+from lightning_memsave.memory.alive import Alive
+from lightning_memsave.memory.growth import Growth
+from lightning_memsave.memory.ledger import Measurement
+
+_MAX_LINES = 12  # of each list: a page, not a book
+
+_REMEDIES: Mapping[str, Sequence[tuple[str, str]]] = {
+    "activations": (
+        ("microbatching", '`microbatch="auto"` (runs the batch in parts)'),
+        ("checkpointing", '`checkpointing="sqrt"` (computes them again)'),
+        ("activation_compression", '`activations="exact"` or `"int4"` (keeps them in fewer bytes)'),
+    ),
+    "optimizer_state": (("optimizer_state", '`optimizer_state="8bit"` (a quarter of 32 bits)'),),
+    "weights": (("", '`strategy="memsave_fsdp"` (shards them over devices)'),),
+    "gradients": (("early_zero_grad", "`MemSave()` (frees them before the forward pass)"),),
+    "data": (("", "a smaller `batch_size` in the DataLoader"),),
+}
+"""By category: the technique's stem and what a user writes."""
+
+
+def growth_text(growth: Growth) -> str:
+    """What grows, and the tensors or lines behind it, largest first."""
+    figures = " -> ".join(map(format_bytes, growth.figures_bytes))
+    if growth.what == "peak":
+        lines = [f"  {format_bytes(size)} more made at {line}" for line, size in growth.by_line]
+        head = f"memsave: the peak has grown in each of the last {len(growth.figures_bytes)} measured steps: {figures}."
+        return "\n".join([head, *lines[:_MAX_LINES]])
+    head = f"memsave: tensors stay alive after the step, more with each measured step: {figures}."
+    lines = [
+        f"  {kind.count} x {_kind(kind.shape, kind.dtype)}, {format_bytes(kind.num_bytes)}, made at {kind.line}"
+        for kind in growth.tensors
+    ]
+    tail = "A list that is appended to? `.detach()` and `.item()` let go of the graph; metrics are freed by `reset()`."
+    return "\n".join([head, *lines[:_MAX_LINES], tail])
+
+
+def post_mortem_text(kinds: Sequence[Alive], applied: Collection[str], measured: Measurement | None, error: str) -> str:
+    """What was alive when memory ran out, largest first, and what would help.
+
+    Args:
+        kinds: what is alive.
+        applied: stems of the techniques that are on.
+        measured: the failing step up to the error, if it was being measured, or else the highest one before it.
+        error: what was raised.
+    """
+    return "\n".join(_post_mortem(kinds, applied, measured, error))
+
+
+def _post_mortem(
+    kinds: Sequence[Alive], applied: Collection[str], measured: Measurement | None, error: str
+) -> Iterator[str]:
+    totals: Counter[str] = Counter()
+    for kind in kinds:
+        totals[kind.category] += kind.num_bytes
+    split = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in totals.most_common())
+    yield f"memsave: out of memory. {error.partition(chr(10))[0]}"
+    yield f"Alive now: {format_bytes(totals.total())} in tensors ({split})."
+    for kind in kinds[:_MAX_LINES]:
+        name, what = kind.category.replace("_", " "), _kind(kind.shape, kind.dtype)
+        yield f"  {format_bytes(kind.num_bytes):>10}  {name}, {kind.where}: {kind.count} x {what}"
+    if rest := kinds[_MAX_LINES:]:
+        yield f"  {format_bytes(sum(kind.num_bytes for kind in rest)):>10}  {len(rest)} smaller kinds"
+    if measured is not None and measured.by_line:
+        yield f"Highest measured step: {format_bytes(measured.peak_bytes)}. Its peak was made at:"
+        for line, size in list(measured.by_line.items())[:_MAX_LINES]:
+            yield f"  {format_bytes(size):>10}  {line}"
+    yield "What would help, with what it works on:"
+    for category, size in totals.most_common():
+        for stem, remedy in _REMEDIES.get(category, ()):
+            if stem not in applied:
+                yield f"  {format_bytes(size):>10}  {category.replace('_', ' ')}: {remedy}"
+
+
+def _kind(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -1,0 +1,241 @@
+"""Runs from disk: what the loggers of a training wrote, as one kind of object.
+
+A run is read from a W&B run folder, from the folder of Lightning's CSV logger, or from the JSON that `Run.to_json`
+writes. Figures are taken as they were logged: the report is the row with the highest peak, and every other figure is
+the last one that was logged, so that a killed run keeps what it had.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.report import CATEGORIES, MemoryReport, Timeline
+from lightning_memsave.reporting.wandb import TIMELINE
+from lightning_memsave.reporting.wandb_file import DamagedLogError, read_log
+
+FORMAT = "lightning-memsave run 1"
+_REMEDY = (
+    "Name a W&B run folder or its `.wandb` file, a folder with Lightning's `metrics.csv`, a JSON file of "
+    "`Run.to_json`, or a folder that holds such runs."
+)
+_STEP = ("step", "trainer/global_step")  # Lightning's x-axis in the CSV file and in W&B
+_NUM_MEASURED = "memsave/num_steps_measured"  # only in the row that repeats the final figures
+_TIMELINE_PATH = f"{TIMELINE}_table.path"
+_NOT_A_METRIC = re.compile(r"epoch|step|trainer/.*|_.*|memsave/.*|lr-.*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training, as far as it can be compared with another.
+
+    Example:
+        >>> run = Run(name="small", report=MemoryReport(peak_bytes=3), metrics={"test/accuracy": 0.5})
+        >>> Run.from_json(run.to_json()) == run
+        True
+    """
+
+    name: str
+    report: MemoryReport
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The user's own figures, the last value of each."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    peaks: tuple[tuple[int, int], ...] = ()
+    """Step and peak bytes of each measured step."""
+    loss_class: str | None = None
+    """The worst loss class that happened; `None` where the logger cannot say (CSV)."""
+    applied: tuple[str, ...] = ()
+    """What the techniques did, one line each."""
+
+    def to_json(self) -> str:
+        """The run as a JSON document that `read_runs` and `from_json` read."""
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return json.dumps({"format": FORMAT, **values, "report": self.report.as_dict()}, indent=1, default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> Run:
+        """The run that `to_json` wrote.
+
+        Raises:
+            ValueError: the text is something else.
+        """
+        try:
+            values = json.loads(text)
+            if values.pop("format") != FORMAT:
+                raise KeyError("format")
+            report = MemoryReport.from_dict(values.pop("report"))
+            peaks = tuple((step, peak) for step, peak in values.pop("peaks"))
+            return cls(**{**values, "report": report, "peaks": peaks, "applied": tuple(values["applied"])})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise setting_error("text", f"must be a {FORMAT!r}", text[:40], "Write it with `Run.to_json`.") from error
+
+
+def run_of(
+    name: str,
+    report: MemoryReport,
+    metrics: Mapping[str, float] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Run:
+    """A run of this process."""
+    return Run(
+        name=name,
+        report=report,
+        metrics=metrics or {},
+        config=config or {},
+        loss_class=report.loss_class,
+        applied=tuple(f"{a.technique}: {a.summary}" for a in report.applied),
+    )
+
+
+def read_runs(paths: Iterable[Path]) -> list[Run]:
+    """Read every run that `paths` name, in their order; runs of one name are numbered.
+
+    Raises:
+        ValueError: a path holds no run, or there is none at all.
+    """
+    found = [_read(source) for path in paths for source in _sources(path)]
+    if not found:
+        raise setting_error("run", "must be given", [], _REMEDY)
+    times: dict[str, int] = {}
+    runs = []
+    for run in found:
+        times[run.name] = times.get(run.name, 0) + 1
+        number = times[run.name]
+        runs.append(run if number == 1 else dataclasses.replace(run, name=f"{run.name} ({number})"))
+    return runs
+
+
+def _sources(path: Path) -> Sequence[Path]:
+    """The files behind a path: the file itself, or what is found in a folder."""
+    if path.is_file():
+        return [path]
+    for pattern in ("run-*.wandb", "metrics.csv"):  # the folder of one run
+        if here := sorted(path.glob(pattern)):
+            return here
+    inside = [*path.glob("**/*run-*/run-*.wandb"), *path.glob("**/metrics.csv")]
+    if not inside:
+        raise setting_error("run", "must be a file or folder with a run", str(path), _REMEDY)
+    return sorted(inside)
+
+
+def _read(path: Path) -> Run:
+    try:
+        if path.suffix == ".wandb":
+            return _read_wandb(path)
+        if path.suffix == ".csv":
+            return _read_csv(path)
+        if path.suffix == ".json":
+            return Run.from_json(path.read_text("utf-8"))
+    except (DamagedLogError, UnicodeDecodeError, csv.Error, yaml.YAMLError) as error:
+        raise setting_error("run", "must be whole", f"{path} ({error})", _REMEDY) from error
+    except ValueError as error:
+        raise setting_error("run", "must be a run", str(path), f"{error}") from error
+    raise setting_error("run", "must be a `.wandb`, `.csv` or `.json` file", str(path), _REMEDY)
+
+
+def _read_wandb(path: Path) -> Run:
+    log = read_log(path)
+    run = _from_rows(log.name or path.stem, log.history, log.config)
+    tables = [row[_TIMELINE_PATH] for row in log.history if _TIMELINE_PATH in row]
+    return dataclasses.replace(
+        run,
+        report=dataclasses.replace(
+            run.report, timeline=_timeline(path.parent / "files" / tables[-1]) if tables else None
+        ),
+        loss_class=log.summary.get("memsave/loss_class"),
+        applied=tuple(log.summary.get("memsave/applied", ())),
+    )
+
+
+def _timeline(path: Path) -> Timeline | None:
+    """The chart's table is a file beside the log, where it still is."""
+    if not path.is_file():
+        return None
+    lines: dict[str, dict[int, int]] = {category: {} for category in CATEGORIES}
+    for event, category, num_bytes in json.loads(path.read_text("utf-8"))["data"]:
+        lines[category][event] = num_bytes
+    by_category = {category: tuple(line.values()) for category, line in lines.items()}
+    return Timeline(events=tuple(lines[CATEGORIES[0]]), by_category=by_category)
+
+
+def _read_csv(path: Path) -> Run:
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [{name: _number(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
+    if not any("step" in row for row in rows):
+        raise DamagedLogError("no column `step` with figures, as Lightning's CSV logger writes it")
+    settings = path.with_name("hparams.yaml")
+    config = yaml.load(settings.read_text("utf-8"), _Loader) if settings.is_file() else None
+    folder = path.parent.resolve()
+    name = f"{folder.parent.name}/{folder.name}"
+    return _from_rows(name, rows, config if isinstance(config, dict) else {})
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml is untyped
+    """Plain data only. Lightning writes Python's types with tags, for example of tuples: their text is kept."""
+
+
+_Loader.add_multi_constructor("", lambda loader, tag, node: _plain(loader, node))
+
+
+def _plain(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return loader.construct_mapping(node, deep=True)
+    if isinstance(node, yaml.SequenceNode):
+        return loader.construct_sequence(node, deep=True)
+    return str(node.value)
+
+
+def _number(text: object) -> Any:
+    """Whole numbers stay whole: a float holds only 53 bits."""
+    try:
+        return int(str(text)) if re.fullmatch(r"-?\d+", str(text)) else float(str(text))
+    except ValueError:
+        return text
+
+
+def _from_rows(name: str, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> Run:
+    last: dict[str, Any] = {}
+    for row in rows:
+        last.update((key, value) for key, value in row.items() if isinstance(value, (int, float)))
+    measured = [row for row in rows if _is_measured(row)]
+    steps = [row for row in measured if _NUM_MEASURED not in row]
+    report = MemoryReport(
+        workspace_bytes=last.get("memsave/workspace_bytes"),
+        reserved_bytes=last.get("memsave/reserved_bytes"),
+        microbatch_size=last.get("memsave/microbatch_size"),
+        num_oom_recovered=last.get("memsave/num_oom_recovered"),
+        step_seconds=last.get("memsave/step_seconds"),
+        samples_per_second=last.get("memsave/samples_per_second"),
+        num_steps_measured=last.get(_NUM_MEASURED, len(steps)),
+    )
+    if measured:
+        highest = max(measured, key=lambda row: int(row["memsave/peak_bytes"]))
+        peak = int(highest["memsave/peak_bytes"])
+        factor = highest.get("memsave/factor")
+        report = dataclasses.replace(
+            report,
+            peak_bytes=peak,
+            by_category={c: int(highest[f"memsave/peak_{c}_bytes"]) for c in CATEGORIES},
+            baseline_peak_bytes=None if factor is None else round(factor * peak),  # exact: both are whole numbers
+            baseline_source=None if factor is None else "measured",
+        )
+    metrics = {key: value for key, value in last.items() if not _NOT_A_METRIC.fullmatch(key) and math.isfinite(value)}
+    return Run(name=name, report=report, metrics=metrics, config=config, peaks=tuple(map(_peak, steps)))
+
+
+def _is_measured(row: Mapping[str, Any]) -> bool:
+    return all(f"memsave/peak_{category}_bytes" in row for category in CATEGORIES)
+
+
+def _peak(row: Mapping[str, Any]) -> tuple[int, int]:
+    return int(next((row[name] for name in _STEP if name in row), 0)), int(row["memsave/peak_bytes"])

@@ -1,0 +1,89 @@
+"""DDP where a batch may be run again: no process waits for another before its own batch is done.
+
+DDP averages gradients while the last backward runs, and sends rank 0's buffers out in the next forward. A process that
+ran out of memory in between could not start over: the others are waiting for it. Here both happen once, outside of what
+may be repeated: buffers before the first try, gradients after the last. Each process may then cut its batch as it
+needs. The price: communication no longer overlaps with backward, and DDP's communication hooks are not called.
+
+DDP's private names (torch 2.13) stand here; `tests/strategies/test_ddp.py` fails when they move.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_BUCKET_BYTES = 25 * 2**20  # as DDP's own
+
+
+class LateReduction:
+    """The exchange of one batch.
+
+    Args:
+        ddp: the wrapped model; its buffers are sent out now, if they are due.
+        steps: whether the optimizer steps after this batch; gradients stay local while they accumulate.
+    """
+
+    def __init__(self, ddp: nn.parallel.DistributedDataParallel, steps: bool) -> None:
+        self._ddp, self._steps = ddp, steps
+        self.has_begun = False
+        """Whether gradients are on their way, after which a batch cannot be run again."""
+        if ddp.will_sync_module_buffers():
+            ddp._sync_buffers()
+        ddp.require_forward_param_sync = False
+
+    def finish(self) -> None:
+        """Average the gradients over all processes; once."""
+        if self.has_begun:
+            return
+        self.has_begun = True
+        self._ddp.require_forward_param_sync = self._steps
+        if self._steps:
+            _average_gradients(self._ddp)
+
+
+def num_collectives() -> int:
+    """How many collectives this process has taken part in; 0 without a process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0
+    world: Any = dist.group.WORLD
+    return int(world._get_sequence_number_for_group())
+
+
+def _average_gradients(ddp: nn.parallel.DistributedDataParallel) -> None:
+    group, parameters = ddp.process_group, [p for p in ddp.parameters() if p.requires_grad]
+    # Which parameters had no gradient on any process: they keep none, as with `find_unused_parameters`.
+    has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=ddp.device)
+    dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=group)
+    gradients = [_gradient_of(p) for p, found in zip(parameters, has_gradient.tolist(), strict=True) if found]
+    world_size = dist.get_world_size(group)
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.flatten() for gradient in bucket]) if len(bucket) > 1 else bucket[0].flatten()
+        dist.all_reduce(flat.div_(world_size), group=group)
+        for gradient, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def _gradient_of(parameter: Any) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    elif parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense()  # processes differ in the rows that they have
+    gradient: Tensor = parameter.grad
+    return gradient
+
+
+def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
+    """Gradients of one dtype and device, up to `_BUCKET_BYTES` together."""
+    buckets: list[list[Tensor]] = []
+    for gradient in sorted(gradients, key=lambda g: (str(g.dtype), str(g.device))):
+        latest = buckets[-1] if buckets else []
+        fits = sum(g.nbytes for g in latest) + gradient.nbytes <= _BUCKET_BYTES
+        if latest and fits and (latest[0].dtype, latest[0].device) == (gradient.dtype, gradient.device):
+            latest.append(gradient)
+        else:
+            buckets.append([gradient])
+    return buckets

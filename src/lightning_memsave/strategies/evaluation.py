@@ -1,0 +1,76 @@
+"""Validation, test and prediction when memory runs out: the same batch again, in smaller parts.
+
+Nothing is kept for a backward pass here, so there is nothing to do but to cut. Logs, torchmetrics and what the step
+returns are merged as in training; a logged tensor counts as a mean over samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from lightning_memsave.strategies.batch_start import BatchStart
+from lightning_memsave.strategies.logs import DeferredLogs
+from lightning_memsave.strategies.loop_state import LoopState, has_samples
+from lightning_memsave.strategies.metrics import MergedMetrics
+from lightning_memsave.strategies.namespaces import internals, namespace_of
+from lightning_memsave.strategies.out_of_memory import OutOfMeasuresError, is_out_of_memory
+from lightning_memsave.strategies.outputs import detached, merge_outputs
+from lightning_memsave.strategies.recovery import free_memory
+from lightning_memsave.techniques.microbatching import UnsplittableBatchError
+
+
+def evaluate(trainer: Any, state: LoopState, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run `step(*args)`, a validation, test or prediction step on `args[0]`; again in parts when memory runs out.
+
+    Raises:
+        OutOfMeasuresError: the batch cannot be cut further, or what a failed try has done cannot be undone.
+    """
+    recovery, batch = state.evaluation, args[0]
+    if recovery is None:
+        return step(*args)
+    while True:
+        start = BatchStart(trainer.lightning_module, recovery.changing, "watched", batch)
+        try:
+            parts = _parts(state, batch)
+            result = _run(trainer, step, args, parts)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason, why_final = str(error), start.why_final()
+        else:
+            recovery.changing = start.changed_buffers() if recovery.changing is None else recovery.changing
+            recovery.succeed(batch, len(parts), trainer.strategy.root_device, None)
+            return result
+        start.restore()
+        free_memory()
+        what = f"a batch of {trainer.state.stage.value}"
+        if why_final is None and not recovery.shrink(trainer, batch, has_samples(batch), what):
+            why_final = "it has one sample, or its samples cannot be told apart"
+        if why_final is not None:
+            raise OutOfMeasuresError(f"Memory ran out in {what}, which cannot be cut: {why_final}. {reason}")
+
+
+def _parts(state: LoopState, batch: Any) -> list[tuple[Any, float]]:
+    assert state.evaluation is not None, "asked before"
+    try:
+        return state.sized_for(batch, state.evaluation).parts(batch)
+    except UnsplittableBatchError:
+        return [(batch, 0.0)]
+
+
+def _run(trainer: Any, step: Callable[..., Any], args: tuple[Any, ...], parts: list[tuple[Any, float]]) -> Any:
+    results, outputs = trainer._results, []
+    log = internals(namespace_of(trainer)).ResultCollection.log
+    logs = DeferredLogs(results, log) if results is not None else None  # prediction logs nothing
+    with logs or nullcontext(), MergedMetrics(trainer.lightning_module):
+        for part, num_samples in parts:
+            if logs is not None:
+                logs.begin(part, num_samples)
+            output = step(part, *args[1:])
+            outputs.append({"output": output if len(parts) == 1 else detached(output)})
+    if logs is not None:
+        logs.flush(args[0], [None] * len(parts), "mean")
+    merged = merge_outputs(outputs, [n for _, n in parts])
+    return merged["output"]

@@ -1,0 +1,195 @@
+"""What the optimization loop knows across the batches of one run: how to cut, what the loss is, what was recovered."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+from lightning_memsave.core.errors import MicrobatchWarning, NoEffectWarning, NotLosslessWarning, setting_error
+from lightning_memsave.core.report import Applied
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.strategies.probe import ProbeResult, infer_module_reduction
+from lightning_memsave.strategies.recovery import Ladder, Recovery
+from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
+from lightning_memsave.techniques.microbatching import (
+    Microbatching,
+    UnsplittableBatchError,
+    batch_size,
+    why_not_exact,
+)
+from lightning_memsave.techniques.microbatching.reduction import Reduction
+
+
+class LoopState:
+    """What the loop knows across the batches of one run.
+
+    Args:
+        recipe: what is switched on.
+        ladder: the exact measures against too little memory.
+    """
+
+    def __init__(self, recipe: Recipe, ladder: Ladder | None = None) -> None:
+        self.recipe = recipe
+        self.microbatching = recipe.get(Microbatching)
+        self.is_default = Microbatching in recipe.by_default
+        self.recovery = self.evaluation = None
+        if self.microbatching is not None and self.microbatching.size == "auto":
+            self.recovery = Recovery(self.microbatching, ladder)
+            self.evaluation = Recovery(self.microbatching)  # has no activations to spare: it only cuts
+        self.zero_grad_first = recipe.get(EarlyZeroGrad) is not None
+        self.reduction: Reduction | None = None
+        self._applied: Applied | None = None
+        self._given_up = self._warned = False
+        self._num_whole = 0
+
+    @property
+    def applied(self) -> Applied | None:
+        """What microbatching did; `None` until a batch was cut."""
+        if self._applied is None:
+            return None
+        reduction = f" ({self.reduction} loss)" if self.reduction else ""
+        size = f" of at most {self.size} samples" if self.size is not None else ""
+        summary = f"{self._applied.summary}{size}{reduction}"
+        if self._num_whole:
+            summary += f"; {self._num_whole} batches ran whole"
+        return dataclasses.replace(self._applied, summary=summary)
+
+    @property
+    def size(self) -> int | None:
+        """Samples per microbatch now."""
+        if self.recovery is not None:
+            return self.recovery.size
+        return self.microbatching.size if self.microbatching is not None else None  # type: ignore[return-value]
+
+    def microbatches(self, trainer: Any, kwargs: dict[str, Any]) -> list[tuple[Any, float]]:
+        """The microbatches of `kwargs["batch"]`; only the batch itself when it cannot or need not be cut."""
+        batch = kwargs.get("batch")
+        if self.microbatching is None or self._given_up:
+            return [(batch, 0)]
+        try:
+            config = self.sized_for(batch, self.recovery)
+            parts = config.parts(batch)
+        except UnsplittableBatchError as error:
+            self._run_whole(f"A batch is run whole: {error}")
+            return [(batch, 0)]
+        if len(parts) > 1 and self.reduction is None:
+            self.reduction = self._find_reduction(trainer, kwargs, config, parts)
+            if self.reduction is None:
+                return [(batch, 0)]
+        if self._applied is None and self.runs_in_parts(parts):
+            self._applied = self._describe(trainer.lightning_module, config, "batches run")
+        return parts
+
+    def runs_in_parts(self, parts: list[tuple[Any, float]]) -> bool:
+        """Whether a batch is not run as without microbatching."""
+        return len(parts) > 1 or (self.microbatching is not None and self.microbatching.batchnorm == "running")
+
+    def sized_for(self, batch: Any, recovery: Recovery | None) -> Microbatching:
+        """The settings, with a number of samples that suits this batch where one has been learned."""
+        assert self.microbatching is not None
+        size = None if recovery is None else recovery.size_for(batch)
+        return (
+            self.microbatching if size is None else dataclasses.replace(self.microbatching, size=size, max_bytes=None)
+        )
+
+    def can_cut(self, batch: Any) -> bool:
+        """Whether smaller microbatches of this batch are possible, as far as is known."""
+        return not self._given_up and has_samples(batch)
+
+    @property
+    def num_recovered(self) -> int | None:
+        """How often memory ran out and the batch was run again; `None` without recovery."""
+        if self.recovery is None or self.evaluation is None:
+            return None
+        return self.recovery.num_recovered + self.evaluation.num_recovered
+
+    def _find_reduction(
+        self, trainer: Any, kwargs: dict[str, Any], config: Microbatching, parts: list[tuple[Any, float]]
+    ) -> Reduction | None:
+        if config.reduction != "auto":
+            return config.reduction
+        result = infer_module_reduction(trainer, kwargs, int(sum(n for _, n in parts)), config)
+        if config.weight_fn is not None:
+            self._check_weights(result)
+            return "mean"
+        if result.why_not:
+            self._given_up = True  # no other batch would tell
+            self._run_whole(
+                f"Batches are not cut into microbatches: {result.why_not} For a mean over something else than samples "
+                "pass `Microbatching(weight_fn=...)`, for samples that belong together `split_fn=...`; if you know "
+                'better, `reduction="mean"` or `"sum"`.'
+            )
+        elif result.reduction is None:
+            self._run_whole(
+                "A batch is run whole: its loss is zero, which does not tell a mean from a sum. "
+                '`Microbatching(reduction="mean")` or `"sum"` does.'
+            )
+        return result.reduction
+
+    @staticmethod
+    def _check_weights(result: ProbeResult) -> None:
+        if result.reduction == "mean" or not (result.why_not or result.reduction):
+            return
+        warnings.warn(
+            "`Microbatching.weight_fn` must give weights under which the losses of microbatches average to the loss of "
+            f"the batch, but in the first one they do not: {result.why_not or 'the loss is their sum.'} Gradients will "
+            'differ from those of the whole batch. `reduction="mean"` takes the weights unseen.',
+            MicrobatchWarning,
+            stacklevel=2,
+        )
+
+    def used_by_hand(self, module: Any, num_parts: int) -> None:
+        """`microbatches(batch)` was called inside `training_step`."""
+        if self.microbatching is not None and num_parts > 1 and self._applied is None:
+            self._applied = self._describe(module, self.microbatching, "training_step takes its batches")
+
+    def warn_if_unused(self, module: Any) -> None:
+        """Manual optimization cuts its batches itself; say so when it did not."""
+        is_refused = self.recovery is not None
+        if self.microbatching is None or is_refused or self.applied is not None:
+            return
+        if not module.automatic_optimization:
+            warnings.warn(
+                "microbatch had no effect: with manual optimization, iterate `for part, weight in "
+                "lightning_memsave.microbatches(batch)` inside `training_step`.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+
+    def _run_whole(self, warning: str) -> None:
+        self._num_whole += 1
+        if not self._warned:
+            self._warned = True
+            warnings.warn(warning, MicrobatchWarning, stacklevel=2)
+
+    def _describe(self, module: Any, config: Microbatching, what: str) -> Applied:
+        modules = why_not_exact(module)
+        named = ", ".join(modules[:5]) + (f" and {len(modules) - 5} more" if len(modules) > 5 else "")
+        if modules and config.strict:
+            raise setting_error(
+                "Microbatching.strict",
+                "forbids microbatches for a model whose result they change",
+                named,
+                "Put these modules in eval mode, replace BatchNorm by GroupNorm, or drop `strict=True`.",
+            )
+        if modules and self.recipe.name == "lossless":
+            warnings.warn(
+                f"Microbatches change the result of this model: {named}. `Microbatching(strict=True)` refuses instead.",
+                NotLosslessWarning,
+                stacklevel=2,
+            )
+        return Applied(
+            technique="microbatching",
+            summary=f"{what} in parts",
+            loss_class="changed" if modules else "exact",
+            reasons=(f"microbatches change the result of {named}",) if modules else (),
+        )
+
+
+def has_samples(batch: Any) -> bool:
+    """Whether a batch has more than one sample, and tells which they are."""
+    try:
+        return batch_size(batch) > 1
+    except UnsplittableBatchError:
+        return False

@@ -1,0 +1,86 @@
+"""Memory that ran out: how to tell it from other errors, and what to say about it."""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch.utilities.memory import is_oom_error
+
+from lightning_memsave.core.units import format_bytes
+from lightning_memsave.memory.allocator import read_current
+from lightning_memsave.memory.ledger import Measurement
+
+_MESSAGES = (
+    "out of memory",
+    "defaultcpuallocator: can't allocate memory",
+    "defaultcpuallocator: not enough memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "ur_result_error_out_of_device_memory",
+    "ur_result_error_out_of_host_memory",
+)
+_FRAGMENTED_FRACTION = 0.1  # of the reserved bytes
+
+# What takes the bytes, and the setting that shrinks it most.
+_REMEDIES = {
+    "activations": '`activations="int4"` or shorter samples',
+    "temporary": "shorter samples",
+    "weights": 'sharding over devices (`strategy="memsave_fsdp"`)',
+    "gradients": 'sharding over devices (`strategy="memsave_fsdp"`)',
+    "optimizer_state": '`optimizer_state="8bit"`',
+    "data": "smaller batches",
+}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: torch's class, Python's, or the texts of CUDA, cuDNN, XPU and CPU.
+
+    >>> is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."))
+    True
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and (is_oom_error(error) or any(m in text for m in _MESSAGES))
+
+
+class OutOfMeasuresError(torch.OutOfMemoryError):
+    """Memory ran out, and there is nothing left to do about it."""
+
+
+def fragmentation(device: torch.device) -> str:
+    """What the allocator of `device` holds, and what to do when much of that is in pieces; empty where it is unknown.
+
+    Call it while the failed step is still alive: what was allocated then says how much was in use.
+    """
+    held = read_current(device)
+    if held is None:
+        return ""
+    unused = held.reserved_bytes - held.allocated_bytes
+    text = f" Allocated are {format_bytes(held.allocated_bytes)} of {format_bytes(held.reserved_bytes)} reserved."
+    if unused > _FRAGMENTED_FRACTION * held.reserved_bytes:
+        text += (
+            f" The other {format_bytes(unused)} lie between tensors, in pieces: start the program with "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True."
+        )
+    return text
+
+
+def nothing_left(module: torch.nn.Module, last_try: Measurement, can_cut: bool, error: str) -> str:
+    """The message when every measure is taken.
+
+    Args:
+        module: the model.
+        last_try: what was alive at its highest point.
+        can_cut: whether smaller microbatches were possible at all.
+        error: what the allocator said.
+    """
+    found = {name: size for name, size in last_try.by_category.items() if size}
+    largest_first = sorted(found, key=found.__getitem__, reverse=True)
+    alive = ", ".join(f"{name} {format_bytes(found[name])}" for name in largest_first)
+    remedies = list(dict.fromkeys(_REMEDIES[name] for name in largest_first))
+    last = "at one sample per microbatch" if can_cut else "and this batch cannot be cut into microbatches"
+    return (
+        f"Memory runs out {last}, after every exact measure. At its highest point the last try of "
+        f"{type(module).__name__} held: {alive}. What would save most, in this order: {', '.join(remedies)}. Nothing "
+        f"of this batch was applied, and checkpoints are as they were. The error was: {error}"
+    )

@@ -1,0 +1,206 @@
+"""What one strategy knows about its run: the recipe, what came of it, and what is left to be done about memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any
+
+from lightning_memsave.core.compatibility import check_compatibility
+from lightning_memsave.core.report import Applied
+from lightning_memsave.memory.ledger import Measurement
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.strategies.activations import ForwardScope
+from lightning_memsave.strategies.loop_state import LoopState
+from lightning_memsave.strategies.planning import PlannedCheckpointing
+from lightning_memsave.strategies.sparsifying import Sparsifying
+from lightning_memsave.strategies.ways import ways_of_training
+from lightning_memsave.techniques.activation_compression import ActivationCompression
+from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_vault
+from lightning_memsave.techniques.low_precision import Weights
+from lightning_memsave.techniques.optimizer_state import GradientRelease
+from lightning_memsave.techniques.registry import TECHNIQUES
+from lightning_memsave.techniques.sparsity import Sparsity
+from lightning_memsave.vault.inputs import keeping_inputs_in
+from lightning_memsave.vault.vault import Vault
+
+
+class MemSaveState:
+    """What one strategy knows about its run: the recipe and what came of it."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.loop = LoopState(recipe, self)
+        self.changes: list[Applied] = []
+        self.weights: Weights | None = None
+        self.release: GradientRelease | None = None
+        self.forward_scope: ForwardScope | None = None
+        self.planned: PlannedCheckpointing | None = None
+        self.region_inputs: Vault | None = None
+        self.sparsifying: Sparsifying | None = None
+        self._saved_sparsity: Any = None
+        self._num_measures = self._num_learned = 0
+        self.started = False
+
+    def begin(self, recipe: Recipe) -> None:
+        """A fit begins, with what is left of the recipe in this way of training."""
+        self.started = True
+        if recipe != self.recipe:
+            self.recipe, self.loop = recipe, LoopState(recipe, self)
+
+    def after(self, previous: MemSaveState | None) -> MemSaveState:
+        """This state, with what recovery learned in an earlier fit."""
+        self.learn({} if previous is None else previous.learned())
+        return self
+
+    def make_regions(self, trainer: Any, config: Checkpointing) -> None:
+        """Make the regions that are known, or see to it that the first batch is rehearsed."""
+        if config.needs_a_plan:
+            self.planned = PlannedCheckpointing(trainer, config)
+        else:
+            self.changes.append(apply_checkpointing(trainer.lightning_module, config))
+        self.region_inputs = input_vault() if config.offload else None
+
+    def sparsify(self, trainer: Any, config: Sparsity) -> Sparsifying:
+        """Make layers sparse, as they were in the run that is resumed."""
+        self.sparsifying = Sparsifying(trainer, config, self._saved_sparsity)
+        self.changes.append(self.sparsifying.applied)
+        return self.sparsifying
+
+    def state_dict(self) -> dict[str, Any]:
+        """What recovery has found out and which weights live, for a checkpoint; empty without either."""
+        sparsity = {} if self.sparsifying is None else {"sparsity": self.sparsifying.state_dict()}
+        return {**self.learned(), **sparsity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._saved_sparsity = state.get("sparsity")
+        self.learn(state)
+
+    def learned(self) -> dict[str, Any]:
+        """What recovery has found out, as plain values; empty where there is nothing."""
+        recovery, evaluation = self.loop.recovery, self.loop.evaluation
+        if recovery is None or evaluation is None:
+            return {}
+        num_measures = max(self._num_measures, self._num_learned)
+        if not num_measures and recovery.limit_elements is None and evaluation.limit_elements is None:
+            return {}
+        return {"num_measures": num_measures, "training": recovery.learned(), "evaluation": evaluation.learned()}
+
+    def learn(self, learned: dict[str, Any]) -> None:
+        """Start from there: the same measures are taken before the first batch."""
+        if "num_measures" in learned and self.loop.recovery is not None and self.loop.evaluation is not None:
+            self._num_learned = learned["num_measures"]
+            self.loop.recovery.learn(learned["training"])
+            self.loop.evaluation.learn(learned["evaluation"])
+
+    def climb(self, trainer: Any) -> str | None:
+        """Take the next exact measure against too little memory; `None` when there is none left.
+
+        Those that take time wait here until they are needed; what the user has set, or switched off, is left as it is.
+        """
+        measures = [self._compress, self._make_blocks, self._plan_regions, self._offload_inputs]
+        while self._num_measures < len(measures):
+            measure = measures[self._num_measures]
+            self._num_measures += 1
+            with suppress(ValueError):  # nothing to work on, or not possible in this way of training
+                if (taken := measure(trainer)) is not None:
+                    return taken
+        return None
+
+    def _compress(self, trainer: Any) -> str | None:
+        if not self.recipe.leaves_open(ActivationCompression):
+            return None
+        check_compatibility(["activation_compression", *self.recipe.rows(), *ways_of_training(trainer)])
+        self.forward_scope = ForwardScope(trainer, ActivationCompression())
+        return "activations recomputed where that is cheap"
+
+    def _make_blocks(self, trainer: Any) -> str | None:
+        if not self.recipe.leaves_open(Checkpointing):
+            return None
+        self.changes.append(apply_checkpointing(trainer.lightning_module, Checkpointing()))
+        return f"checkpointing of {self.changes[-1].summary}"
+
+    def _plan_regions(self, trainer: Any) -> str | None:
+        if not self.recipe.leaves_open(Checkpointing):
+            return None
+        planned = PlannedCheckpointing(trainer, Checkpointing(method="sqrt"), is_asked_for=False)
+        self._undo_regions()
+        self.planned = planned
+        return "checkpointing of the best groups of calls"
+
+    def _offload_inputs(self, trainer: Any) -> str | None:
+        if self.region_inputs is not None or not any(a.technique == "checkpointing" for a in self.applied):
+            return None
+        self.region_inputs = input_vault()
+        return "the inputs of checkpointed regions outside of the device's memory"
+
+    def withdraw(self) -> bool:
+        """Undo the regions that were taken, as the model refuses them; whether there were any."""
+        if not self.recipe.leaves_open(Checkpointing) or not self._undo_regions():
+            return False
+        self.planned = self.region_inputs = None
+        return True
+
+    def _undo_regions(self) -> bool:
+        """Whether there were any."""
+        taken = [applied for applied in self.changes if applied.technique == "checkpointing"]
+        self.changes = [applied for applied in self.changes if applied.technique != "checkpointing"]
+        if self.planned is not None and self.planned.applied is not None:
+            taken.append(self.planned.applied)
+        for applied in taken:
+            applied.undo()
+        return bool(taken)
+
+    def measured(self, trainer: Any, batch: Any, step: Measurement | None, scheduled_bytes: int | None) -> bool:
+        """Hold a step against the limits that were set; whether the next one should be measured, as that has changed.
+
+        Args:
+            trainer: Lightning's, between two batches.
+            batch: of the step.
+            step: what was measured; `None` if it was not.
+            scheduled_bytes: its peak, if this step is measured on every rank.
+        """
+        if self.planned is not None and scheduled_bytes is not None:
+            self.planned.check(trainer, scheduled_bytes)
+        recovery = self.loop.recovery
+        return recovery is not None and step is not None and recovery.measured(trainer, batch, step)
+
+    def run(self, trainer: Any, step: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+        """Run `step`, which is `training_step(*args)`, in the scopes of this run."""
+        while self._num_measures < self._num_learned:
+            self.climb(trainer)
+        scope = None if self.forward_scope is None else functools.partial(self.forward_scope.run, trainer)
+        if self.planned is not None and self.planned.is_due:
+            self.planned.plan(trainer, args, scope)
+        inputs = nullcontext() if self.region_inputs is None else keeping_inputs_in(self.region_inputs)
+        with inputs:
+            return step() if scope is None else scope(step)
+
+    @property
+    def applied(self) -> tuple[Applied, ...]:
+        """What each technique did so far, in the order in which recipes apply them."""
+        done = [*self.changes, *([self.loop.applied] if self.loop.applied else [])]
+        if self.planned is not None and self.planned.applied is not None and self.planned.is_worth_telling:
+            done.append(self.planned.applied)
+        if self.forward_scope is not None:
+            done.append(self.forward_scope.applied)
+        if self.loop.zero_grad_first:
+            done.append(Applied(technique="early_zero_grad", summary="gradients are freed before the forward pass"))
+        order = [technique.stem for technique in TECHNIQUES]
+        return tuple(sorted(done, key=lambda applied: order.index(applied.technique)))
+
+    def finish(self) -> None:
+        """Give the model back as it was; what was done stays on record.
+
+        Optimizers stay low-bit: checkpoints may still be written, and their plain state would take memory.
+        """
+        if self.forward_scope is not None:
+            self.forward_scope.close()
+        if self.release is not None:
+            self.release.remove()
+        self.weights = self.release = None
+        planned = [self.planned.applied] if self.planned is not None and self.planned.applied is not None else []
+        for applied in reversed([*self.changes, *planned]):
+            applied.keep() if applied.technique == "optimizer_state" else applied.undo()

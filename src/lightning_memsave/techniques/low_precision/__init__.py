@@ -1,0 +1,133 @@
+"""Low precision: weights and gradients in bfloat16, updates computed in float32, one parameter at a time.
+
+What shrinks, in bytes per parameter:
+
+| `precision=` | weights | gradients | what happens to an update smaller than bfloat16's step |
+|---|---:|---:|---|
+| float32 | 4 | 4 | |
+| `"bf16-sr"` | 2 | 2 | kept on average: the updated weight is rounded stochastically |
+| `"bf16+8"` | 3 | 2 | kept in an 8-bit correction: weights of 24 bits |
+| `"bf16-kahan"` | 4 | 2 | kept in a bfloat16 correction |
+
+A weight in plain bfloat16 has 8 significant bits, so an update below 1/512 of it is lost by rounding, and training
+stalls. Here the step itself, the user's own optimizer with whatever it does, runs on a float32 copy of one parameter
+and its gradient; its state is float32, or low-bit with `optimizer_state`. Only the result is rounded. The copies are
+the transient: 8 bytes per element of the largest parameter, besides what the optimizer itself takes for it.
+
+Normalisation layers and whatever `keep_32bit` names stay float32: small, and torch mixes them with either dtype.
+Buffers stay as they are. The forward pass needs autocast, as the dtypes of inputs, buffers and weights differ; under
+Lightning that is its own `bf16-mixed`.
+
+Loss class: `changed`. The noise of stochastic rounding is a hash of seed, step and parameter, which checkpoints carry.
+
+Sources: Zamirai et al., "Revisiting BFloat16 Training", 2020 (https://arxiv.org/abs/2010.06192) for stochastic rounding
+and Kahan summation; different: Kahan's sum compensates the whole step of any optimizer, not an addition inside of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.report import Applied
+from lightning_memsave.techniques.low_precision.stepping import (
+    load_counter,
+    step_in_float32,
+    step_plainly,
+    with_counter,
+)
+from lightning_memsave.techniques.low_precision.weights import CORRECTIONS, Weights, parameters_kept_32bit
+
+__all__ = [
+    "LowPrecision",
+    "Weights",
+    "apply_low_precision",
+    "estimate_low_precision",
+    "load_counter",
+    "step_in_float32",
+    "with_counter",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowPrecision:
+    """Settings of low precision.
+
+    Raises:
+        ValueError: an unknown format, a negative seed; when applied, a selector that matches no module.
+    """
+
+    format: Literal["bf16-sr", "bf16+8", "bf16-kahan"] = "bf16-sr"
+    """How weights are stored."""
+    keep_32bit: tuple[str | type[nn.Module], ...] = ()
+    """Modules whose parameters stay float32, besides normalisation layers: classes, or patterns (`*`, `?`) for class
+    names or qualified names."""
+    seed: int = 0
+    """Of the stochastic rounding."""
+
+    def __post_init__(self) -> None:
+        if self.format not in CORRECTIONS:
+            raise setting_error(
+                "precision",
+                f"must be one of {', '.join(map(repr, CORRECTIONS))}",
+                self.format,
+                "Use `False` for none; Lightning's own precisions are set by `Trainer(precision=...)`.",
+            )
+        if self.seed < 0:
+            raise setting_error("LowPrecision.seed", "must not be negative", self.seed, "Use 0 or more.")
+        is_one = isinstance(self.keep_32bit, (str, type))
+        object.__setattr__(self, "keep_32bit", (self.keep_32bit,) if is_one else tuple(self.keep_32bit))
+
+    @classmethod
+    def from_shorthand(cls, value: object) -> LowPrecision:
+        """`precision="bf16+8"` is `LowPrecision(format="bf16+8")`; `True` means `"bf16-sr"`."""
+        return cls(format="bf16-sr" if value is True else value)  # type: ignore[arg-type]  # checked in __post_init__
+
+
+def apply_low_precision(
+    model: nn.Module, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer], config: LowPrecision
+) -> Applied:
+    """Turn float32 parameters of `model` into bfloat16, and let `optimizers` step them in float32; in place.
+
+    Run the model under `torch.autocast(device, torch.bfloat16)`. Low-bit optimizer state is applied before this.
+
+    Raises:
+        ValueError: a selector that matches nothing, no float32 parameter, or an optimizer that needs all parameters.
+    """
+    listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    weights = Weights(model, config.format, config.keep_32bit, config.seed)
+    try:
+        for optimizer in listed:
+            step_in_float32(optimizer, weights)
+    except ValueError:
+        weights.restore()
+        raise
+
+    def restore() -> None:
+        weights.restore()
+        for optimizer in listed:
+            step_plainly(optimizer)
+
+    return Applied(
+        technique="low_precision",
+        summary=weights.summary,
+        loss_class="changed",
+        reasons=(weights.reason,),
+        restore=restore,
+    )
+
+
+def estimate_low_precision(model: nn.Module, config: LowPrecision) -> int:
+    """Bytes of the parameters and their corrections; exact."""
+    kept = parameters_kept_32bit(model, config.keep_32bit)
+    dtype = CORRECTIONS[config.format]
+    lowered = 2 + (0 if dtype is None else dtype.itemsize)
+    return sum(
+        p.numel() * (lowered if p.dtype in (torch.float32, torch.bfloat16) and p not in kept else p.element_size())
+        for p in model.parameters()
+    )

@@ -1,0 +1,133 @@
+"""Optimizers that step bfloat16 parameters in float32: each on a copy, through the optimizer's own `step`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.optimizers import (
+    OneParameter,
+    bare_step,
+    change_class,
+    check_steps_parameters_alone,
+    original,
+    stand_in,
+    state_moved,
+    step_one,
+)
+from lightning_memsave.techniques.low_precision.weights import Weights
+
+_MEMORY = "_memsave_low_precision"
+SIDE_KEY = "memsave_low_precision"
+
+
+@dataclass(kw_only=True)
+class _Memory:
+    plain_class: type[torch.optim.Optimizer]
+    weights: Weights
+    num_steps: int = 0
+
+
+def step_in_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> None:
+    """Let `optimizer` step the parameters of `weights` in float32; it stays the same object.
+
+    Raises:
+        ValueError: it needs all parameters at once.
+    """
+    check_steps_parameters_alone(optimizer, "precision")
+    plain_class: Any = type(optimizer)
+    change_class(optimizer, _in_float32(plain_class))
+    vars(optimizer)[_MEMORY] = _Memory(plain_class=plain_class, weights=weights)
+
+
+def step_plainly(optimizer: torch.optim.Optimizer) -> None:
+    """Undo `step_in_float32`."""
+    memory: _Memory = vars(optimizer).pop(_MEMORY)
+    change_class(optimizer, memory.plain_class)
+
+
+@functools.cache
+def _in_float32(plain: Any) -> Any:
+    class InFloat32(plain):  # type: ignore[misc]  # a base known at run time
+        @torch.no_grad()
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            memory: _Memory = vars(self)[_MEMORY]
+            step = bare_step(memory.plain_class)
+            groups = self.param_groups
+            for group in groups:
+                for p in group["params"]:
+                    if p.grad is None:
+                        continue
+                    if p in memory.weights:
+                        _step_in_float32(step, self, group, p, memory)
+                    else:
+                        step_one(step, self, group, p)
+            memory.num_steps += not isinstance(groups, OneParameter)
+            return loss
+
+        def state_dict(self) -> dict[str, Any]:
+            return with_counter(self, super().state_dict())
+
+        def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+            memory: _Memory = vars(self)[_MEMORY]
+            with _seemingly_float32(self, memory.weights):
+                super().load_state_dict(state_dict)
+            load_counter(self, state_dict)
+
+        def __getstate__(self) -> dict[str, Any]:
+            return {**super().__getstate__(), _MEMORY: vars(self)[_MEMORY]}
+
+    InFloat32.__name__ = InFloat32.__qualname__ = f"{plain.__name__}InFloat32"
+    return InFloat32
+
+
+def _step_in_float32(
+    step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any], p: Tensor, memory: _Memory
+) -> None:
+    assert p.grad is not None
+    whole = stand_in(p, memory.weights.whole(p))
+    whole.grad = p.grad.float()
+    with state_moved(optimizer, p, whole):
+        step_one(step, optimizer, group, whole)
+    memory.weights.write(p, whole.detach(), memory.num_steps)
+
+
+@contextlib.contextmanager
+def _seemingly_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> Iterator[None]:
+    """Inside, loading casts state to float32: torch gives it the dtype of its parameter."""
+    for group in optimizer.param_groups:
+        group["params"] = [
+            stand_in(p, p.new_zeros((), dtype=torch.float32).expand(p.shape)) if p in weights else p
+            for p in group["params"]
+        ]
+    try:
+        yield
+    finally:
+        for group in optimizer.param_groups:
+            group["params"] = [original(p) for p in group["params"]]
+        state = {original(p): value for p, value in optimizer.state.items()}
+        optimizer.state.clear()
+        optimizer.state.update(state)
+
+
+def with_counter(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict of `optimizer` with the number of its steps, from which the noise is made; torch ignores the key."""
+    memory: _Memory | None = vars(optimizer).get(_MEMORY)
+    return state_dict if memory is None else {**state_dict, SIDE_KEY: {"version": 1, "num_steps": memory.num_steps}}
+
+
+def load_counter(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Go on with the noise where the run that wrote `state_dict` stopped."""
+    memory: _Memory | None = vars(optimizer).get(_MEMORY)
+    if memory is not None and SIDE_KEY in state_dict:
+        memory.num_steps = state_dict[SIDE_KEY]["num_steps"]

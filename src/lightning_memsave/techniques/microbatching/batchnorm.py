@@ -1,0 +1,173 @@
+"""BatchNorm in microbatches: what to normalise by, and one update of the running statistics per batch.
+
+A BatchNorm that sees a microbatch does not see its batch. Two ways out, neither of them equal to the whole batch:
+
+* `"ghost"`: normalise by the microbatch's own statistics (Hoffer, Hubara, Soudry, "Train longer, generalize better",
+  2017, https://arxiv.org/abs/1705.08741, where such ghost batches even helped). Fails for very few samples.
+* `"running"`: normalise by the running statistics, as in evaluation; no gradient flows through them. The same for every
+  size of microbatch. (Ioffe, "Batch Renormalization", 2017, https://arxiv.org/abs/1702.03275, with r and d unbounded,
+  has these outputs; it differentiates through the statistics of the microbatch, though.)
+
+Either way the running statistics are updated once per batch, by the statistics of all its microbatches together: with
+counts n_i, means m_i and sums of squared deviations s_i, the mean is m = sum n_i m_i / n, and the deviations from it
+are sum s_i + n_i (m_i - m)^2 (Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+Variances", 1979).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Mode = Literal["ghost", "running"]
+
+
+class PooledStatistics:
+    """The running statistics of one BatchNorm during one batch.
+
+    Args:
+        module: in training mode, with running statistics.
+        mode: what it normalises by.
+    """
+
+    def __init__(self, module: Any, mode: Mode) -> None:
+        self._module, self._mode, self._momentum = module, mode, module.momentum
+        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers(recurse=False)]
+        # For each call within a microbatch (a shared module has several): counts, means, sums of squared deviations.
+        self._seen: list[list[tuple[int, Tensor, Tensor]]] = []
+        self.num_calls: int | None = None
+        """Calls in this microbatch so far; `None` while calls do not count."""
+        if mode == "ghost":
+            module.momentum = 1.0  # the running statistics are then those of the latest call
+            self._handle = module.register_forward_hook(self._see)
+        else:
+            module.training = False
+            self._handle = module.register_forward_pre_hook(self._see)
+
+    @torch.no_grad()
+    def _see(self, module: Any, args: tuple[Any, ...], output: Any = None) -> None:
+        if self.num_calls is None:
+            return
+        x = args[0].detach()  # [N, C, ...]
+        count = x.numel() // x.shape[1]
+        if self._mode == "ghost":
+            mean, deviations = module.running_mean.clone(), (count - 1) * module.running_var
+        else:
+            x = x.to(module.running_mean.dtype)
+            variance, mean = torch.var_mean(x, [d for d in range(x.ndim) if d != 1], correction=0)
+            deviations = count * variance
+        if self.num_calls == len(self._seen):
+            self._seen.append([])
+        self._seen[self.num_calls].append((count, mean, deviations))
+        self.num_calls += 1
+
+    def close(self, update: bool) -> None:
+        """Give the module back, its running statistics updated as by one call with all samples, or as they were."""
+        self._handle.remove()
+        self._module.momentum, self._module.training = self._momentum, True
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+            for seen in self._seen if update else ():
+                self._update(seen)
+
+    def _update(self, seen: list[tuple[int, Tensor, Tensor]]) -> None:
+        module = self._module
+        if module.num_batches_tracked is not None:
+            module.num_batches_tracked.add_(1)
+        # `momentum=None` is a cumulative average.
+        momentum = 1 / float(module.num_batches_tracked) if self._momentum is None else self._momentum
+        total = sum(count for count, _, _ in seen)
+        mean = sum(mean * (count / total) for count, mean, _ in seen)
+        deviations = sum(deviations + count * (m - mean) ** 2 for count, m, deviations in seen)
+        module.running_mean.lerp_(mean, momentum)
+        module.running_var.lerp_(deviations / max(total - 1, 1), momentum)
+
+
+class PooledBatchNorms:
+    """All BatchNorms of a model during one batch."""
+
+    def __init__(self, pools: list[PooledStatistics]) -> None:
+        self.pools = pools
+
+    @contextmanager
+    def microbatch(self) -> Iterator[None]:
+        """Around the forward of a microbatch, not around its backward, which may repeat forwards."""
+        for pool in self.pools:
+            pool.num_calls = 0
+        try:
+            yield
+        finally:
+            for pool in self.pools:
+                pool.num_calls = None
+
+
+_ACTIVE: ContextVar[PooledBatchNorms] = ContextVar("active_batchnorms", default=PooledBatchNorms([]))  # noqa: B039
+
+
+@contextmanager
+def unpooled() -> Iterator[None]:
+    """For a forward that is none of the batch's: what BatchNorms see inside is not counted."""
+    pools = _ACTIVE.get().pools
+    num_calls = [pool.num_calls for pool in pools]
+    for pool in pools:
+        pool.num_calls = None
+    try:
+        yield
+    finally:
+        for pool, before in zip(pools, num_calls, strict=True):
+            pool.num_calls = before
+
+
+@contextmanager
+def pooled_batchnorm(model: nn.Module, mode: Mode = "ghost", warmup: int = 0) -> Iterator[PooledBatchNorms]:
+    """Around all microbatches of a batch: active BatchNorms update their running statistics once, at the end.
+
+    Args:
+        model: what is trained.
+        mode: what to normalise by.
+        warmup: for `"running"`, batches that a module must have seen before; until then it is `"ghost"`.
+
+    Example:
+        >>> norm, x = nn.BatchNorm1d(3), torch.randn(8, 3)
+        >>> with pooled_batchnorm(norm) as batch:
+        ...     for part in x.split(2):
+        ...         with batch.microbatch():
+        ...             y = norm(part)
+        >>> torch.allclose(norm.running_mean, 0.1 * x.mean(0)), int(norm.num_batches_tracked)
+        (True, 1)
+    """
+    pools = []
+    for module in model.modules():
+        if pools_statistics(module):
+            num_batches: Any = module.num_batches_tracked
+            is_warm = num_batches is None or int(num_batches) >= warmup
+            pools.append(PooledStatistics(module, mode if is_warm else "ghost"))
+    updates, batch = False, PooledBatchNorms(pools)
+    token = _ACTIVE.set(batch)
+    try:
+        yield batch
+        updates = True
+    finally:
+        _ACTIVE.reset(token)
+        for pool in pools:
+            pool.close(updates)
+
+
+def pools_statistics(module: nn.Module) -> bool:
+    """Whether this is an active BatchNorm with running statistics of its own.
+
+    SyncBatchNorm's are those of all processes, and are left to it.
+    """
+    return (
+        isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and not isinstance(module, nn.SyncBatchNorm)
+        and module.training
+        and module.running_mean is not None
+        and not nn.parameter.is_lazy(module.running_mean)
+    )

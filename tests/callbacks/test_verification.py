@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import copy
+import math
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_memsave import ActivationCompression, MemSave, Microbatching, verify
+
+
+class Net(L.LightningModule):
+    def __init__(self, norm=nn.LayerNorm):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 64), norm(64), nn.Linear(64, 2)
+        self.drop, self.calls = nn.Dropout(0.3), 0
+
+    def training_step(self, batch, batch_idx):
+        self.calls += 1
+        z = self.drop(torch.tanh(self.norm(self.first(self.drop(batch[0])))))
+        loss = (self.last(z) - batch[1]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(32, 6, generator=generator), torch.randn(32, 2, generator=generator)
+
+
+def test_what_is_exact_holds_and_nothing_is_left_behind(batch):
+    module = Net()
+    before, state = copy.deepcopy(module.state_dict()), torch.get_rng_state()
+    result = verify(module, batch, MemSave(activations=ActivationCompression(min_numel=1), checkpointing="sqrt"))
+    assert result.holds
+    assert result.loss_class == "exact"
+    assert result.largest_difference == 0  # the same bits
+    assert set(result.gradient_differences) == {"first", "norm", "last"}
+    assert result.report.peak_bytes < result.plain.peak_bytes
+    assert result.report.step_seconds > 0
+    assert module.calls == 0
+    assert module._trainer is None
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.filterwarnings("ignore:Microbatches change the result")
+def test_a_change_is_told_by_module_the_largest_first(batch):
+    result = verify(Net(nn.BatchNorm1d), batch, MemSave(microbatch=Microbatching(size=8)))
+    assert result.loss_class == "changed"
+    assert result.holds
+    differences = list(result.gradient_differences.values())
+    assert differences == sorted(differences, reverse=True)
+    assert differences[0] > 0.01
+    assert 0 < result.buffer_differences["norm"] < 0.1
+
+
+def test_a_claim_that_is_false_does_not_hold(batch, monkeypatch):
+    from lightning_memsave.techniques.microbatching import why_not_exact
+
+    monkeypatch.setattr("lightning_memsave.strategies.loop_state.why_not_exact", lambda module: ())
+    assert why_not_exact(Net())
+    result = verify(Net(), batch, MemSave(microbatch=8))  # other dropout masks
+    assert result.loss_class == "exact"
+    assert not result.holds
+    assert result.largest_difference > result.tolerance
+
+
+def test_a_gradient_that_one_side_lacks_is_infinitely_far(batch):
+    class Loses(Net):
+        def training_step(self, batch, batch_idx):
+            if self.trainer.strategy.memsave.loop.microbatching is not None:
+                batch = batch[0].detach(), batch[1]
+                self.norm.requires_grad_(False)
+            return super().training_step(batch, batch_idx)
+
+    result = verify(Loses(), batch, MemSave(microbatch=Microbatching(size=32, reduction="mean")))
+    assert result.gradient_differences["norm"] == math.inf
+    assert not result.holds
+
+
+def test_manual_optimization_is_refused(batch):
+    module = Net()
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match="automatic optimization"):
+        verify(module, batch)

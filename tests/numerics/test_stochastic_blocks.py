@@ -1,0 +1,65 @@
+"""Stochastic rounding to a map, blockwise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_memsave.numerics.blockwise import dequantize_blockwise, quantize_blockwise, quantize_stochastically
+from lightning_memsave.techniques.optimizer_state.fourbit import _POSITIVE, _SIGNED
+
+maps = pytest.mark.parametrize(("code_map", "largest_gap"), [(_SIGNED, 0.2654), (_POSITIVE, 0.1211)])
+
+
+def samples(code_map, size=3000):
+    x = torch.randn(size) * torch.exp(torch.randn(size))
+    return x if code_map[0] < 0 else x.abs() + 1e-6
+
+
+@maps
+def test_the_error_is_below_the_written_bound(code_map, largest_gap):
+    x = samples(code_map)
+    for codes, absmax in (quantize_stochastically(x, code_map, 3), quantize_blockwise(x, code_map)):
+        assert codes.max() < 16
+        error = (dequantize_blockwise(codes, code_map, absmax) - x).abs() / absmax.repeat_interleave(256)[:3000]
+        assert float(error.max()) <= largest_gap
+    assert float((code_map[1:] - code_map[:-1]).max()) == pytest.approx(largest_gap, abs=1e-4)
+
+
+@maps
+def test_it_is_unbiased_above_the_lowest_value(code_map, largest_gap):
+    x = samples(code_map, 512)
+    x[0] = x[256] = 3 * x.abs().max()
+    scale = x[0]
+    x = torch.where(x.abs() < scale / 256, scale / 256, x)  # the second moment's lowest value
+    draws = torch.stack(
+        [dequantize_blockwise(*((q := quantize_stochastically(x, code_map, s))[0], code_map, q[1])) for s in range(600)]
+    )
+    error = (draws.double().mean(0) - x) / scale
+    assert float(error.abs().max()) < 6 * largest_gap / 2 / 600**0.5
+    assert abs(float(error.mean())) < 4 * largest_gap / 2 / (600 * 512) ** 0.5
+    assert draws.std(0).max() > 0
+
+
+@maps
+def test_what_was_decoded_is_found_again_exactly(code_map, largest_gap):
+    codes, absmax = quantize_stochastically(samples(code_map), code_map, 1)
+    again, scales = quantize_blockwise(dequantize_blockwise(codes, code_map, absmax), code_map)
+    assert torch.equal(scales, absmax)
+    assert torch.equal(again, codes)
+
+
+@maps
+def test_a_block_of_zeros_stays_zero(code_map, largest_gap):
+    codes, absmax = quantize_stochastically(torch.zeros(300), code_map, 1)
+    assert torch.equal(dequantize_blockwise(codes, code_map, absmax), torch.zeros(300))
+
+
+def test_noise_does_not_depend_on_the_chunk():
+    from lightning_memsave.numerics import blockwise
+
+    x = torch.randn(2 * blockwise._CHUNK + 5)
+    whole, _ = quantize_stochastically(x, _SIGNED, 9)
+    tail = x[blockwise._CHUNK :]
+    assert not torch.equal(whole[: blockwise._CHUNK], whole[blockwise._CHUNK : 2 * blockwise._CHUNK])
+    assert whole[blockwise._CHUNK :].shape == tail.shape

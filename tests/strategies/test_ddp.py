@@ -1,0 +1,69 @@
+"""Gradients that are averaged after backward: buckets, and the names of DDP that this rests on."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_memsave.strategies import ddp
+
+
+def test_the_names_of_ddp_have_not_moved():
+    for name in ("_sync_buffers", "will_sync_module_buffers"):
+        assert callable(getattr(DistributedDataParallel, name)), f"DistributedDataParallel.{name} has moved"
+    assert hasattr(dist.ProcessGroup, "_get_sequence_number_for_group") or hasattr(
+        dist.ProcessGroup, "_set_sequence_number_for_group"
+    ), "the sequence number of a process group has moved"
+
+
+def test_one_process_counts_its_collectives_and_sends_buffers_when_ddp_would(tmp_path):
+    assert ddp.num_collectives() == 0
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+        before = ddp.num_collectives()
+        dist.all_reduce(torch.zeros(1))
+        assert ddp.num_collectives() == before + 1
+        assert model.require_forward_param_sync
+        exchange = ddp.LateReduction(model, steps=True)
+        assert ddp.num_collectives() > before + 1  # its buffers are due in the first batch
+        assert not model.require_forward_param_sync
+        with model.no_sync():
+            model(torch.randn(5, 3)).square().sum().backward()
+        gradients = [p.grad.clone() for p in model.parameters()]
+        assert not exchange.has_begun
+        exchange.finish()
+        exchange.finish()
+        assert exchange.has_begun
+        assert model.require_forward_param_sync  # the next batch sends them again
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+        while_accumulating = ddp.LateReduction(model, steps=False)
+        before = ddp.num_collectives()
+        while_accumulating.finish()
+        assert ddp.num_collectives() == before
+        assert not model.require_forward_param_sync
+    finally:
+        dist.destroy_process_group()
+
+
+def test_buckets_are_of_one_dtype_and_bounded(monkeypatch):
+    monkeypatch.setattr(ddp, "_BUCKET_BYTES", 100)
+    gradients = [torch.zeros(n, dtype=d) for d in (torch.float32, torch.bfloat16) for n in (10, 10, 10, 60)]
+    buckets = ddp._buckets(gradients)
+    assert sum(len(bucket) for bucket in buckets) == 8
+    for bucket in buckets:
+        assert len({gradient.dtype for gradient in bucket}) == 1
+        assert len(bucket) == 1 or sum(gradient.nbytes for gradient in bucket) <= 100
+    assert len(buckets) == 5
+
+
+def test_sparse_gradients_become_dense_as_processes_differ_in_rows():
+    embedding = nn.Embedding(5, 2, sparse=True)
+    embedding(torch.tensor([1, 1, 3])).sum().backward()
+    gradient = ddp._gradient_of(embedding.weight)
+    assert gradient.layout is torch.strided
+    assert gradient[:, 0].tolist() == [0, 2, 0, 1, 0]
+    frozen = nn.Parameter(torch.ones(3))
+    assert torch.equal(ddp._gradient_of(frozen), torch.zeros(3))

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memsave.core.report import CATEGORIES
+from lightning_memsave.memory.ledger import Measurement
+from lightning_memsave.strategies.out_of_memory import fragmentation, nothing_left
+from tests.memory.test_allocator import FakeDevice
+
+DEVICE = torch.device("cuda")
+
+
+def held(monkeypatch, allocated, reserved):
+    fake = FakeDevice()
+    fake.now, fake.reserved = allocated, reserved
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+
+
+def test_memory_in_pieces_is_told_with_the_setting_that_joins_them(monkeypatch):
+    held(monkeypatch, 6 * 2**30, 8 * 2**30)
+    text = fragmentation(DEVICE)
+    assert "Allocated are 6.0 GiB of 8.0 GiB reserved" in text
+    assert "2.0 GiB lie between tensors" in text
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in text
+
+
+def test_memory_in_use_is_told_without(monkeypatch):
+    held(monkeypatch, 79 * 2**27, 80 * 2**27)
+    assert fragmentation(DEVICE) == " Allocated are 9.9 GiB of 10.0 GiB reserved."
+    assert fragmentation(torch.device("cpu")) == ""
+
+
+@pytest.mark.parametrize(
+    ("largest", "remedy"),
+    [("optimizer_state", 'optimizer_state="8bit"'), ("activations", 'activations="int4"'), ("weights", "memsave_fsdp")],
+)
+def test_what_takes_most_is_named_first_with_its_remedy(largest, remedy):
+    by_category = {**dict.fromkeys(CATEGORIES, 1000), largest: 5000, "data": 0}
+    text = nothing_left(nn.Linear(2, 2), Measurement(peak_bytes=9000, by_category=by_category), True, "no more")
+    assert "at one sample per microbatch" in text
+    assert f"held: {largest} 4.9 KiB" in text
+    first, _, _ = text.partition("in this order: ")[2].partition(", ")
+    assert remedy in first
+    assert "data" not in text
+    assert text.count("memsave_fsdp") == 1
+    assert "no more" in text

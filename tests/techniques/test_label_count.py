@@ -1,0 +1,104 @@
+"""Means over labels: weighted by their number, microbatches give the gradient of the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForTokenClassification, GPT2Config, GPT2LMHeadModel
+
+from lightning_memsave import LabelCount, MemSave, Microbatching
+from lightning_memsave.core.errors import MicrobatchWarning
+
+TINY = {"vocab_size": 30, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+DROPLESS = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+
+
+def causal():
+    return GPT2LMHeadModel(GPT2Config(**TINY, **DROPLESS))
+
+
+def classifier():
+    sizes = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    dropless = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    return BertForTokenClassification(BertConfig(**sizes, **dropless, intermediate_size=32, num_labels=30))
+
+
+class Module(L.LightningModule):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(8)  # far from uniform predictions, so that losses of samples differ
+
+    def training_step(self, batch, batch_idx):
+        return self.model(**batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def padded():
+    """Samples of 2 to 12 tokens: labels beyond are -100, and so are prompts of some."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([12, 2, 3, 11, 5, 2, 9, 4])
+    tokens = torch.randint(0, 30, (8, 12), generator=generator)
+    mask = torch.arange(12) < lengths[:, None]
+    labels = torch.where(mask, tokens, -100)
+    labels[3, :6] = -100
+    return {"input_ids": tokens, "attention_mask": mask.long(), "labels": labels}
+
+
+def trained(module, **settings):
+    module = copy.deepcopy(module)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        precision="64-true",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[MemSave(microbatch=Microbatching(**settings))] if settings else [],
+    )
+    trainer.fit(module, DataLoader([padded()], batch_size=None))
+    return [p.detach() for p in module.parameters()]
+
+
+def largest_difference(first, second):
+    return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(("make", "shifted"), [(causal, True), (classifier, False)])
+def test_equal_to_the_whole_batch(make, shifted):
+    torch.manual_seed(0)
+    module = Module(make())
+    whole = trained(module)
+    counted = trained(module, size=3, weight_fn=LabelCount(shifted=shifted))
+    assert largest_difference(counted, whole) < 1e-7  # transformers takes its loss in float32
+
+
+def test_the_wrong_weights_are_noticed():
+    torch.manual_seed(0)
+    module = Module(causal())
+    whole = trained(module)
+    with pytest.warns(MicrobatchWarning, match=r"weight_fn.*do not"):
+        unshifted = trained(module, size=3, weight_fn=LabelCount())
+    assert largest_difference(unshifted, whole) > 1e-5
+    with pytest.warns(MicrobatchWarning, match=r"weight_fn=\.\.\."):  # and samples do not count at all
+        assert largest_difference(trained(module, size=3), whole) == 0  # so the batch is run whole
+    trained(module, size=3, weight_fn=LabelCount(), reduction="mean")  # who knows better is not asked
+
+
+def test_where_labels_are():
+    labels = torch.tensor([[1, -1, 2], [-1, -1, 3]])
+    assert LabelCount(ignore_index=-1)({"labels": labels}) == 3
+    assert LabelCount(key=1, ignore_index=-1)((torch.zeros(2), labels)) == 3
+    assert LabelCount(key="y", ignore_index=-1, shifted=True)(SimpleNamespace(y=labels)) == 2
+    assert nn.functional.cross_entropy(torch.zeros(6, 4), labels.flatten(), ignore_index=-1) > 0
