@@ -194,7 +194,7 @@ class MaskUpdates:
             return vector.new_zeros(positions.numel()).index_copy_(0, places, vector[keep])
 
         values, state = layer.values, self._optimizer.state.get(layer.values, {})
-        refuse_codes(self._config, any(isinstance(m, Tensor) and m.dtype == torch.uint8 for m in state.values()))
+        refuse_codes(self._config, any(map(_is_code, state.values())))
         for name, moment in state.items():
             if isinstance(moment, Tensor) and moment.shape == values.shape:
                 state[name] = moved(moment)
@@ -219,6 +219,10 @@ def refuse_codes(config: Sparsity, is_low_bit: bool) -> None:
             config.method,
             'Use `method="static"`, or `optimizer_state=False`.',
         )
+
+
+def _is_code(moment: Any) -> bool:
+    return isinstance(moment, tuple) or (isinstance(moment, Tensor) and moment.dtype == torch.uint8)
 
 
 def _grown(layer: SparseLayer, scores: Tensor, num_grown: int, keep: Tensor | None = None) -> Tensor:
