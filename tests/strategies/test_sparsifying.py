@@ -246,10 +246,40 @@ def test_averages_of_dense_copies_are_refused(callback):
         fit(MemSave(sparsity=setting("static")), callbacks=[callback()])
 
 
-@pytest.mark.parametrize("bits", ["8bit", "4bit"])
-def test_low_bit_state_of_moving_weights_is_refused(bits):
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_coded_state_of_moving_weights_is_refused(bits):
     with pytest.raises(ValueError, match=r"coded in blocks"):
         fit(MemSave(sparsity=setting("rigl"), optimizer_state=bits))
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        {"optimizer_state": OptimizerState(format="4bit", min_size=0)},
+        {"optimizer_state": OptimizerState(min_size=0)},
+        {"precision": "bf16-sr"},
+        {"precision": "bf16+8"},
+    ],
+    ids=str,
+)
+def test_coded_state_and_bfloat16_values_are_dense_on_disk_and_resume_to_the_bit(slots, tmp_path):
+    def made():
+        return MemSave(sparsity=setting("static"), **slots)
+
+    trainer, _ = fit(made(), epochs=2)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    plain_trainer, plain = fit(None, epochs=2)
+    assert list(saved["state_dict"]) == list(plain.state_dict())
+    for ours, theirs in zip(saved["state_dict"].values(), plain.state_dict().values(), strict=True):
+        assert ours.shape == theirs.shape
+    moments = saved["optimizer_states"][0]["state"]
+    for number, state in plain_trainer.optimizers[0].state_dict()["state"].items():
+        assert {n: t.shape for n, t in moments[number].items()} == {n: t.shape for n, t in state.items()}
+    _, straight = fit(made(), epochs=4)
+    _, resumed = fit(made(), epochs=4, ckpt=tmp_path / "half.ckpt")
+    for a, b in zip(straight.state_dict().values(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_bitsandbytes_own_optimizers_are_refused():

@@ -472,15 +472,19 @@ def test_selections_and_what_stays_dense():
     assert "2 (6 weights per output do not divide into groups of 4)" in summary
 
 
-def test_tied_weights_are_refused_by_name():
+def test_tied_weights_are_left_dense_and_refused_where_they_are_asked_for():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
             self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
-            self.head.weight = self.embed.weight
+            self.head.weight, self.other = self.embed.weight, nn.Linear(8, 8)
 
     with pytest.raises(ValueError, match=r"tied weights, got 'embed.weight and head.weight'.*name != 'embed'"):
-        apply_sparsity(Tied(), tiny())
+        apply_sparsity(Tied(), tiny(modules="*"))
+    model = Tied()
+    assert "dense: embed (tied weights), head (tied weights)" in apply_sparsity(model, tiny()).summary
+    assert list(sparse_layers(model)) == ["other"]
+    assert model.head.weight is model.embed.weight
 
 
 @pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"sparse": True}])

@@ -56,10 +56,16 @@ def select_layers(
     """
     chosen: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
+    owners = _owners(model)
     for name, module in model.named_modules():
         if not _matches(modules, name, module):
             continue
-        if (reason := _reason_to_stay_dense(module, min_size, group)) is None:
+        reason = _reason_to_stay_dense(module, min_size, group)
+        if reason is None and (needed := _why_needed(module, name, owners)) is not None:
+            if modules is not None:
+                raise _refused(*needed, name)
+            reason = needed[0]
+        if reason is None:
             chosen[name] = module
         else:
             left[name] = reason
@@ -71,11 +77,6 @@ def select_layers(
             modules,
             f"Matching, but dense: {dense}.",
         )
-    _refuse_tied(model, chosen)
-    for name, module in chosen.items():
-        for setting in ("max_norm", "sparse"):
-            if getattr(module, setting, None):
-                raise _refused(f"an embedding with `{setting}`", name, f"{name}.{setting}={getattr(module, setting)}")
     return chosen, left
 
 
@@ -103,18 +104,30 @@ def _reason_to_stay_dense(module: nn.Module, min_size: int, group: Group | None)
     return None
 
 
-def _refuse_tied(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
+_Owners = Mapping[nn.Parameter, Mapping[nn.Module, str]]
+
+
+def _owners(model: nn.Module) -> _Owners:
+    """For each parameter the modules that have it, and what it is called there."""
     names: dict[nn.Parameter, dict[nn.Module, str]] = {}
     for name, module in model.named_modules():
         for own, p in module.named_parameters(recurse=False):
             names.setdefault(p, {})[module] = f"{name}.{own}"
-    for name, module in chosen.items():
-        tied = names[module.get_parameter("weight")]
-        if len(tied) > 1:
-            raise _refused("tied weights", name, " and ".join(tied.values()))
+    return names
 
 
-def _refused(what: str, name: str, value: str) -> ValueError:
+def _why_needed(module: nn.Module, name: str, owners: _Owners) -> tuple[str, str] | None:
+    """What about a layer needs its dense weight, and where that is said; `None` if nothing does."""
+    tied = owners[module.get_parameter("weight")]
+    if len(tied) > 1:
+        return "tied weights", " and ".join(tied.values())
+    for setting in ("max_norm", "sparse"):
+        if value := getattr(module, setting, None):
+            return f"an embedding with `{setting}`", f"{name}.{setting}={value}"
+    return None
+
+
+def _refused(what: str, value: str, name: str) -> ValueError:
     remedy = f"Leave the layer out: `Sparsity(modules=lambda name, module: name != {name!r})`."
     return setting_error("sparsity", f"cannot take {what}", value, remedy)
 

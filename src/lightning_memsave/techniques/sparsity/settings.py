@@ -48,7 +48,7 @@ class Sparsity:
 
     Raises:
         ValueError: a setting out of its range, or two that exclude each other; at the start of training, a selection
-            that matches no layer, or tied weights.
+            that matches no layer, or that asks for tied weights.
     """
 
     sparsity: float | str = 0.9
