@@ -301,15 +301,16 @@ def sparsity_steps() -> str:
     head = ("model", "setting", "held MB", "factor", "peak MB", "factor", "CPU time", "differs from masked dense")
     lines = []
     for name in ("sparsity", "sparsity_bert"):
-        found = rows(name)
-        for i, row in enumerate(found):
-            held = [float(r["held_bytes"]) for r in (found[0], row)]
+        dense: Row = {}
+        for row in rows(name):
+            is_first = row["model"] != dense.get("model")
+            dense = row if is_first else dense
             lines.append(
                 (
-                    row["model"] if i == 0 else "",
+                    row["model"] if is_first else "",
                     row["setting"],
-                    f"{held[1] / MB:.2f}",
-                    f"{held[0] / held[1]:.2f}x",
+                    f"{float(row['held_bytes']) / MB:.2f}",
+                    f"{float(dense['held_bytes']) / float(row['held_bytes']):.2f}x",
                     f"{float(row['peak_bytes']) / MB:.1f}",
                     *_factor_and_time(row),
                     f"{float(row['quality_value']):.0f} tensors" if name == "sparsity" else "",
@@ -319,23 +320,16 @@ def sparsity_steps() -> str:
 
 
 def sparsity_digits() -> str:
-    """Mean and standard error of three seeds, a method in each row."""
+    """Mean and standard error of three seeds, a method in each row; the bytes held at most during a run."""
     found = rows("sparsity_digits")
     sparsities = [s for s in dict.fromkeys(row["sparsity"] for row in found) if float(s)]
-    head = ("method", *(f"{float(s):.0%} zero" for s in sparsities), "CPU time", "held MB at 90 %")
+    head = ("method", *(f"{float(s):.0%} zero" for s in sparsities), "held MB at 90 %")
     lines = []
     for setting, runs in by_setting(found):
-        cells = [[r for r in runs if r["sparsity"] == s] for s in sparsities] if float(runs[0]["sparsity"]) else [runs]
-        held = [r for r in runs if r["sparsity"] in ("0.0", "0.9")]
-        lines.append(
-            (
-                setting,
-                *(_mean_and_error([float(r["quality_value"]) for r in cell]) for cell in cells),
-                *[""] * (len(sparsities) - len(cells)),
-                f"{mean(runs, 'cpu_time_ratio'):.2f}x",
-                f"{mean(held, 'held_bytes') / MB:.2f}",
-            )
-        )
+        cells = [[r for r in runs if r["sparsity"] in (s, "0.0")] for s in sparsities]
+        held = [r for r in runs if r["sparsity"] in ("0.9", "0.0")]
+        accuracies = (_mean_and_error([float(r["quality_value"]) for r in cell]) for cell in cells)
+        lines.append((setting, *accuracies, f"{mean(held, 'held_bytes') / MB:.2f}"))
     return markdown(head, lines)
 
 

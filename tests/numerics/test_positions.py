@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import unittest.mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_memsave.numerics import kernels
 from lightning_memsave.numerics.positions import BLOCK, gather, index_bytes, pack_positions, scatter, unpack_positions
 
 
@@ -32,6 +35,15 @@ def test_the_smaller_format_is_chosen():
     size = 4 * BLOCK
     for num_live, expected in ((1000, 2016), (size // 16 - 9, 32766), (size // 16, 32768), (size, 32768)):
         assert pack_positions(torch.arange(num_live), size).nbytes == expected == index_bytes(num_live, size)
+
+
+@given(st.lists(st.integers(0, 255), max_size=40))
+def test_set_bits_are_found_with_and_without_a_compiler(values):
+    packed = torch.tensor(values, dtype=torch.uint8)
+    expected = [8 * j + i for j, value in enumerate(values) for i in range(8) if value >> i & 1]
+    assert kernels.set_bits(packed).tolist() == expected
+    with unittest.mock.patch.object(kernels, "_has_native", return_value=False):
+        assert kernels.set_bits(packed).tolist() == expected
 
 
 def test_nothing_lives():

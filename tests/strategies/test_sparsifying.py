@@ -112,14 +112,22 @@ def test_metrics_are_logged():
     assert moved == [6 * 19, 12 * 19, 18 * 19]
 
 
-@pytest.mark.parametrize("method", ["static", "set", "rigl", "dsr", "gradual"])
-def test_a_resumed_run_is_bit_equal(method, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "slots"),
+    [
+        *((method, {}) for method in ("static", "set", "rigl", "dsr", "gradual")),
+        ("static", {"optimizer_state": OptimizerState(min_size=0)}),
+        ("static", {"optimizer_state": OptimizerState(format="4bit", min_size=0)}),
+        *(("set", {"precision": precision}) for precision in ("bf16-sr", "bf16+8", "bf16-kahan")),
+    ],
+)
+def test_a_resumed_run_is_bit_equal(method, slots, tmp_path):
     config, path = setting(method, until=20), tmp_path / "half.ckpt"
-    trainer, _ = fit(MemSave(sparsity=config))
+    trainer, _ = fit(MemSave(sparsity=config, **slots))
     trainer.save_checkpoint(path)  # after the run: the model is dense again, the optimizer's state is not
     straight, resumed = Patterns(), Patterns()
-    fit(MemSave(sparsity=config), epochs=4, callbacks=[straight])
-    fit(MemSave(sparsity=config), epochs=4, callbacks=[resumed], ckpt=path)
+    fit(MemSave(sparsity=config, **slots), epochs=4, callbacks=[straight])
+    fit(MemSave(sparsity=config, **slots), epochs=4, callbacks=[resumed], ckpt=path)
     assert equal(straight.model, resumed.model)
     assert equal(straight.seen[-1], resumed.seen[-1])
     assert len(resumed.seen) == 12

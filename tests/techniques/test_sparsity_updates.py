@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from lightning_memsave import (
+    LowPrecision,
     MaskUpdates,
     OptimizerState,
     Sparsity,
     UpdateSchedule,
+    apply_low_precision,
     apply_optimizer_state,
     apply_sparsity,
 )
@@ -284,6 +286,39 @@ def test_static_patterns_stay():
         assert torch.equal(layer.layout.positions(), before)
 
 
+@pytest.mark.parametrize("weights", ["bf16+8", "bf16-kahan"])
+@pytest.mark.parametrize("method", ["set", "dsr"])
+def test_corrections_of_low_precision_move_along(method, weights):
+    config = setting(method)
+    model = Net()
+    apply_sparsity(model, config)
+    made = torch.optim.AdamW(model.parameters(), 0.01)
+    apply_low_precision(model, made, LowPrecision(format=weights))
+    updates, layers = MaskUpdates(model, made, config), sparse_layers(model)
+    for step in range(6):
+        with torch.autocast("cpu", torch.bfloat16):
+            backward(model, made)
+        made.step()
+        before = {name: dense_state(model, name) for name in layers}
+        updates.step()
+        assert all(layer._values_correction.shape == layer.values.shape for layer in layers.values())
+        for name, layer in layers.items():
+            after = dense_state(model, name)
+            live = layer.layout.dense(torch.ones(layer.values.shape)) != 0
+            survived = live & (after != 0)
+            assert after.dtype == torch.float32
+            assert torch.equal(after[survived], before[name][survived]), step
+    state = model.state_dict()
+    for name in layers:
+        assert not torch.equal(state[f"{name}.weight"], state[f"{name}.weight"].bfloat16().float())
+    model.load_state_dict(state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def dense_state(model, name):
+    return model.state_dict()[f"{name}.weight"]
+
+
 @pytest.mark.parametrize("method", ["set", "rigl", "dsr", "gradual"])
 def test_bfloat16_weights(method):
     config = setting(method)
@@ -378,13 +413,23 @@ def test_8bit_state_is_dense_on_disk_and_comes_back_to_the_bit():
         assert all(torch.equal(old[name], new[name]) for name in old)
 
 
+@pytest.mark.parametrize("bits", ["8bit", "4bit"])
 @pytest.mark.parametrize("method", ["set", "rigl", "dsr", "gradual"])
-def test_moving_weights_with_8bit_state_is_refused(method):
-    config = setting(method)
-    model, made, _ = make(config, "Adam")
-    apply_optimizer_state(made, OptimizerState(), model)
-    with pytest.raises(ValueError, match=rf"coded in blocks \(8-bit\), got \('{method}'"):
-        MaskUpdates(model, made, config)
+def test_moving_weights_with_low_bit_state_is_refused(method, bits):
+    config = setting(method, sparsity=0.5)
+    model, made, updates = make(config, "Adam")
+    apply_optimizer_state(made, OptimizerState(format=bits, min_size=0, keep_embeddings_32bit=False), model)
+    with pytest.raises(ValueError, match=rf"low-bit, as it is coded in blocks, got '{method}'"):
+        train(model, made, updates, 2)
+
+
+def test_snip_needs_gradients_after_the_step():
+    model, made, updates = make(setting("static", initial="snip"), "SGD")
+    backward(model, made)
+    made.step()
+    made.zero_grad()
+    with pytest.raises(ValueError, match="needs the gradients of the first step"):
+        updates.step()
 
 
 def test_the_length_of_the_run_is_asked_for():

@@ -58,7 +58,7 @@ def pack_positions(positions: Tensor, size: int) -> Tensor:
 def unpack_positions(index: Tensor, size: int) -> Tensor:
     """The positions that `pack_positions` was given."""
     if _is_bitmask(index, size):
-        return kernels.unpack_mask(index, size).nonzero().view(-1)
+        return kernels.set_bits(index)
     num_blocks = -(-size // BLOCK)
     counts = index[: 4 * num_blocks].view(torch.int32)
     local = index[4 * num_blocks :].view(torch.int16).long() & (BLOCK - 1)
@@ -68,14 +68,9 @@ def unpack_positions(index: Tensor, size: int) -> Tensor:
 
 def scatter(values: Tensor, index: Tensor, size: int) -> Tensor:
     """The dense tensor, [size], of live values, [k]; zero elsewhere."""
-    dense = values.new_zeros(size)
-    if _is_bitmask(index, size):
-        return dense.masked_scatter_(kernels.unpack_mask(index, size), values)
-    return dense.index_copy_(0, unpack_positions(index, size), values)
+    return values.new_zeros(size).scatter_(0, unpack_positions(index, size), values)
 
 
 def gather(dense: Tensor, index: Tensor) -> Tensor:
     """The live values, [k], of a dense tensor, [size]."""
-    if _is_bitmask(index, dense.numel()):
-        return dense.masked_select(kernels.unpack_mask(index, dense.numel()))
     return dense.index_select(0, unpack_positions(index, dense.numel()))

@@ -14,7 +14,7 @@ import torch
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
-from lightning_memsave.techniques.optimizer_state import is_4bit, is_8bit, is_low_bit
+from lightning_memsave.techniques.optimizer_state import is_low_bit
 from lightning_memsave.techniques.sparsity import (
     MaskUpdates,
     Sparsity,
@@ -23,6 +23,7 @@ from lightning_memsave.techniques.sparsity import (
     sparse_layers,
 )
 from lightning_memsave.techniques.sparsity.checkpoints import from_dense_layout, layouts_of, to_dense_layout
+from lightning_memsave.techniques.sparsity.updates import refuse_codes
 
 
 class Sparsifying:
@@ -63,20 +64,15 @@ class Sparsifying:
             ValueError: as `MaskUpdates`; an optimizer of bitsandbytes' own, whose state has no dense layout on disk.
         """
         for optimizer in optimizers:
-            if is_low_bit(optimizer) and not (is_8bit(optimizer) or is_4bit(optimizer)):
+            if type(optimizer).__module__.startswith("bitsandbytes"):
                 raise setting_error(
                     "sparsity",
                     "cannot write the state of bitsandbytes' own optimizers in the dense layout",
                     type(optimizer).__name__,
                     'Use torch\'s optimizer and `MemSave(optimizer_state="8bit")`.',
                 )
-            if self._config.is_updated and is_4bit(optimizer):
-                raise setting_error(
-                    "sparsity",
-                    "cannot move weights whose state is coded in blocks (4-bit)",
-                    (self._config.method, type(optimizer).__name__),
-                    'Use `method="static"`, or `optimizer_state=False`.',
-                )
+            if self._config.is_updated:
+                refuse_codes(self._config, is_low_bit(optimizer))
         if not self._config.is_updated:
             return
         num_steps = trainer.estimated_stepping_batches if isinstance(self._config.schedule.until, float) else None

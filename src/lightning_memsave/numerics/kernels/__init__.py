@@ -49,6 +49,13 @@ def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
     return bits.unpack(packed, 1, num_values).view(torch.bool)
 
 
+def set_bits(packed: Tensor) -> Tensor:
+    """The ascending positions (int64, [k]) of the bits that are set."""
+    if _has_native(packed.device):
+        return native.set_bits(packed)
+    return bits.unpack(packed, 1, 8 * packed.numel()).nonzero().view(-1)
+
+
 def pack_two(flat: Tensor) -> tuple[Tensor, Tensor] | None:
     """One bit per element, and the two values, of a tensor [n] that holds at most two bit patterns; else `None`."""
     is_native = _has_native(flat.device) and flat.element_size() == 4

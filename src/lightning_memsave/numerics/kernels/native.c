@@ -277,6 +277,18 @@ void unpack_mask(const uint8_t *packed, uint8_t *mask, long n, long first, long 
     for (; i < end; i++) mask[i] = packed[i / 8] >> (i % 8) & 1;
 }
 
+/* The ascending positions of the bits that are set; returns how many. Without `out` it counts only. */
+long set_bits(const uint8_t *packed, int64_t *out, long num_bytes) {
+    long count = 0;
+    for (long j = 0; j < num_bytes; j += 8) {
+        uint64_t word = 0;
+        memcpy(&word, packed + j, num_bytes - j < 8 ? num_bytes - j : 8);
+        if (!out) count += __builtin_popcountll(word);
+        else for (; word; word &= word - 1) out[count++] = 8 * j + __builtin_ctzll(word);
+    }
+    return count;
+}
+
 /* The mask of float32 values that are not <= 0: NaN, where a ReLU lets the gradient pass, counts as positive. */
 void pack_positive(const float *x, uint8_t *out, long n, long first, long last) {
     for (long i = 8 * first, end = until(n, last); i < end; i += 64) {

@@ -165,6 +165,17 @@ def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
     return mask
 
 
+def set_bits(packed: Tensor) -> Tensor:
+    """As `bits.unpack(packed, 1, ...).nonzero()`, [k]."""
+    lib = library()
+    assert lib is not None
+    size = ctypes.c_long(packed.numel())
+    lib.set_bits.restype = ctypes.c_long
+    positions = torch.empty(lib.set_bits(_pointer(packed), None, size), dtype=torch.int64)
+    lib.set_bits(_pointer(packed), _pointer(positions), size)
+    return positions
+
+
 def pack_two(flat: Tensor) -> tuple[Tensor, Tensor] | None:
     """As `bits.pack_two`, for 32-bit elements."""
     lib = library()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.numerics.master import join, split
 from lightning_memsave.numerics.positions import gather, pack_positions, scatter, unpack_positions
 from lightning_memsave.vault.sparse_weights import densify, rebuilding_weights
 
@@ -85,7 +86,8 @@ class SparseLayer(nn.Module):
         super()._save_to_state_dict(own, prefix, keep_vars)
         for key, tensor in own.items():
             if key == f"{prefix}values":
-                destination[f"{prefix}weight"] = self.weight if keep_vars else self.layout.dense(tensor)
+                whole = tensor if self._correction is None else join(tensor.detach(), self._correction)
+                destination[f"{prefix}weight"] = self.weight if keep_vars else self.layout.dense(whole)
             else:
                 destination[key] = tensor
 
@@ -104,11 +106,19 @@ class SparseLayer(nn.Module):
         dense = given.pop(weight, None)
         if dense is not None and dense.shape == self.dense_shape:
             given[values] = self._taken_from(dense)
+            if self._correction is not None:
+                given[values], latest = split(given[values].float(), self._correction.dtype)
+                self._correction.copy_(latest)
         elif dense is not None:
             error_msgs.append(f"size mismatch for {weight}: {dense.shape} in the checkpoint, {self.dense_shape} here.")
             given[values] = self.values
         super()._load_from_state_dict(given, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         missing_keys[:] = [weight if key == values else key for key in missing_keys]
+
+    @property
+    def _correction(self) -> Tensor | None:
+        """What low precision keeps of the values besides bfloat16, under the name that it gives it."""
+        return dict(self.named_buffers(recurse=False)).get("_values_correction")
 
     def _taken_from(self, dense: Tensor) -> Tensor:
         """As many values as there are, the largest of `dense`; the pattern stays where it covers what is not zero."""

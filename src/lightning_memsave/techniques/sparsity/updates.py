@@ -30,7 +30,7 @@ class MaskUpdates:
         average: over all ranks, of a tensor; for `"rigl"` in distributed training.
 
     Raises:
-        ValueError: the optimizer's state is 8-bit and patterns change, or the number of steps is not known.
+        ValueError: the number of steps is not known; at the first update, the optimizer's state is low-bit.
     """
 
     def __init__(
@@ -48,13 +48,6 @@ class MaskUpdates:
         self._threshold: float | None = None
         self.num_steps = 0
         """Steps so far."""
-        if config.is_updated and any(cls.__module__.startswith("bitsandbytes") for cls in type(optimizer).__mro__):
-            raise setting_error(
-                "sparsity",
-                "cannot move weights whose state is coded in blocks (8-bit)",
-                (config.method, type(optimizer).__name__),
-                'Use `method="static"`, or `optimizer_state=False`.',
-            )
         self._watch()
 
     @torch.no_grad()
@@ -161,6 +154,13 @@ class MaskUpdates:
         density = config.density
         scores = {name: layer.values.detach().abs() for name, layer in layers.items()}
         if config.initial == "snip":
+            if all(layer.values.grad is None for layer in layers.values()):
+                raise setting_error(
+                    "Sparsity.initial",
+                    "needs the gradients of the first step after it",
+                    "snip",
+                    'Keep gradients until the step is over, or use `initial="magnitude"`.',
+                )
             for name, layer in layers.items():
                 gradient = layer.values.grad
                 scores[name] = scores[name] * (0 if gradient is None else gradient.abs())
@@ -194,9 +194,13 @@ class MaskUpdates:
             return vector.new_zeros(positions.numel()).index_copy_(0, places, vector[keep])
 
         values, state = layer.values, self._optimizer.state.get(layer.values, {})
+        refuse_codes(self._config, any(map(_is_code, state.values())))
         for name, moment in state.items():
             if isinstance(moment, Tensor) and moment.shape == values.shape:
                 state[name] = moved(moment)
+        for name, buffer in dict(layer.named_buffers(recurse=False)).items():  # low precision's corrections
+            if name != "values_index" and buffer.shape == values.shape:
+                setattr(layer, name, moved(buffer))
         gradient = None if values.grad is None else moved(values.grad)
         if gradient is not None and gradient.shape == values.shape:
             values.grad.copy_(gradient)  # type: ignore[union-attr]  # in place: DDP's buckets may hold it
@@ -204,6 +208,21 @@ class MaskUpdates:
         values.grad = None
         layer.move_to(positions, moved(values.detach()))
         values.grad = gradient
+
+
+def refuse_codes(config: Sparsity, is_low_bit: bool) -> None:
+    """Raise `ValueError` where weights would move away from the blocks that their state is coded in."""
+    if is_low_bit:
+        raise setting_error(
+            "Sparsity.method",
+            "cannot move weights whose optimizer state is low-bit, as it is coded in blocks",
+            config.method,
+            'Use `method="static"`, or `optimizer_state=False`.',
+        )
+
+
+def _is_code(moment: Any) -> bool:
+    return isinstance(moment, tuple) or (isinstance(moment, Tensor) and moment.dtype == torch.uint8)
 
 
 def _grown(layer: SparseLayer, scores: Tensor, num_grown: int, keep: Tensor | None = None) -> Tensor:
