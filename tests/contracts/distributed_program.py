@@ -49,7 +49,7 @@ class Toy(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), 3e-3)
 
 
-def train(memsave, kind: str):
+def train(memsave, kind: str, precision: str = "64-true"):
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(96, 8, generator=generator)
@@ -58,7 +58,7 @@ def train(memsave, kind: str):
         accelerator="cpu",
         devices=2,
         max_epochs=2,
-        precision="64-true" if kind == "ddp" else "32-true",
+        precision=precision if kind == "ddp" else "32-true",
         strategy="ddp" if kind == "ddp" else L.pytorch.strategies.ModelParallelStrategy(),
         callbacks=[memsave] if memsave else [],
         logger=False,
@@ -81,9 +81,9 @@ def main(kind: str) -> None:
         (row,) = (row for row in COMPATIBILITY if {row.first, row.second} == {stem, WAYS[kind]})
         if row.refused_because:
             with pytest.raises(ValueError, match=row.refused_because.replace("(", r"\(").replace(")", r"\)")):
-                train(memsave, kind)
+                train(memsave, kind, spec.trainer_precision)
             continue
-        found, trainer = train(memsave, kind)
+        found, trainer = train(memsave, kind, spec.trainer_precision)
         assert [applied.technique for applied in memsave.report.applied] == [stem], (stem, memsave.report.applied)
         assert memsave.report.loss_class == spec.loss_class, stem
         if spec.loss_class == "exact":

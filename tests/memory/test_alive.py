@@ -114,3 +114,10 @@ def test_other_devices_are_left_out():
 @pytest.mark.parametrize("batch", [None, "text", [1, 2], object()])
 def test_any_batch_will_do(batch):
     assert sizes(nn.Identity(), [], batch, CPU) == {}
+
+
+def test_parameters_without_a_shape_yet_are_left_out():
+    lazy = nn.LazyLinear(3)
+    kinds = alive(nn.Linear(2, 2), [], None, torch.device("cpu"))
+    assert sum(kind.num_bytes for kind in kinds if kind.category == "weights") == 4 * (4 + 2)
+    assert lazy.has_uninitialized_params()

@@ -200,12 +200,20 @@ def test_charts_have_the_bytes_of_the_report(run):
 
 
 def test_config_has_the_resolved_recipe(run):
-    microbatching = {"size": 2, "reduction": "auto", "weight_fn": None, "split_fn": None, "strict": False}
-    assert run[0].config["memsave"] == {
-        "recipe": "lossless",
-        "early_zero_grad": {},
-        "microbatching": microbatching,
-        "every": 200,
+    config = run[0].config["memsave"]
+    microbatching = config.pop("microbatching")
+    assert config == {"recipe": "lossless", "early_zero_grad": {}, "every": 200}
+    assert microbatching == {
+        "size": 2,
+        "reduction": "auto",
+        "weight_fn": None,
+        "split_fn": None,
+        "strict": False,
+        "batchnorm": "ghost",
+        "batchnorm_warmup": 100,
+        "growth_interval": 500,
+        "headroom_fraction": 0.1,
+        "max_bytes": None,
     }
 
 

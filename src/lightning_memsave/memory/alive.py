@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.memory.ledger import storages, tensors_in
@@ -40,7 +41,7 @@ def alive(
     found: dict[tuple[str, str, tuple[int, ...], torch.dtype], list[int]] = {}
     seen: set[int] = set()
     for category, where, tensor in _everything(model, optimizers, batch):
-        if type(tensor).__name__ == "FakeTensor" or tensor.device.type != device.type:
+        if type(tensor).__name__ == "FakeTensor" or is_lazy(tensor) or tensor.device.type != device.type:
             continue
         for storage in storages(tensor):
             if storage._cdata not in seen:
