@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
 from torchmetrics.classification import BinaryAUROC
 
 from lightning_memsave import MemSave, Microbatching
@@ -18,7 +19,7 @@ from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.strategies import mixin, recovery
 from lightning_memsave.strategies.out_of_memory import OutOfMeasuresError
 from lightning_memsave.strategies.recovery import Recovery
-from tests.strategies.test_recovery import QUIET, Hungry, Net, assert_same_run, data, fit
+from tests.strategies.test_recovery import QUIET, Hungry, Net, assert_same_run, data, fit, logged
 
 
 def limited(make=Net, limit=8, where="forward"):
@@ -204,6 +205,9 @@ def test_growth_respects_the_limit_in_bytes():
 
 
 # ---------------------------------------------------------------------------------------------- evaluation
+PARTS = pytest.mark.filterwarnings("ignore:Memory ran out in evaluation")
+
+
 class Evaluated(Net):
     def __init__(self):
         super().__init__()
@@ -233,6 +237,7 @@ class Evaluated(Net):
         return self(batch[0])
 
 
+@PARTS
 @pytest.mark.parametrize("what", ["validate", "test"])
 def test_evaluation_recovers_with_the_same_figures(what):
     plain, module, memsave = limited(Evaluated, 10**9), limited(Evaluated, 10), MemSave()
@@ -248,6 +253,7 @@ def test_evaluation_recovers_with_the_same_figures(what):
         torch.testing.assert_close(one, other)
 
 
+@PARTS
 def test_prediction_recovers():
     plain, module, memsave = limited(Evaluated, 10**9), limited(Evaluated, 5), MemSave()
     expected = L.Trainer(**QUIET).predict(plain, data())
@@ -257,6 +263,7 @@ def test_prediction_recovers():
     assert memsave.report.num_oom_recovered == 3
 
 
+@PARTS
 def test_validation_within_a_fit_recovers_and_leaves_accumulated_gradients_alone():
     class Both(Evaluated):
         def training_step(self, batch, batch_idx):
@@ -276,6 +283,7 @@ def test_validation_within_a_fit_recovers_and_leaves_accumulated_gradients_alone
     assert memsave.report.microbatch_size is None  # training was never cut
 
 
+@PARTS
 def test_evaluation_that_cannot_be_cut_says_so():
     module = limited(Evaluated, 0)
     with pytest.raises(OutOfMeasuresError, match=r"a batch of validate, which cannot be cut: it has one sample"):
@@ -283,6 +291,13 @@ def test_evaluation_that_cannot_be_cut_says_so():
     module.validation_step = lambda batch, batch_idx: (_ for _ in ()).throw(ValueError("mine"))
     with pytest.raises(ValueError, match="mine"):
         L.Trainer(**QUIET, callbacks=[MemSave()]).validate(module, data(), verbose=False)
+
+
+def test_that_evaluation_is_cut_is_told_once():
+    trainer = L.Trainer(**QUIET, callbacks=[MemSave()])
+    with pytest.warns(UserWarning, match="run in parts. Right are: torchmetrics") as told:
+        trainer.validate(limited(Evaluated, 10), data(), verbose=False)
+    assert len([w for w in told if "in parts" in str(w.message)]) == 1
 
 
 # ---------------------------------------------------------------------------------------------- precision
@@ -334,7 +349,7 @@ def test_a_batch_whose_tensors_were_edited_is_not_run_again():
         def training_step(self, batch, batch_idx):
             return self.hungry(self.layer(batch[0].mul_(2))).square().mean()
 
-    with pytest.raises(OutOfMeasuresError, match="edits the tensors of its batch in place"):
+    with pytest.raises(OutOfMeasuresError, match="edits a tensor of the batch in place"):
         train(limited(Edits, 4), MemSave(), DataLoader(TensorDataset(torch.randn(8, 4)), 8))
 
 
@@ -385,3 +400,107 @@ def test_memory_that_is_there_again_at_the_last_try_is_used():
     train(module, memsave, DataLoader(TensorDataset(torch.randn(1, 4, generator=torch.Generator().manual_seed(1))), 1))
     assert module.hungry.tried == [1]
     assert not torch.equal(module.layer.weight, expected.layer.weight)
+
+
+# ---------------------------------------------------------------------------------------------- as without
+class Odd(Net):
+    """Does in its steps what plain Lightning allows."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("adjacency", torch.eye(4).to_sparse())
+        self.lazy, self.running, self.read, self.logged = nn.LazyLinear(1), SumMetric(), [], []
+        self.hidden, self.average = (torch.zeros(1),), torch.zeros(())
+
+    def training_step(self, batch, batch_idx):
+        x = self.hungry(self.last(self.norm(self.first(batch[0]))))
+        loss = (x - batch[1]).square().mean() + 0 * self.lazy(batch[0]).sum()
+        self.log("twice", loss)
+        self.log("twice", loss * 2)
+        self.logged.append(float(self.trainer.callback_metrics["twice"]))
+        self.running.update(1.0)
+        self.read.append(float(self.running.compute()))
+        self.hidden, self.average = (self.hidden[0] + 1,), self.average * 0.5 + 1
+        return loss
+
+
+def test_steps_of_odd_kinds_are_as_in_plain_lightning():
+    ours, plain = limited(Odd, 10**9), limited(Odd, 10**9)
+    for module, callbacks in ((ours, [MemSave()]), (plain, [])):
+        torch.manual_seed(1)
+        module.trainer_ = L.Trainer(**QUIET, max_epochs=2, callbacks=callbacks)
+        module.trainer_.fit(module, data())
+    assert ours.read == plain.read == [1, 2, 3, 4, 5, 6]
+    assert ours.logged == plain.logged
+    assert logged(ours.trainer_) == logged(plain.trainer_)
+    assert torch.equal(ours.last.weight, plain.last.weight)
+
+
+def test_a_failed_try_leaves_no_trace_in_attributes_logs_and_metrics():
+    class FailsOnce(Odd):
+        def training_step(self, batch, batch_idx):
+            self.fresh = getattr(self, "fresh", 0) + 1
+            self.running.update(1.0)
+            self.log("early", torch.tensor(float(batch_idx)))
+            if batch_idx == 1 and not self.hungry.tried:
+                self.hidden, self.average = (torch.ones(9),), self.average + 5
+                self.hungry.fail(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    ours, plain = limited(FailsOnce), limited(FailsOnce)
+    plain.hungry.tried, ours.hungry.limit, plain.hungry.limit = [0], 10**9, 10**9
+    memsave = MemSave(checkpointing=False)  # the next try is the same, recomputed
+    trainers = [train(ours, memsave), train(plain, None)]
+    assert memsave.report.num_oom_recovered == 1
+    assert ours.read == plain.read
+    assert ours.average == plain.average
+    assert torch.equal(ours.hidden[0], plain.hidden[0])
+    assert ours.fresh == plain.fresh
+    assert logged(trainers[0])["early"] == logged(trainers[1])["early"]
+
+
+def test_a_hook_before_gradients_are_zeroed_runs_for_a_recovered_batch_too():
+    class Reads(L.Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_before_zero_grad(self, trainer, pl_module, optimizer):
+            self.seen.append((trainer.global_step, pl_module.last.weight.grad is not None))
+
+    class FailsOnce(Deterministic):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1 and not self.hungry.tried:
+                self.hungry.fail(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    ours, plain, hooks = limited(FailsOnce, 10**9), limited(FailsOnce, 10**9), [Reads(), Reads()]
+    plain.hungry.tried = [0]
+    torch.manual_seed(1)
+    for module, hook, callbacks in ((ours, hooks[0], [MemSave()]), (plain, hooks[1], [])):
+        L.Trainer(**QUIET, max_epochs=1, callbacks=[*callbacks, hook]).fit(module, data())
+    assert hooks[0].seen == hooks[1].seen
+
+
+def test_the_batch_size_finder_finds_what_fits(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = limited(Deterministic, 16)
+    module.batch_size = 2
+    dataset = data().dataset
+    module.train_dataloader = lambda: DataLoader(dataset, module.batch_size)
+    trainer = L.Trainer(**QUIET, max_epochs=1, callbacks=[MemSave()])
+    assert L.pytorch.tuner.Tuner(trainer).scale_batch_size(module, max_trials=6, init_val=2) == 16
+
+
+def test_buffers_that_change_for_the_first_time_in_a_failed_try_make_it_final():
+    class Late(Deterministic):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("bank", torch.zeros(2**19))  # too large to be cloned unasked
+
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1:
+                self.bank.add_(1)
+            return super().training_step(batch, batch_idx) if batch_idx != 1 else self.hungry.fail(1)
+
+    with pytest.raises(OutOfMeasuresError, match="changed the buffer bank for the first time"):
+        train(limited(Late, 10**9), MemSave())

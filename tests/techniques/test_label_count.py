@@ -96,6 +96,11 @@ def test_the_wrong_weights_are_noticed():
     trained(module, size=3, weight_fn=LabelCount(), reduction="mean")  # who knows better is not asked
 
 
+def test_a_batch_without_labels_weighs_its_parts_alike():
+    parts = [({"labels": torch.full((2, 3), -100)}, 2.0)] * 2
+    assert Microbatching(size=2, weight_fn=LabelCount()).weights(parts, "mean") == [0.5, 0.5]
+
+
 def test_where_labels_are():
     labels = torch.tensor([[1, -1, 2], [-1, -1, 3]])
     assert LabelCount(ignore_index=-1)({"labels": labels}) == 3

@@ -34,6 +34,7 @@ WAYS_OF_TRAINING = (
     "fp16 with a GradScaler",
     "a DDP communication hook",
     "SyncBatchNorm",
+    "batch size finder",
     "accumulate_grad_batches",
     "gradient clipping by norm",
     "configure_gradient_clipping",
@@ -195,7 +196,14 @@ COMPATIBILITY = (
     ),
     Row(
         "out-of-memory recovery",
+        "batch size finder",
+        "it waits for memory to run out, which recovery prevents",
+        "Find the batch size without `MemSave(microbatch=...)`, or leave it to recovery.",
+    ),
+    Row(
+        "out-of-memory recovery",
         "SyncBatchNorm",
+        "batch size finder",
         "processes wait for each other in every forward",
         "Use a number, for example `microbatch=8`.",
     ),

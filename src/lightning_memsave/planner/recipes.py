@@ -98,7 +98,7 @@ def _plain(value: Any) -> Any:
 RECIPES = {
     # Change nothing: the baseline run.
     "measure": Recipe("measure"),
-    # Equal to plain Lightning up to rounding, and free of cost until memory runs out.
+    # Equal to plain Lightning up to rounding, and nearly free of cost until memory runs out.
     "lossless": Recipe("lossless", (EarlyZeroGrad(), Microbatching()), by_default=(EarlyZeroGrad, Microbatching)),
 }
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 import sys
-from collections.abc import Iterator
+from collections import UserDict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,14 +37,15 @@ class BatchStart:
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self._modes = [(m, m.training) for m in module.modules()]
         self._fx_name = module._current_fx_name
-        self._attributes = {
-            key: copy.copy(value)
-            for key, value in vars(module).items()
-            if not key.startswith("_") and isinstance(value, (int, float, str, list, dict, set, type(None)))
-        }
-        self._buffers = Buffers(module, changing)
+        self._attributes = {key: _kept(value) for key, value in vars(module).items() if _is_plain(key, value)}
+        self._buffers = Buffers(module, changing, _SMALL_BYTES)
         self._gradients: list[tuple[nn.Parameter, Tensor | None]] | None = None
         self._watched = [(t, t._version, "the batch") for t in tensors_in(batch) if not t.is_inference()]
+        self._watched += [
+            (t, t._version, f"`{key}`")
+            for key, t in self._attributes.items()
+            if isinstance(t, Tensor) and not t.is_inference()
+        ]
         if gradients == "watched":
             self._watched += [(p.grad, p.grad._version, "gradients") for p in parameters if p.grad is not None]
         else:
@@ -53,8 +56,12 @@ class BatchStart:
         self._num_collectives = num_collectives()
 
     def changed_buffers(self) -> set[str]:
-        """The names of the buffers that have changed since."""
-        return self._buffers.changed()
+        """The names of the buffers that have changed since, as far as their values were kept or their edits counted."""
+        return self._buffers.changed() | self._buffers.moved()
+
+    def moved_buffers(self) -> set[str]:
+        """The names of the buffers that were edited, of which no copy was kept."""
+        return self._buffers.moved()
 
     def why_final(self) -> str | None:
         """Why what has happened since cannot be undone; `None` if it can."""
@@ -65,13 +72,19 @@ class BatchStart:
                 '`microbatch="auto"`'
             )
         if edited is not None:
-            return "`training_step` edits the tensors of its batch in place: let it work on copies"
+            return f"the step edits a tensor of {edited} in place: let it work on copies"
+        if moved := self._buffers.moved():
+            return f"the step has changed the buffer {min(moved).removeprefix('.')} for the first time"
         if num_collectives() != self._num_collectives:
             return "processes have exchanged something during the failed try: they would wait for each other"
         return None
 
-    def restore(self) -> None:
-        """Put everything back, in place where others may hold on to it."""
+    def restore(self, *, gradients: bool = True) -> None:
+        """Put everything back, in place where others may hold on to it.
+
+        Args:
+            gradients: whether they were touched; else they are as they were.
+        """
         self._torch.restore()
         random.setstate(self._python)
         if self._numpy is not None:
@@ -79,28 +92,50 @@ class BatchStart:
         for module, mode in self._modes:
             module.training = mode
         self._module._current_fx_name = self._fx_name
+        attributes = vars(self._module)
+        for key in [key for key, value in attributes.items() if _is_plain(key, value)]:
+            if key not in self._attributes:
+                del attributes[key]
         for key, value in self._attributes.items():
-            _put_back(vars(self._module), key, value)
+            _put_back(attributes, key, value)
         for container, before in self._containers:
             _refill(container, before)
         self._buffers.put_back()
-        for parameter, gradient in self._gradients or ():
+        for parameter, gradient in (self._gradients or ()) if gradients else ():
             parameter.grad = gradient
 
 
-def _containers(batch: Any) -> Iterator[list[Any] | dict[Any, Any]]:
-    """The lists and dictionaries of a batch, those inside of other objects (`BatchEncoding`) as well."""
-    if isinstance(batch, (list, dict)):
-        yield batch
+_SMALL_BYTES = 2**20
+_IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, type(None))
+
+
+def _is_plain(key: str, value: Any) -> bool:
+    """Whether an attribute of a module is put back: exact types, as others may mind being copied."""
+    return not key.startswith("_") and (type(value) in (*_IMMUTABLE, list, dict, set) or isinstance(value, Tensor))
+
+
+def _kept(value: Any) -> Any:
+    return copy.copy(value) if type(value) in (list, dict, set) else value
+
+
+def _containers(batch: Any, seen: set[int] | None = None) -> Iterator[list[Any] | dict[Any, Any]]:
+    """The lists and dictionaries of a batch, those of dataclasses and `BatchEncoding` as well; each once."""
+    seen = set() if seen is None else seen
+    if id(batch) in seen:
+        return
+    seen.add(id(batch))
     children: Any = ()
-    if isinstance(batch, dict):
-        children = batch.values()
+    if type(batch) in (list, dict):
+        yield batch
+        children = batch.values() if isinstance(batch, dict) else batch
+    elif isinstance(batch, Mapping):
+        children = (batch.data,) if isinstance(batch, UserDict) else batch.values()
     elif isinstance(batch, (list, tuple)):
         children = batch
-    elif hasattr(batch, "__dict__") and not isinstance(batch, (Tensor, nn.Module, type)):
-        children = (vars(batch),)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        children = (getattr(batch, f.name, None) for f in dataclasses.fields(batch))
     for child in children:
-        yield from _containers(child)
+        yield from _containers(child, seen)
 
 
 def _put_back(attributes: dict[str, Any], key: str, value: Any) -> None:

@@ -1,7 +1,7 @@
 """Validation, test and prediction when memory runs out: the same batch again, in smaller parts.
 
 Nothing is kept for a backward pass here, so there is nothing to do but to cut. Logs, torchmetrics and what the step
-returns are merged as in training; a logged tensor counts as a mean over samples.
+returns are merged as in training; a logged tensor counts as a mean over samples, which a warning says once.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from lightning_memsave.memory.allocator import read_current, reset_peak
 from lightning_memsave.strategies.batch_start import BatchStart
-from lightning_memsave.strategies.logs import DeferredLogs
+from lightning_memsave.strategies.logs import DeferredLogs, KeptLogs
 from lightning_memsave.strategies.loop_state import LoopState, has_samples
 from lightning_memsave.strategies.metrics import MergedMetrics
 from lightning_memsave.strategies.namespaces import internals, namespace_of
@@ -28,8 +29,11 @@ def evaluate(trainer: Any, state: LoopState, step: Callable[..., Any], args: tup
         OutOfMeasuresError: the batch cannot be cut further, or what a failed try has done cannot be undone.
     """
     recovery, batch = state.evaluation, args[0]
-    if recovery is None:
+    if recovery is None or hasattr(batch, "__next__"):  # `dataloader_iter` draws its batches itself
         return step(*args)
+    device = trainer.strategy.root_device
+    reset_peak(device)
+    held = read_current(device)
     while True:
         start = BatchStart(trainer.lightning_module, recovery.changing, "watched", batch)
         try:
@@ -40,12 +44,13 @@ def evaluate(trainer: Any, state: LoopState, step: Callable[..., Any], args: tup
                 raise
             reason, why_final = str(error), start.why_final()
         else:
-            recovery.changing = start.changed_buffers() if recovery.changing is None else recovery.changing
-            recovery.succeed(batch, len(parts), trainer.strategy.root_device, None)
+            recovery.learn_changing(start)
+            recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
             return result
         start.restore()
         free_memory()
         what = f"a batch of {trainer.state.stage.value}"
+        state.warn_of_parts()
         if why_final is None and not recovery.shrink(trainer, batch, has_samples(batch), what):
             why_final = "it has one sample, or its samples cannot be told apart"
         if why_final is not None:
@@ -63,8 +68,10 @@ def _parts(state: LoopState, batch: Any) -> list[tuple[Any, float]]:
 def _run(trainer: Any, step: Callable[..., Any], args: tuple[Any, ...], parts: list[tuple[Any, float]]) -> Any:
     results, outputs = trainer._results, []
     log = internals(namespace_of(trainer)).ResultCollection.log
-    logs = DeferredLogs(results, log) if results is not None else None  # prediction logs nothing
-    with logs or nullcontext(), MergedMetrics(trainer.lightning_module):
+    logs: Any = None  # prediction logs nothing
+    if results is not None:
+        logs = KeptLogs(results) if len(parts) == 1 and trainer.world_size == 1 else DeferredLogs(results, log)
+    with logs or nullcontext(), MergedMetrics(trainer.lightning_module, len(parts)):
         for part, num_samples in parts:
             if logs is not None:
                 logs.begin(part, num_samples)

@@ -61,8 +61,43 @@ class DeferredLogs:
         """
         self._results.batch, self._results.batch_size = batch, None
         for (fx, name), calls in self._calls.items():
+            if self._microbatch == 0:  # a batch in one piece; it may log a name twice
+                for call in calls:
+                    self._log(self._results, fx, name, call.value, **call.options)
+                continue
             value, options = _merge(calls, losses, reduction)
             self._log(self._results, fx, name, value, **options)
+
+
+class KeptLogs:
+    """Logs of a batch in one piece: they go straight through, and are taken back when the batch fails.
+
+    Args:
+        results: Lightning's result collection.
+    """
+
+    def __init__(self, results: Any) -> None:
+        self._results = results
+        # Lightning replaces values and never edits them, so references are enough.
+        self._before = {key: dict(vars(item)) for key, item in results.items()}
+
+    def __enter__(self) -> KeptLogs:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        if failed is None:
+            return
+        for key in self._results.keys() - self._before.keys():
+            del self._results[key]
+        for key, attributes in self._before.items():
+            vars(self._results[key]).clear()
+            vars(self._results[key]).update(attributes)
+
+    def begin(self, microbatch: Any, num_samples: float) -> None:
+        """The batch is the microbatch."""
+
+    def flush(self, batch: Any, losses: list[Tensor | None], reduction: Literal["mean", "sum"]) -> None:
+        """Everything is there."""
 
 
 def _merge(

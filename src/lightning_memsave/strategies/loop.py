@@ -21,7 +21,7 @@ from lightning_memsave.memory.allocator import read_current
 from lightning_memsave.memory.ledger import Ledger
 from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.strategies.ddp import LateReduction
-from lightning_memsave.strategies.logs import DeferredLogs
+from lightning_memsave.strategies.logs import DeferredLogs, KeptLogs
 from lightning_memsave.strategies.loop_state import LoopState
 from lightning_memsave.strategies.metrics import MergedMetrics
 from lightning_memsave.strategies.namespaces import internals
@@ -64,9 +64,10 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                 self._zero_grad_fn = zero_grad  # LBFGS calls again
 
         def _zero_first(self, state: LoopState) -> None:
+            self._has_zeroed = False
             if state.zero_grad_first and self._zero_grad_fn is not None:
                 self._zero_grad_fn()
-                self._zero_grad_fn = self._zero_gradients_made_since
+                self._zero_grad_fn, self._has_zeroed = self._zero_gradients_made_since, True
 
         def _run_until_it_fits(self, state: LoopState, recovery: Recovery) -> Any:
             trainer, batch = self._loop.trainer, self._kwargs["batch"]
@@ -86,11 +87,11 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                     # Only the text is kept: the error itself holds the tensors of the frames that it came through.
                     failure = self._failure(error, start, exchange)
                 else:
-                    recovery.changing = start.changed_buffers() if recovery.changing is None else recovery.changing
+                    recovery.learn_changing(start)
                     recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
                     return result
-                start.restore()
-                if not accumulates:
+                start.restore(gradients=accumulates or self._has_zeroed)
+                if self._has_zeroed:
                     self._zero_grad_fn = self._zero_gradients_made_since
                 free_memory()
                 what = f"batch {trainer.fit_loop.batch_idx}"
@@ -157,9 +158,11 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             total: Tensor | None = None
             results, log = trainer._results, pl.ResultCollection.log
             module = trainer.lightning_module
+            # Under DDP a process that has not cut its batch logs when the others do.
+            is_whole = len(parts) == 1 and exchange is None
             with (
-                DeferredLogs(results, log) as logs,
-                MergedMetrics(module),
+                KeptLogs(results) if is_whole else DeferredLogs(results, log) as logs,
+                MergedMetrics(module, len(parts)),
                 config.pooled_batchnorm(module, len(parts)) as batchnorm,
             ):
                 for i, ((part, num_samples), weight) in enumerate(zip(parts, weights, strict=True)):
@@ -170,12 +173,13 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                             out = self._loop._training_step(OrderedDict(self._kwargs, batch=part))
                         if i == 0 and self._zero_grad_fn is not None:
                             self._zero_grad_fn()
+                            self._has_zeroed = True
                         losses.append(None if out.loss is None else out.loss * trainer.accumulate_grad_batches)
                         if out.closure_loss is None:
                             continue
                         loss = out.closure_loss * weight
                         total = loss.detach().clone() if total is None else total + loss.detach()
-                        outputs.append(detached(out.extra))
+                        outputs.append(out.extra if len(parts) == 1 else detached(out.extra))
                         sizes.append(num_samples)
                         if self._backward_fn is not None:
                             self._backward(loss, is_last, exchange)

@@ -40,7 +40,7 @@ class LoopState:
         self.zero_grad_first = recipe.get(EarlyZeroGrad) is not None
         self.reduction: Reduction | None = None
         self._applied: Applied | None = None
-        self._given_up = self._warned = False
+        self._given_up = self._warned = self._warned_of_parts = False
         self._num_whole = 0
 
     @property
@@ -96,6 +96,18 @@ class LoopState:
     def can_cut(self, batch: Any) -> bool:
         """Whether smaller microbatches of this batch are possible, as far as is known."""
         return not self._given_up and has_samples(batch)
+
+    def warn_of_parts(self) -> None:
+        """Evaluation is about to be cut, where nobody can tell a mean from a sum."""
+        if not self._warned_of_parts:
+            self._warned_of_parts = True
+            warnings.warn(
+                "Memory ran out in evaluation, so its batches are run in parts. Right are: torchmetrics, logged "
+                "tensors and scalars that are means over samples, and outputs with one entry per sample. Sums, counts "
+                "and losses between samples are those of the parts. A smaller batch size in the loader avoids this.",
+                MicrobatchWarning,
+                stacklevel=2,
+            )
 
     @property
     def num_recovered(self) -> int | None:

@@ -15,7 +15,7 @@ _MERGEABLE = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}
 def is_mergeable(metric: Metric) -> bool:
     """Whether two states of a metric can be merged as if one had seen all."""
     names = {getattr(reduction, "__name__", None) for reduction in metric._reductions.values()}
-    return bool(names) and names <= _MERGEABLE
+    return bool(names) and names <= _MERGEABLE and type(metric).reset is Metric.reset
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,16 @@ class _Saved:
     forward_cache: Any
 
     @classmethod
-    def of(cls, metric: Metric) -> _Saved:
-        """Without a copy where `reset` leaves the tensors of the state alone: what is gathered may be large."""
-        if not is_mergeable(metric):
-            state: dict[str, Any] = metric._copy_state_dict()
-        else:
-            state = {name: getattr(metric, name) for name in metric._defaults}
-            for name, value in state.items():
-                if isinstance(value, list):
+    def of(cls, metric: Metric, starts_anew: bool) -> _Saved:
+        """Without a copy of what is gathered in lists, which may be large; nor of tensors that `reset` leaves alone."""
+        state = {name: getattr(metric, name) for name in metric._defaults}
+        for name, value in state.items():
+            if isinstance(value, list):
+                state[name] = list(value)
+                if starts_anew:
                     setattr(metric, name, [])  # `reset` empties the list in place
+            elif not starts_anew:
+                state[name] = value.detach().clone()
         return cls(metric, state, metric._update_count, metric._computed, metric._forward_cache)
 
     def restore(self) -> None:
@@ -45,6 +46,15 @@ class _Saved:
             setattr(self.metric, name, value)
         self.metric._update_count, self.metric._computed = self.update_count, self.computed
         self.metric._forward_cache = self.forward_cache
+
+
+def _of_this_process(metric: Metric) -> Any:
+    """The value for a batch, not reduced over processes unless the metric asks for that, as in `Metric.forward`."""
+    before, metric._to_sync = metric._to_sync, metric.dist_sync_on_step
+    try:
+        return metric.compute()
+    finally:
+        metric._to_sync = before
 
 
 def _composite_value(metric: CompositionalMetric) -> Any:
@@ -56,17 +66,20 @@ def _composite_value(metric: CompositionalMetric) -> Any:
 class MergedMetrics:
     """Resets the metrics of a module for one batch and merges that batch into what they held before.
 
+    A batch in one piece has nothing to merge: its metrics go on, and are only put back when it fails.
+
     Metrics whose states do not merge by sum, concatenation, minimum or maximum are left alone: their totals are right,
     their value for the step is the last microbatch's.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, num_parts: int = 1) -> None:
+        self._merges = num_parts > 1
         self._metrics = [m for m in module.modules() if isinstance(m, Metric)]
         self._saved: list[_Saved] = []
 
     def set_aside(self) -> None:
         """Keep what every metric holds; those that can be merged start anew."""
-        self._saved = [_Saved.of(m) for m in self._metrics]
+        self._saved = [_Saved.of(m, self._merges and is_mergeable(m)) for m in self._metrics]
         for saved in self._mergeable():
             saved.metric.reset()
 
@@ -84,13 +97,13 @@ class MergedMetrics:
             if num_updates == 0:
                 saved.restore()
                 continue
-            batch_value = metric.compute() if metric._forward_cache is not None else None
+            batch_value = _of_this_process(metric) if metric._forward_cache is not None else None
             metric._update_count = saved.update_count + num_updates
             if saved.update_count:
                 metric._reduce_states(saved.state)
             metric._computed, metric._forward_cache = None, batch_value
         for saved in reversed(self._saved):  # inner ones first
-            composite: Any = saved.metric if isinstance(saved.metric, CompositionalMetric) else None
+            composite: Any = saved.metric if self._merges and isinstance(saved.metric, CompositionalMetric) else None
             if composite is not None and composite._forward_cache is not None:
                 composite._forward_cache = _composite_value(composite)
 
@@ -100,4 +113,4 @@ class MergedMetrics:
             saved.restore()
 
     def _mergeable(self) -> list[_Saved]:
-        return [saved for saved in self._saved if is_mergeable(saved.metric)]
+        return [saved for saved in self._saved if self._merges and is_mergeable(saved.metric)]

@@ -53,6 +53,8 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
 
         def setup(self, trainer: Any) -> None:
             fitting = trainer.state.fn == "fit"
+            if not fitting and not self.memsave.recipe.stepping_aside(ways_of_training(trainer))[0].get(Microbatching):
+                self.memsave.loop.evaluation = None
             if fitting:
                 self._begin(trainer)
                 _install_loop(trainer, self.memsave.loop, namespace)

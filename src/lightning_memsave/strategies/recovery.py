@@ -65,8 +65,15 @@ class Recovery:
     def size_for(self, batch: Any) -> int | None:
         """Samples per microbatch of this batch; `None` for all of them."""
         if self.limit_elements is not None:
-            self.size = max(1, int(self.limit_elements / _elements_per_sample(batch)))
+            self.size = max(1, int(self.limit_elements / _elements_per_sample(batch) + 1e-9))
         return self.size
+
+    def learn_changing(self, start: Any) -> None:
+        """Which buffers change is found out in the first batch that went well; later ones add to that."""
+        if self.changing is None:
+            self.changing = start.changed_buffers()
+        else:
+            self.changing |= start.moved_buffers()
 
     def learned(self) -> dict[str, Any]:
         """Sizes, as plain values for a checkpoint."""

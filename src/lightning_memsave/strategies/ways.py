@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
@@ -29,6 +30,7 @@ def ways_of_training(trainer: Any) -> list[str]:
         "fp16 with a GradScaler": getattr(strategy.precision_plugin, "scaler", None) is not None,
         "a DDP communication hook": is_ddp and getattr(strategy, "_ddp_comm_hook", None) is not None,
         "SyncBatchNorm": any(isinstance(m, nn.SyncBatchNorm) for m in trainer.lightning_module.modules()),
+        "batch size finder": any(isinstance(c, BatchSizeFinder) for c in trainer.callbacks),
         **ways_of_stepping(trainer),
     }
     return [name for name, is_present in present.items() if is_present]

@@ -42,6 +42,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
@@ -264,7 +265,7 @@ class _Within:
 
 
 def _refuse_whole_compiled(model: nn.Module) -> None:
-    total = sum(p.numel() for p in model.parameters())
+    total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
     for name, module in compiled_regions(model):
         if 2 * sum(p.numel() for p in module.parameters()) > total:
             raise setting_error(

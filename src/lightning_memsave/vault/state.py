@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_memsave.vault.graph import check_version, compiler_callback, compiling, is_fake
 
@@ -135,16 +137,22 @@ class Buffers:
     Args:
         module: whose buffers.
         changing: names of those that change, which the first call finds out; normalisation layers' always do.
+        small_bytes: up to this size buffers are cloned while it is not known which of them change.
     """
 
-    def __init__(self, module: nn.Module, changing: set[str] | None) -> None:
+    def __init__(self, module: nn.Module, changing: set[str] | None, small_bytes: float = math.inf) -> None:
         self._before: dict[str, _Buffer] = {}
+        self._others: list[tuple[str, Tensor, int]] = []
         for prefix, owner in module.named_modules():
             always = isinstance(owner, nn.modules.batchnorm._NormBase) and owner.training
             for key, value in owner._buffers.items():
                 name = f"{prefix}.{key}"
-                if value is not None and (always or changing is None or name in changing):
+                if value is None or is_lazy(value):
+                    continue
+                if always or (name in changing if changing is not None else _size(value) <= small_bytes):
                     self._before[name] = owner, key, value.detach().clone()
+                elif not value.is_inference():
+                    self._others.append((name, value, value._version))
 
     def changed(self) -> set[str]:
         """The names of those that have changed since; the others are forgotten."""
@@ -152,6 +160,10 @@ class Buffers:
         for name in self._before.keys() - found:
             del self._before[name]
         return found
+
+    def moved(self) -> set[str]:
+        """The names of those that were edited in place since, although nobody expected that: there is no clone."""
+        return {name for name, value, version in self._others if value._version != version}
 
     def put_back(self) -> None:
         """Give the module's buffers, in place, the values that they had."""
@@ -176,8 +188,15 @@ class Buffers:
                 owner._buffers[key] = latest
 
 
+def _size(tensor: Tensor) -> int:
+    """Bytes; of a sparse tensor, what it would take dense."""
+    return tensor.numel() * tensor.element_size()
+
+
 def _equal(current: Tensor | None, before: Tensor) -> bool:
-    return current is not None and not is_fake(current) and torch.equal(current, before)
+    if current is None or is_fake(current) or current.layout is not torch.strided:
+        return False
+    return torch.equal(current, before)
 
 
 class Attributes:

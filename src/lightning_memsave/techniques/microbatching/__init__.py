@@ -162,7 +162,8 @@ class Microbatching:
         if len(parts) == 1 or reduction == "sum":
             return [1.0] * len(parts)
         shares = [float(n) if self.weight_fn is None else float(self.weight_fn(part)) for part, n in parts]
-        return [share / sum(shares) for share in shares]
+        total = sum(shares)
+        return [share / total for share in shares] if total else [1 / len(parts)] * len(parts)
 
     def pooled_batchnorm(self, model: nn.Module, num_parts: int) -> AbstractContextManager[PooledBatchNorms]:
         """What is to be around the microbatches of a batch, see `pooled_batchnorm`; whole batches stay alone."""
