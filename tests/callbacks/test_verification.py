@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memsave import ActivationCompression, MemSave, Microbatching, verify
+from lightning_memsave import ActivationCompression, MemSave, Microbatching, OptimizerState, Sparsity, verify
 
 
 class Net(L.LightningModule):
@@ -90,3 +90,21 @@ def test_manual_optimization_is_refused(batch):
     module.automatic_optimization = False
     with pytest.raises(ValueError, match="automatic optimization"):
         verify(module, batch)
+
+
+@pytest.mark.parametrize(
+    ("slots", "loss_class"),
+    [
+        ({"optimizer_state": OptimizerState(format="32bit", gradients="release")}, "exact"),
+        ({"sparsity": Sparsity(sparsity=0.5, min_size=1)}, "changed"),
+        ({"precision": "bf16-kahan"}, "changed"),
+    ],
+    ids=str,
+)
+def test_gradients_that_are_released_and_tensors_of_other_names(batch, slots, loss_class):
+    result = verify(Net(), batch, MemSave(**slots))
+    assert result.loss_class == loss_class
+    assert result.holds
+    assert "norm" in result.gradient_differences
+    if loss_class == "exact":
+        assert result.largest_difference == 0

@@ -58,3 +58,12 @@ def test_what_is_not_finite_stays_so(dtype):
 def test_without_a_correction():
     x = torch.randn(10).bfloat16()
     assert torch.equal(join(x, None), x.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+def test_a_weight_that_is_set_to_zero_by_hand_is_zero(dtype):
+    rounded, correction = split(torch.randn(100), dtype)
+    rounded[:50] = 0
+    joined = join(rounded, correction)
+    assert joined[:50].eq(0).all()
+    assert joined.isfinite().all()

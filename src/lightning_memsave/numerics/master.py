@@ -21,6 +21,8 @@ def join(rounded: Tensor, correction: Tensor | None) -> Tensor:
     whole = rounded.to(torch.float32, copy=True)
     if correction is None:
         return whole
+    # A zero has no correction: where there is one, the weight was set to zero since (pruning, a row of padding).
+    correction = correction.masked_fill(rounded == 0, 0)
     if correction.dtype == torch.int8:
         return (whole.view(torch.int32) + correction.int() * 256).view(torch.float32)
     return whole.add_(correction)

@@ -19,6 +19,17 @@ from lightning_memsave.reporting.runs import Run
 
 _BETTER_WHEN_LOWER = {
     "loss",
+    "logloss",
+    "entropy",
+    "ce",
+    "nll",
+    "bce",
+    "ece",
+    "bpb",
+    "bpc",
+    "mape",
+    "fvd",
+    "lpips",
     "error",
     "err",
     "perplexity",
@@ -26,11 +37,9 @@ _BETTER_WHEN_LOWER = {
     "mse",
     "mae",
     "rmse",
-    "nll",
     "wer",
     "cer",
     "fid",
-    "bpc",
 }
 _STAGES = ("test", "val", "valid", "validation")
 _QUALITY = ("acc", "accuracy", "f1", "auroc", "auc", "iou", "miou", "map", "bleu", "rouge", "psnr", "r2")
@@ -133,14 +142,14 @@ def _against(run: Run, peak_bytes: int) -> Run:
 def is_better_when_lower(metric: str) -> bool:
     """Whether a metric's name says that less of it is better.
 
-    >>> is_better_when_lower("val/loss"), is_better_when_lower("val/accuracy")
-    (True, False)
+    >>> [is_better_when_lower(name) for name in ("val/loss", "valLoss", "val/cross_entropy", "val/accuracy")]
+    [True, True, True, False]
     """
     return not _BETTER_WHEN_LOWER.isdisjoint(_words(metric))
 
 
 def _words(name: str) -> list[str]:
-    return re.split(r"[^a-z0-9]+", name.lower())
+    return re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
 
 
 def _choose(runs: Sequence[Run], wanted: str | None) -> str | None:

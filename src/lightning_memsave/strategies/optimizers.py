@@ -52,9 +52,9 @@ class _Release(GradientRelease):
 
     def __init__(self, trainer: Any) -> None:
         value = trainer.gradient_clip_val
+        super().__init__(trainer.strategy.optimizers, functools.partial(_clip, value) if value else None)
         self._trainer: Any = trainer
         self._clip_value, trainer.gradient_clip_val = value, None
-        super().__init__(trainer.strategy.optimizers, functools.partial(_clip, value) if value else None)
 
     def remove(self) -> None:
         super().remove()

@@ -63,6 +63,20 @@ class Sparsifying:
         Raises:
             ValueError: as `MaskUpdates`; an optimizer of bitsandbytes' own, whose state has no dense layout on disk.
         """
+        own = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        for name, layer in sparse_layers(self._model).items():
+            if (
+                layer.values.requires_grad
+                and own
+                and layer.values not in own
+                and own.isdisjoint(self._model.parameters())
+            ):
+                raise setting_error(
+                    "sparsity",
+                    "needs optimizers that are made in `configure_optimizers`, after layers have become sparse",
+                    f"optimizers without the weights of `{name}`",
+                    "Make them there, from `self.parameters()`.",
+                )
         for optimizer in optimizers:
             if type(optimizer).__module__.startswith("bitsandbytes"):
                 raise setting_error(

@@ -40,6 +40,9 @@ def step_in_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> None:
     Raises:
         ValueError: it needs all parameters at once.
     """
+    if _MEMORY in vars(optimizer):  # made before an earlier fit, which has left it as it was
+        vars(optimizer)[_MEMORY].weights = weights
+        return
     check_steps_parameters_alone(optimizer, "precision")
     plain_class: Any = type(optimizer)
     change_class(optimizer, _in_float32(plain_class))

@@ -83,7 +83,9 @@ class Weights:
         self._places: dict[Tensor, _Place] = {}
         for owner in model.modules():
             for name, p in owner.named_parameters(recurse=False):
-                if p.dtype in (torch.float32, torch.bfloat16) and p not in kept and p not in self._places:
+                # What is frozen may be moved by hand in steps that bfloat16 does not show (a target network).
+                is_lowered = p.requires_grad and p.dtype in (torch.float32, torch.bfloat16) and p not in kept
+                if is_lowered and p not in self._places:
                     place = _Place(len(self._places), owner, f"_{name}_correction", p.dtype)
                     self._places[p] = place
         if not self._places:

@@ -179,7 +179,12 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
         import warnings
 
         warnings.warn(f"{type(optimizer).__name__} is a low-bit optimizer already.", NoEffectWarning, stacklevel=2)
-        return Applied(technique="optimizer_state", summary=f"{type(optimizer).__name__} is low-bit already")
+        return Applied(
+            technique="optimizer_state",
+            summary=f"{type(optimizer).__name__} is low-bit already",
+            loss_class="changed",
+            reasons=(f"the state of {type(optimizer).__name__} is low-bit",),
+        )
     check_optimizers([optimizer], config, model)
     name = type(optimizer).__name__
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -199,7 +199,7 @@ class MaskUpdates:
             if isinstance(moment, Tensor) and moment.shape == values.shape:
                 state[name] = moved(moment)
         for name, buffer in dict(layer.named_buffers(recurse=False)).items():  # low precision's corrections
-            if name != "values_index" and buffer.shape == values.shape:
+            if name == "_values_correction" and buffer.shape == values.shape:
                 setattr(layer, name, moved(buffer))
         gradient = None if values.grad is None else moved(values.grad)
         if gradient is not None and gradient.shape == values.shape:
