@@ -63,20 +63,7 @@ class Sparsifying:
         Raises:
             ValueError: as `MaskUpdates`; an optimizer of bitsandbytes' own, whose state has no dense layout on disk.
         """
-        own = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        for name, layer in sparse_layers(self._model).items():
-            if (
-                layer.values.requires_grad
-                and own
-                and layer.values not in own
-                and own.isdisjoint(self._model.parameters())
-            ):
-                raise setting_error(
-                    "sparsity",
-                    "needs optimizers that are made in `configure_optimizers`, after layers have become sparse",
-                    f"optimizers without the weights of `{name}`",
-                    "Make them there, from `self.parameters()`.",
-                )
+        self._refuse_earlier(optimizers)
         for optimizer in optimizers:
             if type(optimizer).__module__.startswith("bitsandbytes"):
                 raise setting_error(
@@ -95,6 +82,18 @@ class Sparsifying:
             if self._saved is not None and number < len(self._saved["updates"]):
                 updates.load_state_dict(self._saved["updates"][number])
             self._updates[optimizer] = updates
+
+    def _refuse_earlier(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raise `ValueError` for an optimizer with dense weights that the model has no more."""
+        ours = set(self._model.parameters())
+        for optimizer in optimizers:
+            if any(p.requires_grad and p not in ours for group in optimizer.param_groups for p in group["params"]):
+                raise setting_error(
+                    "sparsity",
+                    "needs optimizers that are made in `configure_optimizers`, when layers are sparse",
+                    f"{type(optimizer).__name__} with parameters that the model does not have",
+                    "Make it there, from `self.parameters()`.",
+                )
 
     def stepped(self, trainer: Any, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step."""
