@@ -2,7 +2,7 @@
 
 What a failed try may have changed is kept before each batch (`batch_start`): the generators of Python, numpy and torch,
 the buffers that a step changes, plain attributes of the LightningModule, gradients when they accumulate. Metrics and
-logs are deferred by the loop. Then the next measure is taken: exact ones first, then microbatches of half the size. A
+logs are taken back by the loop. Then the next measure is taken: exact ones first, then microbatches of half the size. A
 batch that is run again has the same bits as one that had this setting from the start.
 
 Later, microbatches grow back: after `growth_interval` batches that went well the size is doubled; when that fails, the
@@ -25,6 +25,7 @@ from lightning_utilities.core import rank_zero
 from lightning_memsave.core.units import format_bytes, parse_bytes
 from lightning_memsave.memory.allocator import read_peak, total_bytes
 from lightning_memsave.memory.ledger import Measurement, tensors_in
+from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
 
 
@@ -68,7 +69,7 @@ class Recovery:
             self.size = max(1, int(self.limit_elements / _elements_per_sample(batch) + 1e-9))
         return self.size
 
-    def learn_changing(self, start: Any) -> None:
+    def learn_changing(self, start: BatchStart) -> None:
         """Which buffers change is found out in the first batch that went well; later ones add to that."""
         if self.changing is None:
             self.changing = start.changed_buffers()
