@@ -491,6 +491,21 @@ def test_the_batch_size_finder_finds_what_fits(tmp_path, monkeypatch):
     assert L.pytorch.tuner.Tuner(trainer).scale_batch_size(module, max_trials=6, init_val=2) == 16
 
 
+def test_asking_what_the_loss_is_leaves_large_buffers_alone():
+    class Queue(Deterministic):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("queue", torch.zeros(2**19))
+
+        def training_step(self, batch, batch_idx):
+            self.queue.add_(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    module = limited(Queue, 10**9)
+    train(module, MemSave(microbatch=8))  # the probe evaluates three more batches
+    assert module.queue.unique().item() == len(data().dataset)
+
+
 def test_buffers_that_change_for_the_first_time_in_a_failed_try_make_it_final():
     class Late(Deterministic):
         def __init__(self):

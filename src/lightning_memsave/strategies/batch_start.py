@@ -27,10 +27,18 @@ class BatchStart:
         gradients: what may happen to them: `"made"` (there are none yet), `"added to"` (those of earlier batches stay:
             a copy is kept), `"watched"` (the same without a copy: a try that has added to them is final).
         batch: its containers are put back, its tensors are watched.
+        small_bytes: while it is not known which buffers change, those up to this size are cloned, larger ones watched.
     """
 
     @torch.no_grad()  # what is kept here is no activation
-    def __init__(self, module: Any, changing: set[str] | None, gradients: str = "made", batch: Any = None) -> None:
+    def __init__(
+        self,
+        module: Any,
+        changing: set[str] | None,
+        gradients: str = "made",
+        batch: Any = None,
+        small_bytes: float = 2**20,
+    ) -> None:
         self._module = module
         parameters = list(module.parameters())
         self._torch, self._python = Randomness({p.device for p in parameters}), random.getstate()
@@ -38,7 +46,7 @@ class BatchStart:
         self._modes = [(m, m.training) for m in module.modules()]
         self._fx_name = module._current_fx_name
         self._attributes = {key: _kept(value) for key, value in vars(module).items() if _is_plain(key, value)}
-        self._buffers = Buffers(module, changing, _SMALL_BYTES)
+        self._buffers = Buffers(module, changing, small_bytes)
         self._gradients: list[tuple[nn.Parameter, Tensor | None]] | None = None
         self._watched = [(t, t._version, "the batch") for t in tensors_in(batch) if not t.is_inference()]
         self._watched += [
@@ -105,7 +113,6 @@ class BatchStart:
             parameter.grad = gradient
 
 
-_SMALL_BYTES = 2**20
 _IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, type(None))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,7 +19,7 @@ def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[None]:
 
     So do the containers of the batch, of which a step may take things away.
     """
-    start, metrics = BatchStart(module, changing=None, batch=batch), MergedMetrics(module)
+    start, metrics = BatchStart(module, changing=None, batch=batch, small_bytes=math.inf), MergedMetrics(module)
     metrics.set_aside()
     gradients = {p: p.grad for p in module.parameters()}
     for parameter in gradients:
