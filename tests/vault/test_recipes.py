@@ -151,7 +151,7 @@ ARITHMETIC = {
     "PermuteBackward0": lambda h: (h * 2).reshape(8, 5, 3).permute(-1, 1, 0),
     "CloneBackward0": lambda h: (h * 2).clone(),
     "clone of a view": lambda h: (h * 2).view(5, 3, 8).transpose(0, 1).contiguous(),
-    "dropout": lambda h: F.dropout(h, 0.4),
+    "_DroppedBackward": lambda h: F.dropout(h, 0.4),
     "SwiGLU": lambda h: F.silu(h) * h.cos(),
     "RMSNorm": lambda h: h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6),
 }
@@ -316,7 +316,11 @@ def test_names_of_nodes_and_of_what_they_keep():
         assert node.name() == name
         for attribute in attributes.split():
             assert hasattr(node, f"_saved_{attribute}"), f"{name}._saved_{attribute}"
-    assert set(RULES) - set(seen) == {"ReshapeAliasBackward0", "CudnnBatchNormBackward0"}
+    assert set(RULES) - set(seen) == {
+        "ReshapeAliasBackward0",
+        "CudnnBatchNormBackward0",
+        "_DroppedBackward",  # ours
+    }
     node = seen["TransposeBackward0"][0].grad_fn
     assert (node._saved_dim0, node._saved_dim1) == (0, 2**64 - 1), "negative dimensions are shown as unsigned"
     assert (node._sequence_nr() >= 0, list(node._input_metadata[0].shape)) == (True, [6, 4, 6, 2])

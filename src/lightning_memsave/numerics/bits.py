@@ -38,6 +38,15 @@ def unpack(packed: Tensor, bits: int, num_values: int) -> Tensor:
     return lanes.view(-1)[:num_values]
 
 
+def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:
+    """`values` times `scale` where the boolean mask holds, times 0 elsewhere.
+
+    >>> scale_where(torch.tensor([True, False]), torch.tensor([3.0, -3.0]), 2.0)
+    tensor([6., -0.])
+    """
+    return (values * mask).mul_(scale)
+
+
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

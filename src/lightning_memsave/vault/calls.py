@@ -30,7 +30,7 @@ class Calls(TorchFunctionMode):
     """Follows the calls of torch's functions inside a scope.
 
     Args:
-        answer: asked before each call of `cross_entropy`; what it returns, unless `None`, is the result.
+        answer: asked before each call of `cross_entropy` or `dropout`; what it returns, unless `None`, is the result.
     """
 
     def __init__(self, answer: Callable[[Call], Tensor | None]) -> None:
@@ -63,7 +63,7 @@ class Calls(TorchFunctionMode):
             self._changed.add(edge)
         call = self.current = Call(name, args, kwargs)
         try:
-            answer = self._ask(call) if name == "cross_entropy" else None
+            answer = self._ask(call) if name in _ANSWERED else None
             result = func(*args, **kwargs) if answer is None else answer
         finally:
             self.current = before
@@ -108,6 +108,7 @@ def _edge_of_first(args: tuple[Any, ...]) -> Edge | None:
     return edge_of(args[0]) if args and isinstance(args[0], Tensor) else None
 
 
+_ANSWERED = frozenset(("cross_entropy", "dropout"))
 _DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]  # a descriptor
 _IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor"))
 

@@ -83,6 +83,8 @@ def packed(node: Node, name: str) -> Kept | Tensor | None:
         ForeignError: others' hooks keep it.
     """
     keeper = getattr(node, f"_raw_saved_{name}", None)
+    if isinstance(keeper, (list, tuple)):  # a custom Function's
+        (keeper,) = keeper
     if keeper is None:
         return None
     kept = keeper.data

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_memsave.numerics import kernels
 from lightning_memsave.vault.graph import Kept, Node, inputs_of, output_of, packed, saved, sequence_nr_of
 
 
@@ -176,6 +177,13 @@ def _native_dropout(node: Node, output_nr: int, operands: Mapping[int, Any]) -> 
     return Rule(lambda x: x * mask.get() * (1.0 / (1.0 - p)), is_linear=True)
 
 
+def _dropped(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule | None:
+    mask, scale = packed(node, "tensors"), node.scale  # type: ignore[attr-defined]  # a custom Function's
+    if not isinstance(mask, Kept):
+        return None
+    return Rule(lambda x: kernels.scale_where(mask.get(), x.contiguous(), scale), is_linear=True)
+
+
 def _cast(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule:
     like = output_of(node, 0)
     return Rule(lambda x: x.to(device=like.device, dtype=like.dtype, copy=True), is_linear=True)
@@ -224,6 +232,7 @@ RULES: Mapping[str, Callable[[Node, int, Mapping[int, Any]], Rule | None]] = {
     "MulBackward0": _mul,
     "NegBackward0": _unary(torch.neg, is_linear=True),
     "NativeDropoutBackward0": _native_dropout,
+    "_DroppedBackward": _dropped,
     "ToCopyBackward0": _cast,
     "ViewBackward0": _view,
     "UnsafeViewBackward0": _view,

@@ -30,6 +30,7 @@ from torch import Tensor
 from lightning_memsave.vault import forms, policy
 from lightning_memsave.vault.calls import Calls, Place, window_index
 from lightning_memsave.vault.chain import chain, relu_input
+from lightning_memsave.vault.dropout import dropout
 from lightning_memsave.vault.entries import Entry, Handle, Recent, kept_bytes
 from lightning_memsave.vault.forms import Rank
 from lightning_memsave.vault.graph import (
@@ -48,10 +49,7 @@ from lightning_memsave.vault.offload import Offloader
 from lightning_memsave.vault.recipes import Derivation
 from lightning_memsave.vault.sparse_weights import left_alone
 
-_OF_ONE_SCOPE = (
-    *("within", "_recent", "_depth"),
-    *("_entries", "_handles", "_calls", "_waiting", "_derivation"),
-)
+_OF_ONE_SCOPE = ("within", "_recent", "_depth", "_entries", "_handles", "_calls", "_waiting", "_derivation")
 _NUM_WAITING = 1  # entries that stay raw for their next consumer; more would raise the peak
 _NUM_COMPLETE = 2  # exact entries that stay raw: a kernel may fill what it kept before it ran (rrelu: noise, input)
 
@@ -164,8 +162,9 @@ class Vault:
 
     def _answer(self, call: policy.Call) -> Tensor | None:
         # Inside a checkpointed region, where torch's own hooks come first, its recomputation would not be answered.
-        is_ours = self.chunk_loss and innermost_hooks()[0] == self.pack
-        return linear_cross_entropy(call) if is_ours else None
+        if innermost_hooks()[0] != self.pack:
+            return None
+        return dropout(call) if call.name == "dropout" else linear_cross_entropy(call) if self.chunk_loss else None
 
     # --------------------------------------------------------------------------- checkpointed regions
     def branch(self) -> Vault:

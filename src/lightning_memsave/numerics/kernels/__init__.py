@@ -49,6 +49,12 @@ def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
     return bits.unpack(packed, 1, num_values).view(torch.bool)
 
 
+def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:
+    """`values` times `scale` where the boolean mask holds, times 0 elsewhere; both contiguous."""
+    is_native = _has_native(values.device) and values.dtype == torch.float32
+    return native.scale_where(mask, values, scale) if is_native else bits.scale_where(mask, values, scale)
+
+
 def set_bits(packed: Tensor) -> Tensor:
     """The ascending positions (int64, [k]) of the bits that are set."""
     if _has_native(packed.device):

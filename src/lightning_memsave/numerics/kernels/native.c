@@ -277,6 +277,11 @@ void unpack_mask(const uint8_t *packed, uint8_t *mask, long n, long first, long 
     for (; i < end; i++) mask[i] = packed[i / 8] >> (i % 8) & 1;
 }
 
+/* Times `scale` where the mask holds, times 0 elsewhere. */
+void scale_where(const uint8_t *mask, const float *x, float *out, float scale, long first, long last) {
+    for (long i = first; i < last; i++) out[i] = x[i] * (mask[i] ? scale : 0.0f);
+}
+
 /* The ascending positions of the bits that are set; returns how many. Without `out` it counts only. */
 long set_bits(const uint8_t *packed, int64_t *out, long num_bytes) {
     long count = 0;

@@ -165,6 +165,20 @@ def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
     return mask
 
 
+def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:
+    """As `bits.scale_where`, for float32."""
+    lib = library()
+    assert lib is not None
+    out = torch.empty_like(values)
+
+    def work(first: int, last: int) -> None:
+        pointers = map(_pointer, (mask, values, out))
+        lib.scale_where(*pointers, ctypes.c_float(scale), ctypes.c_long(first), ctypes.c_long(last))
+
+    _in_threads(work, values.numel(), 1)
+    return out
+
+
 def set_bits(packed: Tensor) -> Tensor:
     """As `bits.unpack(packed, 1, ...).nonzero()`, [k]."""
     lib = library()
