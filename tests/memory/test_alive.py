@@ -34,12 +34,12 @@ def test_every_tensor_stands_once_where_it_belongs():
     views = [other[0], other.T]
     found = sizes(model, [optimizer], batch, CPU)
     assert found == {
-        ("weights", "0"): N * N * 4,
+        ("weights", "*"): N * N * 4,
         ("weights", "Sequential"): N,
-        ("gradients", "0"): N * N * 4,
+        ("gradients", "*"): N * N * 4,
         ("optimizer_state", "SGD"): N * N * 4,
         ("data", "batch"): 3 * N * 4,
-        ("activations", "kept by TanhBackward0"): y.nbytes,
+        ("activations", "kept by TanhBackward0 after *"): y.nbytes,
         ("other", "held by Python"): other.nbytes,
     }
     assert len(views) == 2
@@ -60,8 +60,58 @@ def test_what_only_the_graph_holds_is_found_and_counted_by_shape():
     # The first input and each layer's result; those are kept by `exp` and by the next product, and counted once.
     assert sum(k.count for k in kinds) == 5
     assert sum(k.num_bytes for k in kinds) == 5 * 3 * N * 4
-    assert {k.where for k in kinds} == {"kept by ExpBackward0", "kept by MmBackward0"}
+    assert {k.where for k in kinds} == {"kept by ExpBackward0 after *", "kept by MmBackward0 in *"}
     assert [k.num_bytes for k in everything] == sorted((k.num_bytes for k in everything), reverse=True)
+
+
+class Blocks(nn.Module):
+    """Two equal blocks between an embedding and a head of its own parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(7, N)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(N), "up": nn.Linear(N, N, bias=False)}) for _ in range(2)
+        )
+        self.scale = nn.Parameter(torch.ones(N))
+
+    def forward(self, ids):
+        h = self.tokens(ids)
+        for block in self.blocks:
+            h = h + block["up"](block["norm"](h)).tanh()
+        return h * self.scale
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_activations_are_placed_by_module(autocast):
+    model = Blocks()
+    with torch.autocast("cpu", enabled=autocast, cache_enabled=False):
+        y = model(torch.arange(3)).sin().cos()
+    places = {k.where for k in alive(model, [], (), CPU) if k.category == "activations" and N in k.shape}
+    product = "kept by MmBackward0 in blocks.*.up"
+    assert places >= {
+        product,
+        "kept by NativeLayerNormBackward0 in blocks.*.norm",
+        "kept by TanhBackward0 after blocks.*.up",
+        "kept by MulBackward0 in Blocks",
+        "kept by CosBackward0 after Blocks",
+    }
+    assert sum(k.count for k in alive(model, [], (), CPU) if k.where == product and N in k.shape) >= 2
+    assert y.requires_grad
+
+
+def test_a_graph_without_parameters_has_no_place():
+    y = torch.randn(3, N, requires_grad=True).exp().exp()
+    assert sizes(nn.Linear(2, 2))[("activations", "kept by ExpBackward0")] == 2 * 3 * N * 4
+    assert y.requires_grad
+
+
+def test_a_deep_graph_is_placed_without_recursion():
+    layer = nn.Linear(N, N)
+    y = layer(torch.randn(2, N))
+    for _ in range(3000):
+        y = y.exp()
+    assert sizes(layer)[("activations", "kept by ExpBackward0 after Linear")] == 3000 * 2 * N * 4
 
 
 def test_no_hook_is_run():

@@ -1,4 +1,5 @@
 import csv
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from torch.utils.data import DataLoader
 
@@ -68,6 +69,51 @@ def fit(callbacks, logger, **options):
 
 def is_odd(num_bytes):
     return float(torch.tensor(num_bytes, dtype=torch.float32)) != num_bytes
+
+
+def read_tensorboard(folder):
+    """Rows by tag, and texts, of TensorBoard's event files (https://www.tensorflow.org/tutorials/load_data/tfrecord)."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    figures, texts = {}, ""
+    for path in sorted(folder.rglob("events.*")):
+        left = path.read_bytes()
+        while left:  # length, its checksum, the event, its checksum
+            (size,) = struct.unpack("<Q", left[:8])
+            event, left = Event.FromString(left[12 : 12 + size]), left[16 + size :]
+            for value in event.summary.value:
+                if value.HasField("simple_value"):
+                    figures.setdefault(value.tag, []).append((event.step, value.simple_value))
+                texts += str(value)
+    return figures, texts
+
+
+def test_tensorboard_has_the_report_in_float32(tmp_path):
+    memsave = MemSave(microbatch=2)
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    fit([memsave], logger)
+    logger.finalize("success")
+    figures, _ = read_tensorboard(tmp_path)
+    report = memsave.report
+    for name, size in {"peak": report.peak_bytes, **{f"peak_{k}": v for k, v in report.by_category.items()}}.items():
+        rounded = float(torch.tensor(size, dtype=torch.float32))
+        assert figures[f"memsave/{name}_bytes"][-1] == (4, rounded)
+    assert is_odd(report.peak_bytes)
+    assert "recipe" in (tmp_path / "hparams.yaml").read_text()
+
+
+def test_mlflow_has_the_report_to_the_byte(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    memsave = MemSave(microbatch=2)
+    logger = MLFlowLogger(tracking_uri=f"file:{tmp_path}")
+    fit([memsave], logger)
+    run = mlflow.tracking.MlflowClient(f"file:{tmp_path}").get_run(logger.run_id)
+    report = memsave.report
+    assert run.data.metrics["memsave/peak_bytes"] == report.peak_bytes
+    for category, size in report.by_category.items():
+        assert run.data.metrics[f"memsave/peak_{category}_bytes"] == size
+    assert "memsave/recipe" in run.data.params
 
 
 def test_csv_has_the_report(tmp_path):

@@ -42,7 +42,9 @@ def outcome(function, x, vault=None):
 
 
 def same(a, b):
-    return torch.equal(a.contiguous().view(torch.int8), b.contiguous().view(torch.int8))  # NaN and the sign of 0 as well
+    return torch.equal(
+        a.contiguous().view(torch.int8), b.contiguous().view(torch.int8)
+    )  # NaN and the sign of 0 as well
 
 
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.999])

@@ -3,11 +3,15 @@
 Made for the moment after memory has run out, when no ledger was running. It walks the garbage collector's objects and
 the graphs behind them, allocates next to nothing, unpacks nothing and runs nobody's hooks. It takes a second or so, and
 nothing before that. What only C++ or other libraries hold is not seen.
+
+An activation is placed by its graph: in the module whose parameter the operation that keeps it reads, or after the
+module of that kind that is nearest before it. Numbered siblings count as one: `blocks.*.up`.
 """
 
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -27,7 +31,7 @@ class Alive:
     category: str
     """One of `CATEGORIES`, or `"other"`: neither the model's nor in a graph."""
     where: str
-    """The module of a parameter, the operation that keeps an activation, or nothing."""
+    """The module of a parameter; the operation that keeps an activation, and its module."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     count: int
@@ -66,22 +70,66 @@ def _everything(
     for tensor in tensors_in(batch):
         yield "data", "batch", tensor
     held = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    places = _Places(model)
     for node in _nodes(tensor.grad_fn for tensor in held if tensor.grad_fn is not None):
         for tensor in kept_by(node):
-            yield "activations", f"kept by {node.name()}", tensor
+            yield "activations", f"kept by {node.name()}{places.of(node)}", tensor
     for tensor in held:
         yield ("other" if tensor.grad_fn is None else "activations"), "held by Python", tensor
 
 
 def _of_model(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    for name, module in model.named_modules():
-        where = name or type(model).__name__
+    for where, module in _modules(model):
         for parameter in module.parameters(recurse=False):
             yield "weights", where, parameter
             if parameter.grad is not None:
                 yield "gradients", where, parameter.grad
         for buffer in module.buffers(recurse=False):
             yield "weights", where, buffer
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """By name; numbered siblings have one name."""
+    for name, module in model.named_modules():
+        yield re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or type(model).__name__, module
+
+
+class _Places:
+    """Where in the model the nodes of a graph are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {
+            id(parameter): where for where, module in _modules(model) for parameter in module.parameters(recurse=False)
+        }
+        self._after: dict[Node, str] = {}
+        """The module of the nearest node that has one, at or before a node; empty where there is none."""
+
+    def of(self, node: Node) -> str:
+        """` in MODULE`, ` after MODULE`, or nothing."""
+        if own := self._own(node):
+            return f" in {own}"
+        passed, at = [], node
+        while (name := self._after.get(at)) is None and not (name := self._own(at)):
+            passed.append(at)
+            before = next((n for n, _ in at.next_functions if n is not None), None)
+            if before is None:
+                name = ""
+                break
+            at = before
+        self._after.update(dict.fromkeys(passed, name))
+        return f" after {name}" if name else ""
+
+    def _own(self, node: Node) -> str:
+        for before, _ in node.next_functions:
+            while before is not None and before.name() in _OF_A_WEIGHT:
+                before = before.next_functions[0][0]
+            leaf = getattr(before, "variable", None)
+            if leaf is not None and (name := self._names.get(id(leaf))) is not None:
+                return name
+        return ""
+
+
+_OF_A_WEIGHT = frozenset(("TBackward0", "ToCopyBackward0", "ViewBackward0", "TransposeBackward0", "UnsqueezeBackward0"))
 
 
 def _nodes(starts: Iterable[Node]) -> Iterator[Node]:

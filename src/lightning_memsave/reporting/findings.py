@@ -21,7 +21,11 @@ _REMEDIES: Mapping[str, Sequence[tuple[str, str]]] = {
         ("activation_compression", '`activations="exact"` or `"int4"` (keeps them in fewer bytes)'),
     ),
     "optimizer_state": (("optimizer_state", '`optimizer_state="8bit"` (a quarter of 32 bits)'),),
-    "weights": (("", '`strategy="memsave_fsdp"` (shards them over devices)'),),
+    "weights": (
+        ("low_precision", '`precision="bf16-sr"` (half of 32 bits, and half of their gradients)'),
+        ("sparsity", "`sparsity=0.9` (a tenth of them, of their gradients and of their state)"),
+        ("", '`strategy="memsave_fsdp"` (shards them over devices)'),
+    ),
     "gradients": (("early_zero_grad", "`MemSave()` (frees them before the forward pass)"),),
     "data": (("", "a smaller `batch_size` in the DataLoader"),),
 }
