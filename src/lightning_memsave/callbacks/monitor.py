@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lightning_memsave.memory.alive import alive
 from lightning_memsave.memory.growth import GrowthWatch
 from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.memory.meter import Meter
+from lightning_memsave.memory.snapshot import Snapshot
 from lightning_memsave.reporting.findings import growth_text, post_mortem_text
 from lightning_memsave.reporting.loggers import log_config, log_metrics, log_summary
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
@@ -26,6 +28,7 @@ from lightning_memsave.techniques.microbatching.split import UnsplittableBatchEr
 _log = logging.getLogger("lightning.pytorch.memsave")
 
 HEADLINES = ("memsave/peak_bytes", "memsave/factor", "memsave/step_seconds")
+_NUM_BATCHES_OF_SNAPSHOT = 3
 IN_PROGRESS_BAR = ("memsave/peak_bytes", "memsave/factor")
 
 
@@ -40,9 +43,11 @@ class MemoryMonitor(Callback):
         every: measure every this many steps.
         workspace: profile the step after each measured one as well, for `report.workspace_bytes` (CPU only; costs time
             and memory in that step).
+        snapshot: a file for CUDA's own record of its allocator (`memory.snapshot`) from the start of the fit to the end
+            of the third batch, or to the error that ends it before; of ranks above 0 with the rank in its name.
 
     Raises:
-        ValueError: `every` is below 1.
+        ValueError: `every` is below 1; a `snapshot` is asked for on a device that is not CUDA.
 
     Example:
         >>> import lightning as L
@@ -55,9 +60,11 @@ class MemoryMonitor(Callback):
         True
     """
 
-    def __init__(self, every: int = 200, workspace: bool = False) -> None:
+    def __init__(self, every: int = 200, workspace: bool = False, snapshot: str | Path | None = None) -> None:
         super().__init__()
         self._every, self._workspace = every, workspace
+        self._snapshot_path = snapshot
+        self._snapshot: Snapshot | None = None
         self._meter = Meter(every, workspace=workspace)
         self._leader: MemoryMonitor | None = None
         self._baseline: MemoryReport | None = None
@@ -114,6 +121,15 @@ class MemoryMonitor(Callback):
         """Tell the loggers how this run is configured."""
         if self._leader is None:
             log_config(trainer, self._config())
+        if self._snapshot_path is not None:
+            path, rank = Path(self._snapshot_path), trainer.global_rank
+            path = path.with_stem(f"{path.stem}-rank{rank}") if rank else path
+            self._snapshot = Snapshot(path, trainer.strategy.root_device)
+
+    def _save_snapshot(self) -> None:
+        recorded, self._snapshot = self._snapshot, None
+        if recorded is not None:
+            _log.info(f"memsave: allocator snapshot in {recorded.save()}; open it at https://pytorch.org/memory_viz")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin a step."""
@@ -131,6 +147,8 @@ class MemoryMonitor(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a step and log what was measured in it."""
         self._batch = None
+        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 >= _NUM_BATCHES_OF_SNAPSHOT:
+            self._save_snapshot()
         if self._leader is None and (measured := self._meter.end()) is not None:
             self._current = measured.by_category
             step = dataclasses.replace(
@@ -170,6 +188,7 @@ class MemoryMonitor(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop measuring and keep the figures; when memory has run out, say what is alive and what would help."""
         failing = self._meter.abandon()
+        self._save_snapshot()
         if self._leader is None and is_out_of_memory(exception):
             try:
                 _log.error(self._post_mortem(trainer, failing, exception))
@@ -190,6 +209,7 @@ class MemoryMonitor(Callback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop measuring."""
         self._meter.abandon()
+        self._save_snapshot()
 
     def _headlines(self) -> dict[str, float]:
         """The same names on every rank, because each is reduced over all of them."""
