@@ -7,7 +7,7 @@ same numbers are drawn from torch's generator, and results and gradients are equ
 
 from __future__ import annotations
 
-from functools import lru_cache
+import ctypes
 from typing import Any
 
 import torch
@@ -50,7 +50,10 @@ def dropout(call: Call) -> Tensor | None:
     return _Dropped.apply(x, mask, _scale(p))  # type: ignore[no-any-return, no-untyped-call]
 
 
-@lru_cache
 def _scale(p: float) -> float:
-    """What torch divides by and how: in float32."""
-    return torch.ones(()).div_(1 - p).item()
+    """1 / (1 - p), rounded where torch rounds: to float32, twice."""
+    return _rounded(1 / _rounded(1 - p))
+
+
+def _rounded(value: float) -> float:
+    return ctypes.c_float(value).value
