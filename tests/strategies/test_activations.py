@@ -6,6 +6,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -69,6 +70,69 @@ def test_exact_equals_plain_to_the_bit_and_says_what_it_did():
     assert applied.summary.startswith("exact: ")
     assert "recomputed" in applied.summary
     assert memsave.report.loss_class == "exact"
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("codecs", [("exact",), ("int8",)])
+def test_fp16_with_a_grad_scaler(codecs, overflow):
+    class Scaled(Module):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * (float("inf") if overflow and batch_idx == 1 else 1.0)
+
+    def run(memsave):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        return train(memsave, Scaled, plugins=[plugin], gradient_clip_val=1.0)[1], scaler.get_scale()
+
+    (plain, plain_scale), memsave = run(None), MemSave(activations=ActivationCompression(codecs=codecs, min_numel=64))
+    ours, scale = run(memsave)
+    assert scale == plain_scale
+    if codecs == ("exact",):
+        assert torch.equal(ours, plain)
+    else:
+        assert 0 < float((ours - plain).norm() / plain.norm()) < 0.05
+
+
+def test_each_microbatch_has_noise_of_its_own():
+    """Four microbatches of the same samples err half as much as one: their noise is independent."""
+
+    class Copies(Module):
+        def __init__(self, num_copies):
+            super().__init__()
+            self.num_copies = num_copies
+
+        def train_dataloader(self):
+            x, y = (part[:8].repeat(self.num_copies, 1) for part in data().dataset.tensors)
+            return DataLoader(TensorDataset(x, y), len(x))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 1.0)
+
+    def stepped(memsave, num_copies):
+        torch.manual_seed(0)
+        module = Copies(num_copies)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            max_steps=1,
+            callbacks=[memsave],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module)
+        return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+    def noise(num_copies):
+        codecs = [ActivationCompression(codecs=("int2",), min_numel=64, seed=seed) for seed in range(12)]
+        noisy = torch.stack([stepped(MemSave(microbatch=8, activations=codec), num_copies) for codec in codecs])
+        return float((noisy - exact).square().sum(1).mean().sqrt()), float((noisy.mean(0) - exact).norm())
+
+    exact = stepped(MemSave(microbatch=8), 1)
+    (one, _), (four, bias) = noise(1), noise(4)
+    assert 0.35 * one < four < 0.7 * one
+    assert bias < 2 * four / 12**0.5
 
 
 def test_noise_repeats_and_goes_on_after_a_resume(tmp_path):
