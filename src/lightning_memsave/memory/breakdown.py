@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_memsave.memory.caching_allocator import Allocations
 from lightning_memsave.memory.cost import cost_of
 from lightning_memsave.memory.ledger import Entry, Ledger, autograd_is_running, storages, tensors_in
 from lightning_memsave.memory.origins import line_text
@@ -48,6 +49,8 @@ class Breakdown:
     """The largest kinds of tensors."""
     seconds: float
     """Of the whole step, modelled (`memory.cost`)."""
+    allocations: Allocations
+    """All of the step."""
 
 
 class BreakdownLedger(Ledger):
@@ -149,10 +152,16 @@ class BreakdownLedger(Ledger):
                 for (category, module, shape, dtype, line), sizes in largest
             ),
             seconds=self._seconds,
+            allocations=self._allocations(),
         )
         self._owners.clear()
         self._owned.clear()
         return super()._split_at_peak()
+
+    def _allocations(self) -> Allocations:
+        numbers = {entry: number for number, (_, entry) in enumerate(self._at_start)}
+        changes = tuple((num_bytes, numbers.setdefault(entry, len(numbers))) for num_bytes, entry in self._events)
+        return Allocations(tuple(size for size, _ in self._at_start), changes)
 
     def _kind(self, entry: Entry) -> tuple[Any, ...]:
         shape, dtype = self._owned.get(entry) or (entry.made or ((), ""))[:2]

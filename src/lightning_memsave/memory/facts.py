@@ -35,10 +35,15 @@ aten = torch.ops.aten
 class FactsMode(TorchDispatchMode):
     """Follows facts while it is entered; above the fake mode, below whoever counts."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
             return _read(func, args[0])
+        if func is aten.equal.default and _is_library(sys._getframe(1)):
+            return False
         out = func(*args, **kwargs)
         if func in KERNELS_WITH_WORKSPACE:
             return with_workspace(func, args, kwargs, out)
@@ -52,7 +57,10 @@ class FactsMode(TorchDispatchMode):
 
 def note_values(fake: Tensor, real: Tensor) -> None:
     """Note the range of real integers of which `fake` is the shape."""
-    if is_fake(real) or real.device.type == "meta" or real.dtype.is_floating_point or real.dtype.is_complex:
+    if is_fake(real):
+        note(fake, facts_of(real))
+        return
+    if real.device.type == "meta" or real.dtype.is_floating_point or real.dtype.is_complex:
         return
     if real.numel() and real.layout is torch.strided:
         values = real.to(torch.uint8) if real.dtype == torch.bool else real

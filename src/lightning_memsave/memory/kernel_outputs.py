@@ -1,7 +1,7 @@
 """Outputs of kernels that fake tensors lack: what a kernel keeps for its own backward and only the real one can size.
 
-oneDNN's LSTM returns a workspace, which is most of what a recurrent model keeps; its fake one is empty. Its size is asked
-of the kernel itself, on one and on two time steps, as it grows by the same amount with each.
+oneDNN's LSTM returns a workspace, which is most of what a recurrent model keeps; its fake one is empty. Its size is
+asked of the kernel itself, on one and on two time steps, as it grows by the same amount with each.
 """
 
 from __future__ import annotations

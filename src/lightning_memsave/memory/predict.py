@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from lightning_memsave.core.report import CATEGORIES, Timeline
-from lightning_memsave.memory.breakdown import TopTensor
+from lightning_memsave.memory.breakdown import ELSEWHERE, TopTensor
+from lightning_memsave.memory.caching_allocator import CONTEXT_BYTES, Allocations, replay
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaBytes:
+    """What a CUDA device would hold, as far as a replay tells."""
+
+    allocated_bytes: int
+    """The allocator's peak of what tensors take."""
+    reserved_bytes: int
+    """What the allocator would have taken from the device for that."""
+    context_bytes: tuple[int, int] = CONTEXT_BYTES
+    """What comes on top: a range."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """The peak of a whole training step: forward, backward, the optimizer's update, and what is held between steps.
 
-    `by_category` has every name of `CATEGORIES` and adds up to `peak_bytes`; `by_module` does as well.
+    `by_category` has every name of `CATEGORIES` and adds up to `peak_bytes`; so does `by_module`.
     """
 
     peak_bytes: int
-    """As the ledger counts it on CPU: live tensor storages, each once."""
+    """As the ledger counts it: live tensor storages, each once."""
     by_category: Mapping[str, int] = field(default_factory=dict)
     by_module: Mapping[str, int] = field(default_factory=dict)
     """By the innermost module that made or owns what is alive at the peak; largest first."""
@@ -27,27 +40,64 @@ class Prediction:
     top: tuple[TopTensor, ...] = ()
     """The largest kinds of tensors at the peak."""
     source: Literal["fake", "measured"] = "fake"
-    """`"fake"`: the step was run for its shapes alone. `"measured"`: it reads values, so small ones were run."""
+    """`"fake"`: the step was run for its shapes alone. `"measured"`: it reads values, so real ones were run."""
     flags: tuple[str, ...] = ()
     """What makes the figure uncertain, one line each; empty where nothing is known to."""
     seconds: float | None = None
     """A modelled time of the step (roofline, one thread); good for comparing predictions, not as a promise."""
+    cuda: CudaBytes | None = None
+    """For a CUDA target."""
+
+    @property
+    def needed_bytes(self) -> tuple[int, int]:
+        """What the device must have: a lower and an upper bound; equal on CPU."""
+        if self.cuda is None:
+            return self.peak_bytes, self.peak_bytes
+        low, high = self.cuda.context_bytes
+        return self.cuda.reserved_bytes + low, self.cuda.reserved_bytes + high
+
+    def fits(self, device_bytes: int) -> bool | None:
+        """Whether that is enough; `None` where it lies between the bounds."""
+        low, high = self.needed_bytes
+        return True if high <= device_bytes else False if low > device_bytes else None
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as data that JSON can hold."""
         return asdict(self)
 
     def to_json(self) -> str:
-        """Everything as JSON."""
+        """Everything as JSON.
+
+        >>> Prediction.from_dict(json.loads(Prediction(peak_bytes=3).to_json())).peak_bytes
+        3
+        """
         return json.dumps(self.as_dict())
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Prediction:
+        """What `as_dict` wrote."""
+        found = {each.name: values[each.name] for each in fields(cls) if each.name in values}
+        if (line := found.get("timeline")) is not None:
+            by_category = {name: tuple(sizes) for name, sizes in line["by_category"].items()}
+            found["timeline"] = Timeline(events=tuple(line["events"]), by_category=by_category)
+        if (cuda := found.get("cuda")) is not None:
+            found["cuda"] = CudaBytes(**{**cuda, "context_bytes": tuple(cuda["context_bytes"])})
+        found["top"] = tuple(TopTensor(**{**each, "shape": tuple(each["shape"])}) for each in found.get("top", ()))
+        return cls(**{**found, "flags": tuple(found.get("flags", ()))})
 
-Predictor = Callable[[Sequence[Any]], Prediction]
+
+Predict = Callable[[Sequence[Any]], Prediction]
 """Predicts a step of one model and batch under technique Configs (`Microbatching(size=4)`, `Checkpointing()`, ...).
 
-`strategies.predicting.predictor(module, batch, ...)` makes one. It raises `ValueError` where settings cannot be
+A `strategies.predicting.Predictor(module, batch, **trainer)` is one. It raises `ValueError` where settings cannot be
 combined, or a technique refuses the model.
 """
+
+
+def on_cuda(step: Allocations) -> CudaBytes:
+    """What a CUDA device would hold in such steps."""
+    found = replay(step)
+    return CudaBytes(allocated_bytes=found.allocated_bytes, reserved_bytes=found.reserved_bytes)
 
 
 def extended(first: Prediction, second: Prediction, sizes: tuple[int, int], wanted: int, why: str) -> Prediction:
@@ -64,16 +114,26 @@ def extended(first: Prediction, second: Prediction, sizes: tuple[int, int], want
     def at(one: int, two: int) -> int:
         return max(0, round(one + (two - one) * (wanted - sizes[0]) / (sizes[1] - sizes[0])))
 
+    peak = at(first.peak_bytes, second.peak_bytes)
     split = {name: at(first.by_category[name], second.by_category[name]) for name in CATEGORIES}
+    split["temporary"] += peak - sum(split.values())  # rounding, and moments of the peak that differ
     names = {**second.by_module, **first.by_module}
     modules = {name: at(first.by_module.get(name, 0), second.by_module.get(name, 0)) for name in names}
+    modules[ELSEWHERE] = modules.get(ELSEWHERE, 0) + peak - sum(modules.values())
+    is_second = wanted == sizes[1]
+    cuda = None
+    if first.cuda is not None and second.cuda is not None:
+        cuda = CudaBytes(
+            allocated_bytes=at(first.cuda.allocated_bytes, second.cuda.allocated_bytes),
+            reserved_bytes=at(first.cuda.reserved_bytes, second.cuda.reserved_bytes),
+        )
     return Prediction(
-        peak_bytes=sum(split.values()),
+        peak_bytes=peak,
         by_category=split,
         by_module=dict(sorted(modules.items(), key=lambda item: -item[1])),
-        timeline=second.timeline if wanted == sizes[1] else None,
-        top=second.top if wanted == sizes[1] else (),
+        timeline=second.timeline if is_second else None,
+        top=second.top if is_second else (),
         source="measured",
         flags=(*second.flags, why),
-        seconds=None,
+        cuda=cuda,
     )
