@@ -1,9 +1,9 @@
 """What a CUDA device would hold: a step's allocations replayed through the rules of torch's caching allocator.
 
 Sizes are rounded up to 512 bytes. Up to 1 MiB they come from segments of 2 MiB, below 10 MiB from segments of 20 MiB,
-and larger ones from segments of their own, rounded up to 2 MiB. A free block that is the smallest to fit is cut where the
-rest is worth keeping; neighbours that are free become one again; segments are not given back. One stream, the default
-settings.
+and larger ones from segments of their own, rounded up to 2 MiB. A free block that is the smallest to fit is cut where
+the rest is worth keeping; neighbours that are free become one again; segments are not given back. One stream, the
+default settings.
 
 Source: torch's `c10/cuda/CUDACachingAllocator.cpp`, its documented constants. The replay has not been held against a
 device yet, so a prediction for CUDA says so.
