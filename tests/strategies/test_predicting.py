@@ -78,7 +78,7 @@ ONE_BY_ONE = {
     "plain": lambda: MemSave("measure"),
     "lossless": lambda: MemSave(),
     "microbatch": lambda: MemSave(microbatch=5),
-    "blocks": lambda: MemSave("measure", checkpointing=Checkpointing(modules=("Sequential",))),
+    "blocks": lambda: MemSave("measure", checkpointing=Checkpointing(modules="body.*")),
     "sqrt": lambda: MemSave("measure", checkpointing="sqrt"),
     "exact": lambda: MemSave("measure", activations="exact"),
     "int4": lambda: MemSave("measure", activations=["exact", "int4"]),

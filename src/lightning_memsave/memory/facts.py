@@ -7,7 +7,7 @@ noted where they are known (the batch, `arange`, `bernoulli_`) and handed on by 
 Whoever reads a value is answered where facts tell it. Else a library's reading (Lightning logs a number) gets some
 value, as none of them decides by it what is kept; a user's reading raises, since the step may depend on it.
 
-Private name of torch (seen in 2.13): `DataDependentOutputException`.
+Private names of torch (seen in 2.13): `DataDependentOutputException`, `FakeTensor.fake_mode` and its `cache_enabled`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class FactsMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
             return _read(func, args[0])
+        if func is aten.set_.source_Storage_storage_offset:
+            return _uncached(func, args, kwargs)
         if func is aten.equal.default and _is_library(sys._getframe(1)):
             return False
         out = func(*args, **kwargs)
@@ -53,6 +55,18 @@ class FactsMode(TorchDispatchMode):
             is_part = func._schema.is_mutable and out.nbytes < out.untyped_storage().nbytes()
             note(out, _union(facts, facts_of(out)) if is_part else facts)
         return out
+
+
+def _uncached(func: Any, args: Any, kwargs: Any) -> Any:
+    """The fake mode's cache would keep the storage that is among the arguments alive."""
+    mode = getattr(args[0], "fake_mode", None)
+    if mode is None:
+        return func(*args, **kwargs)
+    before, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        return func(*args, **kwargs)
+    finally:
+        mode.cache_enabled = before
 
 
 def note_values(fake: Tensor, real: Tensor) -> None:
