@@ -145,15 +145,15 @@ def segment(net: nn.Module, batch: Any) -> Tensor:
 
 SMALL = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
 MODELS: dict[str, Callable[[], tuple[Subject, Any]]] = {
-    "WRN-28-2": lambda: (Subject(WideResNet(), classify, momentum=True), images(32)),
-    "deep ResNet": lambda: (Subject(DeepResNet((2, 8, 12, 2), 4), classify, momentum=True), images(16)),
-    "byte GPT": lambda: (Subject(PlainGPT(3, 128, 4, 128), language), tokens(16, 128)),
+    "WRN-28-2": lambda: (Subject(WideResNet(), classify, momentum=True), images(8)),
+    "deep ResNet": lambda: (Subject(DeepResNet((1, 4, 6, 1), 4), classify, momentum=True), images(8)),
+    "byte GPT": lambda: (Subject(PlainGPT(3, 128, 4, 64), language), tokens(8, 64)),
     "BERT": lambda: (
         Subject(
             BertForSequenceClassification(BertConfig(**SMALL, intermediate_size=512, vocab_size=1000, num_labels=10)),
             lambda net, b: F.cross_entropy(net(input_ids=b[0], attention_mask=b[2]).logits, b[1]),
         ),
-        (tokens(16, 64), torch.randint(0, 10, (16,)), torch.ones(16, 64, dtype=torch.int64)),
+        (tokens(8, 64), torch.randint(0, 10, (8,)), torch.ones(8, 64, dtype=torch.int64)),
     ),
     "ViT": lambda: (
         Subject(
@@ -162,11 +162,11 @@ MODELS: dict[str, Callable[[], tuple[Subject, Any]]] = {
             ),
             classify,
         ),
-        images(16),
+        images(8),
     ),
-    "DynamicConv": lambda: (Subject(DynamicConv(), language), tokens(16, 128)),
-    "LSTM": lambda: (Subject(Recurrent(), language), tokens(16, 128)),
-    "U-Net": lambda: (Subject(UNet(), segment), (torch.randn(8, 3, 64, 64), torch.rand(8, 64, 64).round())),
+    "DynamicConv": lambda: (Subject(DynamicConv(), language), tokens(8, 64)),
+    "LSTM": lambda: (Subject(Recurrent(), language), tokens(8, 64)),
+    "U-Net": lambda: (Subject(UNet(), segment), (torch.randn(8, 3, 32, 32), torch.rand(8, 32, 32).round())),
     "mixture of experts": lambda: (
         Subject(
             MixtralForCausalLM(
@@ -181,14 +181,14 @@ MODELS: dict[str, Callable[[], tuple[Subject, Any]]] = {
             ),
             language,
         ),
-        tokens(16, 64),
+        tokens(8, 64),
     ),
     "Mamba": lambda: (
         Subject(
             MambaForCausalLM(MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=256, use_cache=False)),
             language,
         ),
-        tokens(8, 32),
+        tokens(8, 16),
     ),
 }
 SETTINGS: dict[str, Callable[[], MemSave]] = {

@@ -1,6 +1,7 @@
 """Predicted steps against measured ones: the same bytes, in every category; and what is not known is said."""
 
 import copy
+import functools
 import json
 
 import lightning as L
@@ -53,7 +54,7 @@ class Net(L.LightningModule):
         return getattr(torch.optim, self.optimizer)(self.parameters(), lr=1e-3, **options)
 
 
-def image_batch(num_samples=16):
+def image_batch(num_samples=48):
     return torch.randn(num_samples, 3, 16, 16), torch.randint(0, 10, (num_samples,))
 
 
@@ -178,11 +179,12 @@ class Reading(Net):
 @pytest.mark.parametrize("as_factory", [False, True])
 def test_a_step_that_reads_values_is_measured_and_says_so(as_factory):
     module, batch = Reading(dropout=0.0), image_batch(64)
-    prediction = predict(Reading if as_factory else module, batch, MemSave("measure"))
+    make = functools.partial(Reading, dropout=0.0)
+    prediction = predict(make if as_factory else module, batch, MemSave("measure"))
     report = measured(module, batch, MemSave("measure"))
     assert prediction.source == "measured"
     assert any("8 and 16 samples" in flag for flag in prediction.flags)
-    assert prediction.peak_bytes == pytest.approx(report.peak_bytes, rel=0.03)
+    assert prediction.peak_bytes == report.peak_bytes
     assert sum(prediction.by_category.values()) == prediction.peak_bytes == sum(prediction.by_module.values())
 
 
@@ -198,7 +200,7 @@ class Masked(Net):
 
 @pytest.mark.parametrize("fill", [0, 1])
 def test_what_the_batch_tells_is_known(fill):
-    module, batch = Masked(), (*image_batch(), torch.full((16,), fill))
+    module, batch = Masked(), (*image_batch(), torch.full((48,), fill))
     prediction = predict(module, batch, MemSave("measure"))
     report = measured(module, batch, MemSave("measure"))
     assert (prediction.source, prediction.peak_bytes) == ("fake", report.peak_bytes)
@@ -253,7 +255,7 @@ def test_configs_of_a_planner_and_the_largest_batch():
     limit = predictor(num_samples=23).peak_bytes
     assert largest_batch(predictor, limit) == 23
     assert largest_batch(predictor, 1000) == 0
-    assert predictor(num_samples=16).peak_bytes == plain.peak_bytes
+    assert predictor(num_samples=48).peak_bytes == plain.peak_bytes
 
 
 def test_batches_that_were_cut_on_an_assumption_are_flagged():
@@ -289,12 +291,12 @@ def test_cuda_takes_more_than_its_tensors():
 # ---------------------------------------------------------------------- held against the run
 def test_a_run_is_held_against_its_prediction(caplog):
     module, batch = Net("SGD"), image_batch()
-    right, wrong = (predict(module, batch, MemSave("measure"), num_samples=n) for n in (16, 8))
+    right, wrong = (predict(module, batch, MemSave("measure"), num_samples=n) for n in (48, 24))
     report = measured(module, batch, MemSave("measure").expecting(right))
     assert report.predicted_peak_bytes == report.peak_bytes
     assert report.miss.fraction == 0
     memsave = MemSave("measure").expecting(wrong).against(right)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
         report = measured(module, batch, memsave)
     assert report.miss.category == "activations"
     assert report.miss.category_bytes < 0

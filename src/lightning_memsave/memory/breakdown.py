@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_memsave.memory.caching_allocator import Allocations
+from lightning_memsave.memory.allocations import Allocations
 from lightning_memsave.memory.cost import cost_of
 from lightning_memsave.memory.ledger import Entry, Ledger, autograd_is_running, storages, tensors_in
 from lightning_memsave.memory.origins import line_text
@@ -43,8 +43,6 @@ class TopTensor:
 class Breakdown:
     """What a peak consists of."""
 
-    by_module: dict[str, int]
-    """Adds up to the peak; largest first."""
     top: tuple[TopTensor, ...]
     """The largest kinds of tensors."""
     seconds: float
@@ -130,15 +128,12 @@ class BreakdownLedger(Ledger):
         alive: Counter[Entry] = Counter()
         for num_bytes, entry in (*self._at_start, *self._events[: self._peak_event]):
             alive[entry] += num_bytes
-        by_module: Counter[str] = Counter()
         kinds: dict[tuple[Any, ...], list[int]] = {}
         for entry, num_bytes in alive.items():
             if num_bytes:
-                by_module[entry.place] += num_bytes
                 kinds.setdefault(self._kind(entry), []).append(num_bytes)
         largest = sorted(kinds.items(), key=lambda kind: -sum(kind[1]))[:_NUM_SHOWN]
         self.breakdown = Breakdown(
-            by_module=dict(by_module.most_common()),
             top=tuple(
                 TopTensor(
                     num_bytes=sum(sizes),
@@ -161,7 +156,8 @@ class BreakdownLedger(Ledger):
     def _allocations(self) -> Allocations:
         numbers = {entry: number for number, (_, entry) in enumerate(self._at_start)}
         changes = tuple((num_bytes, numbers.setdefault(entry, len(numbers))) for num_bytes, entry in self._events)
-        return Allocations(tuple(size for size, _ in self._at_start), changes)
+        labels = tuple((entry.category or "temporary", entry.place) for entry in numbers)
+        return Allocations(tuple(size for size, _ in self._at_start), changes, labels)
 
     def _kind(self, entry: Entry) -> tuple[Any, ...]:
         shape, dtype = self._owned.get(entry) or (entry.made or ((), ""))[:2]

@@ -16,6 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from lightning_memsave.core.units import MIB
+from lightning_memsave.memory.allocations import Allocations
 from lightning_memsave.memory.allocator import AllocatorBytes
 
 _ROUNDING = 512
@@ -23,16 +24,6 @@ _SMALL, _SMALL_SEGMENT = MIB, 2 * MIB
 _MIN_LARGE, _LARGE_SEGMENT, _LARGE_ROUNDING = 10 * MIB, 20 * MIB, 2 * MIB
 CONTEXT_BYTES = (300 * MIB, 1024 * MIB)
 """What the driver's context, kernels and the libraries' own workspace take besides: a range, not a measurement."""
-
-
-@dataclass(frozen=True)
-class Allocations:
-    """One step as an allocator sees it."""
-
-    held: tuple[int, ...]
-    """Sizes of what is alive before; their numbers are 0, 1, ..."""
-    changes: tuple[tuple[int, int], ...]
-    """(change in bytes, number): above 0 for new memory, below for memory given back."""
 
 
 @dataclass(eq=False, slots=True)

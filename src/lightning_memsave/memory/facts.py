@@ -97,8 +97,9 @@ def _read(func: Any, tensor: Tensor) -> Any:
 def _is_library(frame: FrameType | None) -> bool:
     """Whether the innermost code outside of torch belongs to a library that only logs what it reads."""
     while frame is not None:
-        room = frame.f_globals.get("__name__", "").partition(".")[0]
-        if room != "torch":
+        module = frame.f_globals.get("__name__", "")
+        room = module.partition(".")[0]
+        if room != "torch" and not module.startswith("lightning_memsave.memory."):  # modes are below who reads
             return room in _LOGGING_LIBRARIES
         frame = frame.f_back
     return False

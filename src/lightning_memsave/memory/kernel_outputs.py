@@ -33,7 +33,7 @@ def with_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
 @functools.cache
 def _workspace_bytes(func: Any, shapes: Any, plain: Any, num_steps: int) -> int:
     args: dict[int, Any] = {index: list(a) if isinstance(a, tuple) else a for index, a in plain}
-    with unset_fake_temporarily(), torch.no_grad():
+    with unset_fake_temporarily(), torch.enable_grad():  # without, the kernel keeps nothing
         for index, shape, dtype in shapes:
             args[index] = torch.zeros((num_steps, *shape[1:]) if index == 0 else shape, dtype=dtype)
         out = func(*(args[index] for index in sorted(args)))

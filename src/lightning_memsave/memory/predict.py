@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from lightning_memsave.core.report import CATEGORIES, Timeline
-from lightning_memsave.memory.breakdown import ELSEWHERE, TopTensor
-from lightning_memsave.memory.caching_allocator import CONTEXT_BYTES, Allocations, replay
+from lightning_memsave.core.report import Timeline
+from lightning_memsave.memory.allocations import Allocations
+from lightning_memsave.memory.breakdown import TopTensor
+from lightning_memsave.memory.caching_allocator import CONTEXT_BYTES, replay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,40 +101,20 @@ def on_cuda(step: Allocations) -> CudaBytes:
     return CudaBytes(allocated_bytes=found.allocated_bytes, reserved_bytes=found.reserved_bytes)
 
 
-def extended(first: Prediction, second: Prediction, sizes: tuple[int, int], wanted: int, why: str) -> Prediction:
-    """What `wanted` samples take, on the line through two measurements.
+def prediction_of(step: Allocations, *, has_cuda: bool = False, **details: Any) -> Prediction:
+    """What a step amounts to.
 
     Args:
-        first: with `sizes[0]` samples.
-        second: with `sizes[1]` samples, more.
-        sizes: of the two.
-        wanted: samples.
-        why: the flag.
+        step: all of it.
+        has_cuda: whether to say what a CUDA device would hold.
+        details: the fields of `Prediction` that the allocations do not tell.
     """
-
-    def at(one: int, two: int) -> int:
-        return max(0, round(one + (two - one) * (wanted - sizes[0]) / (sizes[1] - sizes[0])))
-
-    peak = at(first.peak_bytes, second.peak_bytes)
-    split = {name: at(first.by_category[name], second.by_category[name]) for name in CATEGORIES}
-    split["temporary"] += peak - sum(split.values())  # rounding, and moments of the peak that differ
-    names = {**second.by_module, **first.by_module}
-    modules = {name: at(first.by_module.get(name, 0), second.by_module.get(name, 0)) for name in names}
-    modules[ELSEWHERE] = modules.get(ELSEWHERE, 0) + peak - sum(modules.values())
-    is_second = wanted == sizes[1]
-    cuda = None
-    if first.cuda is not None and second.cuda is not None:
-        cuda = CudaBytes(
-            allocated_bytes=at(first.cuda.allocated_bytes, second.cuda.allocated_bytes),
-            reserved_bytes=at(first.cuda.reserved_bytes, second.cuda.reserved_bytes),
-        )
+    peak = step.peak()
     return Prediction(
-        peak_bytes=peak,
-        by_category=split,
-        by_module=dict(sorted(modules.items(), key=lambda item: -item[1])),
-        timeline=second.timeline if is_second else None,
-        top=second.top if is_second else (),
-        source="measured",
-        flags=(*second.flags, why),
-        cuda=cuda,
+        peak_bytes=peak.peak_bytes,
+        by_category=peak.by_category,
+        by_module=peak.by_module,
+        timeline=step.timeline(),
+        cuda=on_cuda(step) if has_cuda else None,
+        **details,
     )

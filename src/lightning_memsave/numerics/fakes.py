@@ -18,7 +18,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-
 T = TypeVar("T")
 
 

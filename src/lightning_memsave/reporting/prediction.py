@@ -121,14 +121,9 @@ def _letter(timeline: Timeline, point: int, height: float) -> str:
 
 
 def write_figure(prediction: Prediction, path: Path) -> Path:
-    """Write the timeline as a page of its own: what is alive when, by category, the peak marked.
-
-    Raises:
-        ValueError: the prediction has no timeline.
-    """
+    """Write the timeline as a page of its own: what is alive when, by category, the peak marked."""
     line = prediction.timeline
-    if line is None:
-        raise ValueError("There is no timeline: the prediction was extended from measurements of smaller batches.")
+    assert line is not None, "every prediction of a module has one"
     figure = new_figure("allocations and frees of one step, first to last", "live, MiB", yaxis_rangemode="tozero")
     for name, colour in zip(CATEGORIES, CATEGORY_COLOURS, strict=True):
         figure.add_scatter(

@@ -23,11 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.memory.allocations import Allocations
 from lightning_memsave.memory.breakdown import Breakdown
 from lightning_memsave.memory.facts import FactsMode
 from lightning_memsave.memory.fake import Copying, fake_copy, fakes_of
-from lightning_memsave.memory.ledger import Measurement, tensors_in
-from lightning_memsave.memory.predict import Prediction, extended, on_cuda
+from lightning_memsave.memory.ledger import tensors_in
+from lightning_memsave.memory.predict import Prediction, prediction_of
 from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.dry_run import dry_run, random_state_kept
@@ -112,29 +113,37 @@ class Predictor:
             if num_samples is not None:
                 batch = resized(batch, batch_size(batch), num_samples)
             watch = self._train(module, batch, recipe, fake=True)
-        return self._prediction(watch, "fake")
+        return self._prediction(watch, watch.breakdown.allocations)
 
     def _measured(self, recipe: Recipe, num_samples: int | None) -> Prediction:
         self._make_real()
-        present = self.num_samples
+        present, why = self.num_samples, f"the step cannot be run without values ({self._why})"
+        if present is None:
+            watch = self._train(copy.deepcopy(self._module), self._batch, recipe, fake=False)
+            return self._prediction(watch, watch.breakdown.allocations, f"{why}: measured")
         wanted = num_samples or present
         config = recipe.get(Microbatching)
         least = config.size if config is not None and isinstance(config.size, int) else 1
-        small = max(least, (present or 0) // 8)
-        if present is None or (2 * small >= present and wanted == present):
-            watch = self._train(copy.deepcopy(self._module), self._batch, recipe, fake=False)
-            return self._prediction(watch, "measured", f"the step cannot be run without values ({self._why}): measured")
-        sizes = (small, min(2 * small, present)) if 2 * small <= present else (max(1, present // 2), present)
-        found: list[Prediction] = []
-        for size in sizes:
-            part = take(self._batch, 0, size, present)
-            part = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, part)
-            watch = self._train(copy.deepcopy(self._module), part, recipe, fake=False)
-            found.append(self._prediction(watch, "measured"))
-        how = f"measured with {sizes[0]} and {sizes[1]} samples, and extended"
-        why = f"the step cannot be run without values ({self._why}): {how}"
-        assert wanted is not None, "what can be cut has a size"
-        return extended(found[0], found[1], sizes, wanted, why)
+        sizes = max(least, wanted // 8), 2 * max(least, wanted // 8)
+        if sizes[1] < wanted:
+            small, large = (self._with_samples(recipe, size) for size in sizes)
+            step = small.breakdown.allocations.extended(large.breakdown.allocations, sizes, wanted)
+            if step is not None:
+                flag = f"{why}: measured with {sizes[0]} and {sizes[1]} samples, and extended"
+                return self._prediction(large, step, flag)
+        watch = self._with_samples(recipe, wanted)
+        return self._prediction(watch, watch.breakdown.allocations, f"{why}: measured")
+
+    def _with_samples(self, recipe: Recipe, num_samples: int) -> Any:
+        present = self.num_samples
+        assert present is not None, "it has been told"
+        batch = self._batch
+        if num_samples < present:
+            batch = take(batch, 0, num_samples, present)
+            batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+        elif num_samples > present:
+            batch = resized(batch, present, num_samples)
+        return self._train(copy.deepcopy(self._module), batch, recipe, fake=False)
 
     def _make_real(self) -> None:
         """Make module and batch for good, where they are only fake so far.
@@ -155,27 +164,26 @@ class Predictor:
                 self._batch = self._make_batch()
 
     def _train(self, module: Any, batch: Any, recipe: Recipe, *, fake: bool) -> Any:
-        return dry_run(self._namespace, module, batch, recipe, self._trainer, fake=fake)
+        watch = dry_run(self._namespace, module, batch, recipe, self._trainer, fake=fake)
+        if watch.breakdown is None:
+            raise ValueError("No step can be predicted: `training_step` stopped the training, or there is no batch.")
+        return watch
 
-    def _prediction(self, watch: Any, source: Literal["fake", "measured"], *flags: str) -> Prediction:
-        measured: Measurement | None = watch.measured
-        if measured is None:
-            raise ValueError("No step can be predicted: `training_step` returned no loss, or stopped the training.")
-        found: Breakdown = watch.breakdown
-        if watch.is_cut and source == "fake":
+    def _prediction(self, watch: Any, step: Allocations, *flags: str) -> Prediction:
+        is_measured = bool(flags)
+        if watch.is_cut and not is_measured:
             flags = (*flags, "whether the loss of a batch is the mean over its parts is not known: taken to be")
         if self._target == "cuda":
             flags = (*flags, "CUDA: reserved bytes are a replay that no device has confirmed")
-        return Prediction(
-            peak_bytes=measured.peak_bytes,
-            by_category=dict(measured.by_category),
-            by_module=found.by_module,
-            timeline=measured.timeline,
-            top=found.top,
-            source=source,
+        found: Breakdown = watch.breakdown
+        is_whole = step is found.allocations
+        return prediction_of(
+            step,
+            has_cuda=self._target == "cuda",
+            top=found.top if is_whole else (),
+            seconds=found.seconds if is_whole else None,
+            source="measured" if is_measured else "fake",
             flags=(*watch.flags, *flags),
-            seconds=found.seconds,
-            cuda=on_cuda(found.allocations) if self._target == "cuda" else None,
         )
 
     @contextlib.contextmanager
