@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.memory.allocations import Allocations
 from lightning_memsave.memory.breakdown import Breakdown
-from lightning_memsave.memory.facts import FactsMode
+from lightning_memsave.memory.facts import FactsMode, ReadsValueError
 from lightning_memsave.memory.fake import Copying, fake_copy, fakes_of
 from lightning_memsave.memory.ledger import tensors_in
 from lightning_memsave.memory.predict import Prediction, prediction_of
@@ -103,7 +103,10 @@ class Predictor:
             except ValueError:
                 raise
             except Exception as error:  # a value is read, or there is no kernel for shapes alone
-                self._why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                text = " ".join(str(error).split())[:200]
+                self._why = (
+                    f"read at {text}" if isinstance(error, ReadsValueError) else f"{type(error).__name__}: {text}"
+                )
         return self._measured(recipe, num_samples)
 
     def _fake(self, recipe: Recipe, num_samples: int | None) -> Prediction:
