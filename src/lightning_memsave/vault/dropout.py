@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.numerics import kernels
+from lightning_memsave.numerics.fakes import is_plain
 from lightning_memsave.vault.policy import Call
 
 
@@ -36,7 +37,8 @@ def dropout(call: Call) -> Tensor | None:
     """What `call` of `dropout` asks for; `None` where torch computes it as well."""
     x, p = call.argument(0, "input"), call.argument(1, "p", 0.5)
     if (
-        type(x) is not Tensor
+        not isinstance(x, Tensor)
+        or not is_plain(x)
         or x.device.type != "cpu"  # elsewhere torch keeps a mask itself
         or x.dtype != torch.float32
         or not (x.requires_grad and x.is_contiguous())

@@ -1,0 +1,255 @@
+"""The peak of a step before it is run: Lightning's own loop, with the run's own settings, on fake tensors.
+
+Nothing here models what a technique does. A copy of the module that is made of fake tensors is trained for three steps
+by a real `Trainer`, and the ledger counts what the real one would have allocated: so gradients that are held through
+the next forward, optimizer state, microbatches, regions, codes and sparse weights are all there, in the code that
+trains. A module whose step reads values is run on real samples instead, few of them, twice, and what that took is
+extended to the whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.memory.allocations import Allocations
+from lightning_memsave.memory.breakdown import Breakdown
+from lightning_memsave.memory.facts import FactsMode, ReadsValueError
+from lightning_memsave.memory.fake import Copying, fake_copy, fakes_of
+from lightning_memsave.memory.ledger import tensors_in
+from lightning_memsave.memory.predict import Prediction, prediction_of
+from lightning_memsave.numerics.fakes import is_fake
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.strategies.dry_run import dry_run, random_state_kept
+from lightning_memsave.strategies.namespaces import namespace_of
+from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
+from lightning_memsave.techniques.microbatching.split import resized, take
+
+_MOST_SAMPLES = 2**30
+
+
+class Predictor:
+    """Predicts steps of one module on one batch.
+
+    Args:
+        module: a LightningModule, or a function that makes one: called among fake tensors, so that no memory is taken.
+            It is copied, not changed.
+        batch: what `training_step` takes, or a function that makes it.
+        trainer: arguments of the `Trainer` that steps depend on: `precision`, `accumulate_grad_batches`,
+            `gradient_clip_val`, `gradient_clip_algorithm`.
+        target: `"cuda"`: what a CUDA device would hold, besides; dropout then keeps its mask as it does there.
+
+    Raises:
+        ValueError: `module` is no LightningModule.
+    """
+
+    def __init__(self, module: Any, batch: Any, *, target: Literal["cpu", "cuda"] = "cpu", **trainer: Any) -> None:
+        if target not in ("cpu", "cuda"):
+            raise setting_error("target", "must be 'cpu' or 'cuda'", target, "The default is 'cpu'.")
+        self._target = target
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._make = (lambda: module) if isinstance(module, nn.Module) else module
+        self._make_batch = batch if callable(batch) else lambda: batch
+        self._module = module if isinstance(module, nn.Module) else self._made_of_fakes(module)
+        self._batch = self._made_of_fakes(batch) if callable(batch) else batch
+        try:
+            self._namespace, self._trainer = namespace_of(self._module), trainer
+        except TypeError as error:
+            kind = type(self._module).__name__
+            raise setting_error("module", "must be a LightningModule", kind, "Predict its training step.") from error
+        self._why: str | None = None  # not on fake tensors
+
+    def _made_of_fakes(self, make: Callable[[], Any]) -> Any:
+        """What `make` makes, without memory; a constructor that reads values gets real ones."""
+        with random_state_kept():
+            with contextlib.suppress(Exception), self._mode, FactsMode():
+                return make()
+            return make()
+
+    @property
+    def num_samples(self) -> int | None:
+        """Of the batch; `None` where they cannot be told."""
+        try:
+            return batch_size(self._batch)
+        except UnsplittableBatchError:
+            return None
+
+    def __call__(self, techniques: Recipe | Sequence[Any] = (), *, num_samples: int | None = None) -> Prediction:
+        """Predict a step.
+
+        Args:
+            techniques: what is switched on: a recipe, or Configs.
+            num_samples: in the batch, instead of as many as it has.
+
+        Raises:
+            ValueError: settings cannot be combined, a technique refuses the model, or a step reads values and the
+                module exists as fake tensors only.
+        """
+        recipe = techniques if isinstance(techniques, Recipe) else Recipe("predicted", tuple(techniques))
+        if self._why is None:
+            try:
+                return self._fake(recipe, num_samples)
+            except ValueError:
+                raise
+            except Exception as error:  # a value is read, or there is no kernel for shapes alone
+                text = " ".join(str(error).split())[:200]
+                self._why = (
+                    f"read at {text}" if isinstance(error, ReadsValueError) else f"{type(error).__name__}: {text}"
+                )
+        return self._measured(recipe, num_samples)
+
+    def _fake(self, recipe: Recipe, num_samples: int | None) -> Prediction:
+        module: Any = fake_copy(self._module, self._mode)
+        batch = fakes_of(self._batch, self._mode)
+        with self._mode, FactsMode(), Copying(), _as_if_real(), self._as_on_target():
+            if num_samples is not None:
+                batch = resized(batch, batch_size(batch), num_samples)
+            watch = self._train(module, batch, recipe, fake=True)
+        return self._prediction(watch, watch.breakdown.allocations)
+
+    def _measured(self, recipe: Recipe, num_samples: int | None) -> Prediction:
+        self._make_real()
+        present, why = self.num_samples, f"the step cannot be run without values ({self._why})"
+        if present is None:
+            watch = self._train(copy.deepcopy(self._module), self._batch, recipe, fake=False)
+            return self._prediction(watch, watch.breakdown.allocations, f"{why}: measured")
+        wanted = num_samples or present
+        config = recipe.get(Microbatching)
+        least = config.size if config is not None and isinstance(config.size, int) else 1
+        sizes = max(least, wanted // 8), 2 * max(least, wanted // 8)
+        if sizes[1] < wanted:
+            small, large = (self._with_samples(recipe, size) for size in sizes)
+            step = small.breakdown.allocations.extended(large.breakdown.allocations, sizes, wanted)
+            if step is not None:
+                flag = f"{why}: measured with {sizes[0]} and {sizes[1]} samples, and extended"
+                return self._prediction(large, step, flag)
+        watch = self._with_samples(recipe, wanted)
+        return self._prediction(watch, watch.breakdown.allocations, f"{why}: measured")
+
+    def _with_samples(self, recipe: Recipe, num_samples: int) -> Any:
+        present = self.num_samples
+        assert present is not None, "it has been told"
+        batch = self._batch
+        if num_samples < present:
+            batch = take(batch, 0, num_samples, present)
+            batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+        elif num_samples > present:
+            batch = resized(batch, present, num_samples)
+        return self._train(copy.deepcopy(self._module), batch, recipe, fake=False)
+
+    def _make_real(self) -> None:
+        """Make module and batch for good, where they are only fake so far.
+
+        Raises:
+            ValueError: the parameters would take more than a quarter of the machine's memory.
+        """
+        fakes = [p for p in self._module.parameters() if is_fake(p)]
+        if 4 * sum(p.nbytes for p in fakes) > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+            raise ValueError(
+                f"The step cannot be run without values ({self._why}), and the module is too large to be made for it: "
+                "predict a smaller one."
+            )
+        with random_state_kept():
+            if fakes:
+                self._module = self._make()
+            if any(map(is_fake, tensors_in(self._batch))):
+                self._batch = self._make_batch()
+
+    def _train(self, module: Any, batch: Any, recipe: Recipe, *, fake: bool) -> Any:
+        watch = dry_run(self._namespace, module, batch, recipe, self._trainer, fake=fake)
+        if watch.breakdown is None:
+            raise ValueError("No step can be predicted: `training_step` stopped the training, or there is no batch.")
+        return watch
+
+    def _prediction(self, watch: Any, step: Allocations, *flags: str) -> Prediction:
+        is_measured = bool(flags)
+        if watch.is_cut and not is_measured:
+            flags = (*flags, "whether the loss of a batch is the mean over its parts is not known: taken to be")
+        if self._target == "cuda":
+            flags = (*flags, "CUDA: reserved bytes are a replay that no device has confirmed")
+        found: Breakdown = watch.breakdown
+        is_whole = step is found.allocations
+        return prediction_of(
+            step,
+            has_cuda=self._target == "cuda",
+            top=found.top if is_whole else (),
+            seconds=found.seconds if is_whole else None,
+            source="measured" if is_measured else "fake",
+            flags=(*watch.flags, *flags),
+        )
+
+    @contextlib.contextmanager
+    def _as_on_target(self) -> Iterator[None]:
+        """On CUDA dropout keeps a byte per element, on CPU a float."""
+        if self._target == "cpu":
+            yield
+            return
+        before = F.dropout
+
+        def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+            if inplace or not training or not p:
+                return before(input, p, training, inplace)
+            return torch.native_dropout(input, p, training)[0]
+
+        F.dropout = dropout
+        try:
+            yield
+        finally:
+            F.dropout = before
+
+
+def largest_batch(predictor: Predictor, device_bytes: int, techniques: Recipe | Sequence[Any] = ()) -> int:
+    """The largest number of samples that fits, by bisection; 0 where one does not.
+
+    Args:
+        predictor: of the step, with a batch whose samples can be told.
+        device_bytes: what the device has; for CUDA, the upper bound must fit.
+        techniques: as in a prediction.
+
+    Raises:
+        ValueError: the samples of the batch cannot be told, or more than a thousand million fit.
+    """
+    if predictor.num_samples is None:
+        raise setting_error("batch", "must tell its samples", "none", "Its tensors must share their first dimension.")
+
+    def fits(num_samples: int) -> bool:
+        return bool(predictor(techniques, num_samples=num_samples).fits(device_bytes))
+
+    low, high = 0, 1  # the first fits, the second has not been seen to fail
+    while fits(high):
+        low, high = high, 2 * high
+        if high > _MOST_SAMPLES:
+            raise ValueError(f"More than {_MOST_SAMPLES} samples fit: the step takes no memory for them.")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+@contextlib.contextmanager
+def _as_if_real() -> Iterator[None]:
+    """Fake tensors are hidden from transformers, which takes other ways with them that take more memory.
+
+    Private name of transformers (seen in 5.23).
+    """
+    module = sys.modules.get("transformers.utils.import_utils")
+    before = getattr(module, "is_fake_tensor", None)
+    if module is None or before is None:
+        yield
+        return
+    module.is_fake_tensor = lambda _: False  # type: ignore[attr-defined]  # told by `getattr`
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = before  # type: ignore[attr-defined]  # as above
