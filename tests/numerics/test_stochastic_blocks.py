@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from lightning_memsave.numerics.blockwise import dequantize_blockwise, quantize_blockwise, quantize_stochastically
-from lightning_memsave.techniques.optimizer_state.fourbit import _POSITIVE, _SIGNED
+from lightning_memsave.techniques.optimizer_state.codecs import CODECS
+
+_SIGNED, _POSITIVE = (codec.code_map for codec in CODECS["4bit"])
 
 maps = pytest.mark.parametrize(("code_map", "largest_gap"), [(_SIGNED, 0.2654), (_POSITIVE, 0.1211)])
 

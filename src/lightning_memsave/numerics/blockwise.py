@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_memsave.numerics.bits import pack, unpack
 from lightning_memsave.numerics.kbit import random_bits
 
 BLOCK_SIZE = 256
@@ -85,3 +86,14 @@ def dequantize_blockwise(codes: Tensor, code_map: Tensor, absmax: Tensor) -> Ten
     """Float32 values, shape of `codes`: `code_map[code] * absmax` of the block."""
     flat = code_map[codes.reshape(-1).int()]
     return flat.mul_(_per_element(absmax, flat.numel())).view(codes.shape)
+
+
+def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
+    """As `quantize_stochastically`, of [n], with codes of `bits` (4 or 8) that are packed, [ceil(n * bits / 8)]."""
+    codes, absmax = quantize_stochastically(flat, code_map, seed)
+    return pack(codes, bits), absmax
+
+
+def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: int, num_values: int) -> Tensor:
+    """Float32 values, [num_values], of packed codes."""
+    return dequantize_blockwise(unpack(codes, bits, num_values), code_map, absmax)
