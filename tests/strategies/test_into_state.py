@@ -65,7 +65,8 @@ def assert_close(plain, ours):
 @pytest.mark.parametrize("microbatch", [False, 2, 3])
 def test_sgd_equals_plain_lightning_with_any_microbatch(microbatch):
     memsave = MemSave(optimizer_state=INTO, microbatch=microbatch)
-    plain, ours = fit(Module(), batches()), fit(Module(), batches(), memsave)
+    module = Module()
+    plain, ours = fit(module, batches()), fit(module, batches(), memsave)
     assert_close(plain, ours)
     assert not any(ours.gradients)
     assert memsave.report.loss_class == "exact"
@@ -73,16 +74,16 @@ def test_sgd_equals_plain_lightning_with_any_microbatch(microbatch):
 
 
 def test_accumulation_adds_up():
-    options = {"accumulate_grad_batches": 2}
-    plain = fit(Module(), batches(), **options)
-    assert_close(plain, fit(Module(), batches(), MemSave(optimizer_state=INTO, microbatch=2), **options))
+    options, module = {"accumulate_grad_batches": 2}, Module()
+    plain = fit(module, batches(), **options)
+    assert_close(plain, fit(module, batches(), MemSave(optimizer_state=INTO, microbatch=2), **options))
 
 
 @pytest.mark.filterwarnings("ignore:checkpointing='sqrt' had no effect")
 @pytest.mark.parametrize("settings", [{"activations": "exact"}, {"checkpointing": "sqrt"}], ids=str)
 def test_with_what_runs_the_batch_again(settings):
-    memsave = MemSave(optimizer_state=INTO, microbatch=3, **settings)
-    assert_close(fit(Module(), batches()), fit(Module(), batches(), memsave))
+    memsave, module = MemSave(optimizer_state=INTO, microbatch=3, **settings), Module()
+    assert_close(fit(module, batches()), fit(module, batches(), memsave))
 
 
 def test_recovery_by_default_steps_aside():

@@ -93,7 +93,14 @@ _NAMES = {
     "offload": "state in host memory",
     "32bit": "its state",
 }
-_EXACT = ("offload", "paged", "32bit")
+_REASONS = {
+    "8bit": "moments are rounded to 8 bits",
+    "4bit": "moments are rounded to 4 bits",
+    "fp8": "moments are rounded to floats of 8 bits",
+    "factored": "first moments are rounded to 8 bits, its second ones are means of rows and columns",
+    "lowrank": "moments are those of the gradient in a subspace",
+}
+"""What is lost, for the formats that are not exact."""
 _MUST_MOVE = ("offload",)  # whatever it belongs to, as nothing is rounded
 
 
@@ -203,13 +210,13 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
         backend, keeps, restore = "own codes", _NAMES[config.format], leave_coded
         become_coded(optimizer, config.format, kept, rank=config.rank, is_compact=is_compact)
     num_changed = sum(p not in kept for p in parameters)
-    changes = config.format not in _EXACT
-    loss_class: LossClass = "changed" if changes else "exact"
+    reason = _REASONS.get(config.format)
+    loss_class: LossClass = "changed" if reason else "exact"
     return Applied(
         technique="optimizer_state",
         summary=f"{name} keeps {keeps} for {num_changed} of {len(parameters)} parameters ({backend}, {device})",
         loss_class=loss_class,
-        reasons=(f"{name} keeps {keeps}",) if changes else (),
+        reasons=(f"{name}'s {reason}",) if reason else (),
         restore=lambda: restore(optimizer),
     )
 

@@ -89,6 +89,7 @@ def check_coded(optimizer: torch.optim.Optimizer, state_format: str) -> None:
     check_steps_parameters_alone(optimizer, "optimizer_state")
     known = [n for n in MOMENTS if not (state_format == "lowrank" and n == "Adagrad")]  # makes its state at once
     if name not in known:
+        known += ["LAMB"] if state_format == "8bit" else []  # bitsandbytes'
         raise setting_error(
             "optimizer_state",
             f"in {state_format!r} needs an optimizer whose moments are known ({', '.join(known)})",
