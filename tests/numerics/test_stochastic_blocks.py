@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_memsave.numerics import blockwise
 from lightning_memsave.numerics.blockwise import dequantize_blockwise, quantize_blockwise, quantize_stochastically
+from lightning_memsave.numerics.kernels import native
 from lightning_memsave.techniques.optimizer_state.codecs import CODECS
 
 _SIGNED, _POSITIVE = (codec.code_map for codec in CODECS["4bit"])
@@ -65,3 +67,33 @@ def test_noise_does_not_depend_on_the_chunk():
     tail = x[blockwise._CHUNK :]
     assert not torch.equal(whole[: blockwise._CHUNK], whole[blockwise._CHUNK : 2 * blockwise._CHUNK])
     assert whole[blockwise._CHUNK :].shape == tail.shape
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("state_format", ["4bit", "8bit", "fp8"])
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("size", [1, 5, 255, 256, 257, 3001])
+def test_the_kernel_equals_the_reference_bit_for_bit(state_format, number, size):
+    codec = CODECS[state_format][number]
+    torch.manual_seed(size)
+    spread = torch.randn(size) * torch.exp(4 * torch.randn(size))
+    for x in (spread, torch.zeros(size), spread * 1e-38, spread.bfloat16(), spread.double()):
+        values = x if codec.code_map[0] < 0 else x.abs()
+        found = native.quantize_to_map(values, codec.code_map, codec.bits, 77)
+        expected = blockwise.quantize_to_map(values.float(), codec.code_map, codec.bits, 77)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        decoded = native.dequantize_from_map(found[0], codec.code_map, found[1], codec.bits, size)
+        reference = blockwise.dequantize_from_map(*expected[:1], codec.code_map, expected[1], codec.bits, size)
+        assert torch.equal(decoded, reference)
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+def test_the_kernel_keeps_what_is_not_finite_apart():
+    code_map = CODECS["8bit"][0].code_map
+    x = torch.randn(600)
+    x[300] = torch.nan
+    codes, absmax = native.quantize_to_map(x, code_map, 8, 3)
+    decoded = native.dequantize_from_map(codes, code_map, absmax, 8, 600)
+    assert decoded[256:512].isnan().all()
+    assert decoded[:256].isfinite().all()
+    assert decoded[512:].isfinite().all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -234,8 +235,6 @@ def test_what_steps_next_is_on_its_way(is_reversed, monkeypatch):
 @pytest.mark.parametrize("checkpoint", ["plain", "compact"])
 @pytest.mark.parametrize("lowered", [False, True])
 def test_a_checkpoint_continues_bit_for_bit(name, optimizer_name, checkpoint, lowered):
-    from dataclasses import replace
-
     def build(model):
         optimizer = OPTIMIZERS[optimizer_name](model.parameters(), lr=0.01)
         apply_optimizer_state(optimizer, replace(FORMATS[name], checkpoint=checkpoint), model)
@@ -258,8 +257,6 @@ def test_a_checkpoint_continues_bit_for_bit(name, optimizer_name, checkpoint, lo
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("lowrank", "offload")])
 def test_a_compact_checkpoint_takes_no_memory_of_its_own(name):
-    from dataclasses import replace
-
     model = big_model()
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
     apply_optimizer_state(optimizer, replace(FORMATS[name], checkpoint="compact"), model)
@@ -268,6 +265,43 @@ def test_a_compact_checkpoint_takes_no_memory_of_its_own(name):
         saved = optimizer.state_dict()
     assert ledger.measurement.peak_bytes == ledger.measurement.held_bytes
     assert saved["state"][0]["exp_avg"]["codes"] is optimizer.state[model[0].weight]["exp_avg"].codes
+
+
+@pytest.mark.parametrize("checkpoint", ["plain", "compact"])
+@pytest.mark.parametrize("name", ["8bit", "4bit", "fp8", "factored"])
+def test_saving_and_resuming_stay_below_the_peak_of_training(name, checkpoint):
+    config = replace(FORMATS[name], checkpoint=checkpoint)
+
+    def build(num_layers):
+        model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(num_layers)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        apply_optimizer_state(optimizer, config, model)
+        return model, optimizer
+
+    def peaks(num_layers):
+        model, optimizer = build(num_layers)
+        run_steps(model, optimizer, range(2))
+        set_gradients(model, 2)
+        measured = []
+        with Ledger().watching(model, [optimizer]) as ledger:
+            optimizer.step()
+        measured.append(ledger.measurement.peak_bytes)
+        optimizer.zero_grad()
+        with Ledger().watching(model, [optimizer]) as ledger:
+            saved = optimizer.state_dict()
+        measured.append(ledger.measurement.peak_bytes)
+        resumed_model, resumed = build(num_layers)
+        with Ledger().watching(resumed_model, [resumed]) as ledger:  # what is loaded lies in the file or on the host
+            resumed.load_state_dict(saved)
+        return [*measured, ledger.measurement.peak_bytes]
+
+    one = 4 * 96**2
+    training, saving, resuming = peaks(12)
+    if checkpoint == "compact":
+        assert saving <= training + one
+    else:  # it holds the float32 moments that it returns, and no more than one parameter's temporaries besides
+        assert saving - peaks(6)[1] <= 6 * 3 * one + 6 * 2 * one
+    assert resuming <= training + one
 
 
 # ------------------------------------------------------------------------------- the same object
