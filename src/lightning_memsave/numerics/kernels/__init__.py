@@ -32,11 +32,11 @@ def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
     return rounding.round_to_bfloat16(flat, seed)
 
 
-def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
+def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift: int = 0) -> tuple[Tensor, Tensor]:
     """As `blockwise.quantize_to_map`."""
     is_native = _has_native(flat.device) and type(flat) is Tensor  # not a fake one
     function = native.quantize_to_map if is_native else blockwise.quantize_to_map
-    return function(flat, code_map, bits, seed)
+    return function(flat, code_map, bits, seed, shift)
 
 
 def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: int, num_values: int) -> Tensor:

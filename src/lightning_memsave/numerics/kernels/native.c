@@ -365,7 +365,7 @@ static void fill_starts(uint8_t start[2][CELLS], const float *bound, int size) {
 /* Codes to a map of `size` values (at most 16 at 4 bits, 256 at 8), increasing up to 1, rounded stochastically to a
  * neighbour: blockwise.quantize_to_map, bit for bit where values are finite. */
 void quantize_to_map(const float *x, const float *map, int size, uint8_t *codes, float *absmax, long n, int bits,
-                     uint32_t seed, long first, long last) {
+                     uint32_t seed, uint32_t shift, long first, long last) {
     float bound[BLOCK + 1], gap[BLOCK]; /* `bound`: what the search may reach, infinite beyond */
     uint8_t start[2][CELLS];
     for (int j = 0; j <= BLOCK; j++) bound[j] = j < size - 1 ? map[j] : INFINITY;
@@ -397,7 +397,7 @@ void quantize_to_map(const float *x, const float *map, int size, uint8_t *codes,
         }
         for (int i = 0; i < BLOCK; i++) {
             float fraction = (unit[i] - map[place[i]]) / gap[place[i]];
-            float noise = (float)(int32_t)(mix(block_seed + (uint32_t)i * 0x9E3779B9U) >> 8);
+            float noise = (float)(int32_t)((mix(block_seed + (uint32_t)i * 0x9E3779B9U) + shift) >> 8);
             code[i] = (uint8_t)(place[i] + (noise < fraction * 0x1p24f));
         }
         if (bits == 8) memcpy(codes + b * BLOCK, code, left);

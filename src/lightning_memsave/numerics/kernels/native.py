@@ -129,7 +129,7 @@ def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
     return out if _in_threads(work, -(-flat.numel() // BLOCK_SIZE), BLOCK_SIZE) else None
 
 
-def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
+def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift: int = 0) -> tuple[Tensor, Tensor]:
     """As `blockwise.quantize_to_map`."""
     lib = library()
     assert lib is not None
@@ -141,7 +141,8 @@ def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int) -> tup
     def work(first: int, last: int) -> None:
         lib.quantize_to_map(
             *(_pointer(flat), _pointer(code_map), len(code_map), _pointer(codes), _pointer(absmax)),
-            *(ctypes.c_long(flat.numel()), bits, ctypes.c_uint32(seed), ctypes.c_long(first), ctypes.c_long(last)),
+            *(ctypes.c_long(flat.numel()), bits, ctypes.c_uint32(seed), ctypes.c_uint32(shift)),
+            *(ctypes.c_long(first), ctypes.c_long(last)),
         )
 
     _in_threads(work, blocks, BLOCK_SIZE)

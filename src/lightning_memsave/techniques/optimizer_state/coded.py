@@ -28,7 +28,7 @@ from lightning_memsave.core.optimizers import (
 )
 from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.techniques.optimizer_state import into_state, layout, lowrank
-from lightning_memsave.techniques.optimizer_state.codecs import decode, encode, put_back
+from lightning_memsave.techniques.optimizer_state.codecs import Noise, decode, encode, put_back
 from lightning_memsave.techniques.optimizer_state.elsewhere import fetch_ahead
 
 _MEMORY = "_memsave_coded"
@@ -43,6 +43,7 @@ MOMENTS: Mapping[str, tuple[str, ...]] = {
     "Adagrad": ("sum",),
 }
 """The optimizers that are known, by the name of their class, and their moments."""
+_GOLDEN, _ROOT_OF_2 = 0x9E3779B9, 0x6A09E667  # the fractions of the golden ratio and of the square root, times 2**32
 _MUST_BE_OFF = ("amsgrad", "centered", "capturable", "differentiable")
 
 
@@ -66,11 +67,10 @@ class Memory:
         """How the state of `p` is kept."""
         return "32bit" if original(p) in self.kept else self.state_format
 
-    def seed_of(self, p: Tensor, draw: int = 0) -> int:
-        """Of the noise of this step for `p`; `draw` tells several of one step apart."""
+    def noise_of(self, p: Tensor, draw: int = 0) -> Noise:
+        """Of this step for `p`; `draw` tells several of one step apart."""
         number = self.numbers.setdefault(original(p), len(self.numbers))
-        seed = mix(mix(self.num_steps & 0xFFFFFFFF) ^ (8 * number))
-        return mix(seed ^ draw) if draw else seed
+        return Noise(mix(8 * number + 1), (self.num_steps * _GOLDEN + draw * _ROOT_OF_2) & 0xFFFFFFFF)
 
 
 def memory_of(optimizer: torch.optim.Optimizer) -> Memory:
@@ -194,9 +194,9 @@ def _step_one(step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any],
     for name, stored in before.items():
         state[name] = _decoded(memory, name, stored, p)
     step_one(step, optimizer, group, p)
-    seed, state = memory.seed_of(p), optimizer.state[p]
+    noise, state = memory.noise_of(p), optimizer.state[p]
     for name, value in state.items():
-        state[name] = put_back(memory.format_of(p), before.get(name), name, value, p.shape, seed)
+        state[name] = put_back(memory.format_of(p), before.get(name), name, value, p.shape, noise)
 
 
 def _next(memory: Memory, p: Tensor) -> Iterator[Tensor]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.optimizers import PENDING, original
-from lightning_memsave.techniques.optimizer_state.codecs import decode, put_back
+from lightning_memsave.techniques.optimizer_state.codecs import Noise, decode, put_back
 
 _MOMENTS = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq")}
 _KEEP = 'Use `OptimizerState(gradients="keep")`'
@@ -43,7 +43,7 @@ class _Memory(Protocol):
 
     def format_of(self, p: Tensor) -> str: ...
 
-    def seed_of(self, p: Tensor, draw: int = 0) -> int: ...
+    def noise_of(self, p: Tensor, draw: int = 0) -> Noise: ...
 
 
 def check_into_state(optimizer: torch.optim.Optimizer, name: str) -> None:
@@ -104,9 +104,9 @@ def add(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor) ->
         _add_to_moments(first, second, gradient, group, is_first=known is None)
         state.setdefault("step", torch.zeros((), dtype=torch.float32))
     num_parts = known.num_parts + 1 if known else 1
-    seed = memory.seed_of(p, num_parts)
+    noise = memory.noise_of(p, num_parts)
     for name, moment in moments.items():
-        state[name] = put_back(memory.format_of(p), before.get(name), name, moment, p.shape, seed)
+        state[name] = put_back(memory.format_of(p), before.get(name), name, moment, p.shape, noise)
     pending[p] = Pending(factor, num_parts)
 
 

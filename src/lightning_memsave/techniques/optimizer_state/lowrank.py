@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_memsave.core.optimizers import stand_in, state_moved, step_one
 from lightning_memsave.numerics.kbit import random_bits
+from lightning_memsave.techniques.optimizer_state.codecs import Noise
 
 PROJECTION = "projection"
 _INTERVAL = 200  # steps between subspaces, as GaLore's
@@ -33,7 +34,7 @@ class _Memory(Protocol):
     rank: int
     num_steps: int
 
-    def seed_of(self, p: Tensor) -> int: ...
+    def noise_of(self, p: Tensor) -> Noise: ...
 
 
 def _matrix(values: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ def step_projected(
     state = optimizer.state[p]
     projection = state.pop(PROJECTION, None)  # an optimizer makes its state when there is none
     if projection is None or memory.num_steps % _INTERVAL == 0:
-        projection = subspace(gradient, memory.rank, memory.seed_of(p))
+        projection = subspace(gradient, memory.rank, sum(memory.noise_of(p)) & 0xFFFFFFFF)
     projected = _project(projection, gradient)
     small = stand_in(p, torch.zeros_like(projected))
     small.grad = projected
