@@ -184,6 +184,19 @@ def low_precision() -> str:
     return markdown(head, lines)
 
 
+def state_errors() -> str:
+    """Errors, time and temporaries of the optimizer's step."""
+    head = ("state", "bytes per parameter", "even", "uneven", "CPU time", "temporary bytes per element")
+    lines = []
+    for row in rows("optimizer_state_error"):
+        errors = (f"{float(row[f'{kind}_relative_error']):.2g}" for kind in ("even", "uneven"))
+        time = f"{float(row['cpu_time_ratio']):.1f}x" if row["cpu_time_ratio"] else ""
+        transient = row["transient_bytes_per_element"]
+        most = f"{float(transient):.1f}" if transient else ""
+        lines.append((row["setting"], f"{float(row['state_bytes_per_parameter']):.3f}", *errors, time, most))
+    return markdown(head, lines)
+
+
 def checkpointing_resnet1000() -> str:
     """Feature maps of the network of Chen et al., scaled down and run, and at full size on fake tensors."""
     head = ("network", "setting", "feature maps GB", "factor", "paper GB", "CPU time", "tensors that differ")
@@ -347,6 +360,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/techniques/activation_compression.md": {"measured": activations, "codecs": codecs, "quality": quality},
     "docs/techniques/microbatching.md": {"sizes": microbatching, "recovery": recovery, "batchnorm": batchnorm},
     "docs/techniques/low_precision.md": {"measured": low_precision},
+    "docs/techniques/optimizer_state.md": {"errors": state_errors},
     "docs/techniques/checkpointing.md": {
         "blocks": checkpointing_blocks,
         "depth": checkpointing_depth,

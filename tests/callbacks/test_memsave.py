@@ -108,7 +108,7 @@ def test_slots_shorthands_configs_and_false():
         ({"microbatch": 2.5}, r"`microbatch` must be a positive integer"),
         ({"checkpointing": "no-such-thing"}, r"`checkpointing` must be one of 'blocks', 'sqrt', 'recursive', got"),
         ({"checkpointing": "budget"}, r"To fit a limit|to fit a limit"),
-        ({"optimizer_state": "1bit"}, r"`optimizer_state` must be one of '8bit', '4bit', '32bit', got '1bit'"),
+        ({"optimizer_state": "1bit"}, r"`optimizer_state` must be one of '8bit', '4bit', .*'32bit', got '1bit'"),
         ({"recipe": Recipe("a", ()), "microbatch": -3}, "got -3"),
     ],
 )
@@ -135,7 +135,7 @@ def test_an_optimizer_without_kin_fails_before_training():
         def configure_optimizers(self):
             return torch.optim.Rprop(self.parameters())
 
-    with pytest.raises(ValueError, match=r"AdamW, Adam, SGD, Lion, RMSprop, Adagrad, LAMB.*got 'Rprop'"):
+    with pytest.raises(ValueError, match=r"AdamW, Adam, NAdam, RAdam, SGD, Lion, RMSprop, Adagrad, LAMB.*got 'Rprop'"):
         fit(MemSave(optimizer_state="8bit"), Rprop())
 
 
@@ -363,7 +363,7 @@ def test_reports_and_callbacks_can_be_copied_and_pickled():
 
 def test_without_the_callback_the_next_fit_is_plain_again():
     trainer, module = fit(MemSave(**EVERYTHING))
-    assert type(trainer.optimizers[0]).__name__ == "MemSaveAdamW8bit"  # its checkpoint can still be written
+    assert type(trainer.optimizers[0]).__name__ == "AdamWCoded"  # its checkpoint can still be written
     trainer.callbacks.clear()
     trainer.fit_loop.max_epochs = 4
     trainer.fit(module, loader())

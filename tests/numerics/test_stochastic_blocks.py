@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_memsave.numerics import blockwise
 from lightning_memsave.numerics.blockwise import dequantize_blockwise, quantize_blockwise, quantize_stochastically
-from lightning_memsave.techniques.optimizer_state.fourbit import _POSITIVE, _SIGNED
+from lightning_memsave.numerics.kernels import native
+from lightning_memsave.techniques.optimizer_state.codecs import CODECS
+
+_SIGNED, _POSITIVE = (codec.code_map for codec in CODECS["4bit"])
 
 maps = pytest.mark.parametrize(("code_map", "largest_gap"), [(_SIGNED, 0.2654), (_POSITIVE, 0.1211)])
 
@@ -63,3 +67,51 @@ def test_noise_does_not_depend_on_the_chunk():
     tail = x[blockwise._CHUNK :]
     assert not torch.equal(whole[: blockwise._CHUNK], whole[blockwise._CHUNK : 2 * blockwise._CHUNK])
     assert whole[blockwise._CHUNK :].shape == tail.shape
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("state_format", ["4bit", "8bit", "fp8"])
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("size", [1, 5, 255, 256, 257, 3001])
+def test_the_kernel_equals_the_reference_bit_for_bit(state_format, number, size):
+    codec = CODECS[state_format][number]
+    torch.manual_seed(size)
+    spread = torch.randn(size) * torch.exp(4 * torch.randn(size))
+    for x in (spread, torch.zeros(size), spread * 1e-38, spread.bfloat16(), spread.double()):
+        values = x if codec.code_map[0] < 0 else x.abs()
+        found = native.quantize_to_map(values, codec.code_map, codec.bits, 77, 3 * 2**30)
+        expected = blockwise.quantize_to_map(values.float(), codec.code_map, codec.bits, 77, 3 * 2**30)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        decoded = native.dequantize_from_map(found[0], codec.code_map, found[1], codec.bits, size)
+        reference = blockwise.dequantize_from_map(*expected[:1], codec.code_map, expected[1], codec.bits, size)
+        assert torch.equal(decoded, reference)
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+def test_the_kernel_keeps_what_is_not_finite_apart():
+    code_map = CODECS["8bit"][0].code_map
+    x = torch.randn(600)
+    x[300] = torch.nan
+    codes, absmax = native.quantize_to_map(x, code_map, 8, 3)
+    decoded = native.dequantize_from_map(codes, code_map, absmax, 8, 600)
+    assert decoded[256:512].isnan().all()
+    assert decoded[:256].isfinite().all()
+    assert decoded[512:].isfinite().all()
+
+
+def test_errors_cancel_when_the_noise_goes_by_the_golden_ratio():
+    code_map = CODECS["4bit"][1].code_map
+
+    def wandered(noise):
+        """How far a value is from the truth that grows by little steps, less than a code apart."""
+        torch.manual_seed(0)
+        steps, found, truth = torch.rand(256) / 1000, torch.full((256,), 0.3), torch.full((256,), 0.3)
+        found[0] = truth[0] = 1.0
+        steps[0] = 0.0
+        for step in range(200):
+            truth = truth + steps
+            codes, absmax = quantize_stochastically(found + steps, code_map, *noise(step))
+            found = dequantize_blockwise(codes, code_map, absmax)
+        return float((found - truth).square().mean().sqrt())
+
+    assert wandered(lambda step: (7, step * 0x9E3779B9)) < 0.75 * wandered(lambda step: (step, 0))

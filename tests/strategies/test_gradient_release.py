@@ -284,10 +284,10 @@ def test_settings_are_checked(settings):
         OptimizerState(**settings)
 
 
-def test_accumulation_that_begins_later_is_an_error_not_a_wrong_result():
-    memsave = MemSave(optimizer_state=RELEASE)
-    with pytest.raises(RuntimeError, match="A second backward"):
-        train(memsave, callbacks=[GradientAccumulationScheduler({1: 2})])
+def test_accumulation_that_begins_later_is_refused_at_once():
+    with pytest.raises(ValueError, match="gradient release cannot be combined with accumulate_grad_batches"):
+        train(MemSave(optimizer_state=RELEASE), callbacks=[GradientAccumulationScheduler({1: 2})])
+    train(MemSave(optimizer_state=RELEASE), callbacks=[GradientAccumulationScheduler({1: 1})])
 
 
 def test_who_reads_gradients_is_named(caplog):

@@ -12,8 +12,8 @@ from lightning_memsave.techniques.optimizer_state import (
     apply_optimizer_state,
 )
 
-CONFIG = OptimizerState()
-ALL_32BIT = OptimizerState(min_size=10**9)
+CONFIG = OptimizerState(backend="bitsandbytes")
+ALL_32BIT = OptimizerState(min_size=10**9, backend="bitsandbytes")
 
 
 class Lion(torch.optim.Optimizer):

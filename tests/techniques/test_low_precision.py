@@ -330,7 +330,7 @@ def test_schedulers_closures_and_hooks():
 
 @every_format
 def test_with_8bit_state(weight_format):
-    config = OptimizerState(min_size=1000)
+    config = OptimizerState(min_size=1000, backend="bitsandbytes")
     model, plain = network(), network()
     for p in (*model.parameters(), *plain.parameters()):
         p.data = p.data.bfloat16().float()

@@ -12,7 +12,8 @@ from torch.optim import lr_scheduler
 from lightning_memsave import Ledger, LowPrecision, apply_low_precision
 from lightning_memsave.core.errors import NoEffectWarning
 from lightning_memsave.techniques.optimizer_state import OptimizerState, apply_optimizer_state, estimate_optimizer_state
-from lightning_memsave.techniques.optimizer_state.fourbit import MOMENTS, Coded
+from lightning_memsave.techniques.optimizer_state.codecs import Coded
+from lightning_memsave.techniques.optimizer_state.coded import MOMENTS
 
 from .optimizer_state_subjects import PLAIN, Lion, big_model, flat, run_steps, set_gradients, through_disk
 
@@ -193,7 +194,7 @@ def test_between_4_and_8_bits():
 
     other_model = copy.deepcopy(model)
     other = PLAIN["AdamW"](other_model.parameters())
-    apply_optimizer_state(other, OptimizerState(), other_model)
+    apply_optimizer_state(other, OptimizerState(backend="bitsandbytes"), other_model)
     from_plain(other, through_disk(optimizer.state_dict()))
     run_steps(other_model, other, range(4, 6))
     optimizer.load_state_dict(through_disk(to_plain(other)))

@@ -401,7 +401,8 @@ def test_optimizer_state_is_dense_on_disk_both_ways(optimizer):
 def test_8bit_state_is_dense_on_disk_and_comes_back_to_the_bit():
     config = setting("static", sparsity=0.5)
     model, made, updates = make(config, "Adam")
-    apply_optimizer_state(made, OptimizerState(min_size=0, keep_embeddings_32bit=False), model)
+    state = OptimizerState(min_size=0, keep_embeddings_32bit=False, backend="bitsandbytes")
+    apply_optimizer_state(made, state, model)
     train(model, made, updates, 3)
     saved = to_dense_layout(made, to_plain(made), layouts_of(model))
     for p, shape in zip(saved["state"].values(), [p.shape for p in Net().parameters()], strict=True):

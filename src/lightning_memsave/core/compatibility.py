@@ -37,10 +37,11 @@ WAYS_OF_TRAINING = (
     "batch size finder",
     "accumulate_grad_batches",
     "gradient clipping by norm",
+    "gradient clipping by value",
     "configure_gradient_clipping",
 )
 
-SETTINGS = ("gradient release", "out-of-memory recovery")
+SETTINGS = ("gradient release", "into-state gradients", "compact checkpoints", "out-of-memory recovery")
 """Settings of techniques that have rows of their own."""
 
 _KEEP = '`OptimizerState(gradients="keep")`'
@@ -259,6 +260,56 @@ COMPATIBILITY = (
         "a backward by hand need not be followed by a step of all that it reaches",
         f"Use {_KEEP}.",
     ),
+    Row(
+        "into-state gradients",
+        "out-of-memory recovery",
+        "the gradients of a batch that is run again would be in the moments twice",
+        f"Use a number, for example `microbatch=8`, or {_KEEP}.",
+    ),
+    Row(
+        "into-state gradients",
+        "gradient clipping by norm",
+        "the norm is known only after the last gradient, when the others are in the moments",
+        f"Train without `gradient_clip_val`, or use {_KEEP}.",
+    ),
+    Row(
+        "into-state gradients",
+        "gradient clipping by value",
+        "what is to be clipped is the sum over the microbatches, which never exists",
+        f'Train without `gradient_clip_val`, or use `gradients="release"`, or {_KEEP}.',
+    ),
+    Row(
+        "into-state gradients",
+        "configure_gradient_clipping",
+        "it runs after backward, when the gradients are gone",
+        f"Use {_KEEP}.",
+    ),
+    Row(
+        "into-state gradients",
+        "fp16 with a GradScaler",
+        "an overflow would be found when it is in the moments",
+        f'Use `precision="bf16-sr"` or bf16-mixed, which need no scaler, or {_KEEP}.',
+    ),
+    Row(
+        "into-state gradients",
+        "DDP",
+        "gradients would be in the moments before they are averaged over the ranks",
+        f"Use {_KEEP}.",
+    ),
+    Row(
+        "into-state gradients",
+        "manual optimization",
+        "gradients that `training_step` throws away cannot be taken out of the moments",
+        f"Use {_KEEP}.",
+    ),
+    Row(
+        "compact checkpoints",
+        "sparsity",
+        "checkpoints of sparse layers are dense, and codes of live weights are not",
+        'Use `OptimizerState(checkpoint="plain")`, or `sparsity=False`.',
+    ),
+    Row("into-state gradients", "microbatching"),
+    Row("into-state gradients", "accumulate_grad_batches"),
 )
 
 

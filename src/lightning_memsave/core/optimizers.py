@@ -7,15 +7,33 @@ The one place for torch's private names of optimizers (seen in 2.13): `_patch_st
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
+
+
+class MadeClass(type):
+    """The kind of classes that are made at run time from a plain one: pickled as how they are made.
+
+    Such a class has two attributes: `made_by`, a function of a module, and `made_from`, what it was given.
+    """
+
+    made_by: Callable[[Any], type]
+    made_from: Any
+
+
+def _make(function: Callable[[Any], Any], plain: Any) -> Any:
+    return function(plain)
+
+
+copyreg.pickle(MadeClass, lambda cls: (_make, (cls.made_by, cls.made_from)))
 
 
 def change_class(optimizer: torch.optim.Optimizer, new: type[torch.optim.Optimizer]) -> None:
@@ -49,6 +67,41 @@ def bare_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimiz
     """The `step` of a class without torch's wrapper, which runs the hooks that belong to a whole step."""
     step: Any = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+PENDING = "_memsave_pending"
+"""An optimizer's attribute: the parameters whose gradients are in its state already, and that have yet to move."""
+
+
+class Counts(Protocol):
+    """What remembers how many steps there were."""
+
+    num_steps: int
+
+
+@torch.no_grad()
+def step_each(
+    optimizer: torch.optim.Optimizer,
+    memory: Counts,
+    closure: Callable[[], Any] | None,
+    one: Callable[[dict[str, Any], Tensor], object],
+) -> Any:
+    """The step of an optimizer that takes its parameters one at a time: `one(group, p)` for each that is due.
+
+    Returns:
+        What `closure` does, which is called first, with gradients.
+    """
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    groups, pending = optimizer.param_groups, vars(optimizer).get(PENDING, ())
+    for group in groups:
+        for p in group["params"]:
+            if p.grad is not None or original(p) in pending:
+                one(group, p)
+    memory.num_steps += not isinstance(groups, OneParameter)
+    return loss
 
 
 class OneParameter(list[dict[str, Any]]):

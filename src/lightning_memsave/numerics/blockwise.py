@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_memsave.numerics.bits import pack, unpack
 from lightning_memsave.numerics.kbit import random_bits
 
 BLOCK_SIZE = 256
@@ -56,15 +57,18 @@ def quantize_blockwise(values: Tensor, code_map: Tensor, absmax: Tensor | None =
     return codes.view(values.shape), scales
 
 
-def quantize_stochastically(values: Tensor, code_map: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+def quantize_stochastically(values: Tensor, code_map: Tensor, seed: int, shift: int = 0) -> tuple[Tensor, Tensor]:
     """As `quantize_blockwise`, to one of the two values next to each element, right on average.
 
     Elements below the map become its lowest value. The error is below the map's largest gap, times the block's absmax.
+    What is rounded again and again, a little changed, gains from the same seed with shifts that are multiples of the
+    golden ratio: each element's noise then covers its range evenly, and errors of consecutive roundings cancel.
 
     Args:
         values: floating point, any shape.
         code_map: float32, [at most 256], increasing, up to 1.
         seed: of the noise, below 2**32.
+        shift: added to the noise, modulo 2**32.
     """
     scales = blockwise_absmax(values)
     flat = values.detach().reshape(-1)
@@ -76,7 +80,7 @@ def quantize_stochastically(values: Tensor, code_map: Tensor, seed: int) -> tupl
         unit = part / _per_element(absmax, part.numel())
         below = (torch.bucketize(unit, code_map, right=True) - 1).clamp_(0, len(code_map) - 2)
         fraction = (unit - code_map[below]) / (code_map[below + 1] - code_map[below])
-        noise = random_bits(seed, first, blocks, flat.device).view(-1)[: part.numel()]
+        noise = (random_bits(seed, first, blocks, flat.device).view(-1)[: part.numel()] + shift) & 0xFFFFFFFF
         codes[start : start + _CHUNK] = below + ((noise >> 8) < fraction * 2**24)
     return codes.view(values.shape), scales
 
@@ -85,3 +89,14 @@ def dequantize_blockwise(codes: Tensor, code_map: Tensor, absmax: Tensor) -> Ten
     """Float32 values, shape of `codes`: `code_map[code] * absmax` of the block."""
     flat = code_map[codes.reshape(-1).int()]
     return flat.mul_(_per_element(absmax, flat.numel())).view(codes.shape)
+
+
+def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift: int = 0) -> tuple[Tensor, Tensor]:
+    """As `quantize_stochastically`, of [n], with codes of `bits` (4 or 8) that are packed, [ceil(n * bits / 8)]."""
+    codes, absmax = quantize_stochastically(flat, code_map, seed, shift)
+    return pack(codes, bits), absmax
+
+
+def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: int, num_values: int) -> Tensor:
+    """Float32 values, [num_values], of packed codes."""
+    return dequantize_blockwise(unpack(codes, bits, num_values), code_map, absmax)

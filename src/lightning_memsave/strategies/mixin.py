@@ -22,15 +22,14 @@ from lightning_memsave.strategies.loop import loop_class
 from lightning_memsave.strategies.loop_state import LoopState
 from lightning_memsave.strategies.low_precision import lower_precision
 from lightning_memsave.strategies.namespaces import namespace_of
-from lightning_memsave.strategies.optimizers import change_optimizers
+from lightning_memsave.strategies.optimizers import change_optimizers, readable
 from lightning_memsave.strategies.run_state import MemSaveState
 from lightning_memsave.strategies.sparsifying import Sparsifying
 from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
-from lightning_memsave.techniques.low_precision import LowPrecision, load_counter, with_counter
+from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
-from lightning_memsave.techniques.optimizer_state import from_plain, is_8bit, to_plain
 from lightning_memsave.techniques.sparsity import Sparsity
 
 
@@ -114,19 +113,15 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
             return evaluate(trainer, self.memsave.loop, functools.partial(step, **kwargs), args)
 
         def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+            state = super().optimizer_state(optimizer)
             plain = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer wraps
-            state = with_counter(plain, to_plain(plain)) if is_8bit(plain) else super().optimizer_state(optimizer)
             return state if self._sparsifying is None else self._sparsifying.to_disk(plain, state)
 
         def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+            checkpoint = readable(self.optimizers, checkpoint)
             if self._sparsifying is not None:
                 checkpoint = self._sparsifying.from_disk(self.optimizers, checkpoint)
-            if not any(is_8bit(optimizer) for optimizer in self.optimizers):
-                super().load_optimizer_state_dict(checkpoint)
-                return
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-                from_plain(optimizer, state) if is_8bit(optimizer) else optimizer.load_state_dict(state)
-                load_counter(optimizer, state)
+            super().load_optimizer_state_dict(checkpoint)
 
         def teardown(self) -> None:
             module = self.lightning_module

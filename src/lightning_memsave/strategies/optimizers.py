@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memsave.core.report import Applied
@@ -12,35 +14,42 @@ from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.techniques.low_precision import Weights, step_in_float32
 from lightning_memsave.techniques.optimizer_state import (
     GradientRelease,
+    GradientsIntoState,
+    InBackward,
     OptimizerState,
     apply_format,
     check_optimizers,
-    release_applied,
+    decoded_state_dict,
+    for_adafactor,
+    gradients_applied,
+    is_low_bit,
+    needs_format,
 )
 
 
-def change_optimizers(
-    trainer: Any, recipe: Recipe, weights: Weights | None
-) -> tuple[list[Applied], GradientRelease | None]:
+def change_optimizers(trainer: Any, recipe: Recipe, weights: Weights | None) -> tuple[list[Applied], InBackward | None]:
     """Change the optimizers of the trainer's strategy as the recipe says, in place.
 
     Returns:
-        What was done, and the release of gradients, which ends with the run where the rest stays.
+        What was done, and what happens to gradients in backward, which ends with the run where the rest stays.
     """
     optimizers, module = trainer.strategy.optimizers, trainer.lightning_module
     done: list[Applied] = []
     config = recipe.get(OptimizerState)
     if config is not None:
         check_optimizers(optimizers, config, module)  # all of them, before the first is changed
-        if config.format != "32bit":
+        if needs_format(config):
             done += [apply_format(optimizer, config, module) for optimizer in optimizers]
     if weights is not None:
         for optimizer in optimizers:
             step_in_float32(optimizer, weights)
-    if config is None or config.gradients != "release":
+    if config is None or config.gradients == "keep":
         return done, None
     _name_readers(trainer)
-    return [*done, release_applied()], _Release(trainer)
+    in_backward = _Release(trainer) if config.gradients == "release" else GradientsIntoState(optimizers)
+    applied = gradients_applied(config, optimizers, in_backward)
+    applied.keep()  # `in_backward` is removed by whom it is returned to
+    return [*done, applied], in_backward
 
 
 def _clip(value: float, p: Any) -> None:
@@ -67,15 +76,37 @@ def _name_readers(trainer: Any) -> None:
         for hook in ("on_after_backward", "on_before_optimizer_step"):
             defined_in = next(cls for cls in type(owner).__mro__ if hook in vars(cls))
             if not defined_in.__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_memsave.")):
-                rank_zero_info(f"memsave: {type(owner).__name__}.{hook} sees no gradients: backward releases them.")
+                rank_zero_info(f"memsave: {type(owner).__name__}.{hook} sees no gradients: backward ends them.")
 
 
 def ways_of_stepping(trainer: Any) -> dict[str, bool]:
     """The names, of `core.compatibility`, of what Lightning does with gradients between backward and step."""
     module = trainer.lightning_module
     clips = next(cls for cls in type(module).__mro__ if "configure_gradient_clipping" in vars(cls))
+    by_value = trainer.gradient_clip_algorithm == "value"
     return {
-        "accumulate_grad_batches": trainer.accumulate_grad_batches > 1,
-        "gradient clipping by norm": bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value",
+        "accumulate_grad_batches": trainer.accumulate_grad_batches > 1 or any(map(_accumulates, trainer.callbacks)),
+        "gradient clipping by norm": bool(trainer.gradient_clip_val) and not by_value,
+        "gradient clipping by value": bool(trainer.gradient_clip_val) and by_value,
         "configure_gradient_clipping": not clips.__module__.startswith(("lightning.", "pytorch_lightning.")),
     }
+
+
+def _accumulates(callback: Any) -> bool:
+    """Whether it is Lightning's scheduler of accumulation, and ever accumulates."""
+    is_scheduler = "GradientAccumulationScheduler" in {cls.__name__ for cls in type(callback).__mro__}
+    return is_scheduler and any(factor > 1 for factor in callback.scheduling.values())
+
+
+def readable(optimizers: Sequence[torch.optim.Optimizer], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint whose optimizer states these can read: others than ours know neither codes nor another's moments."""
+    states = [
+        state if is_low_bit(optimizer) else _for_torch(optimizer, state)
+        for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True)
+    ]
+    return {**checkpoint, "optimizer_states": states}
+
+
+def _for_torch(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    found = decoded_state_dict(state_dict)
+    return for_adafactor(optimizer, found) if isinstance(optimizer, torch.optim.Adafactor) else found

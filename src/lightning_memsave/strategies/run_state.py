@@ -19,7 +19,7 @@ from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_vault
 from lightning_memsave.techniques.low_precision import Weights
-from lightning_memsave.techniques.optimizer_state import GradientRelease
+from lightning_memsave.techniques.optimizer_state import InBackward
 from lightning_memsave.techniques.registry import TECHNIQUES
 from lightning_memsave.techniques.sparsity import Sparsity
 from lightning_memsave.vault.inputs import keeping_inputs_in
@@ -34,7 +34,7 @@ class MemSaveState:
         self.loop = LoopState(recipe, self)
         self.changes: list[Applied] = []
         self.weights: Weights | None = None
-        self.release: GradientRelease | None = None
+        self.release: InBackward | None = None
         self.forward_scope: ForwardScope | None = None
         self.planned: PlannedCheckpointing | None = None
         self.region_inputs: Vault | None = None

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from lightning_memsave.numerics import bits, kbit, rounding
+from lightning_memsave.numerics import bits, blockwise, kbit, rounding
 from lightning_memsave.numerics.fakes import is_fake, num_set
 from lightning_memsave.numerics.kernels import native
 
@@ -31,6 +31,20 @@ def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
     if _has_native(flat.device):
         return native.round_to_bfloat16(flat, seed)
     return rounding.round_to_bfloat16(flat, seed)
+
+
+def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift: int = 0) -> tuple[Tensor, Tensor]:
+    """As `blockwise.quantize_to_map`."""
+    is_native = _has_native(flat.device) and type(flat) is Tensor  # not a fake one
+    function = native.quantize_to_map if is_native else blockwise.quantize_to_map
+    return function(flat, code_map, bits, seed, shift)
+
+
+def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: int, num_values: int) -> Tensor:
+    """As `blockwise.dequantize_from_map`."""
+    is_native = _has_native(codes.device) and type(codes) is Tensor
+    function = native.dequantize_from_map if is_native else blockwise.dequantize_from_map
+    return function(codes, code_map, absmax, bits, num_values)
 
 
 def pack_mask(mask: Tensor) -> Tensor:

@@ -341,3 +341,96 @@ void unpack_two(const uint8_t *packed, const uint32_t *values, uint32_t *x, long
         for (int k = 0; k < 8; k++) x[i + k] = low ^ (differs & -((uint32_t)packed[i / 8] >> k & 1));
     for (; i < end; i++) x[i] = low ^ (differs & -((uint32_t)packed[i / 8] >> (i % 8) & 1));
 }
+
+/* Where the search for a value in a map begins: one cell for each of 64 steps of an octave, and one for what is smaller
+ * than all octaves. A map has hardly more than one value per cell. */
+#define OCTAVES 40
+#define CELLS (OCTAVES * 64 + 2)
+#define FIRST_CELL ((127 - OCTAVES) << 6)
+
+static inline int cell_of(float f) {
+    int cell = (int)((to_bits(f) & 0x7FFFFFFFU) >> 17) - FIRST_CELL;
+    return cell < 0 ? 0 : cell > CELLS - 2 ? CELLS - 2 : cell;
+}
+
+/* `start[sign][cell]`: the last index whose value is not above anything in the cell. */
+static void fill_starts(uint8_t start[2][CELLS], const float *bound, int size) {
+    for (int cell = 0, index = 0; cell < CELLS; cell++) {
+        float least = cell ? from_bits((uint32_t)(cell + FIRST_CELL) << 17) : 0;
+        while (index + 1 < size - 1 && bound[index + 1] <= least) index++;
+        start[0][cell] = (uint8_t)index;
+    }
+    for (int cell = CELLS - 1, index = 0; cell >= 0; cell--) {
+        float least = -from_bits((uint32_t)(cell + 1 + FIRST_CELL) << 17);
+        while (index + 1 < size - 1 && bound[index + 1] <= least) index++;
+        start[1][cell] = (uint8_t)index;
+    }
+}
+
+/* Codes to a map of `size` values (at most 16 at 4 bits, 256 at 8), increasing up to 1, rounded stochastically to a
+ * neighbour: blockwise.quantize_to_map, bit for bit where values are finite. */
+void quantize_to_map(const float *x, const float *map, int size, uint8_t *codes, float *absmax, long n, int bits,
+                     uint32_t seed, uint32_t shift, long first, long last) {
+    float bound[BLOCK + 1], gap[BLOCK]; /* `bound`: what the search may reach, infinite beyond */
+    uint8_t start[2][CELLS];
+    for (int j = 0; j <= BLOCK; j++) bound[j] = j < size - 1 ? map[j] : INFINITY;
+    for (int j = 0; j < BLOCK; j++) gap[j] = j < size - 1 ? map[j + 1] - map[j] : 1;
+    if (bits == 8) fill_starts(start, bound, size);
+    for (long b = first; b < last; b++) {
+        float unit[BLOCK] = {0};
+        int32_t place[BLOCK] = {0};
+        uint8_t code[BLOCK] = {0};
+        uint32_t most[LANES] = {0};
+        long left = n - b * BLOCK < BLOCK ? n - b * BLOCK : BLOCK;
+        memcpy(unit, x + b * BLOCK, left * 4);
+        for (int i = 0; i < BLOCK; i += LANES)
+            for (int k = 0; k < LANES; k++) { /* as integers, NaN is the largest magnitude */
+                uint32_t magnitude = to_bits(unit[i + k]) & 0x7FFFFFFFU;
+                most[k] = magnitude > most[k] ? magnitude : most[k];
+            }
+        for (int k = 1; k < LANES; k++) most[0] = most[k] > most[0] ? most[k] : most[0];
+        float scale = from_bits(most[0]), divisor = scale < FLT_MIN ? FLT_MIN : scale;
+        uint32_t block_seed = mix((uint32_t)b ^ seed);
+        absmax[b] = scale;
+        for (int i = 0; i < BLOCK; i++) unit[i] /= divisor;
+        if (bits == 4) for (int j = 1; j < size - 1; j++) for (int i = 0; i < BLOCK; i++) place[i] += unit[i] >= map[j];
+        else for (int i = 0; i < BLOCK; i++) {
+            int at = start[to_bits(unit[i]) >> 31][cell_of(unit[i])];
+            at += bound[at + 1] <= unit[i];
+            while (bound[at + 1] <= unit[i]) at++; /* hardly ever */
+            place[i] = at;
+        }
+        for (int i = 0; i < BLOCK; i++) {
+            float fraction = (unit[i] - map[place[i]]) / gap[place[i]];
+            float noise = (float)(int32_t)((mix(block_seed + (uint32_t)i * 0x9E3779B9U) + shift) >> 8);
+            code[i] = (uint8_t)(place[i] + (noise < fraction * 0x1p24f));
+        }
+        if (bits == 8) memcpy(codes + b * BLOCK, code, left);
+        else {
+            for (long i = left; i < BLOCK; i++) code[i] = 0;
+            for (long i = 0; i < (left + 1) / 2; i++) codes[b * (BLOCK / 2) + i] = code[2 * i] | (code[2 * i + 1] << 4);
+        }
+    }
+}
+
+void dequantize_from_map(const uint8_t *codes, const float *map, int size, const float *absmax, float *y, long n,
+                         int bits, long first, long last) {
+    float value[2][BLOCK]; /* of a byte's lower and upper half */
+    for (int j = 0; bits == 4 && j < BLOCK; j++) {
+        value[0][j] = (j & 15) < size ? map[j & 15] : 0;
+        value[1][j] = j >> 4 < size ? map[j >> 4] : 0;
+    }
+    for (long b = first; b < last; b++) {
+        float scale = absmax[b], *to = y + b * BLOCK;
+        long left = n - b * BLOCK < BLOCK ? n - b * BLOCK : BLOCK;
+        const uint8_t *from = codes + b * (BLOCK * bits / 8);
+        if (bits == 8) for (long i = 0; i < left; i++) to[i] = map[from[i]] * scale;
+        else {
+            for (long i = 0; i < left / 2; i++) {
+                to[2 * i] = value[0][from[i]] * scale;
+                to[2 * i + 1] = value[1][from[i]] * scale;
+            }
+            if (left % 2) to[left - 1] = value[0][from[left / 2]] * scale;
+        }
+    }
+}

@@ -133,6 +133,42 @@ def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
     return out if is_fake(flat) or _in_threads(work, -(-flat.numel() // BLOCK_SIZE), BLOCK_SIZE) else None
 
 
+def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift: int = 0) -> tuple[Tensor, Tensor]:
+    """As `blockwise.quantize_to_map`."""
+    lib = library()
+    assert lib is not None
+    flat = flat.float()
+    blocks = -(-flat.numel() // BLOCK_SIZE)
+    codes = torch.empty(-(-flat.numel() * bits // 8), dtype=torch.uint8)
+    absmax = torch.empty(blocks, dtype=torch.float32)
+
+    def work(first: int, last: int) -> None:
+        lib.quantize_to_map(
+            *(_pointer(flat), _pointer(code_map), len(code_map), _pointer(codes), _pointer(absmax)),
+            *(ctypes.c_long(flat.numel()), bits, ctypes.c_uint32(seed), ctypes.c_uint32(shift)),
+            *(ctypes.c_long(first), ctypes.c_long(last)),
+        )
+
+    _in_threads(work, blocks, BLOCK_SIZE)
+    return codes, absmax
+
+
+def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: int, num_values: int) -> Tensor:
+    """As `blockwise.dequantize_from_map`."""
+    lib = library()
+    assert lib is not None
+    out = torch.empty(num_values, dtype=torch.float32)
+
+    def work(first: int, last: int) -> None:
+        lib.dequantize_from_map(
+            *(_pointer(codes), _pointer(code_map), len(code_map), _pointer(absmax), _pointer(out)),
+            *(ctypes.c_long(num_values), bits, ctypes.c_long(first), ctypes.c_long(last)),
+        )
+
+    _in_threads(work, len(absmax), BLOCK_SIZE)
+    return out
+
+
 def pack_mask(mask: Tensor) -> Tensor:
     """As `bits.pack(mask, 1)` of a boolean mask."""
     return _bytes_from("pack_mask", mask)

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.core.optimizers import (
-    OneParameter,
+    MadeClass,
     bare_step,
     change_class,
     check_steps_parameters_alone,
     original,
     stand_in,
     state_moved,
+    step_each,
     step_one,
 )
 from lightning_memsave.techniques.low_precision.weights import Weights
@@ -47,6 +48,9 @@ def step_in_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> None:
     plain_class: Any = type(optimizer)
     change_class(optimizer, _in_float32(plain_class))
     vars(optimizer)[_MEMORY] = _Memory(plain_class=plain_class, weights=weights)
+    for p in weights:
+        state = optimizer.state.get(p, {})  # Adagrad's is made with the optimizer, in the dtype of its parameter
+        state.update({k: v.float() for k, v in state.items() if isinstance(v, Tensor) and v.dtype == torch.bfloat16})
 
 
 def step_plainly(optimizer: torch.optim.Optimizer) -> None:
@@ -57,26 +61,13 @@ def step_plainly(optimizer: torch.optim.Optimizer) -> None:
 
 @functools.cache
 def _in_float32(plain: Any) -> Any:
-    class InFloat32(plain):  # type: ignore[misc]  # a base known at run time
-        @torch.no_grad()
+    class InFloat32(plain, metaclass=MadeClass):  # type: ignore[misc]  # a base known at run time
+        made_by, made_from = _in_float32, plain
+
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
             memory: _Memory = vars(self)[_MEMORY]
-            step = bare_step(memory.plain_class)
-            groups = self.param_groups
-            for group in groups:
-                for p in group["params"]:
-                    if p.grad is None:
-                        continue
-                    if p in memory.weights:
-                        _step_in_float32(step, self, group, p, memory)
-                    else:
-                        step_one(step, self, group, p)
-            memory.num_steps += not isinstance(groups, OneParameter)
-            return loss
+            one = functools.partial(_step_in_float32, bare_step(memory.plain_class), self, memory)
+            return step_each(self, memory, closure, one)
 
         def state_dict(self) -> dict[str, Any]:
             return with_counter(self, super().state_dict())
@@ -95,11 +86,13 @@ def _in_float32(plain: Any) -> Any:
 
 
 def _step_in_float32(
-    step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any], p: Tensor, memory: _Memory
+    step: Callable[[Any], Any], optimizer: Any, memory: _Memory, group: dict[str, Any], p: Tensor
 ) -> None:
-    assert p.grad is not None
+    if p not in memory.weights:
+        step_one(step, optimizer, group, p)
+        return
     whole = stand_in(p, memory.weights.whole(p))
-    whole.grad = p.grad.float()
+    whole.grad = None if p.grad is None else p.grad.float()  # `None`: it is in the state already
     with state_moved(optimizer, p, whole):
         step_one(step, optimizer, group, whole)
     memory.weights.write(p, whole.detach(), memory.num_steps)

@@ -1,135 +1,121 @@
-"""Lean optimizer state: the user's optimizer keeps its moments in 8 or 4 bits, and no gradient longer than it must.
+"""Lean optimizer state: the user's optimizer keeps smaller moments, and no gradient longer than it must.
 
-What shrinks: each float32 moment, 4 bytes per parameter, becomes a code of 1 byte or 0.5 plus 4 bytes per block of 256.
+What shrinks: each float32 moment, 4 bytes per parameter, and gradients, 4 or 2 bytes.
 
-| optimizer            | state, bytes per parameter: before | 8bit  | 4bit  |
-|----------------------|-----------------------------------:|------:|------:|
-| AdamW, Adam, LAMB    |                                8.0 | 2.031 | 1.031 |
-| SGD momentum, Lion   |                                4.0 | 1.016 | 0.516 |
-| RMSprop, Adagrad     |                                4.0 | 1.016 | 0.516 |
+| optimizer            | bytes per parameter: before | 8bit  | 4bit  | fp8   | factored | offload, paged |
+|----------------------|----------------------------:|------:|------:|------:|---------:|---------------:|
+| AdamW, Adam          |                         8.0 | 2.031 | 1.031 | 2.031 |    1.016 |              0 |
+| NAdam, RAdam         |                         8.0 | 2.031 | 1.031 | 2.031 |    1.016 |              0 |
+| SGD momentum, Lion   |                         4.0 | 1.016 | 0.516 | 1.016 |          |              0 |
+| RMSprop, Adagrad     |                         4.0 | 1.016 | 0.516 | 1.016 |          |              0 |
+| LAMB                 |                         8.0 | 2.031 |       |       |          |                |
 
-8 bits are bitsandbytes' optimizers (`kin.py`), 4 bits our own codes around the optimizer's own step (`fourbit.py`, not
-for LAMB). `gradients="release"` steps each parameter inside of backward and frees its gradient (`release.py`).
+`"lowrank"`: 4 * R * (k * max(N, M) + min(N, M)) bytes for k moments of a parameter [N, M] (`lowrank.py`).
+
+Codes of our own stand between the steps of the optimizer (`codecs.py`, `coded.py`); on CUDA, 8 bits are bitsandbytes'
+fused kernels where it has the optimizer (`kin.py`), as are pages. `gradients="release"` steps each parameter inside of
+backward and frees its gradient, `"into-state"` adds gradients to the moments (`release.py`, `into_state.py`).
 
 Parameters below 4096 elements, embeddings and normalisation layers keep float32 state: small, and the ones that suffer
 most from coarse state. Weights are not touched.
 
-Loss class: `changed`: the moments are rounded after every step; releasing gradients alone is `exact`. Time of 8 bits:
-on CUDA bitsandbytes' fused kernels; on CPU its reference code, which is slower than torch's optimizers, takes up to 20
-bytes per element of the largest parameter while it steps, and rounds differently from the CUDA kernels. CPU results say
-nothing about accuracy on a GPU.
+Loss class: `changed` for every format but `"offload"`, `"paged"` and `"32bit"`, which are `exact`, as is releasing
+gradients; adding them to the momentum of SGD is exact, to Adam's moments `changed` (`into_state.py`). bitsandbytes' CPU
+code rounds differently from its CUDA kernels, takes up to 20 bytes per element of the largest parameter and is slower
+than our own, which is why CPUs do not use it.
 
-Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (https://arxiv.org/abs/2110.02861).
-Different: the optimizer object stays the same and changes its class, so that LR schedulers and every other reference go
-on working; checkpoints are written in torch's layout; LAMB keeps the trust ratio that bitsandbytes' 8-bit LAMB drops.
+Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (https://arxiv.org/abs/2110.02861); those
+of the other formats in their modules. Different: the optimizer object stays the same and changes its class, so that LR
+schedulers and every other reference go on working; checkpoints are written in torch's layout (`layout.py`); LAMB keeps
+the trust ratio that bitsandbytes' 8-bit LAMB drops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import NoEffectWarning, setting_error
-from lightning_memsave.core.report import Applied, worst_loss_class
+from lightning_memsave.core.report import Applied, LossClass, worst_loss_class
 from lightning_memsave.numerics.blockwise import num_blocks
-from lightning_memsave.techniques.optimizer_state.conversion import from_plain, to_plain
-from lightning_memsave.techniques.optimizer_state.fourbit import (
-    become_4bit,
-    check_4bit,
-    is_4bit,
-    leave_4bit,
+from lightning_memsave.techniques.optimizer_state import lowrank
+from lightning_memsave.techniques.optimizer_state.codecs import codec_of
+from lightning_memsave.techniques.optimizer_state.coded import (
+    become_coded,
+    check_coded,
+    is_coded,
+    leave_coded,
+    memory_of,
     moments_of,
 )
-from lightning_memsave.techniques.optimizer_state.kin import become_8bit, become_plain, find_kin, is_8bit
-from lightning_memsave.techniques.optimizer_state.release import GradientRelease
+from lightning_memsave.techniques.optimizer_state.conversion import from_plain, to_plain
+from lightning_memsave.techniques.optimizer_state.into_state import check_into_state
+from lightning_memsave.techniques.optimizer_state.kin import (
+    become_8bit,
+    become_plain,
+    check_paged,
+    find_kin,
+    is_8bit,
+)
+from lightning_memsave.techniques.optimizer_state.layout import decoded_state_dict, for_adafactor
+from lightning_memsave.techniques.optimizer_state.release import GradientRelease, GradientsIntoState, InBackward
+from lightning_memsave.techniques.optimizer_state.settings import OptimizerState
 
 __all__ = [
     "GradientRelease",
+    "GradientsIntoState",
+    "InBackward",
     "OptimizerState",
     "apply_format",
     "apply_optimizer_state",
     "check_optimizers",
+    "decoded_state_dict",
     "estimate_optimizer_state",
+    "for_adafactor",
     "from_plain",
-    "is_4bit",
+    "gradients_applied",
     "is_8bit",
     "is_low_bit",
-    "release_applied",
+    "needs_format",
     "to_plain",
 ]
 
-FORMATS = ("8bit", "4bit", "32bit")
-GRADIENTS = ("keep", "release")
 _CODE_MAP_BYTES = 256 * 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerState:
-    """Settings of lean optimizer state.
-
-    Raises:
-        ValueError: an unknown format, settings that change nothing, or a negative size.
-    """
-
-    format: Literal["8bit", "4bit", "32bit"] = "8bit"
-    """How moments are stored; `"32bit"` leaves them to the optimizer."""
-    gradients: Literal["keep", "release"] = "keep"
-    """`"release"`: each parameter steps inside of backward and frees its gradient, so that there is one at a time."""
-    min_size: int = 4096
-    """Parameters with fewer elements keep float32 state."""
-    keep_embeddings_32bit: bool = True
-    """Embedding tables keep float32 state."""
-    keep_norms_32bit: bool = True
-    """Parameters of normalisation layers keep float32 state."""
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise setting_error(
-                "optimizer_state",
-                f"must be one of {', '.join(map(repr, FORMATS))}",
-                self.format,
-                "Use `False` for none.",
-            )
-        if self.gradients not in GRADIENTS:
-            raise setting_error(
-                "OptimizerState.gradients",
-                f"must be one of {', '.join(map(repr, GRADIENTS))}",
-                self.gradients,
-                'The default is "keep".',
-            )
-        if self.format == "32bit" and self.gradients == "keep":
-            raise setting_error(
-                "OptimizerState",
-                "must change something",
-                'format="32bit", gradients="keep"',
-                'Use `optimizer_state=False`, or `gradients="release"`.',
-            )
-        if self.min_size < 0:
-            raise setting_error("OptimizerState.min_size", "must not be negative", self.min_size, "Use 0 for all.")
-
-    @property
-    def rows(self) -> tuple[str, ...]:
-        """Settings that the compatibility table knows by name."""
-        return ("gradient release",) if self.gradients == "release" else ()
-
-    @classmethod
-    def from_shorthand(cls, value: object) -> OptimizerState:
-        """`optimizer_state="8bit"` is `OptimizerState(format="8bit")`; `True` means the same."""
-        return cls(format="8bit" if value is True else value)  # type: ignore[arg-type]  # checked in __post_init__
+_NAMES = {
+    "8bit": "8-bit state",
+    "4bit": "4-bit state",
+    "fp8": "fp8 state",
+    "factored": "8-bit first and factored second moments",
+    "lowrank": "state of low rank",
+    "offload": "state in host memory",
+    "32bit": "its state",
+}
+_REASONS = {
+    "8bit": "moments are rounded to 8 bits",
+    "4bit": "moments are rounded to 4 bits",
+    "fp8": "moments are rounded to floats of 8 bits",
+    "factored": "first moments are rounded to 8 bits, its second ones are means of rows and columns",
+    "lowrank": "moments are those of the gradient in a subspace",
+}
+"""What is lost, for the formats that are not exact."""
+_MUST_MOVE = ("offload",)  # whatever it belongs to, as nothing is rounded
 
 
 def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its state is low-bit already: ours, or one of bitsandbytes' own."""
-    return is_8bit(optimizer) or is_4bit(optimizer) or type(optimizer).__module__.startswith("bitsandbytes")
+    """Whether its state is something smaller already: ours, or one of bitsandbytes' own."""
+    if is_coded(optimizer):
+        return memory_of(optimizer).state_format != "32bit"
+    return is_8bit(optimizer) or type(optimizer).__module__.startswith("bitsandbytes")
 
 
 def parameters_kept_32bit(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> set[Tensor]:
     """The parameters whose state stays float32 because of their size or the module they belong to."""
     kept: set[Tensor] = {p for group in optimizer.param_groups for p in group["params"] if p.numel() < config.min_size}
+    if config.format in _MUST_MOVE:
+        return kept
     for module in model.modules():
         is_norm = "Norm" in type(module).__name__ and not any(module.children())
         is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
@@ -138,8 +124,26 @@ def parameters_kept_32bit(optimizer: torch.optim.Optimizer, config: OptimizerSta
     return kept
 
 
+def uses_bitsandbytes(optimizer: torch.optim.Optimizer, config: OptimizerState) -> bool:
+    """Whether the state of `optimizer` becomes bitsandbytes'."""
+    if config.format == "paged" or config.backend == "bitsandbytes":
+        return True
+    if config.format != "8bit" or config.backend == "own" or config.gradients == "into-state":
+        return False
+    if type(optimizer).__name__ in ("LAMB", "Lamb"):  # needs all of its step at once
+        return True
+    on_cuda = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+    if not on_cuda or find_spec("bitsandbytes") is None:
+        return False
+    try:
+        find_kin(optimizer)
+    except ValueError:
+        return False
+    return True
+
+
 def apply_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> Applied:
-    """Change the state of `optimizer`, and release its gradients in backward, as `config` says; in place, at any time.
+    """Change the state of `optimizer`, and end its gradients in backward, as `config` says; in place, at any time.
 
     State that exists is converted.
 
@@ -147,9 +151,11 @@ def apply_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerSta
         ValueError: what the format does not know: an optimizer, or a setting of it.
         ModuleNotFoundError: bitsandbytes is not installed.
     """
-    parts = [] if config.format == "32bit" else [apply_format(optimizer, config, model)]
+    parts = [apply_format(optimizer, config, model)] if needs_format(config) else []
     if config.gradients == "release":
-        parts.append(release_applied(GradientRelease([optimizer])))
+        parts.append(gradients_applied(config, [optimizer], GradientRelease([optimizer])))
+    elif config.gradients == "into-state":
+        parts.append(gradients_applied(config, [optimizer], GradientsIntoState([optimizer])))
 
     def restore() -> None:
         for part in reversed(parts):
@@ -164,63 +170,91 @@ def apply_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerSta
     )
 
 
-def release_applied(release: GradientRelease | None = None) -> Applied:
-    """What gradient release is, and the way back from `release`."""
+def needs_format(config: OptimizerState) -> bool:
+    """Whether optimizers change their class."""
+    return config.format != "32bit" or config.gradients == "into-state"
+
+
+def gradients_applied(
+    config: OptimizerState, optimizers: Iterable[torch.optim.Optimizer], in_backward: InBackward
+) -> Applied:
+    """What becomes of gradients, and the way back."""
+    if config.gradients == "release":
+        summary = "parameters step inside of backward, which frees each gradient at once"
+        return Applied(technique="optimizer_state", summary=summary, restore=in_backward.remove)
+    adams = {memory_of(o).plain_class.__name__ for o in optimizers} - {"SGD"}
+    reason = f"the squares of each backward's gradients are added to the second moments of {', '.join(sorted(adams))}"
     return Applied(
         technique="optimizer_state",
-        summary="parameters step inside of backward, which frees each gradient at once",
-        restore=(lambda: None) if release is None else release.remove,
+        summary="each backward adds its gradients to the moments and frees them",
+        loss_class="changed" if adams else "exact",
+        reasons=(reason,) if adams else (),
+        restore=in_backward.remove,
     )
 
 
 def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> Applied:
     """The state alone; see `apply_optimizer_state`."""
-    if is_low_bit(optimizer):
-        import warnings
-
-        warnings.warn(f"{type(optimizer).__name__} is a low-bit optimizer already.", NoEffectWarning, stacklevel=2)
-        return Applied(
-            technique="optimizer_state",
-            summary=f"{type(optimizer).__name__} is low-bit already",
-            loss_class="changed",
-            reasons=(f"the state of {type(optimizer).__name__} is low-bit",),
-        )
     check_optimizers([optimizer], config, model)
-    name = type(optimizer).__name__
+    if is_coded(optimizer) or is_low_bit(optimizer):
+        return _nothing_applied(optimizer)
+    name, device = type(optimizer).__name__, _device_of(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kept = parameters_kept_32bit(optimizer, config, model)
-    num_low_bit = sum(p not in kept for p in parameters)
-    if config.format == "4bit":
-        become_4bit(optimizer, kept)
-        return Applied(
-            technique="optimizer_state",
-            summary=f"{name} keeps 4-bit state for {num_low_bit} of {len(parameters)} parameters",
-            loss_class="changed",
-            reasons=(f"{name}'s moments are rounded to 4 bits",),
-            restore=lambda: leave_4bit(optimizer),
-        )
-    become_8bit(optimizer, find_kin(optimizer), kept)
-    device = parameters[0].device.type if parameters else "cpu"
+    is_compact = config.checkpoint == "compact"
+    if uses_bitsandbytes(optimizer, config):
+        backend, is_paged = "bitsandbytes", config.format == "paged"
+        become_8bit(optimizer, find_kin(optimizer), kept, is_paged=is_paged, is_compact=is_compact)
+        keeps, restore = "paged state" if is_paged else _NAMES[config.format], become_plain
+    else:
+        backend, keeps, restore = "own codes", _NAMES[config.format], leave_coded
+        become_coded(optimizer, config.format, kept, rank=config.rank, is_compact=is_compact)
+    num_changed = sum(p not in kept for p in parameters)
+    reason = _REASONS.get(config.format)
+    loss_class: LossClass = "changed" if reason else "exact"
     return Applied(
         technique="optimizer_state",
-        summary=f"{name} keeps 8-bit state for {num_low_bit} of {len(parameters)} parameters (bitsandbytes, {device})",
+        summary=f"{name} keeps {keeps} for {num_changed} of {len(parameters)} parameters ({backend}, {device})",
+        loss_class=loss_class,
+        reasons=(f"{name}'s {reason}",) if reason else (),
+        restore=lambda: restore(optimizer),
+    )
+
+
+def _device_of(optimizer: torch.optim.Optimizer) -> str:
+    devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
+    return ", ".join(sorted(devices)) or "cpu"
+
+
+def _nothing_applied(optimizer: torch.optim.Optimizer) -> Applied:
+    name = type(optimizer).__name__
+    if not is_low_bit(optimizer):  # float32, of an earlier fit with gradients that went into it
+        return Applied(technique="optimizer_state", summary=f"{name} as it was")
+    import warnings
+
+    warnings.warn(f"{name} is a low-bit optimizer already.", NoEffectWarning, stacklevel=3)
+    return Applied(
+        technique="optimizer_state",
+        summary=f"{name} is low-bit already",
         loss_class="changed",
-        reasons=(f"{name}'s moments are rounded to 8 bits",),
-        restore=lambda: become_plain(optimizer),
+        reasons=(f"the state of {name} is low-bit",),
     )
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], config: OptimizerState, model: nn.Module) -> None:
-    """Refuse what cannot become low-bit, before anything is changed.
+    """Refuse what cannot be done with these optimizers, before anything is changed.
 
     Raises:
-        ValueError: an optimizer, or a setting of it, that the format does not know, or sparse gradients.
+        ValueError: an optimizer, or a setting of it, that the format or `gradients` does not know, or sparse gradients.
     """
     own: set[Tensor] = set()
-    for optimizer in optimizers if config.format != "32bit" else ():
-        if not is_low_bit(optimizer):
-            check_4bit(optimizer) if config.format == "4bit" else find_kin(optimizer)
+    for optimizer in optimizers if needs_format(config) else ():
+        if not is_coded(optimizer) and not is_low_bit(optimizer):
+            _check_format(optimizer, config)
             own.update(p for group in optimizer.param_groups for p in group["params"])
+        if config.gradients == "into-state":
+            plain = memory_of(optimizer).plain_class if is_coded(optimizer) else type(optimizer)
+            check_into_state(optimizer, plain.__name__)
     for name, module in model.named_modules():
         is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         if is_sparse and own.intersection(module.parameters(recurse=False)):
@@ -232,25 +266,40 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], config: Optimi
             )
 
 
-def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> int:
-    """Bytes of the moments once every parameter has been stepped; exact."""
-    if config.format == "4bit":
-        check_4bit(optimizer)
-        num_moments = len(moments_of(optimizer))
+def _check_format(optimizer: torch.optim.Optimizer, config: OptimizerState) -> None:
+    if config.format == "paged":
+        check_paged(optimizer)
+    elif uses_bitsandbytes(optimizer, config):
+        find_kin(optimizer)
     else:
-        num_moments = len(find_kin(optimizer).moments)
+        check_coded(optimizer, config.format)
+
+
+def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> int:
+    """Bytes of the moments, on the device of the parameters, once every one of these has been stepped; exact."""
+    _check_format(optimizer, config)
     kept = parameters_kept_32bit(optimizer, config, model)
-    total, any_low_bit = 0, False
+    of_bitsandbytes = uses_bitsandbytes(optimizer, config)
+    moments = find_kin(optimizer).moments if of_bitsandbytes else moments_of(optimizer)
+    total, any_code = 0, False
     for group in optimizer.param_groups:
         for p in group["params"]:
             if not p.requires_grad and not optimizer.state.get(p):
                 continue
-            is_kept = p in kept or config.format == "32bit"
-            any_low_bit |= not is_kept
-            total += num_moments * (4 * p.numel() if is_kept else _low_bit_bytes(p.numel(), config.format))
-    return total + (num_moments * _CODE_MAP_BYTES if any_low_bit and config.format == "8bit" else 0)
+            if p in kept or config.format in ("32bit", "paged"):
+                total += len(moments) * 4 * p.numel()
+            elif of_bitsandbytes:
+                any_code = True
+                total += len(moments) * (p.numel() + 4 * num_blocks(p.numel()))
+            else:
+                total += _coded_bytes(p, moments, config)
+    return total + (len(moments) * _CODE_MAP_BYTES if any_code else 0)
 
 
-def _low_bit_bytes(num_elements: int, state_format: str) -> int:
-    codes = num_elements if state_format == "8bit" else -(-num_elements // 2)
-    return codes + 4 * num_blocks(num_elements)
+def _coded_bytes(p: Tensor, moments: tuple[str, ...], config: OptimizerState) -> int:
+    if config.format == "lowrank":
+        if lowrank.is_worth_it(p, config.rank):
+            return lowrank.num_bytes(p.shape, config.rank, len(moments))
+        return len(moments) * 4 * p.numel()
+    codecs = [codec_of(config.format, name) for name in moments]
+    return sum(codec.num_bytes(p.shape) for codec in codecs if codec is not None)

@@ -1,7 +1,7 @@
-"""Optimizer state between torch's layout (float32 moments under torch's names) and bitsandbytes' (codes and absmax).
+"""Optimizer state between the layout of checkpoints (`layout.py`) and bitsandbytes' (codes and absmax).
 
-On disk there is only torch's layout, so that a checkpoint loads with and without memory saving. Codes are found again
-exactly: next to the moments the state dict carries each block's absmax under a key of its own, which torch ignores.
+Codes are found again exactly: next to the moments the state dict carries each block's absmax, because bitsandbytes' map
+does not reach -1, under a key of its own, which torch ignores.
 """
 
 from __future__ import annotations
@@ -14,28 +14,33 @@ from torch import Tensor
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.numerics.blockwise import dequantize_blockwise, quantize_blockwise
-from lightning_memsave.techniques.optimizer_state.kin import KINS, Kin, memory_of
+from lightning_memsave.techniques.optimizer_state import layout
+from lightning_memsave.techniques.optimizer_state.kin import Kin, memory_of
 
 SIDE_KEY = "memsave_8bit"
 _VERSION = 1
 
 
-def _plain_moments(state: Mapping[str, Any], kin: Kin) -> dict[str, Any]:
+def _plain_moments(state: Mapping[str, Any], kin: Kin, is_compact: bool = False) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     if kin.has_step:
         plain["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)
     for number, name in enumerate(kin.moments, start=1):
         moment = state[f"state{number}"]
         if moment.dtype == torch.uint8:
-            moment = dequantize_blockwise(moment, state[f"qmap{number}"], state[f"absmax{number}"])
+            code_map, absmax = state[f"qmap{number}"], state[f"absmax{number}"]
+            if is_compact:
+                plain[name] = layout.compact_codes(moment, code_map, absmax, 8, moment.shape)
+                continue
+            moment = dequantize_blockwise(moment, code_map, absmax).cpu()  # one at a time: the device has no room
         plain[name] = moment
     return plain
 
 
-def plain_state(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
+def plain_state(optimizer: torch.optim.Optimizer, is_compact: bool = False) -> dict[Any, dict[str, Any]]:
     """The state of an 8-bit optimizer as its plain self would hold it, by parameter."""
     kin = memory_of(optimizer).kin
-    return {p: _plain_moments(state, kin) for p, state in optimizer.state.items()}
+    return {p: _plain_moments(state, kin, is_compact) for p, state in optimizer.state.items()}
 
 
 def load_plain_state(
@@ -61,16 +66,29 @@ def _fill(target: dict[str, Any], plain: Mapping[str, Any], kin: Kin, absmax: Ma
         moment, stored = plain.get(name), target[f"state{number}"]
         if moment is None:
             continue
-        moment = moment.to(stored.device)
-        if stored.dtype == torch.uint8:
-            scales = absmax.get(name)
-            codes, scales = quantize_blockwise(
-                moment, target[f"qmap{number}"], None if scales is None else scales.to(stored.device)
-            )
-            stored.copy_(codes)
-            target[f"absmax{number}"].copy_(scales)
-        else:
-            stored.copy_(moment)
+        if stored.dtype != torch.uint8:
+            stored.copy_(layout.decoded(moment))
+            continue
+        code_map, scales = target[f"qmap{number}"], target[f"absmax{number}"]
+        codes, found = _codes(moment, code_map, absmax.get(name), scales.numel())
+        stored.copy_(codes.view(stored.shape))
+        scales.copy_(found)
+
+
+def _codes(moment: Any, code_map: Tensor, absmax: Tensor | None, num_blocks: int) -> tuple[Tensor, Tensor]:
+    """The codes of a moment, with the scales that it was written with where these give the moment again."""
+    device = code_map.device
+    if isinstance(moment, Mapping):
+        has_codes = moment["layout"] == layout.CODES and moment["bits"] == 8
+        if has_codes and torch.equal(moment["map"].to(device), code_map):
+            return moment["codes"].to(device), moment["absmax"].to(device)
+        moment = layout.decoded(moment)
+    moment = moment.to(device)
+    if absmax is not None and absmax.numel() == num_blocks:  # else of another pattern of live weights
+        codes, scales = quantize_blockwise(moment, code_map, absmax.to(device))
+        if torch.equal(dequantize_blockwise(codes, code_map, scales), moment.float()):
+            return codes, scales
+    return quantize_blockwise(moment, code_map)
 
 
 def to_plain(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -90,48 +108,31 @@ def to_plain(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for p, state in optimizer.state.items()
     }
     return {
-        "state": {numbers[p]: moments for p, moments in plain_state(optimizer).items()},
+        "state": {numbers[p]: moments for p, moments in plain_state(optimizer, memory.is_compact).items()},
         "param_groups": groups,
-        SIDE_KEY: {"version": _VERSION, "absmax": absmax},
+        SIDE_KEY: {"version": _VERSION, "absmax": {} if memory.is_compact else absmax},
     }
 
 
 def from_plain(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load a plain state dict, of the plain optimizer or of `to_plain`, into an 8-bit optimizer.
+    """Load the state dict of a plain optimizer, or of any format, into an 8-bit optimizer.
 
     Raises:
         ValueError: parameter groups differ, or the state is of another optimizer or of a newer version.
     """
-    memory, saved_groups = memory_of(optimizer), state_dict["param_groups"]
+    memory = memory_of(optimizer)
     side = state_dict.get(SIDE_KEY, {"version": _VERSION, "absmax": {}})
     if side["version"] > _VERSION:
         raise setting_error(
             "optimizer_states", f"must be of version {_VERSION} or older", side["version"], "Update lightning-memsave."
         )
-    saved_sizes = [len(group["params"]) for group in saved_groups]
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if saved_sizes != sizes:
-        raise setting_error(
-            "optimizer_states", f"must have parameter groups of sizes {sizes}", saved_sizes, "Load the matching model."
-        )
-    known = {moment for kin in KINS.values() for moment in kin.moments}
-    for state in state_dict["state"].values():
-        if known & set(state) != set(memory.kin.moments):
-            raise setting_error(
-                "optimizer_states",
-                f"must be of {memory.plain_class.__name__} and hold {', '.join(memory.kin.moments)} alone",
-                sorted(state),
-                "Resume with the optimizer that wrote the checkpoint.",
-            )
-    by_number = {
-        number: p
-        for saved, group in zip(saved_groups, optimizer.param_groups, strict=True)
-        for number, p in zip(saved["params"], group["params"], strict=True)
-    }
-    for saved, group in zip(saved_groups, optimizer.param_groups, strict=True):
+    layout.check_state_dict(optimizer, state_dict, memory.kin.moments)
+    by_number = layout.numbered(optimizer, state_dict)
+    for saved, group in zip(layout.groups_for(optimizer, state_dict), optimizer.param_groups, strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
+    saved_state = state_dict["state"].items()
     load_plain_state(
         optimizer,
-        {by_number[number]: state for number, state in state_dict["state"].items()},
+        {by_number[number]: layout.plain_state(state, by_number[number].shape) for number, state in saved_state},
         {by_number[number]: scales for number, scales in side["absmax"].items()},
     )

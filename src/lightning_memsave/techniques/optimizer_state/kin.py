@@ -1,4 +1,7 @@
-"""Which 8-bit optimizer is the kin of which plain one, and the change of class from one to the other."""
+"""Which optimizer of bitsandbytes is the kin of which plain one, and the change of class from one to the other.
+
+With 8-bit state, or `"paged"`: with 32-bit state in memory that CUDA moves to the host when the device has none left.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.core.optimizers import change_class, original
+from lightning_memsave.core.optimizers import MadeClass, change_class, original
 
 _MEMORY = "_memsave_8bit"
 
@@ -30,6 +33,8 @@ class Kin:
     """Settings of the plain optimizer that the kin does not have: the values under which they do nothing."""
     has_step: bool = True
     """Whether the plain optimizer keeps a step count in its state."""
+    paged_name: str | None = None
+    """The class in `bitsandbytes.optim` with paged state."""
 
 
 def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
@@ -40,8 +45,10 @@ _OFF = (False, None, 0, 0.0)
 _COMMON = {"maximize": _OFF, "differentiable": _OFF, "capturable": _OFF}
 _ADAM = {**_COMMON, "amsgrad": _OFF}
 KINS: Mapping[str, Kin] = {
-    "AdamW": Kin(class_name="AdamW8bit", moments=("exp_avg", "exp_avg_sq"), betas=_betas, required=_ADAM),
-    "Adam": Kin(class_name="Adam8bit", moments=("exp_avg", "exp_avg_sq"), betas=_betas, required=_ADAM),
+    "AdamW": Kin(class_name="AdamW8bit", moments=("exp_avg", "exp_avg_sq"), betas=_betas, required=_ADAM,
+                 paged_name="PagedAdamW32bit"),
+    "Adam": Kin(class_name="Adam8bit", moments=("exp_avg", "exp_avg_sq"), betas=_betas, required=_ADAM,
+                paged_name="PagedAdam32bit"),
     "SGD": Kin(
         class_name="SGD8bit",
         moments=("momentum_buffer",),
@@ -55,6 +62,7 @@ KINS: Mapping[str, Kin] = {
         betas=_betas,
         required={**_COMMON, "caution": _OFF, "cautious_factor": (None, 1, 1.0), "decoupled_weight_decay": _OFF},
         has_step=False,
+        paged_name="PagedLion32bit",
     ),
     "RMSprop": Kin(
         class_name="RMSprop8bit",
@@ -121,6 +129,29 @@ def find_kin(optimizer: torch.optim.Optimizer) -> Kin:
     return kin
 
 
+def check_paged(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what bitsandbytes does not page.
+
+    Raises:
+        ValueError: an optimizer, a setting of it, or parameters that are not on CUDA.
+    """
+    if find_kin(optimizer).paged_name is None:
+        raise setting_error(
+            "optimizer_state",
+            f"is paged for {', '.join(name for name, kin in KINS.items() if kin.paged_name)} alone",
+            type(optimizer).__name__,
+            'Use one of these, or `optimizer_state="offload"`.',
+        )
+    devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
+    if devices - {"cuda"}:
+        raise setting_error(
+            "optimizer_state",
+            '="paged" needs parameters on CUDA, whose driver moves the pages',
+            ", ".join(sorted(devices)),
+            'Use `optimizer_state="offload"`, or "8bit".',
+        )
+
+
 def is_8bit(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `become_8bit` has changed this optimizer."""
     return _MEMORY in vars(optimizer)
@@ -132,8 +163,16 @@ class Memory:
 
     plain_class: type[torch.optim.Optimizer]
     plain_attributes: frozenset[str]
-    kin: Kin
     kept: set[Tensor]
+    is_paged: bool = False
+    is_compact: bool = False
+    """Whether checkpoints have codes instead of float32 moments."""
+
+    @property
+    def kin(self) -> Kin:
+        """What bitsandbytes has for the plain class."""
+        name = self.plain_class.__name__
+        return KINS[_ALIASES.get(name, name)]
 
 
 def memory_of(optimizer: torch.optim.Optimizer) -> Memory:
@@ -161,7 +200,7 @@ def _class_8bit(class_name: str) -> Any:
             "eps": float(group.get("eps", 0.0)),
             "weight_decay": weight_decay,
             "lr": lr,
-            "optim_bits": 32 if original(group["params"][pindex]) in memory.kept else 8,
+            "optim_bits": 32 if memory.is_paged or original(group["params"][pindex]) in memory.kept else 8,
             "min_8bit_size": 0,
             "max_unorm": 0.0,
             "skip_zeros": False,
@@ -172,10 +211,28 @@ def _class_8bit(class_name: str) -> Any:
         own = vars(self).keys() - memory_of(self).plain_attributes - {"step"}
         return {**torch.optim.Optimizer.__getstate__(self), **{name: vars(self)[name] for name in own}}
 
-    body: dict[str, Any] = {"get_config": get_config, "__getstate__": getstate, "__module__": __name__}
+    def state_dict(self: Any) -> dict[str, Any]:
+        from lightning_memsave.techniques.optimizer_state.conversion import to_plain
+
+        return to_plain(self)
+
+    def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
+        from lightning_memsave.techniques.optimizer_state.conversion import from_plain
+
+        from_plain(self, state_dict)
+
+    body: dict[str, Any] = {
+        "made_by": staticmethod(_class_8bit),
+        "made_from": class_name,
+        "get_config": get_config,
+        "state_dict": state_dict,
+        "load_state_dict": load_state_dict,
+        "__getstate__": getstate,
+        "__module__": __name__,
+    }
     if class_name == "LAMB8bit":
         body |= {"get_config": _lamb_config(get_config), "update_step": _lamb_step(base.update_step)}
-    return type(f"MemSave{class_name}", (base,), body)
+    return MadeClass(f"MemSave{class_name}", (base,), body)
 
 
 def _lamb_config(get_config: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -205,17 +262,27 @@ def _lamb_step(adam_step: Callable[..., None]) -> Callable[..., None]:
     return update_step
 
 
-def become_8bit(optimizer: torch.optim.Optimizer, kin: Kin, kept: set[Tensor]) -> None:
+def become_8bit(
+    optimizer: torch.optim.Optimizer, kin: Kin, kept: set[Tensor], *, is_paged: bool = False, is_compact: bool = False
+) -> None:
     """Change the class of `optimizer`, so that every reference to it (schedulers, the trainer) stays good."""
     from lightning_memsave.techniques.optimizer_state.conversion import load_plain_state
 
-    kin_class = _class_8bit(kin.class_name)
+    class_name = kin.paged_name if is_paged else kin.class_name
+    assert class_name is not None, "checked by `check_paged`"
+    kin_class = _class_8bit(class_name)
     placeholder = torch.nn.Parameter(torch.zeros(1))
     arguments = {"momentum": 0.9} if kin.class_name == "SGD8bit" else {}
     donor = kin_class([placeholder], lr=1e-3, **arguments)
     plain_attributes = frozenset(vars(optimizer))
     plain_state = dict(optimizer.state)
-    memory = Memory(plain_class=type(optimizer), plain_attributes=plain_attributes, kin=kin, kept=kept)
+    memory = Memory(
+        plain_class=type(optimizer),
+        plain_attributes=plain_attributes,
+        kept=kept,
+        is_paged=is_paged,
+        is_compact=is_compact,
+    )
     change_class(optimizer, kin_class)
     vars(optimizer).update({k: v for k, v in vars(donor).items() if k not in plain_attributes})
     vars(optimizer)[_MEMORY] = memory

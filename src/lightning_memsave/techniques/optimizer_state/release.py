@@ -1,7 +1,8 @@
-"""Gradient release: each parameter steps inside of backward, as soon as its gradient is complete, and frees it.
+"""Gradients that end in backward: each parameter's, as soon as it is complete, and then it is freed.
 
-Never more than one gradient is there, instead of all of them. The step is the optimizer's own, of one parameter, so the
-results are the same bits; the `optimizer.step()` that follows finds no gradients.
+`GradientRelease` steps the parameter at once, with the optimizer's own step of one parameter, so that the results are
+the same bits; the `optimizer.step()` that follows finds no gradients. `GradientsIntoState` adds the gradient to the
+optimizer's moments, and the step moves the parameters. Either way there is one gradient instead of all.
 """
 
 from __future__ import annotations
@@ -9,17 +10,78 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.optimizers import bare_step, check_steps_parameters_alone, step_one
+from lightning_memsave.core.optimizers import PENDING, bare_step, check_steps_parameters_alone, step_one
+from lightning_memsave.techniques.optimizer_state import into_state
+from lightning_memsave.techniques.optimizer_state.coded import memory_of
 
 
-class GradientRelease:
-    """Steps in backward, from now until `remove`.
+class InBackward(ABC):
+    """What happens to gradients inside of backward, from now until `remove`.
+
+    Args:
+        optimizers: whose parameters.
+
+    Raises:
+        ValueError: an optimizer that needs all gradients at once.
+    """
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._is_rehearsal = False
+        self._hooks = []
+        self._optimizers = list(map(weakref.ref, optimizers))  # their state must not wait for the garbage collector
+        for reference in self._optimizers:
+            check_steps_parameters_alone(_alive(reference), "OptimizerState.gradients")
+        for reference in self._optimizers:
+            for gindex, group in enumerate(_alive(reference).param_groups):
+                for p in group["params"]:
+                    if p.requires_grad:
+                        hook = functools.partial(self._complete, reference, gindex)
+                        self._hooks.append(p.register_post_accumulate_grad_hook(hook))
+
+    @torch.no_grad()
+    def _complete(self, reference: weakref.ref[torch.optim.Optimizer], gindex: int, p: Tensor) -> None:
+        optimizer = reference()
+        if optimizer is None:
+            return
+        if not self._is_rehearsal:
+            self._take(optimizer, optimizer.param_groups[gindex], p)  # looked up now: loading a state dict replaces it
+        p.grad = None
+
+    @abstractmethod
+    def _take(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> None:
+        """Use the gradient of `p`, which is freed afterwards."""
+
+    @contextlib.contextmanager
+    def rehearsed(self) -> Iterator[None]:
+        """Inside, gradients are freed and nothing else happens."""
+        self._is_rehearsal = True
+        try:
+            yield
+        finally:
+            self._is_rehearsal = False
+
+    def remove(self) -> None:
+        """Backward only computes gradients again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def _alive(reference: weakref.ref[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    optimizer = reference()
+    assert optimizer is not None, "the caller holds it"
+    return optimizer
+
+
+class GradientRelease(InBackward):
+    """Steps in backward.
 
     Args:
         optimizers: whose parameters.
@@ -32,29 +94,12 @@ class GradientRelease:
     def __init__(
         self, optimizers: Iterable[torch.optim.Optimizer], before_step: Callable[[Tensor], object] | None = None
     ) -> None:
+        super().__init__(optimizers)
         self._before_step, self._stepped = before_step, set[Tensor]()
-        self._is_rehearsal = False
-        self._hooks = []
-        listed = list(optimizers)
-        for optimizer in listed:
-            check_steps_parameters_alone(optimizer, "OptimizerState.gradients")
-        for optimizer in listed:
-            reference = weakref.ref(optimizer)  # its state must not wait for the garbage collector
-            self._hooks.append(optimizer.register_step_post_hook(self._step_is_over))
-            for gindex, group in enumerate(optimizer.param_groups):
-                for p in group["params"]:
-                    if p.requires_grad:
-                        hook = functools.partial(self._release, reference, gindex)
-                        self._hooks.append(p.register_post_accumulate_grad_hook(hook))
+        for reference in self._optimizers:
+            self._hooks.append(_alive(reference).register_step_post_hook(self._step_is_over))
 
-    @torch.no_grad()
-    def _release(self, reference: Callable[[], torch.optim.Optimizer | None], gindex: int, p: Tensor) -> None:
-        optimizer = reference()
-        if optimizer is None:
-            return
-        if self._is_rehearsal:
-            p.grad = None
-            return
+    def _take(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> None:
         if p in self._stepped:
             raise RuntimeError(
                 'A second backward before `optimizer.step()`: with `OptimizerState(gradients="release")` each backward '
@@ -62,26 +107,31 @@ class GradientRelease:
             )
         if self._before_step is not None:
             self._before_step(p)
-        # The group is looked up now: loading a state dict replaces it.
-        step_one(bare_step(type(optimizer)), optimizer, optimizer.param_groups[gindex], p)
-        p.grad = None
+        step_one(bare_step(type(optimizer)), optimizer, group, p)
         self._stepped.add(p)
 
     def _step_is_over(self, *_: Any) -> None:
         self._stepped.clear()
 
-    @contextlib.contextmanager
-    def rehearsed(self) -> Iterator[None]:
-        """Inside, gradients are freed and nothing steps."""
-        self._is_rehearsal = True
-        try:
-            yield
-        finally:
-            self._is_rehearsal = False
-
     def remove(self) -> None:
         """Backward only computes gradients again."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._before_step = [], None
+        super().remove()
+        self._before_step = None
         self._stepped.clear()
+
+
+class GradientsIntoState(InBackward):
+    """Adds gradients to the moments of optimizers that `become_coded` has changed.
+
+    Raises:
+        ValueError: an optimizer whose step needs the gradient itself.
+    """
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        listed = list(optimizers)
+        super().__init__(listed)
+        for optimizer in listed:
+            vars(optimizer).setdefault(PENDING, {})
+
+    def _take(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> None:
+        into_state.add(optimizer, memory_of(optimizer), group, p)

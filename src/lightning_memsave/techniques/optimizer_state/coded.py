@@ -1,0 +1,274 @@
+"""Optimizers whose moments are something smaller between their steps: codes, means, or tensors in host memory.
+
+Any optimizer that is known, with its own `step`. Before a parameter steps its moments are decoded, as the optimizer
+itself would hold them, and afterwards they are encoded again (`codecs.py`), so that the transient is of one parameter.
+With `"lowrank"` they are moments of the gradient in a subspace (`lowrank.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.optimizers import (
+    PENDING,
+    MadeClass,
+    bare_step,
+    change_class,
+    check_steps_parameters_alone,
+    original,
+    step_each,
+    step_one,
+)
+from lightning_memsave.numerics.kbit import mix
+from lightning_memsave.techniques.optimizer_state import into_state, layout, lowrank
+from lightning_memsave.techniques.optimizer_state.codecs import Noise, decode, encode, put_back
+from lightning_memsave.techniques.optimizer_state.elsewhere import fetch_ahead
+
+_MEMORY = "_memsave_coded"
+MOMENTS: Mapping[str, tuple[str, ...]] = {
+    "AdamW": ("exp_avg", "exp_avg_sq"),
+    "Adam": ("exp_avg", "exp_avg_sq"),
+    "NAdam": ("exp_avg", "exp_avg_sq"),
+    "RAdam": ("exp_avg", "exp_avg_sq"),
+    "SGD": ("momentum_buffer",),
+    "Lion": ("exp_avg",),
+    "RMSprop": ("square_avg",),
+    "Adagrad": ("sum",),
+}
+"""The optimizers that are known, by the name of their class, and their moments."""
+_GOLDEN, _ROOT_OF_2 = 0x9E3779B9, 0x6A09E667  # the fractions of the golden ratio and of the square root, times 2**32
+_MUST_BE_OFF = ("amsgrad", "centered", "capturable", "differentiable")
+
+
+@dataclass(kw_only=True)
+class Memory:
+    """What such an optimizer remembers besides its state."""
+
+    plain_class: type[torch.optim.Optimizer]
+    state_format: str
+    kept: set[Tensor]
+    """Parameters whose state stays as it is."""
+    rank: int
+    is_compact: bool
+    """Whether checkpoints have codes instead of float32 moments."""
+    numbers: dict[Tensor, int]
+    num_steps: int = 0
+    last_number: int = -1
+    order: list[Tensor] = field(default_factory=list)
+
+    def format_of(self, p: Tensor) -> str:
+        """How the state of `p` is kept."""
+        return "32bit" if original(p) in self.kept else self.state_format
+
+    def noise_of(self, p: Tensor, draw: int = 0) -> Noise:
+        """Of this step for `p`; `draw` tells several of one step apart."""
+        number = self.numbers.setdefault(original(p), len(self.numbers))
+        return Noise(mix(8 * number + 1), (self.num_steps * _GOLDEN + draw * _ROOT_OF_2) & 0xFFFFFFFF)
+
+
+def memory_of(optimizer: torch.optim.Optimizer) -> Memory:
+    """What an optimizer remembers that `become_coded` has changed."""
+    memory: Memory = vars(optimizer)[_MEMORY]
+    return memory
+
+
+def check_coded(optimizer: torch.optim.Optimizer, state_format: str) -> None:
+    """Refuse what cannot have such state.
+
+    Raises:
+        ValueError: an optimizer that is not known, or a setting that compares a moment with itself.
+    """
+    name = type(optimizer).__name__
+    check_steps_parameters_alone(optimizer, "optimizer_state")
+    known = [n for n in MOMENTS if not (state_format == "lowrank" and n == "Adagrad")]  # makes its state at once
+    if name not in known:
+        known += ["LAMB"] if state_format == "8bit" else []  # bitsandbytes'
+        raise setting_error(
+            "optimizer_state",
+            f"in {state_format!r} needs an optimizer whose moments are known ({', '.join(known)})",
+            name,
+            "Use one of these, or `optimizer_state=False`.",
+        )
+    if state_format == "factored" and "exp_avg_sq" not in MOMENTS[name]:
+        raise setting_error(
+            "optimizer_state",
+            "in 'factored' needs an optimizer with first and second moments",
+            name,
+            'Use AdamW, or `optimizer_state="8bit"`.',
+        )
+    for group in optimizer.param_groups:
+        for key in _MUST_BE_OFF:
+            if group.get(key):
+                raise setting_error(
+                    "optimizer_state", f"in {state_format!r} cannot keep {name}'s `{key}`", True, f"Use `{key}=False`."
+                )
+        if name == "SGD" and not group["momentum"]:
+            raise setting_error(
+                "optimizer_state",
+                "needs SGD with momentum; without, there is no state",
+                0,
+                "Use `optimizer_state=False`.",
+            )
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The names of the moments that `optimizer` keeps."""
+    name = memory_of(optimizer).plain_class.__name__ if is_coded(optimizer) else type(optimizer).__name__
+    has_momentum = name == "RMSprop" and any(group["momentum"] for group in optimizer.param_groups)
+    return (*MOMENTS[name], "momentum_buffer") if has_momentum else MOMENTS[name]
+
+
+def is_coded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `become_coded` has changed this optimizer."""
+    return _MEMORY in vars(optimizer)
+
+
+def become_coded(
+    optimizer: torch.optim.Optimizer, state_format: str, kept: set[Tensor], *, rank: int = 0, is_compact: bool = False
+) -> None:
+    """Change the class of `optimizer`, so that every reference to it stays good; state that exists is encoded."""
+    plain_class: Any = type(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    memory = Memory(
+        plain_class=plain_class,
+        state_format=state_format,
+        kept=kept,
+        rank=rank,
+        is_compact=is_compact,
+        numbers={p: number for number, p in enumerate(parameters)},
+        order=parameters,
+    )
+    change_class(optimizer, _class_coded(plain_class))
+    vars(optimizer)[_MEMORY] = memory
+    for p, state in optimizer.state.items():
+        load_state(optimizer, p, state)
+
+
+def leave_coded(optimizer: torch.optim.Optimizer) -> None:
+    """Undo `become_coded`; moments keep the rounding that they have suffered, and the dtype of their parameter."""
+    memory = memory_of(optimizer)
+    for p, state in optimizer.state.items():
+        if lowrank.PROJECTION in state:
+            state.clear()  # moments of a subspace say nothing about the others
+        for name, value in state.items():
+            state[name] = _decoded(memory, name, value, p)
+    del vars(optimizer)[_MEMORY]
+    vars(optimizer).pop(PENDING, None)
+    change_class(optimizer, memory.plain_class)
+
+
+def load_state(optimizer: torch.optim.Optimizer, p: Tensor, state: dict[str, Any]) -> None:
+    """Encode the moments of `p` in place, to the nearest, which finds codes again exactly."""
+    memory = memory_of(optimizer)
+    if memory.format_of(p) == "lowrank" and lowrank.PROJECTION not in state:
+        lowrank.project_state(state, p, memory.rank)
+    for name, value in state.items():
+        state[name] = encode(memory.format_of(p), name, value, p.shape, None)
+
+
+def _decoded(memory: Memory, name: str, stored: Any, p: Tensor) -> Any:
+    """As the optimizer itself would hold it."""
+    value = decode(memory.format_of(p), name, stored, p.shape)
+    return value if value is stored else value.to(p.dtype)
+
+
+def _step_one(step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any], p: Tensor) -> None:
+    memory = memory_of(optimizer)
+    if original(p) in vars(optimizer).get(PENDING, ()):
+        into_state.move(optimizer, memory, group, p)
+        return
+    if memory.format_of(p) == "lowrank" and lowrank.is_worth_it(p, memory.rank):
+        lowrank.step_projected(step, optimizer, group, p, memory)
+        return
+    state = optimizer.state.get(p, {})
+    before = dict(state)
+    if memory.state_format == "offload":
+        fetch_ahead([optimizer.state.get(other, {}) for other in _next(memory, p)])
+    for name, stored in before.items():
+        state[name] = _decoded(memory, name, stored, p)
+    step_one(step, optimizer, group, p)
+    noise, state = memory.noise_of(p), optimizer.state[p]
+    for name, value in state.items():
+        state[name] = put_back(memory.format_of(p), before.get(name), name, value, p.shape, noise)
+
+
+def _next(memory: Memory, p: Tensor) -> Iterator[Tensor]:
+    """The parameter that steps after `p`: backward goes from the last to the first."""
+    number = memory.numbers.get(original(p), 0)
+    goes_up = number == memory.last_number + 1 or (number == 0 and memory.last_number != 1)
+    following, memory.last_number = number + (1 if goes_up else -1), number
+    if 0 <= following < len(memory.order):
+        yield memory.order[following]
+
+
+@functools.cache
+def _class_coded(plain: Any) -> Any:
+    class Coded(plain, metaclass=MadeClass):  # type: ignore[misc]  # a base known at run time
+        made_by, made_from = _class_coded, plain
+
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            memory = memory_of(self)
+            one = functools.partial(_step_one, bare_step(memory.plain_class), self)
+            return step_each(self, memory, closure, one)
+
+        def state_dict(self) -> dict[str, Any]:
+            return _to_disk(self, super().state_dict())
+
+        def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+            layout.check_state_dict(self, state_dict, moments_of(self), memory_of(self).state_format == "lowrank")
+            super().load_state_dict({**state_dict, "state": {}, "param_groups": layout.groups_for(self, state_dict)})
+            _from_disk(self, state_dict)
+
+        def __getstate__(self) -> dict[str, Any]:
+            own = {_MEMORY: replace(memory_of(self))}
+            if PENDING in vars(self):
+                own[PENDING] = vars(self)[PENDING]
+            return {**super().__getstate__(), **own}
+
+    Coded.__name__ = Coded.__qualname__ = f"{plain.__name__}Coded"
+    return Coded
+
+
+def _to_disk(optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+    """Torch's own state dict with moments as checkpoints have them, one after the other."""
+    memory = memory_of(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state: dict[int, dict[str, Any]] = {}
+    exact: dict[int, dict[str, Any]] = {}
+    for number, values in found["state"].items():
+        p = parameters[number]
+        write = functools.partial(layout.write, memory.format_of(p), shape=p.shape, is_compact=memory.is_compact)
+        state[number] = {name: write(name, value) for name, value in values.items()}
+        if not memory.is_compact and (means := layout.means_of(values)):
+            exact[number] = means
+    pending = vars(optimizer).get(PENDING, {})
+    side = {
+        "version": layout.VERSION,
+        "num_steps": memory.num_steps,
+        "means": exact,
+        "pending": {memory.numbers[p]: tuple(each) for p, each in pending.items()},
+    }
+    return {**found, "state": state, layout.SIDE_KEY: side}
+
+
+def _from_disk(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    memory, side = memory_of(optimizer), state_dict.get(layout.SIDE_KEY, {})
+    for number, p in layout.numbered(optimizer, state_dict).items():
+        if saved := state_dict["state"].get(number):
+            read = functools.partial(layout.read, memory.format_of(p), p=p, means=side.get("means", {}).get(number, {}))
+            plain = layout.plain_state(saved, p.shape)
+            state = {name: read(name, value) for name, value in plain.items()}
+            load_state(optimizer, p, state)
+            optimizer.state[p] = state
+    memory.num_steps = side.get("num_steps", memory.num_steps)
+    if PENDING in vars(optimizer):
+        known = {number: p for p, number in memory.numbers.items()}
+        found = side.get("pending", {}).items()
+        vars(optimizer)[PENDING] = {known[number]: into_state.Pending(*each) for number, each in found}

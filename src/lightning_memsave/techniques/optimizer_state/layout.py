@@ -1,0 +1,237 @@
+"""Optimizer state in checkpoints: one layout for every format.
+
+A state dict is torch's own: float32 moments under torch's names, so that it loads with and without memory saving. What
+it takes to find low-bit state again bit for bit stands beside it, under keys that torch ignores. It is used only where
+it reproduces the moments that it belongs to.
+
+`OptimizerState(checkpoint="compact")` writes a moment as a dictionary instead, of plain tensors that load with
+`weights_only=True`, and that say themselves how they are decoded:
+
+* `{"layout": "memsave-codes", "version": 1, "codes", "map", "absmax", "bits", "shape"}`: the value of an element is
+  `map[code] * absmax` of its block of 256; with 4 bits, the first of two elements is the lower half of its byte;
+* `{"layout": "memsave-means", "version": 1, "rows", "columns", "shape"}`: the outer product over the mean of all.
+
+`decoded_state_dict` turns such a state dict into torch's. That of `torch.optim.Adafactor` is read as Adam's, with first
+moments that are zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.numerics.kernels import dequantize_from_map
+from lightning_memsave.techniques.optimizer_state import lowrank
+from lightning_memsave.techniques.optimizer_state.codecs import (
+    POSITIVE,
+    SIGNED,
+    Blocks,
+    Coded,
+    Factored,
+    Means,
+    codec_of,
+    decode,
+)
+from lightning_memsave.techniques.optimizer_state.elsewhere import Elsewhere
+
+SIDE_KEY = "memsave_state"
+VERSION = 1
+CODES, MEANS = "memsave-codes", "memsave-means"
+_MEANS = Means(Means(None))  # type: ignore[arg-type]  # of matrices alone
+
+
+def compact_codes(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: int, shape: torch.Size) -> dict[str, Any]:
+    """Codes as a checkpoint has them; the tensors are not copied."""
+    where = {"layout": CODES, "version": VERSION, "bits": bits, "shape": list(shape)}
+    return {**where, "codes": codes, "map": code_map, "absmax": absmax}
+
+
+def write(state_format: str, name: str, stored: Any, *, shape: torch.Size, is_compact: bool) -> Any:
+    """What a checkpoint has of one entry of a parameter's state."""
+    if is_compact and isinstance(stored, Coded):
+        codec = _blocks_of(state_format, name)
+        return compact_codes(stored.codes, codec.code_map, stored.absmax, codec.bits, shape)
+    if is_compact and isinstance(stored, Factored):
+        means = {"rows": stored.rows, "columns": stored.columns}
+        return {"layout": MEANS, "version": VERSION, "shape": list(shape), **means}
+    if isinstance(stored, Elsewhere):
+        return stored.host()
+    if isinstance(stored, (Coded, Factored)):
+        return decode(state_format, name, stored, shape).cpu()  # one after the other: the device has no room for all
+    return stored
+
+
+def _blocks_of(state_format: str, name: str) -> Blocks:
+    codec = codec_of(state_format, name)
+    codec = codec.otherwise if isinstance(codec, Means) else codec
+    assert isinstance(codec, Blocks)
+    return codec
+
+
+def means_of(state: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Row and column means, from which a moment is found again exactly."""
+    return {name: tuple(value) for name, value in state.items() if isinstance(value, Factored)}  # type: ignore[misc]
+
+
+def read(state_format: str, name: str, value: Any, *, p: Tensor, means: Mapping[str, Any]) -> Any:
+    """An entry of a parameter's state on its device: what is kept where the checkpoint has that, else a tensor."""
+    if not isinstance(value, (Tensor, Mapping)):
+        return value
+    if isinstance(value, Mapping):
+        found = _as_kept(state_format, name, value, p.device)
+        return _to(decoded(value), p) if found is None else found
+    if name in means and state_format == "factored":
+        factored = Factored(*(mean.to(p.device) for mean in means[name]))
+        if torch.equal(decode(state_format, name, factored, p.shape), value.to(p.device)):
+            return factored
+    return _to(value, p)
+
+
+def _as_kept(state_format: str, name: str, value: Mapping[str, Any], device: torch.device) -> Coded | Factored | None:
+    """What a compact entry holds, if that is how this format keeps it."""
+    codec = codec_of(state_format, name)
+    if value["layout"] == MEANS:
+        tensors = (value["rows"], value["columns"])
+        return Factored(*(_copied(t, device) for t in tensors)) if isinstance(codec, Means) else None
+    codec = codec.otherwise if isinstance(codec, Means) and len(value["shape"]) < 2 else codec
+    if isinstance(codec, Blocks) and codec.bits == value["bits"] and torch.equal(codec.code_map, value["map"].cpu()):
+        return Coded(_copied(value["codes"], device), _copied(value["absmax"], device))
+    return None
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device, copy=True)
+
+
+def _to(value: Tensor, p: Tensor) -> Tensor:
+    """On the device of its parameter and of its dtype, as torch does; counts and moments of a subspace stay."""
+    is_moment = value.shape == p.shape and value.is_floating_point() and value.dim() > 0
+    device = p.device if value.dim() else value.device
+    return value.to(device, p.dtype if is_moment else value.dtype, copy=True)
+
+
+def decoded(value: Any) -> Any:
+    """The float32 moment that a compact entry stands for; anything else as it is."""
+    if not isinstance(value, Mapping) or "layout" not in value:
+        return value
+    if value["version"] > VERSION:
+        raise _too_new(value["version"])
+    shape = torch.Size(value["shape"])
+    if value["layout"] == MEANS:
+        return _MEANS.decode(Factored(value["rows"], value["columns"]), shape)
+    bits = (value["bits"], math.prod(shape))
+    return dequantize_from_map(value["codes"], value["map"].float(), value["absmax"], *bits).view(shape)
+
+
+def plain_state(state: Mapping[str, Any], shape: torch.Size) -> Mapping[str, Any]:
+    """A parameter's state of `torch.optim.Adafactor` as Adam's; any other as it is."""
+    if "row_var" not in state and "variance" not in state:
+        return state
+    if "variance" in state:
+        second = state["variance"].float()
+    else:
+        rows, columns = state["row_var"].float(), state["col_var"].float()  # [..., N, 1], [..., 1, M]
+        second = rows @ columns / rows.mean(-2, keepdim=True).clamp_min(1e-30)
+    return {"step": state["step"], "exp_avg": torch.zeros_like(second), "exp_avg_sq": second.view(shape)}
+
+
+def factored_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A parameter's state of Adam as that of `torch.optim.Adafactor`, which keeps no first moment."""
+    if "exp_avg_sq" not in state:
+        return state
+    second = decoded(state["exp_avg_sq"])
+    step = torch.as_tensor(state["step"], dtype=torch.float32)
+    if second.dim() < 2:
+        return {"step": step, "variance": second}
+    return {"step": step, "row_var": second.mean(-1, keepdim=True), "col_var": second.mean(-2, keepdim=True)}
+
+
+def for_adafactor(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict of Adam as that of `optimizer`, a `torch.optim.Adafactor`; its own as it is."""
+    state = {number: factored_state(values) for number, values in state_dict["state"].items()}
+    return {**state_dict, "state": state, "param_groups": groups_for(optimizer, state_dict)}
+
+
+def groups_for(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The saved groups; where they are another optimizer's, those of `optimizer` with the saved learning rates."""
+    groups = []
+    for saved, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+        is_kin = own.keys() <= saved.keys()
+        kept = saved if is_kin else {key: saved[key] for key in ("params", "lr", "initial_lr") if key in saved}
+        groups.append({**own, **kept})
+    return groups
+
+
+def decoded_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict whose compact entries are float32 moments, for any optimizer of torch.
+
+    >>> codes, code_map = torch.tensor([0, 2], dtype=torch.uint8), torch.tensor([-1.0, 0, 1])
+    >>> entry = compact_codes(codes, code_map, torch.ones(1), 8, codes.shape)
+    >>> decoded_state_dict({"state": {0: {"exp_avg": entry}}, "param_groups": []})["state"]
+    {0: {'exp_avg': tensor([-1.,  1.])}}
+    """
+    state = {
+        number: {name: decoded(value) for name, value in values.items()}
+        for number, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+# --------------------------------------------------------------------------- what is refused
+def numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[int, Tensor]:
+    """The parameters of `optimizer` by the numbers that a state dict gives them.
+
+    Raises:
+        ValueError: parameter groups differ.
+    """
+    saved_groups = state_dict["param_groups"]
+    saved = [len(group["params"]) for group in saved_groups]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != sizes:
+        raise setting_error(
+            "optimizer_states", f"must have parameter groups of sizes {sizes}", saved, "Load the matching model."
+        )
+    pairs = zip(saved_groups, optimizer.param_groups, strict=True)
+    return {n: p for theirs, ours in pairs for n, p in zip(theirs["params"], ours["params"], strict=True)}
+
+
+def check_state_dict(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], moments: tuple[str, ...], is_lowrank: bool = False
+) -> None:
+    """Refuse a state dict that does not belong to an optimizer with these moments.
+
+    Raises:
+        ValueError: parameter groups differ, or the state is of another optimizer, of a subspace, or of a newer version.
+    """
+    version = state_dict.get(SIDE_KEY, {"version": VERSION})["version"]
+    if version > VERSION:
+        raise _too_new(version)
+    for number, p in numbered(optimizer, state_dict).items():
+        saved = state_dict["state"].get(number, {})
+        state = plain_state(saved, p.shape) if saved else saved
+        if lowrank.PROJECTION in state and not is_lowrank:
+            raise setting_error(
+                "optimizer_states",
+                "must have moments of whole gradients",
+                "those of a subspace",
+                'Resume with `optimizer_state="lowrank"`.',
+            )
+        held = {name for name in (*SIGNED, *POSITIVE) if state.get(name) is not None}
+        if state and held != set(moments):
+            raise setting_error(
+                "optimizer_states",
+                f"must hold {', '.join(moments)} alone",
+                sorted(state),
+                "Resume with the optimizer that wrote the checkpoint.",
+            )
+
+
+def _too_new(version: int) -> ValueError:
+    return setting_error(
+        "optimizer_states", f"must be of version {VERSION} or older", version, "Update lightning-memsave."
+    )

@@ -1,0 +1,367 @@
+"""The formats of moments that are our own: bytes, errors, checkpoints, and the same optimizer throughout."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memsave import Ledger, LowPrecision, apply_low_precision
+from lightning_memsave.techniques.optimizer_state import (
+    OptimizerState,
+    apply_optimizer_state,
+    elsewhere,
+    estimate_optimizer_state,
+    lowrank,
+)
+from lightning_memsave.techniques.optimizer_state.codecs import CODECS, Coded, Elsewhere, Factored
+from lightning_memsave.techniques.optimizer_state.coded import is_coded
+
+from .optimizer_state_subjects import PLAIN, big_model, flat, run_steps, set_gradients, state_bytes, through_disk
+
+ALL = {"min_size": 0, "keep_embeddings_32bit": False, "keep_norms_32bit": False}
+FORMATS = {
+    "8bit": OptimizerState(backend="own", **ALL),
+    "4bit": OptimizerState(format="4bit", **ALL),
+    "fp8": OptimizerState(format="fp8", **ALL),
+    "factored": OptimizerState(format="factored", **ALL),
+    "lowrank": OptimizerState(format="lowrank", rank=16, **ALL),
+    "offload": OptimizerState(format="offload", **ALL),
+}
+OPTIMIZERS = {
+    "AdamW": PLAIN["AdamW"],
+    "SGD": lambda p, **kw: torch.optim.SGD(p, **{"lr": 0.1, "momentum": 0.9, "nesterov": True, **kw}),
+    "RMSprop": PLAIN["RMSprop"],
+}
+# Relative L2 error of the distance travelled over 20 steps, about twice what is measured.
+BOUNDS = {"8bit": 0.05, "4bit": 0.6, "fp8": 0.2, "factored": 0.6, "lowrank": 1.0, "offload": 0.0}
+CASES = [(f, o) for f in FORMATS for o in OPTIMIZERS if not (f == "factored" and o != "AdamW")]
+every_case = pytest.mark.parametrize(("name", "optimizer_name"), CASES)
+every_format = pytest.mark.parametrize("name", FORMATS)
+
+
+def changed(name, optimizer_name="AdamW", model=None, **settings):
+    model = big_model() if model is None else model
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters(), **settings)
+    return model, optimizer, apply_optimizer_state(optimizer, FORMATS[name], model)
+
+
+def bytes_held(optimizer):
+    counts = ("step", "mu_product")
+    moments = (v for state in optimizer.state.values() for k, v in state.items() if k not in counts)
+    tensors = (t for v in moments if not isinstance(v, Elsewhere) for t in (v if isinstance(v, tuple) else (v,)))
+    return sum(t.nbytes for t in tensors)
+
+
+def same(first, second):
+    if isinstance(first, (tuple, list)):
+        return all(same(a, b) for a, b in zip(first, second, strict=True))
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+    if isinstance(first, str):
+        return first == second
+    return torch.equal(torch.as_tensor(first), torch.as_tensor(second))
+
+
+# ------------------------------------------------------------------------------- the steps
+@every_case
+def test_it_goes_where_the_plain_optimizer_goes(name, optimizer_name):
+    model = big_model()
+    second = copy.deepcopy(model)
+    plain = OPTIMIZERS[optimizer_name](model.parameters())
+    _, ours, applied = changed(name, optimizer_name, second)
+    assert applied.loss_class == ("exact" if name == "offload" else "changed")
+    start = flat(model)
+    expected, found = run_steps(model, plain, range(20))[-1] - start, run_steps(second, ours, range(20))[-1] - start
+    error = (found - expected).norm() / expected.norm()
+    assert error <= BOUNDS[name]
+    assert (error == 0) == (name == "offload")
+
+
+@every_case
+def test_bytes_equal_the_estimate(name, optimizer_name):
+    model = big_model()
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    estimate = estimate_optimizer_state(optimizer, FORMATS[name], model)
+    apply_optimizer_state(optimizer, FORMATS[name], model)
+    run_steps(model, optimizer, range(2))
+    assert bytes_held(optimizer) == estimate
+    with Ledger().watching(model, [optimizer]) as ledger:
+        pass
+    assert ledger.measurement.by_category["optimizer_state"] >= estimate
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("8bit", 2.03125), ("4bit", 1.03125), ("fp8", 2.03125), ("offload", 0.0)]
+)
+def test_bytes_per_parameter_of_the_docstring(name, expected):
+    model = nn.Linear(1024, 1024, bias=False)
+    assert estimate_optimizer_state(OPTIMIZERS["AdamW"](model.parameters()), FORMATS[name], model) / 2**20 == expected
+
+
+def test_bytes_per_parameter_of_means_and_subspaces():
+    model = nn.Linear(1024, 2048, bias=False)
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    means = estimate_optimizer_state(optimizer, FORMATS["factored"], model)
+    assert means == 2**21 + 4 * 2**21 // 256 + 4 * (1024 + 2048)
+    subspace = estimate_optimizer_state(optimizer, FORMATS["lowrank"], model)
+    assert subspace == 4 * 16 * (2 * 2048 + 1024)
+
+
+@pytest.mark.parametrize("name", ["8bit", "4bit", "fp8", "factored"])
+def test_the_transient_is_of_one_parameter(name):
+    def transient(num_layers, width=128):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num_layers)))
+        _, optimizer, _ = changed(name, "AdamW", model)
+        for _ in range(3):
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            with Ledger().watching(model, [optimizer]) as ledger:
+                optimizer.step()
+        return ledger.measurement.peak_bytes - ledger.measurement.held_bytes
+
+    assert transient(2) == transient(6)
+    assert transient(2) <= 20 * 128**2  # bitsandbytes on CPU takes 20 bytes per element
+
+
+# ------------------------------------------------------------------------------- each against its definition
+def test_fp8_has_torchs_values():
+    patterns = torch.arange(256, dtype=torch.uint8)
+    for codec, dtype in zip(CODECS["fp8"], (torch.float8_e4m3fn, torch.float8_e5m2), strict=True):
+        values = patterns.view(dtype).float()
+        values = values[values.isfinite()].unique() / torch.finfo(dtype).max
+        expected = values if codec.code_map[0] < 0 else values[values > 0]
+        assert torch.equal(codec.code_map, expected)
+
+
+def test_means_are_adafactors():
+    model = nn.Linear(6, 5, bias=False).double()
+    weight, adafactor = (
+        model.weight,
+        torch.optim.Adafactor([nn.Parameter(model.weight.detach().clone())], beta2_decay=-0.1),
+    )
+    _, ours, _ = changed("factored", "AdamW", model)
+    weight.grad = torch.randn_like(weight)
+    adafactor.param_groups[0]["params"][0].grad = weight.grad.clone()
+    adafactor.step()
+    ours.step()
+    (theirs,) = adafactor.state.values()
+    means = ours.state[weight]["exp_avg_sq"]
+    assert isinstance(means, Factored)
+    for ours_mean, theirs_mean in ((means.rows, theirs["row_var"]), (means.columns, theirs["col_var"])):
+        scaled = theirs_mean.flatten() * 0.001  # 1 - beta2 of AdamW; Adafactor's first step takes the square whole
+        torch.testing.assert_close(ours_mean.double(), scaled.double(), rtol=1e-5, atol=0)
+
+
+def test_a_gradient_inside_of_the_subspace_loses_nothing():
+    torch.manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(40, 3)).Q
+    models = [nn.Linear(60, 40, bias=False), nn.Linear(60, 40, bias=False)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, weight_decay=0.0) for m in models]
+    apply_optimizer_state(optimizers[1], OptimizerState(format="lowrank", rank=3, min_size=0), models[1])
+    start = flat(models[0])
+    for _ in range(6):
+        gradient = basis @ torch.randn(3, 60)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model.weight.grad = gradient.clone()
+            optimizer.step()
+    assert optimizers[1].state[models[1].weight]["momentum_buffer"].shape == (3, 60)
+    assert (flat(models[1]) - flat(models[0])).norm() < 1e-5 * (flat(models[0]) - start).norm()
+
+
+@pytest.mark.parametrize("shape", [(40, 60), (60, 40)])
+def test_the_subspace_is_that_of_the_singular_vectors(shape):
+    torch.manual_seed(0)
+    left, right = torch.linalg.qr(torch.randn(shape[0], 40)).Q, torch.linalg.qr(torch.randn(shape[1], 40)).Q
+    gradient = left @ torch.diag(0.5 ** torch.arange(40.0)) @ right.T
+    found = lowrank.subspace(gradient, 5, 3)
+    exact = (left if shape[0] <= shape[1] else right)[:, :5]
+    assert torch.allclose(found.T @ found, torch.eye(5), atol=1e-5)
+    assert (exact @ exact.T - found @ found.T).norm() < 1e-3
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_weight_decay_stays_outside_of_the_subspace(decoupled):
+    model = nn.Linear(60, 40, bias=False)
+    build = torch.optim.AdamW if decoupled else torch.optim.SGD
+    settings = {} if decoupled else {"momentum": 0.9}
+    optimizer = build(model.parameters(), 0.1, weight_decay=0.5, **settings)
+    apply_optimizer_state(optimizer, OptimizerState(format="lowrank", rank=39, min_size=0), model)
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.zeros_like(before)
+    optimizer.step()
+    exact = 0.95 * before
+    error = (model.weight - exact).norm() / (0.05 * before).norm()
+    assert error < (1e-5 if decoupled else 0.2)  # L2 decay is a part of the gradient
+
+
+# ------------------------------------------------------------------------------- elsewhere
+def test_offloaded_state_is_not_in_memory():
+    model, optimizer, _ = changed("offload")
+    run_steps(model, optimizer, range(2))
+    assert all(
+        isinstance(optimizer.state[p][m], Elsewhere) for p in model.parameters() for m in ("exp_avg", "exp_avg_sq")
+    )
+    assert state_bytes(optimizer) == 4 * 4  # the counts of steps
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_what_steps_next_is_on_its_way(is_reversed, monkeypatch):
+    log = []
+    monkeypatch.setattr(elsewhere.Elsewhere, "fetch", lambda self: log.append(("fetch", id(self))))
+    plain_get = elsewhere.Elsewhere.get
+    monkeypatch.setattr(elsewhere.Elsewhere, "get", lambda self: (log.append(("get", id(self))), plain_get(self))[1])
+    model, optimizer, _ = changed("offload")
+    run_steps(model, optimizer, range(1))
+    log.clear()
+    set_gradients(model, 1)
+    parameters = list(model.parameters())
+    for p in reversed(parameters) if is_reversed else parameters:  # as backward does
+        groups = optimizer.param_groups
+        optimizer.param_groups = [{**groups[0], "params": [p]}]
+        optimizer.step()
+        optimizer.param_groups = groups
+    late = [i for i, (kind, which) in enumerate(log) if kind == "get" and ("fetch", which) not in log[:i]]
+    assert len(late) == 2  # the moments of the first
+
+
+# ------------------------------------------------------------------------------- checkpoints
+@every_case
+@pytest.mark.parametrize("checkpoint", ["plain", "compact"])
+@pytest.mark.parametrize("lowered", [False, True])
+def test_a_checkpoint_continues_bit_for_bit(name, optimizer_name, checkpoint, lowered):
+    def build(model):
+        optimizer = OPTIMIZERS[optimizer_name](model.parameters(), lr=0.01)
+        apply_optimizer_state(optimizer, replace(FORMATS[name], checkpoint=checkpoint), model)
+        if lowered:
+            apply_low_precision(model, optimizer, LowPrecision(format="bf16+8"))
+        return optimizer
+
+    model = big_model()
+    optimizer = build(model)
+    run_steps(model, optimizer, range(4))
+    saved = through_disk((model.state_dict(), optimizer.state_dict()))
+    second = big_model()
+    second.load_state_dict(saved[0])
+    resumed = build(second)
+    resumed.load_state_dict(saved[1])
+    assert same(resumed.state_dict()["state"], optimizer.state_dict()["state"])
+    assert torch.equal(run_steps(second, resumed, range(4, 8)), run_steps(model, optimizer, range(4, 8)))
+    assert same(resumed.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("lowrank", "offload")])
+def test_a_compact_checkpoint_takes_no_memory_of_its_own(name):
+    model = big_model()
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    apply_optimizer_state(optimizer, replace(FORMATS[name], checkpoint="compact"), model)
+    run_steps(model, optimizer, range(2))
+    with Ledger().watching(model, [optimizer]) as ledger:
+        saved = optimizer.state_dict()
+    assert ledger.measurement.peak_bytes == ledger.measurement.held_bytes
+    assert saved["state"][0]["exp_avg"]["codes"] is optimizer.state[model[0].weight]["exp_avg"].codes
+
+
+@pytest.mark.parametrize("checkpoint", ["plain", "compact"])
+@pytest.mark.parametrize("name", ["8bit", "4bit", "fp8", "factored"])
+def test_saving_and_resuming_stay_below_the_peak_of_training(name, checkpoint):
+    config = replace(FORMATS[name], checkpoint=checkpoint)
+
+    def build(num_layers):
+        model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(num_layers)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        apply_optimizer_state(optimizer, config, model)
+        return model, optimizer
+
+    def peaks(num_layers):
+        model, optimizer = build(num_layers)
+        run_steps(model, optimizer, range(2))
+        set_gradients(model, 2)
+        measured = []
+        with Ledger().watching(model, [optimizer]) as ledger:
+            optimizer.step()
+        measured.append(ledger.measurement.peak_bytes)
+        optimizer.zero_grad()
+        with Ledger().watching(model, [optimizer]) as ledger:
+            saved = optimizer.state_dict()
+        measured.append(ledger.measurement.peak_bytes)
+        resumed_model, resumed = build(num_layers)
+        with Ledger().watching(resumed_model, [resumed]) as ledger:  # what is loaded lies in the file or on the host
+            resumed.load_state_dict(saved)
+        return [*measured, ledger.measurement.peak_bytes]
+
+    one = 4 * 96**2
+    training, saving, resuming = peaks(12)
+    if checkpoint == "compact":
+        assert saving <= training + one
+    else:  # it holds the float32 moments that it returns, and no more than one parameter's temporaries besides
+        assert saving - peaks(6)[1] <= 6 * 3 * one + 6 * 2 * one
+    assert resuming <= training + one
+
+
+# ------------------------------------------------------------------------------- the same object
+@every_case
+def test_pickles_copies_and_undo(name, optimizer_name):
+    model, optimizer, applied = changed(name, optimizer_name)
+    run_steps(model, optimizer, range(3))
+    for twin_model, twin in (copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))):
+        assert type(twin) is type(optimizer)
+        assert is_coded(twin)
+        twin_steps = run_steps(twin_model, twin, range(3, 5))
+        again_model, again = pickle.loads(pickle.dumps((model, optimizer)))
+        assert torch.equal(twin_steps, run_steps(again_model, again, range(3, 5)))
+    applied.undo()
+    assert type(optimizer) is type(OPTIMIZERS[optimizer_name](big_model().parameters()))
+    held = [v for state in optimizer.state.values() for v in state.values()]
+    assert not any(isinstance(v, (Coded, Factored, Elsewhere)) for v in held)
+    run_steps(model, optimizer, range(3, 5))
+    assert flat(model).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"format": "fp8", "backend": "own"}, "is of 8-bit state alone"),
+        ({"backend": "cuda"}, "must be one of 'auto', 'bitsandbytes', 'own'"),
+        ({"checkpoint": "zip"}, "must be one of 'plain', 'compact'"),
+        ({"format": "lowrank", "rank": 0}, "must be positive"),
+        ({"format": "paged", "gradients": "into-state"}, "moments of whole gradients"),
+    ],
+)
+def test_settings_are_checked(settings, word):
+    with pytest.raises(ValueError, match=word):
+        OptimizerState(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "build", "word"),
+    [
+        ("factored", lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "first and second moments"),
+        ("lowrank", lambda p: torch.optim.Adagrad(p, 0.1), "whose moments are known"),
+        ("fp8", lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad"),
+        ("8bit", lambda p: torch.optim.Rprop(p), "'8bit' needs an optimizer whose moments are known"),
+        ("paged", lambda p: torch.optim.AdamW(p), '="paged" needs parameters on CUDA'),
+        ("paged", lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "is paged for AdamW, Adam, Lion alone"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(name, build, word):
+    model = big_model()
+    optimizer = build(list(model.parameters()))
+    plain_class = type(optimizer)
+    config = FORMATS.get(name, OptimizerState(format="paged"))
+    with pytest.raises(ValueError, match=word):
+        apply_optimizer_state(optimizer, config, model)
+    assert type(optimizer) is plain_class
+
+
+def test_adagrad_of_bfloat16_weights_keeps_float32_state():
+    model = big_model(torch.bfloat16)
+    optimizer = torch.optim.Adagrad(model.parameters(), 0.01)
+    apply_low_precision(model, optimizer, LowPrecision())
+    run_steps(model, optimizer, range(3))
+    assert {state["sum"].dtype for state in optimizer.state.values()} == {torch.float32}
