@@ -40,7 +40,7 @@ WAYS_OF_TRAINING = (
     "configure_gradient_clipping",
 )
 
-SETTINGS = ("gradient release", "out-of-memory recovery")
+SETTINGS = ("gradient release", "loss scaling", "out-of-memory recovery")
 """Settings of techniques that have rows of their own."""
 
 _KEEP = '`OptimizerState(gradients="keep")`'
@@ -79,8 +79,8 @@ COMPATIBILITY = (
     Row(
         "low_precision",
         "fp16 with a GradScaler",
-        "bfloat16 gradients need no scaling",
-        'Use `Trainer(precision="32-true")` or "bf16-mixed", or `precision=False`.',
+        "bfloat16 gradients need no scaling, and float16 ones have their own",
+        'Use `Trainer(precision="32-true")`, or `precision=False`.',
     ),
     Row("activation_compression", "checkpointing"),
     Row("activation_compression", "optimizer_state"),
@@ -246,6 +246,12 @@ COMPATIBILITY = (
         "fp16 with a GradScaler",
         "an overflow would be found after parameters have stepped",
         f'Use `precision="bf16-sr"` or bf16-mixed, which need no scaler, or {_KEEP}.',
+    ),
+    Row(
+        "gradient release",
+        "loss scaling",
+        "an overflow would be found after parameters have stepped",
+        f'Use `precision="bf16-sr"`, which needs no scaling, or {_KEEP}.',
     ),
     Row(
         "gradient release",

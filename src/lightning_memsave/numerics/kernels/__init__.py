@@ -32,6 +32,13 @@ def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
     return rounding.round_to_bfloat16(flat, seed)
 
 
+def round_to_float16(flat: Tensor, seed: int) -> Tensor | None:
+    """As `rounding.round_to_float16`."""
+    if _has_native(flat.device):
+        return native.round_to_float16(flat, seed)
+    return rounding.round_to_float16(flat, seed)
+
+
 def pack_mask(mask: Tensor) -> Tensor:
     """One bit per element of a boolean mask, [n]."""
     return native.pack_mask(mask) if _has_native(mask.device) else bits.pack(mask, 1)

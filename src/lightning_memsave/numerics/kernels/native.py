@@ -114,13 +114,22 @@ def dequantize(codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bo
 
 def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
     """As `rounding.round_to_bfloat16`."""
+    return _rounded("round_to_bfloat16", torch.bfloat16, flat, seed)
+
+
+def round_to_float16(flat: Tensor, seed: int) -> Tensor | None:
+    """As `rounding.round_to_float16`."""
+    return _rounded("round_to_float16", torch.float16, flat, seed)
+
+
+def _rounded(name: str, dtype: torch.dtype, flat: Tensor, seed: int) -> Tensor | None:
     lib = library()
     assert lib is not None
     flat = flat.float()
-    out = torch.empty(flat.shape, dtype=torch.bfloat16)
+    out = torch.empty(flat.shape, dtype=dtype)
 
     def work(first: int, last: int) -> int:
-        found: int = lib.round_to_bfloat16(
+        found: int = getattr(lib, name)(
             *(_pointer(flat), _pointer(out), ctypes.c_long(flat.numel()), ctypes.c_uint32(seed)),
             *(ctypes.c_long(first), ctypes.c_long(last)),
         )
