@@ -30,6 +30,7 @@ SETTINGS: dict[str, tuple[str | None, dict[str, Any] | None]] = {
     "bf16+8": ("bf16+8", None),
     "bf16-kahan": ("bf16-kahan", None),
     "fp16-scaled": ("fp16-scaled", None),
+    "bf16-gradients": ("bf16-gradients", None),
     "bf16-sr + 8bit": ("bf16-sr", ALL),
     "bf16-sr + 4bit": ("bf16-sr", {"format": "4bit"} | ALL),
 }
@@ -51,7 +52,7 @@ def made(setting: str, seed: int) -> Subject:
 
 def loss_of(subject: Subject, ids: torch.Tensor) -> torch.Tensor:
     dtype = torch.float16 if subject.setting.startswith("fp16") else torch.bfloat16
-    with torch.autocast("cpu", dtype, enabled=subject.setting != "float32"):
+    with torch.autocast("cpu", dtype, enabled=subject.setting not in ("float32", "bf16-gradients")):
         return next_token_loss(subject.model(ids).float(), ids)
 
 

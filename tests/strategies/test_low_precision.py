@@ -459,3 +459,34 @@ def test_a_checkpoint_takes_no_memory_but_float32_weights_where_they_are_made(we
     held = memsave.report.by_category["weights"] + memsave.report.by_category["optimizer_state"]
     if weight_format not in WITH_CORRECTION:
         assert held + saves.extra <= memsave.report.peak_bytes + largest
+
+
+# ------------------------------------------------------------------------------- bfloat16 gradients of float32 weights
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({}, {}),
+        ({}, {"gradient_clip_val": 0.1}),
+        ({}, {"accumulate_grad_batches": 3}),
+        ({}, {"precision": "bf16-mixed"}),
+        ({"microbatch": 4, "recipe": "measure"}, {}),
+        ({"optimizer_state": "8bit"}, {}),
+        ({"optimizer_state": OptimizerState(format="32bit", gradients="release"), "recipe": "measure"}, {}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Microbatches change the result")
+def test_bfloat16_gradients(settings, options):
+    start, during = Net(), During()
+    start.net[1] = nn.Identity()
+    _, expected = fit(None, copy.deepcopy(start), epochs=4, **options)
+    memsave = MemSave(precision="bf16-gradients", **settings)
+    _, found = fit(
+        memsave, copy.deepcopy(start), epochs=4, callbacks=[] if "recipe" in settings else [during], **options
+    )
+    assert loss_of(found) == pytest.approx(loss_of(expected), rel=0.02)
+    assert {p.dtype for p in found.parameters()} == {torch.float32}
+    assert memsave.report.loss_class == "changed"
+    if "recipe" not in settings:
+        assert during.gradients == {torch.bfloat16}
+        assert set(during.parameters.values()) == {torch.float32}
+        assert during.plugin.precision == options.get("precision", "32-true")

@@ -654,3 +654,73 @@ def test_the_scale_is_resumed():
         run(each, its_optimizer, range(4, 9))
     assert factor_of(resumed) == factor_of(optimizer) == 2.0**11
     assert torch.equal(whole(model), whole(second))
+
+
+# ------------------------------------------------------------------------------- bfloat16 gradients of float32 weights
+def backward(model, optimizer):
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(1)
+    loss = model(torch.randn(16, 24, generator=generator)).square().mean()
+    loss.backward()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bfloat16_gradients_are_the_rounded_ones(name):
+    model = network()
+    plain = copy.deepcopy(model)
+    reference = OPTIMIZERS[name](list(plain.parameters()))
+    _, optimizer, _ = lowered("bf16-gradients", name, model)
+    is_norm = {p: False for p in plain.parameters()} | dict.fromkeys(plain[1].parameters(), True)
+    for _ in range(3):
+        backward(model, optimizer)
+        backward(plain, reference)
+        for p in plain.parameters():
+            p.grad = p.grad if is_norm[p] else p.grad.bfloat16().float()
+        assert model[0].weight.grad.dtype == torch.bfloat16
+        assert model[1].weight.grad.dtype == torch.float32
+        optimizer.step()
+        reference.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.dtype == torch.float32
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_bytes_of_bfloat16_gradients():
+    model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    config = LowPrecision(format="bf16-gradients")
+    assert estimate_low_precision(model, config) == 4 * 40_000
+    apply_low_precision(model, optimizer, config)
+    x = torch.randn(1, 100)
+    for _ in range(2):
+        with Ledger().watching(model, [optimizer], x) as ledger:
+            model(x).sum().backward()  # the second adds to the first
+    assert sum(p.grad.nbytes for p in model.parameters()) == 2 * 40_000
+    assert ledger.measurement.by_category["gradients"] == 2 * 40_000
+
+
+def test_bfloat16_gradients_undone_and_resumed():
+    model, optimizer, applied = lowered("bf16-gradients")
+    for _ in range(2):
+        backward(model, optimizer)
+        optimizer.step()
+    second = network()
+    second.load_state_dict(through_disk(model.state_dict()))
+    _, resumed, _ = lowered("bf16-gradients", model=second)
+    resumed.load_state_dict(through_disk(optimizer.state_dict()))
+    for each, its in ((model, optimizer), (second, resumed)):
+        backward(each, its)
+        its.step()
+    assert torch.equal(whole(model), whole(second))
+    applied.undo()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    backward(model, optimizer)
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    optimizer.step()
+
+
+def test_bfloat16_gradients_have_no_frozen_weights_to_lower():
+    with pytest.raises(
+        ValueError, match=r"`LowPrecision.lower_frozen` needs a format of weights, got 'bf16-gradients'"
+    ):
+        LowPrecision(format="bf16-gradients", lower_frozen=True)

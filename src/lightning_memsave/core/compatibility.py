@@ -40,7 +40,7 @@ WAYS_OF_TRAINING = (
     "configure_gradient_clipping",
 )
 
-SETTINGS = ("gradient release", "loss scaling", "out-of-memory recovery")
+SETTINGS = ("bf16 gradients", "gradient release", "loss scaling", "out-of-memory recovery")
 """Settings of techniques that have rows of their own."""
 
 _KEEP = '`OptimizerState(gradients="keep")`'
@@ -81,6 +81,12 @@ COMPATIBILITY = (
         "fp16 with a GradScaler",
         "bfloat16 gradients need no scaling, and float16 ones have their own",
         'Use `Trainer(precision="32-true")`, or `precision=False`.',
+    ),
+    Row(
+        "bf16 gradients",
+        "DDP",
+        "its buckets hold gradients in the dtype of their parameters",
+        'Use `precision="bf16-sr"` or "bf16+8", or `precision=False`.',
     ),
     Row("activation_compression", "checkpointing"),
     Row("activation_compression", "optimizer_state"),

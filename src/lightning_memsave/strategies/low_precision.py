@@ -10,6 +10,8 @@ import functools
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.strategies.namespaces import namespace_of
@@ -30,7 +32,7 @@ def lower_precision(trainer: Any, config: LowPrecision) -> tuple[Weights, Applie
     device = strategy.root_device.type
     if weights.scaling is not None:
         strategy.precision_plugin = _scaled(plugins)("16-mixed", device, weights.scaling)
-    elif type(before) is plugins.Precision:
+    elif type(before) is plugins.Precision and weights.format.dtype == torch.bfloat16:
         strategy.precision_plugin = plugins.MixedPrecision("bf16-mixed", device)
 
     def restore() -> None:

@@ -9,6 +9,7 @@ What shrinks, in bytes per parameter:
 | `"bf16+8"` | 3 | 2 | kept in an 8-bit correction: weights of 24 bits |
 | `"bf16-kahan"` | 4 | 2 | kept in a bfloat16 correction |
 | `"fp16-scaled"` | 2 | 2 | kept on average; the momentum of SGD takes 2 bytes too |
+| `"bf16-gradients"` | 4 | 2 | |
 
 A weight in plain bfloat16 has 8 significant bits, so an update below 1/512 of it is lost by rounding, and training
 stalls. Here the step itself, the user's own optimizer with whatever it does, runs on a float32 copy of one parameter
@@ -17,6 +18,9 @@ the transient: 8 bytes per element of the largest parameter, besides what the op
 
 Float16 has eight times finer weights than bfloat16 but a range of 6e-8 to 65,504, so `"fp16-scaled"` scales the loss
 (`scaling.py`) and skips steps whose gradients overflow.
+
+`"bf16-gradients"` leaves the weights as they are, and the forward pass: autograd rounds each gradient to bfloat16 where
+it is kept, to the nearest, with three digits.
 
 Normalisation layers and whatever `keep_32bit` names stay float32: small, and torch mixes them with either dtype.
 Buffers stay as they are. The forward pass needs autocast, as the dtypes of inputs, buffers and weights differ; under
@@ -70,7 +74,7 @@ class LowPrecision:
         ValueError: an unknown format, a number out of its range; when applied, a selector that matches no module.
     """
 
-    format: Literal["bf16-sr", "bf16+8", "bf16-kahan", "fp16-scaled"] = "bf16-sr"
+    format: Literal["bf16-sr", "bf16+8", "bf16-kahan", "fp16-scaled", "bf16-gradients"] = "bf16-sr"
     """How weights are stored."""
     keep_32bit: tuple[str | type[nn.Module], ...] = ()
     """Modules whose parameters stay float32, besides normalisation layers: classes, or patterns (`*`, `?`) for class
@@ -98,13 +102,18 @@ class LowPrecision:
             raise setting_error("LowPrecision.initial_scale", "must be positive", self.initial_scale, "Try 65536.")
         if self.growth_interval < 1:
             raise setting_error("LowPrecision.growth_interval", "must be at least 1", self.growth_interval, "Try 2000.")
+        if self.lower_frozen and self.format == "bf16-gradients":
+            raise setting_error(
+                "LowPrecision.lower_frozen", "needs a format of weights", self.format, 'Use `format="bf16-sr"`.'
+            )
         is_one = isinstance(self.keep_32bit, (str, type))
         object.__setattr__(self, "keep_32bit", (self.keep_32bit,) if is_one else tuple(self.keep_32bit))
 
     @property
     def rows(self) -> tuple[str, ...]:
         """Settings that the compatibility table knows by name."""
-        return ("loss scaling",) if self.format == "fp16-scaled" else ()
+        rows = {"fp16-scaled": ("loss scaling",), "bf16-gradients": ("bf16 gradients",)}
+        return rows.get(self.format, ())
 
     def lower(self, model: nn.Module) -> Weights:
         """Lower the parameters of `model`, in place.

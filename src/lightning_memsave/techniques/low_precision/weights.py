@@ -22,6 +22,7 @@ class Format(NamedTuple):
     """How a weight is stored."""
 
     dtype: torch.dtype
+    """float32: only the gradient is short, bfloat16."""
     correction: torch.dtype | None
     """Of what is kept beside it; `None`: it is rounded stochastically."""
     how: str
@@ -32,6 +33,7 @@ FORMATS: Mapping[str, Format] = {
     "bf16+8": Format(torch.bfloat16, torch.int8, "bfloat16, rounded to 24 bits"),
     "bf16-kahan": Format(torch.bfloat16, torch.bfloat16, "bfloat16, compensated in bfloat16"),
     "fp16-scaled": Format(torch.float16, None, "float16, rounded stochastically"),
+    "bf16-gradients": Format(torch.float32, None, "float32, and their gradients bfloat16"),
 }
 
 
@@ -110,7 +112,7 @@ class Weights:
                 _check_range(name, p)
         num_all = sum(1 for _ in model.parameters())
         self.summary = f"{len(self._places)} of {num_all} parameters in {weight_format}, stepped in float32"
-        self.reason = f"weights are {self.format.how} after each step"
+        self.reason = f"weights are {self.format.how}{'' if self._is_whole else ' after each step'}"
         self._hooks: list[Any] = []
         for parameter, place in self._places.items():
             self._store(parameter, place, parameter.detach())
@@ -126,8 +128,17 @@ class Weights:
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._places)
 
+    @property
+    def _is_whole(self) -> bool:
+        return self.format.dtype == torch.float32
+
     @torch.no_grad()
     def _store(self, p: Tensor, place: _Place, whole: Tensor) -> None:
+        if self._is_whole:
+            gradient, p.grad = p.grad, None
+            p.grad_dtype = torch.bfloat16
+            p.grad = None if gradient is None else gradient.bfloat16()
+            return
         if self.format.correction is None or not p.requires_grad:
             p.data = whole.to(self.format.dtype)
             return
@@ -139,11 +150,13 @@ class Weights:
         return getattr(place.owner, place.buffer, None)
 
     def whole(self, p: Tensor) -> Tensor:
-        """The weights of `p` in float32, a copy."""
-        return join(p.detach(), self._correction(p))
+        """The weights of `p` in float32; a copy, unless they are float32 anyway."""
+        return p.detach() if self._is_whole else join(p.detach(), self._correction(p))
 
     def write(self, p: Tensor, whole: Tensor, num_steps: int) -> None:
         """Round `whole` into `p`, with the noise of step `num_steps`."""
+        if self._is_whole:
+            return  # it has been changed in place
         correction = self._correction(p)
         if correction is None:
             seed = mix(mix(mix(self._seed & 0xFFFFFFFF) ^ (num_steps & 0xFFFFFFFF)) ^ self._places[p].index)
@@ -164,6 +177,8 @@ class Weights:
             gradient, p.grad = p.grad, None
             has_correction = self._correction(p) is not None
             p.data = self.whole(p).to(place.was)
+            if self._is_whole:
+                p.grad_dtype = place.was
             p.grad = None if gradient is None else gradient.to(place.was)
             if has_correction:
                 delattr(place.owner, place.buffer)
