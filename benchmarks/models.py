@@ -172,10 +172,10 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def plain_gpt(
-    setting: str, batch_size: int = 8, context: int = 256, microbatch: int | None = None, **shape: Any
+    setting: str, batch_size: int = 8, context: int = 256, microbatch: int | None = None, seed: int = 0, **shape: Any
 ) -> Subject:
     """A GPT of plain torch modules (6 layers, width 256, 8 heads, context 256, batch 8, bytes, dropout 0.1), AdamW."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = PlainGPT(**{"num_layers": 6, "width": 256, "num_heads": 8, **shape}, context=context)
     ids = torch.randint(0, 256, (batch_size, context))
     subject = _subject(setting, model, _adamw(model), ids, lambda: next_token_loss(model(ids), ids))

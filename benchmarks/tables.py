@@ -197,6 +197,49 @@ def state_errors() -> str:
     return markdown(head, lines)
 
 
+def low_precision_quality() -> str:
+    """Validation loss of three seeds, and how far it is from float32 with the same seed."""
+    head = ("setting", "validation loss", "against float32", "CPU time of training")
+    lines = []
+    seconds = 0.0
+    for setting, runs in by_setting(rows("low_precision_quality")):
+        values = [float(run["quality_value"]) for run in runs]
+        differences = [100 * float(run["relative_difference"]) for run in runs]
+        error = statistics.stdev(differences) / len(differences) ** 0.5
+        seconds = seconds or mean(runs, "cpu_seconds_run")
+        lines.append(
+            (
+                setting,
+                f"{statistics.mean(values):.4f}",
+                f"{statistics.mean(differences):+.2f} % ± {error:.2f}" if lines else "",
+                f"{mean(runs, 'cpu_seconds_run') / seconds:.1f}x",
+            )
+        )
+    return markdown(head, lines)
+
+
+def peft() -> str:
+    """Bytes of a step of LoRA, by kind."""
+    head = (
+        "setting",
+        "weights MB",
+        "gradients",
+        "state",
+        "activations",
+        "peak MB",
+        "factor",
+        "CPU time",
+        "gradients differ",
+    )
+    kinds = ("weights", "gradients", "optimizer_state", "activations", "peak")
+    lines = []
+    for row in rows("peft"):
+        held = {kind: float(row[f"{kind}_bytes"]) / MB for kind in kinds}
+        difference = row["quality_value"] and f"{float(row['quality_value']):.0e}".replace("0e+00", "0")
+        lines.append((row["setting"], *(f"{held[kind]:.2f}" for kind in kinds), *_factor_and_time(row), difference))
+    return markdown(head, lines)
+
+
 def checkpointing_resnet1000() -> str:
     """Feature maps of the network of Chen et al., scaled down and run, and at full size on fake tensors."""
     head = ("network", "setting", "feature maps GB", "factor", "paper GB", "CPU time", "tensors that differ")
@@ -346,6 +389,20 @@ def sparsity_digits() -> str:
     return markdown(head, lines)
 
 
+def sparsity_text() -> str:
+    """Mean and standard error of three seeds, a method in each row."""
+    found = rows("sparsity_text")
+    sparsities = [s for s in dict.fromkeys(row["sparsity"] for row in found) if float(s)]
+    head = ("method", *(f"{float(s):.0%} zero" for s in sparsities), "held MB at 90 %")
+    lines = []
+    for setting, runs in by_setting(found):
+        cells = [[float(r["quality_value"]) for r in runs if r["sparsity"] in (s, "0.0")] for s in sparsities]
+        losses = (f"{statistics.mean(c):.3f} ± {statistics.stdev(c) / len(c) ** 0.5:.3f}" for c in cells)
+        held = [r for r in runs if r["sparsity"] in ("0.9", "0.0")]
+        lines.append((setting, *losses, f"{mean(held, 'held_bytes') / MB:.2f}"))
+    return markdown(head, lines)
+
+
 def _mean_and_error(values: list[float]) -> str:
     error = statistics.stdev(values) / len(values) ** 0.5
     return f"{statistics.mean(values):.1%} ± {error * 100:.1f}"
@@ -359,7 +416,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"demo": demo},
     "docs/techniques/activation_compression.md": {"measured": activations, "codecs": codecs, "quality": quality},
     "docs/techniques/microbatching.md": {"sizes": microbatching, "recovery": recovery, "batchnorm": batchnorm},
-    "docs/techniques/low_precision.md": {"measured": low_precision},
+    "docs/peft.md": {"measured": peft},
+    "docs/techniques/low_precision.md": {"measured": low_precision, "quality": low_precision_quality},
     "docs/techniques/optimizer_state.md": {"errors": state_errors},
     "docs/techniques/checkpointing.md": {
         "blocks": checkpointing_blocks,
@@ -368,7 +426,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "budget": checkpointing_budget,
         "compression": checkpointing_codecs,
     },
-    "docs/techniques/sparsity.md": {"steps": sparsity_steps, "digits": sparsity_digits},
+    "docs/techniques/sparsity.md": {"steps": sparsity_steps, "digits": sparsity_digits, "text": sparsity_text},
 }
 
 

@@ -9,12 +9,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_memsave import Ledger, LowPrecision, OptimizerState, apply_low_precision, apply_optimizer_state
-from lightning_memsave.techniques.low_precision import Weights, estimate_low_precision
+from lightning_memsave.techniques.low_precision import LossScaling, Weights, estimate_low_precision
 from tests.contracts.spec import Spec
 
 SPEC = Spec(config=LowPrecision(), loss_class="changed", trainer_precision="32-true", tips_by=3e-2, shrinks="weights")
-FORMATS = ("bf16-sr", "bf16+8", "bf16-kahan")
-ERRORS = {"bf16-sr": 2.0**-7, "bf16+8": 2.0**-15, "bf16-kahan": 2.0**-17}  # of a weight, by one rounding
+FORMATS = ("bf16-sr", "bf16+8", "bf16-kahan", "fp16-scaled")
+WITH_CORRECTION = ("bf16+8", "bf16-kahan")
+# Of a weight, by one rounding.
+ERRORS = {"bf16-sr": 2.0**-7, "bf16+8": 2.0**-15, "bf16-kahan": 2.0**-17, "fp16-scaled": 2.0**-10}
+DTYPES = {name: torch.float16 if name == "fp16-scaled" else torch.bfloat16 for name in FORMATS}
 every_format = pytest.mark.parametrize("weight_format", FORMATS)
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -38,19 +41,26 @@ def network():
 def lowered(weight_format="bf16-sr", optimizer="AdamW", model=None, **settings):
     model = network() if model is None else model
     optimizer = OPTIMIZERS[optimizer](list(model.parameters()))
+    if weight_format == "fp16-scaled":
+        settings = {"initial_scale": 2.0**8, **settings}
     return model, optimizer, apply_low_precision(model, optimizer, LowPrecision(format=weight_format, **settings))
 
 
-def give_gradients(model, step):
-    """Numbers that bfloat16 holds, so that each format sees the same."""
+def give_gradients(model, step, factor=1.0):
+    """Numbers that bfloat16 and, small enough, float16 hold, so that each format sees the same."""
     generator = torch.Generator().manual_seed(step)
     for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
+        p.grad = (torch.randn(p.shape, generator=generator).bfloat16() * factor).to(p.dtype)
+
+
+def factor_of(optimizer):
+    """What gradients are multiplied with, as that of a scaled loss."""
+    return float(optimizer.scale_loss(torch.ones(()))) if hasattr(optimizer, "scale_loss") else 1.0
 
 
 def run(model, optimizer, steps):
     for step in steps:
-        give_gradients(model, step)
+        give_gradients(model, step, factor_of(optimizer))
         optimizer.step()
 
 
@@ -79,10 +89,11 @@ def test_any_optimizer_steps_in_float32(weight_format, name):
     num_steps = 5
     run(plain, optimizer, range(num_steps))
     run(model, ours, range(num_steps))
-    assert model[0].weight.dtype == model[3].bias.dtype == torch.bfloat16
+    assert model[0].weight.dtype == model[3].bias.dtype == DTYPES[weight_format]
     assert model[1].weight.dtype == torch.float32
     tensors = [v for v in ours.state[model[0].weight].values() if torch.is_tensor(v) and v.is_floating_point()]
-    assert {v.dtype for v in tensors} <= {torch.float32}
+    is_short = weight_format == "fp16-scaled" and name == "SGD"
+    assert {v.dtype for v in tensors} <= {torch.float16 if is_short else torch.float32}
     expected = whole(plain)
     error = (whole(model) - expected).abs()
     # Each step rounds once; the second term is for what weight decay and parameter scales make of such differences.
@@ -101,9 +112,9 @@ def loss_after(weight_format, lr=1e-4, num_steps=150):
         apply_low_precision(model, optimizer, LowPrecision(format=weight_format))
     for _ in range(num_steps):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=bool(weight_format)):
+        with torch.autocast("cpu", DTYPES.get(weight_format, torch.bfloat16), enabled=bool(weight_format)):
             loss = F.mse_loss(model(x).float(), y)
-        loss.backward()
+        (optimizer.scale_loss(loss) if weight_format in FORMATS else loss).backward()
         optimizer.step()
     return loss.item()
 
@@ -192,7 +203,7 @@ def test_bytes_equal_the_estimate(weight_format):
 def test_bytes_per_parameter_of_the_docstring():
     model = nn.Linear(100, 100)
     sizes = [estimate_low_precision(model, LowPrecision(format=f)) / 10_100 for f in FORMATS]
-    assert sizes == [2, 3, 4]
+    assert sizes == [2, 3, 4, 2]
 
 
 @every_format
@@ -219,7 +230,7 @@ def test_the_plain_module_and_optimizer_load_it(weight_format):
     assert list(model.state_dict()) == list(plain.state_dict())
     assert torch.equal(whole(plain), whole(model))
     dtypes = {value.dtype for value in model.state_dict().values()}
-    assert dtypes == ({torch.float32, torch.bfloat16} if weight_format == "bf16-sr" else {torch.float32})
+    assert dtypes == ({torch.float32} if weight_format in WITH_CORRECTION else {torch.float32, DTYPES[weight_format]})
     plain_optimizer = OPTIMIZERS["AdamW"](list(plain.parameters()))
     plain_optimizer.load_state_dict(through_disk(optimizer.state_dict()))
     run(plain, plain_optimizer, range(4, 6))
@@ -241,7 +252,7 @@ def test_a_checkpoint_continues_bit_for_bit(weight_format):
             second.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
         assert resumed.state[second[0].weight]["exp_avg"].dtype == torch.float32
-        assert {p.dtype for p in second.parameters()} == {torch.bfloat16, torch.float32}
+        assert {p.dtype for p in second.parameters()} == {DTYPES[weight_format], torch.float32}
         straight, copied = copy.deepcopy((model, optimizer))
         run(straight, copied, range(4, 8))
         run(second, resumed, range(4, 8))
@@ -249,7 +260,7 @@ def test_a_checkpoint_continues_bit_for_bit(weight_format):
         assert all(torch.equal(a, b) for a, b in zip(straight.buffers(), second.buffers(), strict=True))
 
 
-@pytest.mark.parametrize("weight_format", FORMATS[1:])
+@pytest.mark.parametrize("weight_format", WITH_CORRECTION)
 def test_a_float32_state_dict_keeps_more_than_bfloat16_when_loaded(weight_format):
     model, _, _ = lowered(weight_format)
     other = network().state_dict()
@@ -338,7 +349,7 @@ def test_with_8bit_state(weight_format):
     ours, reference = (torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, plain))
     apply_optimizer_state(ours, config, model)
     apply_optimizer_state(reference, config, plain)
-    apply_low_precision(model, ours, LowPrecision(format=weight_format))
+    apply_low_precision(model, ours, LowPrecision(format=weight_format, initial_scale=2.0**8))
     run(model, ours, range(3))
     run(plain, reference, range(3))
     assert ours.state[model[0].weight]["state1"].dtype == torch.uint8
@@ -362,7 +373,7 @@ def test_tied_frozen_and_channels_last(weight_format):
     frozen = model["f"].weight.detach().clone()
     _, optimizer, _ = lowered(weight_format, model=model)
     for p in model.parameters():
-        p.grad = torch.ones_like(p) if p.requires_grad else None
+        p.grad = torch.ones_like(p) * factor_of(optimizer) if p.requires_grad else None
     before = model.state_dict()
     before = {name: value.clone() for name, value in before.items()}
     optimizer.step()
@@ -372,8 +383,7 @@ def test_tied_frozen_and_channels_last(weight_format):
     for name in ("a.weight", "c.weight"):
         step = (before[name].float() - after[name].float()).mean()
         assert step == pytest.approx(1e-3, rel=0.3)
-    assert ((after["f.weight"].float() - frozen).abs() <= 2**-8 * frozen.abs()).all()
-    assert torch.equal(after["f.weight"], before["f.weight"])
+    assert torch.equal(after["f.weight"], frozen)
 
 
 def test_bfloat16_parameters_are_taken_as_well():
@@ -415,10 +425,12 @@ def test_a_selector_that_matches_nothing_is_an_error():
         lowered(keep_32bit=("Conv*",))
 
 
-@pytest.mark.parametrize("settings", [{"format": "fp16"}, {"seed": -1}])
-def test_settings_are_checked(settings):
-    with pytest.raises(ValueError, match=r"`precision` must be one of 'bf16-sr'|LowPrecision.seed"):
-        LowPrecision(**settings)
+@pytest.mark.parametrize(
+    ("name", "value"), [("format", "fp16"), ("seed", -1), ("initial_scale", 0.0), ("growth_interval", 0)]
+)
+def test_settings_are_checked(name, value):
+    with pytest.raises(ValueError, match=r"`precision` must be one of 'bf16-sr'|`LowPrecision." + name):
+        LowPrecision(**{name: value})
 
 
 def test_shorthands():
@@ -433,3 +445,282 @@ def test_an_optimizer_of_all_parameters_is_refused_and_nothing_changed():
         apply_low_precision(model, optimizer, LowPrecision(format="bf16+8"))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert list(model.buffers()) == []
+
+
+@pytest.mark.parametrize("weight_format", WITH_CORRECTION)
+def test_a_part_of_the_model_writes_and_reads_whole_weights_too(weight_format):
+    model, optimizer, _ = lowered(weight_format)
+    run(model, optimizer, range(3))
+    part, everything = model[0].state_dict(), model.state_dict()
+    assert part["weight"].dtype == torch.float32
+    assert torch.equal(part["weight"], everything["0.weight"])
+    second, _, _ = lowered(weight_format)
+    second[0].load_state_dict(part)
+    assert torch.equal(second.state_dict()["0.weight"], part["weight"])
+
+
+@pytest.mark.parametrize("weight_format", WITH_CORRECTION)
+def test_tied_weights_are_whole_under_both_names(weight_format):
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    model["b"].weight = model["a"].weight
+    _, optimizer, _ = lowered(weight_format, model=model)
+    run(model, optimizer, range(3))
+    saved = model.state_dict()
+    assert torch.equal(saved["a.weight"], saved["b.weight"])
+    assert torch.equal(model["b"].state_dict()["weight"], saved["a.weight"])
+    assert not torch.equal(saved["a.weight"], saved["a.weight"].bfloat16().float())
+    copied = copy.deepcopy(model)
+    run(model, optimizer, range(3, 4))
+    assert torch.equal(copied.state_dict()["b.weight"], saved["b.weight"])
+
+
+# ------------------------------------------------------------------------------- frozen weights
+@every_format
+def test_frozen_weights_are_lowered_when_asked(weight_format):
+    model = network()
+    model[0].requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    config = LowPrecision(format=weight_format, lower_frozen=True)
+    estimate = estimate_low_precision(model, config)
+    optimizer = OPTIMIZERS["AdamW"](list(model.parameters()))
+    applied = apply_low_precision(model, optimizer, config)
+    assert model[0].weight.dtype == DTYPES[weight_format]
+    assert not model[0].weight.requires_grad
+    assert sum(t.nbytes for t in (*model.parameters(), *model.buffers())) == estimate
+    rounded = before["0.weight"].to(DTYPES[weight_format])
+    assert torch.equal(model[0].weight, rounded)
+    assert torch.equal(model.state_dict()["0.weight"], rounded)
+    give_gradients(model[3], 0, factor_of(optimizer))
+    optimizer.step()
+    assert torch.equal(model[0].weight, rounded)
+    assert model[0].weight not in optimizer.state
+    applied.undo()
+    assert torch.equal(model[0].weight, rounded.float())
+
+
+@every_format
+def test_a_lowered_weight_that_is_unfrozen_later_trains(weight_format):
+    model = nn.ModuleList([nn.Linear(64, 64, bias=False), nn.Linear(4, 4)])
+    model[0].requires_grad_(False)
+    _, optimizer, _ = lowered(weight_format, "SGD", model, lower_frozen=True)
+    model[0].requires_grad_(True)
+    before = whole(model[0])
+    for _ in range(50):  # each step below what 16 bits show
+        model[0].weight.grad = torch.full((64, 64), 0.001).to(DTYPES[weight_format]) * factor_of(optimizer)
+        optimizer.step()
+    plain = torch.zeros(1, requires_grad=True)
+    reference = OPTIMIZERS["SGD"]([plain])
+    for _ in range(50):
+        plain.grad = torch.full((1,), 0.001)
+        reference.step()
+    assert float((whole(model[0]) - before).mean()) == pytest.approx(plain.item(), rel=0.15)
+    assert whole(model[0]).dtype == torch.float32
+
+
+# ------------------------------------------------------------------------------- loss scaling
+def scaled(factor=2.0**8, growth_interval=2000, optimizer="SGD"):
+    model, optimizer, _ = lowered("fp16-scaled", optimizer, initial_scale=factor, growth_interval=growth_interval)
+    return model, optimizer
+
+
+def test_the_scale_does_not_change_what_is_learnt():
+    after = []
+    for factor in (2.0**2, 2.0**12):
+        torch.manual_seed(0)
+        model, optimizer = scaled(factor)
+        assert factor_of(optimizer) == factor
+        for step in range(4):
+            give_gradients(model, step, factor * 2.0**-6)
+            optimizer.step()
+        after.append(whole(model))
+    assert torch.equal(*after)
+
+
+def test_a_gradient_too_small_for_float16_is_learnt_from():
+    p = nn.Parameter(torch.zeros(1000))
+    model = nn.ParameterList([p])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    apply_low_precision(model, optimizer, LowPrecision(format="fp16-scaled"))
+    loss = (p.float() * 1e-9).sum()
+    assert float(torch.tensor(1e-9).half()) == 0
+    optimizer.scale_loss(loss).backward()
+    assert p.grad.dtype == torch.float16
+    optimizer.step()
+    assert float(p.detach().double().mean()) == pytest.approx(-1e-9, rel=0.5)  # its spacing at zero is 6e-8
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_step_that_overflows_is_skipped_and_halves_the_scale(bad):
+    model, optimizer = scaled()
+    run(model, optimizer, range(2))
+    weights, state = whole(model), copy.deepcopy(optimizer.state_dict()["state"])
+    give_gradients(model, 2, factor_of(optimizer))
+    model[3].weight.grad[0, 0] = bad
+    optimizer.step()
+    assert torch.equal(whole(model), weights)
+    for number, before in state.items():
+        assert torch.equal(optimizer.state_dict()["state"][number]["momentum_buffer"], before["momentum_buffer"])
+    assert factor_of(optimizer) == 2.0**7
+    run(model, optimizer, range(2, 3))
+    assert not torch.equal(whole(model), weights)
+
+
+def test_an_overflow_of_a_float32_parameter_skips_as_well():
+    model, optimizer = scaled()
+    weights = whole(model)
+    give_gradients(model, 0, factor_of(optimizer))
+    model[1].weight.grad[0] = float("inf")
+    optimizer.step()
+    assert torch.equal(whole(model), weights)
+
+
+def test_good_steps_double_the_scale_as_torchs_scaler_does():
+    model, optimizer = scaled(growth_interval=3)
+    reference = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+    p = nn.Parameter(torch.zeros(1))
+    plain = torch.optim.SGD([p], 0.1)
+    for step in range(12):
+        overflows = step in (2, 8, 9)
+        give_gradients(model, step, factor_of(optimizer))
+        reference.scale(p.sum()).backward()
+        if overflows:
+            model[0].weight.grad[0, 0] = p.grad[0] = float("inf")
+        optimizer.step()
+        reference.step(plain)
+        reference.update()
+        plain.zero_grad()
+        assert factor_of(optimizer) == reference.get_scale(), step
+    assert reference.get_scale() == 2.0**6
+
+
+def test_a_loss_that_was_not_scaled_is_noticed():
+    model, optimizer, _ = lowered("fp16-scaled")
+    give_gradients(model, 0)
+    with pytest.raises(RuntimeError, match=r"optimizer.scale_loss\(loss\).backward\(\)"):
+        optimizer.step()
+
+
+def test_weights_beyond_float16_are_refused():
+    model = network()
+    model[0].weight.data[0, 0] = 1e5
+    with pytest.raises(ValueError, match=r"`precision` can hold weights up to 65,504 in float16, got '0.weight with"):
+        lowered("fp16-scaled", model=model)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+def test_clipping_is_of_gradients_without_the_factor(max_norm):
+    model, plain = network(), network()
+    lowered("fp16-scaled", "SGD", model)
+    scaling = LossScaling(2.0**8, 2000)
+    scaling.scale(torch.ones(()))
+    give_gradients(model, 0, 2.0**8)
+    give_gradients(plain, 0)
+    norm = scaling.clip_by_norm(model.parameters(), max_norm)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+    assert float(norm) == pytest.approx(float(expected), rel=1e-3)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.float() / 2**8, q.grad, rtol=2e-3, atol=1e-7)
+    scaling.clip_by_value(model.parameters(), 0.003)
+    nn.utils.clip_grad_value_(plain.parameters(), 0.003)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.float() / 2**8, q.grad, rtol=2e-3, atol=1e-7)
+    model[0].weight.grad[0, 0] = float("inf")
+    scaling.clip_by_value(model.parameters(), 0.003)
+    assert model[0].weight.grad[0, 0].isinf()
+
+
+def test_the_momentum_of_sgd_is_float16_and_float32_once_undone():
+    model, optimizer, applied = lowered("fp16-scaled", "SGD")
+    run(model, optimizer, range(2))
+    state = optimizer.state[model[0].weight]
+    assert state["momentum_buffer"].dtype == torch.float16
+    assert optimizer.state[model[1].weight]["momentum_buffer"].dtype == torch.float32
+    applied.undo()
+    assert optimizer.state[model[0].weight]["momentum_buffer"].dtype == torch.float32
+    give_gradients(model, 2)
+    optimizer.step()
+
+
+def test_the_scale_is_resumed():
+    model, optimizer = scaled(growth_interval=3)
+    run(model, optimizer, range(4))
+    saved = through_disk((model.state_dict(), optimizer.state_dict()))
+    assert saved[1]["memsave_low_precision"]["loss_scaling"]["scale"] == 2.0**9
+    second, resumed = scaled(growth_interval=3)
+    second.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    for each, its_optimizer in ((model, optimizer), (second, resumed)):
+        run(each, its_optimizer, range(4, 9))
+    assert factor_of(resumed) == factor_of(optimizer) == 2.0**11
+    assert torch.equal(whole(model), whole(second))
+
+
+# ------------------------------------------------------------------------------- bfloat16 gradients of float32 weights
+def backward(model, optimizer):
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(1)
+    loss = model(torch.randn(16, 24, generator=generator)).square().mean()
+    loss.backward()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bfloat16_gradients_are_the_rounded_ones(name):
+    model = network()
+    plain = copy.deepcopy(model)
+    reference = OPTIMIZERS[name](list(plain.parameters()))
+    _, optimizer, _ = lowered("bf16-gradients", name, model)
+    is_norm = {p: False for p in plain.parameters()} | dict.fromkeys(plain[1].parameters(), True)
+    for _ in range(3):
+        backward(model, optimizer)
+        backward(plain, reference)
+        for p in plain.parameters():
+            p.grad = p.grad if is_norm[p] else p.grad.bfloat16().float()
+        assert model[0].weight.grad.dtype == torch.bfloat16
+        assert model[1].weight.grad.dtype == torch.float32
+        optimizer.step()
+        reference.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.dtype == torch.float32
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_bytes_of_bfloat16_gradients():
+    model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    config = LowPrecision(format="bf16-gradients")
+    assert estimate_low_precision(model, config) == 4 * 40_000
+    apply_low_precision(model, optimizer, config)
+    x = torch.randn(1, 100)
+    for _ in range(2):
+        with Ledger().watching(model, [optimizer], x) as ledger:
+            model(x).sum().backward()  # the second adds to the first
+    assert sum(p.grad.nbytes for p in model.parameters()) == 2 * 40_000
+    assert ledger.measurement.by_category["gradients"] == 2 * 40_000
+
+
+def test_bfloat16_gradients_undone_and_resumed():
+    model, optimizer, applied = lowered("bf16-gradients")
+    for _ in range(2):
+        backward(model, optimizer)
+        optimizer.step()
+    second = network()
+    second.load_state_dict(through_disk(model.state_dict()))
+    _, resumed, _ = lowered("bf16-gradients", model=second)
+    resumed.load_state_dict(through_disk(optimizer.state_dict()))
+    for each, its in ((model, optimizer), (second, resumed)):
+        backward(each, its)
+        its.step()
+    assert torch.equal(whole(model), whole(second))
+    applied.undo()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    backward(model, optimizer)
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    optimizer.step()
+
+
+def test_bfloat16_gradients_have_no_frozen_weights_to_lower():
+    with pytest.raises(
+        ValueError, match=r"`LowPrecision.lower_frozen` needs a format of weights, got 'bf16-gradients'"
+    ):
+        LowPrecision(format="bf16-gradients", lower_frozen=True)

@@ -498,3 +498,36 @@ def test_applying_twice_is_refused():
     apply_sparsity(model, tiny())
     with pytest.raises(ValueError, match="must be applied once"):
         apply_sparsity(model, tiny())
+
+
+@pytest.mark.parametrize("padding_idx", [None, 0, 7])
+@pytest.mark.parametrize("by_frequency", [False, True])
+def test_of_an_embedding_only_the_rows_that_are_read_become_dense(padding_idx, by_frequency):
+    dense = nn.Embedding(4000, 24, padding_idx=padding_idx, scale_grad_by_freq=by_frequency)
+    sparse = copy.deepcopy(dense)
+    apply_sparsity(sparse, Sparsity(sparsity=0.9))
+    dense.load_state_dict(sparse.state_dict())
+    ids = torch.randint(0, 4000, (3, 5), dtype=torch.int32)
+    ids[0, :3] = torch.tensor([7, 7, 3999])
+    with Ledger().watching(sparse, batch=ids) as ledger:
+        out = sparse(ids)
+        out.sin().sum().backward()
+    whole = dense(ids)
+    whole.sin().sum().backward()
+    assert torch.equal(out, whole)
+    assert torch.equal(sparse.values.grad, sparse.layout.compact(dense.weight.grad))
+    positions_bytes = 8 * sparse.values.numel()  # unpacked for a moment
+    assert ledger.measurement.peak_bytes - ledger.measurement.held_bytes < positions_bytes + dense.weight.nbytes / 5
+
+
+def test_an_embedding_with_a_forward_of_its_own_sees_its_whole_weight():
+    class Scaled(nn.Embedding):
+        def forward(self, input):
+            return super().forward(input) * self.weight.std()
+
+    dense = Scaled(100, 32)
+    sparse = copy.deepcopy(dense)
+    apply_sparsity(sparse, Sparsity(sparsity=0.5))
+    dense.load_state_dict(sparse.state_dict())
+    ids = torch.arange(9)
+    assert torch.equal(sparse(ids), dense(ids))

@@ -450,3 +450,25 @@ def test_the_length_of_the_run_is_asked_for():
 def test_wrong_schedules(options):
     with pytest.raises(ValueError, match=f"UpdateSchedule.{next(iter(options))}"):
         UpdateSchedule(**options)
+
+
+@pytest.mark.parametrize("method", ["dsr", "gradual", "set", "snip"])
+def test_a_graph_that_is_kept_does_not_disturb_the_next_step(method):
+    config = setting("static", initial="snip") if method == "snip" else setting(method, schedule={"every": 1})
+    model, optimizer, updates = make(config)
+    plain_model, plain_optimizer, plain_updates = make(config)
+    kept = []
+    for _ in range(4):
+        for each, its, moves in ((model, optimizer, updates), (plain_model, plain_optimizer, plain_updates)):
+            its.zero_grad()
+            loss = torch.nn.functional.cross_entropy(each(IDS), TARGET)
+            if each is model:
+                kept.append(loss)
+            loss.backward(retain_graph=each is model)
+            its.step()
+            moves.step()
+    for a, b in zip(model.parameters(), plain_model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept[0].backward()

@@ -29,7 +29,8 @@ class MemSave(MemoryMonitor):
     Args:
         recipe: `"lossless"` (what is exact and free), `"measure"` (change nothing: the baseline run), or a `Recipe`.
         sparsity: the fraction of weights that are zero (`0.9`), `"2:4"`, or `Sparsity(...)`.
-        precision: how weights are stored: `"bf16-sr"`, `"bf16+8"`, `"bf16-kahan"`, or `LowPrecision(...)`.
+        precision: how weights are stored: `"bf16-sr"`, `"bf16+8"`, `"bf16-kahan"`, `"fp16-scaled"`,
+            `"bf16-gradients"`, or `LowPrecision(...)`.
         microbatch: samples per microbatch, `"auto"` (recover when memory runs out), or `Microbatching(...)`.
         activations: how saved activations are kept: `"exact"`, `"int8"`, `"int4"`, `"int4-chain"`, a list such as
             `["exact", "int4"]`, or `ActivationCompression(...)`.
@@ -130,8 +131,7 @@ class MemSave(MemoryMonitor):
     def _headlines(self) -> dict[str, float]:
         config = self.recipe.get(Microbatching)
         configured = {"memsave/microbatch_size": config.size} if config is not None and config.size != "auto" else {}
-        sparsifying = None if self._state is None else self._state.sparsifying
-        return {**super()._headlines(), **configured, **({} if sparsifying is None else sparsifying.metrics())}
+        return {**super()._headlines(), **configured, **({} if self._state is None else self._state.metrics())}
 
     def _config(self) -> dict[str, Any]:
         return {**self.recipe.as_dict(), "every": self._meter.every}

@@ -41,7 +41,14 @@ WAYS_OF_TRAINING = (
     "configure_gradient_clipping",
 )
 
-SETTINGS = ("gradient release", "into-state gradients", "compact checkpoints", "out-of-memory recovery")
+SETTINGS = (
+    "bf16 gradients",
+    "compact checkpoints",
+    "gradient release",
+    "into-state gradients",
+    "loss scaling",
+    "out-of-memory recovery",
+)
 """Settings of techniques that have rows of their own."""
 
 _KEEP = '`OptimizerState(gradients="keep")`'
@@ -80,8 +87,14 @@ COMPATIBILITY = (
     Row(
         "low_precision",
         "fp16 with a GradScaler",
-        "bfloat16 gradients need no scaling",
-        'Use `Trainer(precision="32-true")` or "bf16-mixed", or `precision=False`.',
+        "bfloat16 gradients need no scaling, and float16 ones have their own",
+        'Use `Trainer(precision="32-true")`, or `precision=False`.',
+    ),
+    Row(
+        "bf16 gradients",
+        "DDP",
+        "its buckets hold gradients in the dtype of their parameters",
+        'Use `precision="bf16-sr"` or "bf16+8", or `precision=False`.',
     ),
     Row("activation_compression", "checkpointing"),
     Row("activation_compression", "optimizer_state"),
@@ -250,6 +263,12 @@ COMPATIBILITY = (
     ),
     Row(
         "gradient release",
+        "loss scaling",
+        "an overflow would be found after parameters have stepped",
+        f'Use `precision="bf16-sr"`, which needs no scaling, or {_KEEP}.',
+    ),
+    Row(
+        "gradient release",
         "DDP",
         "parameters would step before their gradients are averaged over the ranks",
         f"Use {_KEEP}.",
@@ -307,6 +326,18 @@ COMPATIBILITY = (
         "sparsity",
         "checkpoints of sparse layers are dense, and codes of live weights are not",
         'Use `OptimizerState(checkpoint="plain")`, or `sparsity=False`.',
+    ),
+    Row(
+        "into-state gradients",
+        "loss scaling",
+        "an overflow would be found when it is in the moments",
+        f'Use `precision="bf16-sr"`, which needs no scaling, or {_KEEP}.',
+    ),
+    Row(
+        "into-state gradients",
+        "bf16 gradients",
+        "no gradient is kept that could take fewer bytes",
+        f'Use `precision="bf16-sr"`, `precision=False`, or {_KEEP}.',
     ),
     Row("into-state gradients", "microbatching"),
     Row("into-state gradients", "accumulate_grad_batches"),

@@ -85,16 +85,26 @@ def step_each(
     memory: Counts,
     closure: Callable[[], Any] | None,
     one: Callable[[dict[str, Any], Tensor], object],
+    is_ready: Callable[[], bool] = lambda: True,
 ) -> Any:
     """The step of an optimizer that takes its parameters one at a time: `one(group, p)` for each that is due.
 
+    Args:
+        optimizer: whose parameters.
+        memory: where steps are counted.
+        closure: called first, with gradients.
+        one: steps one parameter.
+        is_ready: asked before the first parameter; when it says no, none is stepped.
+
     Returns:
-        What `closure` does, which is called first, with gradients.
+        What `closure` does.
     """
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
+    if not is_ready():
+        return loss
     groups, pending = optimizer.param_groups, vars(optimizer).get(PENDING, ())
     for group in groups:
         for p in group["params"]:

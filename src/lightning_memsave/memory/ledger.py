@@ -249,6 +249,7 @@ class Ledger(TorchDispatchMode):
         """Book what a step starts with; use the result as a context manager."""
         self._model, self._optimizers = model, tuple(optimizers)
         self.hold("weights", model.parameters())
+        self.hold("weights", (t for p in model.parameters() for t in tensors_in(vars(p))))  # scales of a quantised one
         self.hold("weights", model.buffers())
         for ddp in (m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)):
             self._hold_buckets(ddp)

@@ -78,3 +78,27 @@ def scatter(values: Tensor, index: Tensor, size: int) -> Tensor:
 def gather(dense: Tensor, index: Tensor) -> Tensor:
     """The live values, [k], of a dense tensor, [size]."""
     return dense.index_select(0, unpack_positions(index, dense.numel()))
+
+
+def entries_of_rows(index: Tensor, shape: torch.Size, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The live elements in some rows of a sparse matrix.
+
+    Args:
+        index: of the matrix.
+        shape: of the matrix, (n, m).
+        rows: ascending, [r].
+
+    Returns:
+        Their numbers among the live elements, and their positions in the matrix of these rows alone, [r, m].
+
+    >>> index = pack_positions(torch.tensor([0, 3, 4]), 6)  # of a matrix of 3 rows
+    >>> entries_of_rows(index, torch.Size([3, 2]), torch.tensor([0, 2]))
+    (tensor([0, 2]), tensor([0, 2]))
+    """
+    positions, width = unpack_positions(index, shape.numel()), shape[1]
+    starts = torch.searchsorted(positions, rows * width)
+    counts = torch.searchsorted(positions, (rows + 1) * width) - starts
+    row = torch.repeat_interleave(counts)  # for each entry, [k']
+    numbers = torch.arange(row.numel(), device=row.device) + (starts - counts.cumsum(0) + counts)[row]
+    moved = (torch.arange(rows.numel(), device=rows.device) - rows) * width
+    return numbers, positions[numbers] + moved[row]

@@ -1,8 +1,9 @@
-"""Stochastic rounding to bfloat16, in plain torch: the reference that the C kernel equals bit for bit.
+"""Stochastic rounding to bfloat16 and float16, in plain torch: the reference that the C kernels equal bit for bit.
 
-16 random bits are added to the 16 that bfloat16 lacks, and these are cut off: a value is rounded away from zero with a
-probability that equals its distance, so that E[round(x)] = x. The error is below one unit in the last place, 2**-7 of
-the value. A value that would pass the largest finite one is rounded towards zero instead.
+Random bits are added to those that the shorter format lacks, and these are cut off: a value is rounded away from zero
+with a probability that equals its distance, so that E[round(x)] = x. The error is below one unit in the last place: of
+bfloat16 2**-7 of the value, of float16 2**-10 of it, or 2**-24 where it is below 2**-14. A value that would pass the
+largest finite one is rounded towards zero instead; so is one beyond float16's largest, 65,504.
 
 Source: Zamirai, Zhang, Aberger, De Sa, "Revisiting BFloat16 Training", 2020 (https://arxiv.org/abs/2010.06192).
 """
@@ -17,6 +18,9 @@ from lightning_memsave.numerics.kbit import BLOCK_SIZE, random_bits
 
 _CHUNK = 1024 * BLOCK_SIZE
 _EXPONENT = 0x7F800000
+_SMALLEST_NORMAL = 0x38800000  # 2**-14, float16's, as a float32
+_REBIAS = 112 << 23  # between the exponents of float32 and float16
+_LARGEST = 0x7BFF  # float16's
 
 
 def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
@@ -31,4 +35,22 @@ def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
         rounded = (bits + noise.int()) & -65536
         rounded = torch.where((rounded & _EXPONENT) == _EXPONENT, bits & -65536, rounded)
         out[start : start + _CHUNK] = rounded.view(torch.float32).bfloat16()
+    return out
+
+
+def round_to_float16(flat: Tensor, seed: int) -> Tensor | None:
+    """As `round_to_bfloat16`, to float16."""
+    out = torch.empty(flat.shape, dtype=torch.float16, device=flat.device)
+    for start in range(0, flat.numel(), _CHUNK):
+        bits = flat[start : start + _CHUNK].float().view(torch.int32)
+        if ((bits & _EXPONENT) == _EXPONENT).any():
+            return None
+        blocks = -(-bits.numel() // BLOCK_SIZE)
+        noise = random_bits(seed, start // BLOCK_SIZE, blocks, flat.device).view(-1)[: bits.numel()]
+        magnitude = bits & 0x7FFFFFFF
+        normal = ((magnitude - _REBIAS + (noise & 0x1FFF).int()) >> 13).clamp_max(_LARGEST)
+        # Below the smallest normal number the spacing is 2**-24, and the code is the multiple of it.
+        tiny = (magnitude.view(torch.float32) * 2.0**24 + (noise >> 8).float() * 2.0**-24).clamp_max(1024).int()
+        code = torch.where(magnitude >= _SMALLEST_NORMAL, normal, tiny) | (bits >> 16 & 0x8000)
+        out[start : start + _CHUNK] = code.to(torch.int16).view(torch.float16)
     return out

@@ -1,13 +1,16 @@
-"""Low precision under Lightning: bfloat16 weights before optimizers exist, and the forward pass under autocast.
+"""Low precision under Lightning: 16-bit weights before optimizers exist, and the forward pass under autocast.
 
-Autocast is Lightning's own `bf16-mixed` plugin. Unlike `bf16-true` it leaves inputs, targets and buffers as they are,
-and lets float32 norms stand between bfloat16 layers.
+Autocast is Lightning's own `bf16-mixed` plugin, or `16-mixed` with loss scaling of ours. Unlike `bf16-true` it leaves
+inputs, targets and buffers as they are, and lets float32 norms stand between 16-bit layers.
 """
 
 from __future__ import annotations
 
+import functools
 from importlib import import_module
 from typing import Any
+
+import torch
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
@@ -22,10 +25,15 @@ def lower_precision(trainer: Any, config: LowPrecision) -> tuple[Weights, Applie
         ValueError: `Trainer(precision=...)` asks for something else, or the settings do not suit the module.
     """
     strategy, before = trainer.strategy, trainer.strategy.precision_plugin
-    plugin = _autocast(strategy, before)
+    plugins = import_module(f"{namespace_of(strategy)}.plugins.precision")
+    _check_precision(plugins, before, config)
     _check_averaging(trainer, config)
-    weights = Weights(trainer.lightning_module, config.format, config.keep_32bit, config.seed)
-    strategy.precision_plugin = plugin
+    weights = config.lower(trainer.lightning_module)
+    device = strategy.root_device.type
+    if weights.scaling is not None:
+        strategy.precision_plugin = _scaled(plugins)("16-mixed", device, weights.scaling)
+    elif type(before) is plugins.Precision and weights.format.dtype == torch.bfloat16:
+        strategy.precision_plugin = plugins.MixedPrecision("bf16-mixed", device)
 
     def restore() -> None:
         strategy.precision_plugin = before
@@ -43,7 +51,7 @@ def lower_precision(trainer: Any, config: LowPrecision) -> tuple[Weights, Applie
 def _check_averaging(trainer: Any, config: LowPrecision) -> None:
     """Refuse Lightning's callback that pairs buffers by position with those of a copy that it made before."""
     averaging = [c for c in trainer.callbacks if "WeightAveraging" in {cls.__name__ for cls in type(c).__mro__}]
-    if averaging and config.format != "bf16-sr":
+    if averaging and config.format in ("bf16+8", "bf16-kahan"):
         raise setting_error(
             "precision",
             f"keeps corrections as buffers, which {type(averaging[0]).__name__} cannot average",
@@ -52,15 +60,38 @@ def _check_averaging(trainer: Any, config: LowPrecision) -> None:
         )
 
 
-def _autocast(strategy: Any, plugin: Any) -> Any:
-    plugins = import_module(f"{namespace_of(strategy)}.plugins.precision")
-    if isinstance(plugin, plugins.MixedPrecision) and plugin.precision == "bf16-mixed":
-        return plugin
-    if type(plugin) is plugins.Precision:
-        return plugins.MixedPrecision("bf16-mixed", strategy.root_device.type)
+def _check_precision(plugins: Any, plugin: Any, config: LowPrecision) -> None:
+    is_mixed = isinstance(plugin, plugins.MixedPrecision) and plugin.precision == "bf16-mixed"
+    if type(plugin) is plugins.Precision or (is_mixed and config.format != "fp16-scaled"):
+        return
+    allowed = '"32-true"' if config.format == "fp16-scaled" else '"32-true" or "bf16-mixed"'
     raise setting_error(
         "precision",
         "takes over from Lightning's own and cannot be combined with it",
         f"Trainer(precision={plugin.precision!r})",
-        'Leave `Trainer(precision=...)` at "32-true" or "bf16-mixed", or use `MemSave(precision=False)`.',
+        f"Leave `Trainer(precision=...)` at {allowed}, or use `MemSave(precision=False)`.",
     )
+
+
+@functools.cache
+def _scaled(plugins: Any) -> Any:
+    """Lightning's mixed precision, for gradients that are float16 themselves, which its scaler refuses.
+
+    They stay scaled until they are float32 copies in the optimizer's step, which also looks for overflow.
+    """
+
+    class MixedPrecision(plugins.MixedPrecision):  # type: ignore[misc]  # a base known at run time
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+            return plugins.Precision.optimizer_step(self, *args, **kwargs)
+
+        def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+            plugins.Precision.clip_gradients(self, *args, **kwargs)
+
+        def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+            self.scaler.clip_by_value(self.main_params(optimizer), clip_val)
+
+        def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+            self.scaler.clip_by_norm(self.main_params(optimizer), clip_val)
+
+    MixedPrecision.__qualname__ = "MixedPrecision"  # under which its scale is saved, as Lightning's own
+    return MixedPrecision

@@ -68,6 +68,14 @@ class MemSaveState:
         self.changes.append(self.sparsifying.applied)
         return self.sparsifying
 
+    def metrics(self) -> dict[str, float]:
+        """What loggers see of weights that move, and of loss scaling."""
+        found = {} if self.sparsifying is None else self.sparsifying.metrics()
+        scaling = None if self.weights is None else self.weights.scaling
+        if scaling is not None:
+            found |= {"memsave/loss_scale": scaling.factor, "memsave/num_steps_skipped": float(scaling.num_skipped)}
+        return found
+
     def state_dict(self) -> dict[str, Any]:
         """What recovery has found out and which weights live, for a checkpoint; empty without either."""
         sparsity = {} if self.sparsifying is None else {"sparsity": self.sparsifying.state_dict()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 
 from lightning.pytorch.callbacks import BatchSizeFinder
@@ -10,6 +11,7 @@ from torch import nn
 
 from lightning_memsave.strategies.namespaces import is_compiled
 from lightning_memsave.strategies.optimizers import ways_of_stepping
+from lightning_memsave.techniques.low_precision import LossScaling
 
 
 def ways_of_training(trainer: Any) -> list[str]:
@@ -27,7 +29,9 @@ def ways_of_training(trainer: Any) -> list[str]:
         "DeepSpeed": "DeepSpeedStrategy" in kinds,
         "dataloader_iter": is_param_in_hook_signature(training_step, "dataloader_iter", explicit=True),
         "torch.compile of the whole module": is_compiled(trainer.lightning_module),
-        "fp16 with a GradScaler": getattr(strategy.precision_plugin, "scaler", None) is not None,
+        "fp16 with a GradScaler": not isinstance(
+            getattr(strategy.precision_plugin, "scaler", None), LossScaling | NoneType
+        ),
         "a DDP communication hook": is_ddp and getattr(strategy, "_ddp_comm_hook", None) is not None,
         "SyncBatchNorm": any(isinstance(m, nn.SyncBatchNorm) for m in trainer.lightning_module.modules()),
         "batch size finder": any(isinstance(c, BatchSizeFinder) for c in trainer.callbacks),

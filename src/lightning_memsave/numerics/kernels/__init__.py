@@ -35,16 +35,21 @@ def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
 
 def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift: int = 0) -> tuple[Tensor, Tensor]:
     """As `blockwise.quantize_to_map`."""
-    is_native = _has_native(flat.device) and type(flat) is Tensor  # not a fake one
-    function = native.quantize_to_map if is_native else blockwise.quantize_to_map
+    function = native.quantize_to_map if _has_native(flat.device) else blockwise.quantize_to_map
     return function(flat, code_map, bits, seed, shift)
 
 
 def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: int, num_values: int) -> Tensor:
     """As `blockwise.dequantize_from_map`."""
-    is_native = _has_native(codes.device) and type(codes) is Tensor
-    function = native.dequantize_from_map if is_native else blockwise.dequantize_from_map
+    function = native.dequantize_from_map if _has_native(codes.device) else blockwise.dequantize_from_map
     return function(codes, code_map, absmax, bits, num_values)
+
+
+def round_to_float16(flat: Tensor, seed: int) -> Tensor | None:
+    """As `rounding.round_to_float16`."""
+    if _has_native(flat.device):
+        return native.round_to_float16(flat, seed)
+    return rounding.round_to_float16(flat, seed)
 
 
 def pack_mask(mask: Tensor) -> Tensor:

@@ -251,6 +251,25 @@ int round_to_bfloat16(const uint32_t *x, uint16_t *out, long n, uint32_t seed, l
     return !bad;
 }
 
+/* The same to float16: 13 bits are cut off, or what is below multiples of 2^-24 where the value is below 2^-14. */
+int round_to_float16(const uint32_t *x, uint16_t *out, long n, uint32_t seed, long first, long last) {
+    uint32_t bad = 0;
+    for (long b = first; b < last; b++) {
+        uint32_t block_seed = mix((uint32_t)b ^ seed);
+        long left = n - b * BLOCK < BLOCK ? n - b * BLOCK : BLOCK;
+        for (long i = 0; i < left; i++) {
+            uint32_t v = x[b * BLOCK + i], noise = mix(block_seed + (uint32_t)i * 0x9E3779B9U);
+            uint32_t magnitude = v & 0x7FFFFFFFU, is_tiny = magnitude < 0x38800000U;
+            uint32_t normal = (magnitude - 0x38000000U + (noise & 0x1FFF)) >> 13;
+            float multiple = from_bits(is_tiny ? magnitude : 0) * 0x1p24f + (float)(noise >> 8) * 0x1p-24f;
+            bad |= (v & 0x7F800000U) == 0x7F800000U;
+            normal = normal > 0x7BFF ? 0x7BFF : normal;
+            out[b * BLOCK + i] = (uint16_t)((is_tiny ? (uint32_t)multiple : normal) | (v >> 16 & 0x8000));
+        }
+    }
+    return !bad;
+}
+
 /* Bit masks: bit i of byte j is element 8 j + i. `first` and `last` count bytes. Elements are compared into bytes 0 or
  * 1, 64 at a time, which vectorises; eight bytes then become one by a multiplication that gathers their lowest bits. */
 static inline void gather(const uint8_t *mask, uint8_t *out, long num_elements) {

@@ -118,13 +118,22 @@ def dequantize(codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bo
 
 def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
     """As `rounding.round_to_bfloat16`."""
+    return _rounded("round_to_bfloat16", torch.bfloat16, flat, seed)
+
+
+def round_to_float16(flat: Tensor, seed: int) -> Tensor | None:
+    """As `rounding.round_to_float16`."""
+    return _rounded("round_to_float16", torch.float16, flat, seed)
+
+
+def _rounded(name: str, dtype: torch.dtype, flat: Tensor, seed: int) -> Tensor | None:
     lib = library()
     assert lib is not None
     flat = flat.float()
-    out = torch.empty(flat.shape, dtype=torch.bfloat16)
+    out = torch.empty(flat.shape, dtype=dtype)
 
     def work(first: int, last: int) -> int:
-        found: int = lib.round_to_bfloat16(
+        found: int = getattr(lib, name)(
             *(_pointer(flat), _pointer(out), ctypes.c_long(flat.numel()), ctypes.c_uint32(seed)),
             *(ctypes.c_long(first), ctypes.c_long(last)),
         )
@@ -149,7 +158,8 @@ def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift:
             *(ctypes.c_long(first), ctypes.c_long(last)),
         )
 
-    _in_threads(work, blocks, BLOCK_SIZE)
+    if not is_fake(flat):
+        _in_threads(work, blocks, BLOCK_SIZE)
     return codes, absmax
 
 
@@ -165,7 +175,8 @@ def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: i
             *(ctypes.c_long(num_values), bits, ctypes.c_long(first), ctypes.c_long(last)),
         )
 
-    _in_threads(work, len(absmax), BLOCK_SIZE)
+    if not is_fake(codes):
+        _in_threads(work, len(absmax), BLOCK_SIZE)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Optimizers that step bfloat16 parameters in float32: each on a copy, through the optimizer's own `step`."""
+"""Optimizers that step 16-bit parameters in float32: each on a copy, through the optimizer's own `step`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from lightning_memsave.core.optimizers import (
     step_each,
     step_one,
 )
+from lightning_memsave.techniques.low_precision.scaling import all_finite
 from lightning_memsave.techniques.low_precision.weights import Weights
 
 _MEMORY = "_memsave_low_precision"
 SIDE_KEY = "memsave_low_precision"
+_LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(kw_only=True)
@@ -56,6 +58,8 @@ def step_in_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> None:
 def step_plainly(optimizer: torch.optim.Optimizer) -> None:
     """Undo `step_in_float32`."""
     memory: _Memory = vars(optimizer).pop(_MEMORY)
+    for state in optimizer.state.values():
+        _lengthen(state)
     change_class(optimizer, memory.plain_class)
 
 
@@ -67,7 +71,12 @@ def _in_float32(plain: Any) -> Any:
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             memory: _Memory = vars(self)[_MEMORY]
             one = functools.partial(_step_in_float32, bare_step(memory.plain_class), self, memory)
-            return step_each(self, memory, closure, one)
+            return step_each(self, memory, closure, one, lambda: _unscale(memory.weights, self.param_groups))
+
+        def scale_loss(self, loss: Tensor) -> Tensor:
+            """What to call `backward` on: a multiple of `loss` where float16 gradients need one."""
+            scaling = vars(self)[_MEMORY].weights.scaling
+            return loss if scaling is None else scaling.scale(loss)
 
         def state_dict(self) -> dict[str, Any]:
             return with_counter(self, super().state_dict())
@@ -76,6 +85,9 @@ def _in_float32(plain: Any) -> Any:
             memory: _Memory = vars(self)[_MEMORY]
             with _seemingly_float32(self, memory.weights):
                 super().load_state_dict(state_dict)
+            for p, state in self.state.items():
+                if p in memory.weights:
+                    _shorten(state, memory)
             load_counter(self, state_dict)
 
         def __getstate__(self) -> dict[str, Any]:
@@ -91,11 +103,45 @@ def _step_in_float32(
     if p not in memory.weights:
         step_one(step, optimizer, group, p)
         return
+    scaling = memory.weights.scaling
     whole = stand_in(p, memory.weights.whole(p))
-    whole.grad = None if p.grad is None else p.grad.float()  # `None`: it is in the state already
+    if p.grad is not None:  # else it is in the state already
+        whole.grad = p.grad.float() if scaling is None else p.grad.float().div_(scaling.of_gradients)
+    _lengthen(optimizer.state.get(p, {}))
     with state_moved(optimizer, p, whole):
         step_one(step, optimizer, group, whole)
+    _shorten(optimizer.state.get(p, {}), memory)
     memory.weights.write(p, whole.detach(), memory.num_steps)
+
+
+def _unscale(weights: Weights, groups: list[dict[str, Any]]) -> bool:
+    """Take the factor of the loss off float32 gradients; False, with nothing changed, for a step that is skipped."""
+    if (scaling := weights.scaling) is None:
+        return True
+    gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    overflown = not all_finite(gradients)
+    if gradients:
+        scaling.update(overflown)
+    if overflown:
+        return False
+    for group in groups:
+        for p in group["params"]:
+            if p.grad is not None and p not in weights:
+                p.grad.div_(scaling.of_gradients)
+    return True
+
+
+# SGD's momentum is of the size of gradients, and as short as they are. Squares of them would leave float16's range.
+def _shorten(state: dict[str, Any], memory: _Memory) -> None:
+    momentum = state.get("momentum_buffer")
+    if memory.weights.scaling is not None and memory.plain_class is torch.optim.SGD and momentum is not None:
+        state["momentum_buffer"] = momentum.clamp(-_LARGEST, _LARGEST).half()
+
+
+def _lengthen(state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.dtype == torch.float16:
+            state[name] = value.float()
 
 
 @contextlib.contextmanager
@@ -119,7 +165,12 @@ def _seemingly_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> It
 def with_counter(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict of `optimizer` with the number of its steps, from which the noise is made; torch ignores the key."""
     memory: _Memory | None = vars(optimizer).get(_MEMORY)
-    return state_dict if memory is None else {**state_dict, SIDE_KEY: {"version": 1, "num_steps": memory.num_steps}}
+    if memory is None:
+        return state_dict
+    side: dict[str, Any] = {"version": 1, "num_steps": memory.num_steps}
+    if memory.weights.scaling is not None:
+        side["loss_scaling"] = memory.weights.scaling.state_dict()
+    return {**state_dict, SIDE_KEY: side}
 
 
 def load_counter(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -127,3 +178,5 @@ def load_counter(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
     memory: _Memory | None = vars(optimizer).get(_MEMORY)
     if memory is not None and SIDE_KEY in state_dict:
         memory.num_steps = state_dict[SIDE_KEY]["num_steps"]
+        if memory.weights.scaling is not None:
+            memory.weights.scaling.load_state_dict(state_dict[SIDE_KEY].get("loss_scaling", {}))

@@ -1,4 +1,4 @@
-"""The weights of a model in bfloat16: which, with what correction, and what is read and written as a whole."""
+"""The weights of a model in 16 bits: which, with what correction, and what is read and written as a whole."""
 
 from __future__ import annotations
 
@@ -6,18 +6,35 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.numerics.kbit import mix
-from lightning_memsave.numerics.kernels import round_to_bfloat16
+from lightning_memsave.numerics.kernels import round_to_bfloat16, round_to_float16
 from lightning_memsave.numerics.master import join, split
+from lightning_memsave.techniques.low_precision.scaling import LossScaling
 
-CORRECTIONS: Mapping[str, torch.dtype | None] = {"bf16-sr": None, "bf16+8": torch.int8, "bf16-kahan": torch.bfloat16}
-_HOW = {"bf16-sr": "rounded stochastically", "bf16+8": "rounded to 24 bits", "bf16-kahan": "compensated in bfloat16"}
+
+class Format(NamedTuple):
+    """How a weight is stored."""
+
+    dtype: torch.dtype
+    """float32: only the gradient is short, bfloat16."""
+    correction: torch.dtype | None
+    """Of what is kept beside it; `None`: it is rounded stochastically."""
+    how: str
+
+
+FORMATS: Mapping[str, Format] = {
+    "bf16-sr": Format(torch.bfloat16, None, "bfloat16, rounded stochastically"),
+    "bf16+8": Format(torch.bfloat16, torch.int8, "bfloat16, rounded to 24 bits"),
+    "bf16-kahan": Format(torch.bfloat16, torch.bfloat16, "bfloat16, compensated in bfloat16"),
+    "fp16-scaled": Format(torch.float16, None, "float16, rounded stochastically"),
+    "bf16-gradients": Format(torch.float32, None, "float32, and their gradients bfloat16"),
+}
 
 
 def parameters_kept_32bit(model: nn.Module, keep_32bit: tuple[str | type[nn.Module], ...]) -> set[Tensor]:
@@ -65,47 +82,45 @@ class _Place:
 
 
 class Weights:
-    """Parameters of `model` in bfloat16, from now until `restore`.
+    """Parameters of `model` in 16 bits, from now until `restore`.
 
     Args:
         model: changed in place.
-        weight_format: a key of `CORRECTIONS`.
+        weight_format: a key of `FORMATS`.
         keep_32bit: see `LowPrecision`.
         seed: of the stochastic rounding.
+        lower_frozen: frozen parameters too; they need no correction.
+        scaling: of the loss, where gradients are float16.
+
+    Raises:
+        ValueError: a selector that matches no module, no parameter to lower, or weights beyond float16's range.
     """
 
     def __init__(
-        self, model: nn.Module, weight_format: str, keep_32bit: tuple[str | type[nn.Module], ...], seed: int
+        self,
+        model: nn.Module,
+        weight_format: str,
+        keep_32bit: tuple[str | type[nn.Module], ...],
+        seed: int,
+        lower_frozen: bool = False,
+        scaling: LossScaling | None = None,
     ) -> None:
-        self._model, self.format, self._seed = model, weight_format, seed
-        self._correction_dtype = CORRECTIONS[weight_format]
-        kept = parameters_kept_32bit(model, keep_32bit)
-        self._places: dict[Tensor, _Place] = {}
-        for owner in model.modules():
-            for name, p in owner.named_parameters(recurse=False):
-                # What is frozen may be moved by hand in steps that bfloat16 does not show (a target network).
-                is_lowered = p.requires_grad and p.dtype in (torch.float32, torch.bfloat16) and p not in kept
-                if is_lowered and p not in self._places:
-                    place = _Place(len(self._places), owner, f"_{name}_correction", p.dtype)
-                    self._places[p] = place
-        if not self._places:
-            raise setting_error(
-                "precision",
-                "needs float32 parameters",
-                "none besides those that stay float32",
-                "Use `precision=False`.",
-            )
+        self.format, self.scaling, self._seed = FORMATS[weight_format], scaling, seed
+        self._places = _places(model, self.format.dtype, parameters_kept_32bit(model, keep_32bit), lower_frozen)
+        for name, p in model.named_parameters():
+            if p in self._places and p.requires_grad and self.format.dtype == torch.float16:
+                _check_range(name, p)
         num_all = sum(1 for _ in model.parameters())
         self.summary = f"{len(self._places)} of {num_all} parameters in {weight_format}, stepped in float32"
-        self.reason = f"weights are bfloat16, {_HOW[weight_format]} after each step"
+        self.reason = f"weights are {self.format.how}{'' if self._is_whole else ' after each step'}"
+        self._hooks: list[Any] = []
         for parameter, place in self._places.items():
             self._store(parameter, place, parameter.detach())
-        self._hooks = []
-        if self._correction_dtype is not None:
-            self._hooks = [
-                model.register_state_dict_post_hook(functools.partial(Weights._write_whole, self)),
-                model.register_load_state_dict_pre_hook(functools.partial(Weights._read_whole, self)),
-            ]
+        if self.format.correction is not None:
+            for module in model.modules():
+                for name, p in module.named_parameters(recurse=False):
+                    if p in self._places and p.requires_grad:
+                        self._hooks += _on_disk_whole(module, name, self._places[p])
 
     def __contains__(self, p: Tensor) -> bool:
         return p in self._places
@@ -113,51 +128,45 @@ class Weights:
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._places)
 
+    @property
+    def _is_whole(self) -> bool:
+        return self.format.dtype == torch.float32
+
     @torch.no_grad()
     def _store(self, p: Tensor, place: _Place, whole: Tensor) -> None:
-        if self._correction_dtype is None:
-            p.data = whole.bfloat16()
+        if self._is_whole:
+            gradient, p.grad = p.grad, None
+            p.grad_dtype = torch.bfloat16
+            p.grad = None if gradient is None else gradient.bfloat16()
             return
-        p.data, correction = split(whole.float(), self._correction_dtype)
+        if self.format.correction is None or not p.requires_grad:
+            p.data = whole.to(self.format.dtype)
+            return
+        p.data, correction = split(whole.float(), self.format.correction)
         place.owner.register_buffer(place.buffer, correction, persistent=False)
 
     def _correction(self, p: Tensor) -> Tensor | None:
         place = self._places[p]
-        return None if self._correction_dtype is None else getattr(place.owner, place.buffer)
+        return getattr(place.owner, place.buffer, None)
 
     def whole(self, p: Tensor) -> Tensor:
-        """The weights of `p` in float32, a copy."""
-        return join(p.detach(), self._correction(p))
+        """The weights of `p` in float32; a copy, unless they are float32 anyway."""
+        return p.detach() if self._is_whole else join(p.detach(), self._correction(p))
 
     def write(self, p: Tensor, whole: Tensor, num_steps: int) -> None:
         """Round `whole` into `p`, with the noise of step `num_steps`."""
+        if self._is_whole:
+            return  # it has been changed in place
         correction = self._correction(p)
         if correction is None:
             seed = mix(mix(mix(self._seed & 0xFFFFFFFF) ^ (num_steps & 0xFFFFFFFF)) ^ self._places[p].index)
-            rounded = round_to_bfloat16(whole.reshape(-1), seed)
+            to_nearby = round_to_bfloat16 if self.format.dtype == torch.bfloat16 else round_to_float16
+            rounded = to_nearby(whole.reshape(-1), seed)
             p.copy_(whole if rounded is None else rounded.view(whole.shape))  # not finite: nothing to be exact about
         else:
             rounded, latest = split(whole, correction.dtype)
             p.copy_(rounded)
             correction.copy_(latest)
-
-    # ------------------------------------------------------------------ state dicts hold what the weights are: float32
-    def _named(self, prefix: str) -> Any:
-        for name, p in self._model.named_parameters(remove_duplicate=False):
-            if p in self._places:
-                yield prefix + name, p
-
-    def _write_whole(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
-        for key, p in self._named(prefix):
-            if key in state_dict:
-                state_dict[key] = self.whole(p)
-
-    def _read_whole(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-        for key, p in self._named(prefix):
-            value, correction = state_dict.get(key), self._correction(p)
-            if isinstance(value, Tensor) and correction is not None and value.shape == p.shape:
-                state_dict[key], latest = split(value.to(p.device, torch.float32), correction.dtype)
-                correction.copy_(latest)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -166,8 +175,64 @@ class Weights:
             hook.remove()
         for p, place in self._places.items():
             gradient, p.grad = p.grad, None
+            has_correction = self._correction(p) is not None
             p.data = self.whole(p).to(place.was)
+            if self._is_whole:
+                p.grad_dtype = place.was
             p.grad = None if gradient is None else gradient.to(place.was)
-            if self._correction_dtype is not None:
+            if has_correction:
                 delattr(place.owner, place.buffer)
         self._places.clear()
+
+
+def _places(model: nn.Module, dtype: torch.dtype, kept: set[Tensor], lower_frozen: bool) -> dict[Tensor, _Place]:
+    places: dict[Tensor, _Place] = {}
+    for owner in model.modules():
+        for name, p in owner.named_parameters(recurse=False):
+            # What is frozen may be moved by hand in steps that 16 bits do not show (a target network).
+            is_wanted = (p.requires_grad or lower_frozen) and p not in kept
+            if is_wanted and p.dtype in (torch.float32, dtype) and p not in places:
+                places[p] = _Place(len(places), owner, f"_{name}_correction", p.dtype)
+    if not places:
+        raise setting_error(
+            "precision", "needs float32 parameters", "none besides those that stay float32", "Use `precision=False`."
+        )
+    return places
+
+
+def _check_range(name: str, p: Tensor) -> None:
+    largest = torch.linalg.vector_norm(p.detach(), torch.inf) if p.numel() else torch.zeros(())
+    if not largest <= torch.finfo(torch.float16).max:
+        raise setting_error(
+            "precision",
+            "can hold weights up to 65,504 in float16",
+            f"{name} with {float(largest):g}",
+            'Use `precision="bf16-sr"`.',
+        )
+
+
+# ------------------------------------------------------------------- state dicts hold what the weights are: float32
+def _on_disk_whole(module: nn.Module, name: str, place: _Place) -> list[Any]:
+    """Hooks on the module that holds a parameter, so that its own state dict is right as well as the whole model's."""
+    where = (name, place.owner, place.buffer)  # the module's own buffer, but for tied weights
+    return [
+        module.register_state_dict_post_hook(functools.partial(_write_whole, *where)),
+        module.register_load_state_dict_pre_hook(functools.partial(_read_whole, *where)),
+    ]
+
+
+def _write_whole(
+    name: str, owner: nn.Module, buffer: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+) -> None:
+    key = prefix + name
+    if key in state_dict:
+        state_dict[key] = join(module.get_parameter(name).detach(), owner.get_buffer(buffer))
+
+
+def _read_whole(
+    name: str, owner: nn.Module, buffer: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+) -> None:
+    value, correction = state_dict.get(prefix + name), owner.get_buffer(buffer)
+    if isinstance(value, Tensor) and value.shape == correction.shape:
+        state_dict[prefix + name], latest = split(value.to(correction.device, torch.float32), correction.dtype)
+        correction.copy_(latest)

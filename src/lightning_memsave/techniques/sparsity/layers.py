@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.numerics.master import join, split
-from lightning_memsave.numerics.positions import gather, pack_positions, scatter, unpack_positions
+from lightning_memsave.numerics.master import join
+from lightning_memsave.numerics.positions import entries_of_rows, gather, pack_positions, scatter, unpack_positions
+from lightning_memsave.vault.graph import is_fake
 from lightning_memsave.vault.sparse_weights import densify, rebuilding_weights
 
 
@@ -69,15 +70,23 @@ class SparseLayer(nn.Module):
         with rebuilding_weights():
             return super().forward(*args, **kwargs)
 
+    @property
+    def _correction(self) -> Tensor | None:
+        """What low precision keeps of the values besides 16 bits, under the name that it gives it."""
+        return dict(self.named_buffers(recurse=False)).get("_values_correction")
+
     def _add_gradient(self, gradient: Tensor) -> None:
         self.dense_gradient = gradient if self.dense_gradient is None else self.dense_gradient + gradient
 
     def move_to(self, positions: Tensor, values: Tensor) -> None:
         """Have `values` live at ascending `positions`; the parameter stays the same object."""
-        if values.shape == self.values.shape:
-            self.values.detach().copy_(values)
-        else:
-            self.values.data = values
+        if values.shape != self.values.shape:
+            # Another dtype in between makes torch forget the node that took gradients of the old length: alive in a
+            # graph of an earlier step that somebody keeps, it would refuse those of the new length.
+            another = torch.float32 if values.dtype == torch.float64 else torch.float64
+            self.values.data = values.new_empty(0, dtype=another)
+            self.values.data = torch.empty_like(values)
+        self.values.detach().copy_(values)  # an edit that such a graph's own backward notices
         self.values_index = pack_positions(positions, self.dense_shape.numel())
 
     # The two methods that torch calls for each module, and that its own subclasses override (seen in torch 2.13).
@@ -106,19 +115,11 @@ class SparseLayer(nn.Module):
         dense = given.pop(weight, None)
         if dense is not None and dense.shape == self.dense_shape:
             given[values] = self._taken_from(dense)
-            if self._correction is not None:
-                given[values], latest = split(given[values].float(), self._correction.dtype)
-                self._correction.copy_(latest)
         elif dense is not None:
             error_msgs.append(f"size mismatch for {weight}: {dense.shape} in the checkpoint, {self.dense_shape} here.")
             given[values] = self.values
         super()._load_from_state_dict(given, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         missing_keys[:] = [weight if key == values else key for key in missing_keys]
-
-    @property
-    def _correction(self) -> Tensor | None:
-        """What low precision keeps of the values besides bfloat16, under the name that it gives it."""
-        return dict(self.named_buffers(recurse=False)).get("_values_correction")
 
     def _taken_from(self, dense: Tensor) -> Tensor:
         """As many values as there are, the largest of `dense`; the pattern stays where it covers what is not zero."""
@@ -135,6 +136,29 @@ class SparseLayer(nn.Module):
         return _new, (cls.dense_class, *arguments), *rest
 
 
+class SparseEmbedding(SparseLayer):
+    """An embedding reads few rows of a large table, so only these become dense; its gradient likewise."""
+
+    num_embeddings: int
+    padding_idx: int | None
+    scale_grad_by_freq: bool
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
+    def forward(self, input: Tensor) -> Tensor:
+        """As the embedding's own."""
+        if self.watches_gradient or is_fake(self.values) or is_fake(input):
+            return super().forward(input)  # type: ignore[no-any-return]  # a tensor
+        rows, inverse = input.long().unique(return_inverse=True)
+        numbers, places = entries_of_rows(self.values_index, self.dense_shape, rows)
+        width = self.dense_shape[1]
+        read = self.values.index_select(0, numbers)
+        few = read.new_zeros(rows.numel() * width).index_copy(0, places, read).view(-1, width)
+        padding = None if self.padding_idx is None else (rows == self.padding_idx).nonzero().view(-1).tolist()
+        return nn.functional.embedding(
+            inverse, few, padding[0] if padding else None, scale_grad_by_freq=self.scale_grad_by_freq
+        )
+
+
 def _new(dense_class: type[nn.Module], *arguments: Any) -> SparseLayer:
     cls = sparse_class(dense_class)
     return cls.__new__(cls, *arguments)
@@ -147,7 +171,9 @@ def sparse_class(dense_class: type[nn.Module]) -> type[SparseLayer]:
     """The sparse subclass of a layer's class."""
     if dense_class not in _CLASSES:
         body = {"dense_class": dense_class, "__module__": __name__}
-        _CLASSES[dense_class] = type(f"Sparse{dense_class.__name__}", (SparseLayer, dense_class), body)
+        reads_rows = dense_class.forward is nn.Embedding.forward
+        bases = (SparseEmbedding if reads_rows else SparseLayer, dense_class)
+        _CLASSES[dense_class] = type(f"Sparse{dense_class.__name__}", bases, body)
     return _CLASSES[dense_class]
 
 
