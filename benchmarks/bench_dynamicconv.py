@@ -1,8 +1,8 @@
 """DynamicConv at the paper's shapes in fewer and fewer bytes: a batch of 4,000 tokens on each side, Adam.
 
-The network of Wu et al., 2019 (https://arxiv.org/abs/1901.10430) for IWSLT'14 German-English, on which Sohoni et al., 2019
-(https://arxiv.org/abs/1904.10631) report 8.7x by their own count. Its byte budget: docs/record.md. BLEU of the rows that
-matter, on a generated task: `quality_dynamicconv.py`.
+The network of Wu et al., 2019 (https://arxiv.org/abs/1901.10430) for IWSLT'14 German-English, on which Sohoni et al.,
+2019 (https://arxiv.org/abs/1904.10631) report 8.7x by their own count. Its byte budget: docs/record.md. BLEU of the
+rows that matter, on a generated task: `quality_dynamicconv.py`.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from harness import environment, put_row
-from translation import LADDER, microbatch, random_batches
+from harness import environment, on_this_device, put_row, ratio
+from translation import LADDER, dynamicconv, microbatch, random_batches
 from wrn import measure
 
-from models.dynamicconv import DynamicConvConfig, Translator  # isort: skip  # found by `translation`
-
-NAME = "dynamicconv"
+NAME = on_this_device("dynamicconv")
 NUM_SENTENCES, LENGTH = 160, 25
 SIZES = (16, 8, 4)
 
 
 def measured(arguments: dict[str, Any]) -> dict[str, Any]:
-    config = DynamicConvConfig()
+    config = dynamicconv.DynamicConvConfig()
     batches = random_batches(5, NUM_SENTENCES, LENGTH, config.num_source_tokens, config.num_target_tokens)
-    return measure(lambda: Translator(config), DataLoader(batches, batch_size=None), arguments)  # type: ignore[arg-type]
+    return measure(lambda: dynamicconv.Translator(config), DataLoader(batches, batch_size=None), arguments)  # type: ignore[arg-type]
 
 
 def main(sizes: tuple[int, ...], only: str) -> None:
     torch.set_num_threads(1)
     rows = [("baseline", NUM_SENTENCES, {"recipe": "measure"})]
-    rows += [(name, size, {"microbatch": microbatch(size), **options}) for size in sizes for name, options in LADDER.items()]
+    rows += [
+        (name, size, {"microbatch": microbatch(size), **options}) for size in sizes for name, options in LADDER.items()
+    ]
     baseline: dict[str, Any] = {}
     for name, size, arguments in rows:
         if baseline and only not in name:
@@ -47,7 +47,7 @@ def main(sizes: tuple[int, ...], only: str) -> None:
             "microbatch": size,
             **found,
             "factor": baseline["peak_bytes"] / found["peak_bytes"],
-            "factor_allocated": baseline["allocated_bytes"] / found["allocated_bytes"],
+            "factor_allocated": ratio(baseline["allocated_bytes"], found["allocated_bytes"]),
             "baseline": "measured",
             "cpu_time_ratio": found["cpu_seconds"] / baseline["cpu_seconds"],
             "quality": "see dynamicconv_quality.csv",

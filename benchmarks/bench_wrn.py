@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from harness import environment, put_row
+from harness import environment, on_this_device, put_row, ratio
 from wrn import ALONE, BATCH_SIZE, COMBINED, MODEL, SIZES, measure_wrn
 
-NAME = "wrn"
+NAME = on_this_device("wrn")
 
 
 def settings(sizes: tuple[int, ...]) -> list[tuple[str, int, dict[str, Any]]]:
@@ -45,7 +45,7 @@ def main(sizes: tuple[int, ...], only: str) -> None:
             **sizes_of,
             "factor": whole["peak_bytes"] / sizes_of["peak_bytes"],
             "factor_same_microbatch": same["peak_bytes"] / sizes_of["peak_bytes"],
-            "factor_allocated": whole["allocated_bytes"] / sizes_of["allocated_bytes"],
+            "factor_allocated": ratio(whole["allocated_bytes"], sizes_of["allocated_bytes"]),
             "baseline": "measured",
             "cpu_time_ratio": sizes_of["cpu_seconds"] / whole["cpu_seconds"],
             "quality": "see wrn_quality.csv",

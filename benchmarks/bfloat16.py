@@ -1,9 +1,10 @@
 """bfloat16 at a bearable speed on CPUs without its instructions, for benchmarks that train.
 
-There torch's own kernels emulate bfloat16 about twenty times slower than float32. Inside `faster_bfloat16`, convolutions
-and matrix products of bfloat16 tensors take float32 copies, multiply and add in float32 as the instructions do, and
-round the result: the same numbers up to the order of additions. Tensors that a training step sees, and so tracked bytes,
-are those without; the float32 copies are workspace and make the allocator's peak an upper bound.
+There torch's own kernels emulate bfloat16 about twenty times slower than float32. Inside `faster_bfloat16`,
+convolutions and matrix products of bfloat16 tensors take float32 copies, multiply and add in float32 as the
+instructions do, and round the result: the same numbers up to the order of additions. Tensors that a training step
+sees, and so tracked bytes, are those without; the float32 copies are workspace and make the allocator's peak an upper
+bound.
 """
 
 from __future__ import annotations

@@ -186,6 +186,16 @@ def save_rows(name: str, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def on_this_device(name: str) -> str:
+    """A name of results for the device at hand: rows of CUDA stand beside those of the CPU, not among them."""
+    return f"{name}_cuda" if torch.cuda.is_available() else name
+
+
+def ratio(whole: float | None, part: float | None) -> float | None:
+    """How many times smaller; `None` where one of the two was not measured."""
+    return None if whole is None or part is None else whole / part
+
+
 def read_rows(name: str) -> list[dict[str, Any]]:
     """Rows of `results/<name>.csv`, as text; none where there is no such file yet."""
     path = RESULTS / f"{name}.csv"

@@ -1,7 +1,7 @@
 """Quality in parts: one run per seed and setting, a row for each that has ended, and where it stops it goes on.
 
-    python benchmarks/quality_wrn.py --parts 3        # three runs, then stop
-    python benchmarks/quality_wrn.py --minutes 60     # as many as end within an hour, by the longest so far
+python benchmarks/quality_wrn.py --parts 3        # three runs, then stop
+python benchmarks/quality_wrn.py --minutes 60     # as many as end within an hour, by the longest so far
 """
 
 from __future__ import annotations

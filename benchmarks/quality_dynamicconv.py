@@ -15,11 +15,8 @@ from torch.utils.data import DataLoader
 from torchmetrics.text import BLEUScore
 
 from parts import Study
-from translation import LADDER, Subwords, microbatch, token_batches
+from translation import LADDER, Subwords, dynamicconv, german_numbers, microbatch, token_batches
 from wrn import fit
-
-from data.german_numbers import generate, load_parallel  # isort: skip  # found by `wrn`
-from models.dynamicconv import DynamicConvConfig, Translator  # isort: skip
 
 DATA_FOLDER: Path | None = None
 NUM_TRAIN, EPOCHS, NUM_TEST, NUM_TOKENS = 6000, 8, 500, 500
@@ -36,13 +33,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def train(seed: int, arguments: dict[str, Any]) -> dict[str, Any]:
     if DATA_FOLDER is None:
-        pairs = generate(NUM_TRAIN, seed)
-        test = generate(NUM_TEST, 10_000 + seed, without=set(pairs))
+        pairs = german_numbers.generate(NUM_TRAIN, seed)
+        test = german_numbers.generate(NUM_TEST, 10_000 + seed, without=set(pairs))
     else:
-        pairs, test = (load_parallel(DATA_FOLDER, split) for split in ("train", "test"))
+        pairs, test = (german_numbers.load_parallel(DATA_FOLDER, split) for split in ("train", "test"))
     german, english = (Subwords((pair[side] for pair in pairs), NUM_TOKENS) for side in (0, 1))
     torch.manual_seed(seed)
-    config = DynamicConvConfig(
+    config = dynamicconv.DynamicConvConfig(
         num_source_tokens=len(german),
         num_target_tokens=len(english),
         dropout=0.1,
@@ -50,7 +47,7 @@ def train(seed: int, arguments: dict[str, Any]) -> dict[str, Any]:
         warmup_steps=200,
         **SHAPE,  # type: ignore[arg-type]
     )
-    module = Translator(config)
+    module = dynamicconv.Translator(config)
     batches = [b for e in range(EPOCHS) for b in token_batches(pairs, german, english, BATCH_TOKENS, 100 * seed + e)]
     start = time.process_time()
     memsave, _ = fit(module, DataLoader(batches, batch_size=None), arguments, max_epochs=1)  # type: ignore[arg-type]
@@ -63,7 +60,7 @@ def train(seed: int, arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def bleu(module: Translator, test: list[tuple[str, str]], german: Subwords, english: Subwords) -> float:
+def bleu(module: dynamicconv.Translator, test: list[tuple[str, str]], german: Subwords, english: Subwords) -> float:
     module.eval()
     score = BLEUScore()
     expected = {tuple(english.encode(en).tolist()): en for _, en in test}

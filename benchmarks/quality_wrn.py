@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from data.fractals import FractalConfig
 from lightning_memsave.demo.model import WideResNet
 from parts import Study
-from wrn import BATCH_SIZE, COMBINED, MODEL, Classifier, fit, load, quiet
+from wrn import BATCH_SIZE, COMBINED, MODEL, Classifier, FractalConfig, fit, load, quiet
 
 NUM_TRAIN, EPOCHS, NUM_TEST, LR = 2500, 4, 2000, 0.1
 DATA = FractalConfig(noise=0.1)

@@ -12,8 +12,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_memsave import LabelCount, Microbatching, OptimizerState
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from models.dynamicconv import END, IGNORE, PAD, Batch  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from examples.data import german_numbers
+from examples.models import dynamicconv
+from examples.models.dynamicconv import END, IGNORE, PAD, Batch
+
+__all__ = ["LADDER", "Subwords", "dynamicconv", "german_numbers", "microbatch", "random_batches", "token_batches"]
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 

@@ -1,11 +1,12 @@
 """WideResNet-28-2 under one stated accounting: what `bench_wrn.py` and `quality_wrn.py` have in common.
 
-Every byte that a training step needs is counted: weights, gradients, momentum, the batch (100 images of 8 bits and their
-labels), what waits for backward, and everything in between. Images become float32 numbers in `training_step`.
+Every byte that a training step needs is counted: weights, gradients, momentum, the batch (100 images of 8 bits and
+their labels), what waits for backward, and everything in between. Images become float32 numbers in `training_step`.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import warnings
@@ -21,12 +22,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from bfloat16 import faster_bfloat16
-from lightning_memsave import MemoryMonitor, MemSave, NotLosslessWarning, OptimizerState, Sparsity
+from lightning_memsave import MemoryMonitor, MemSave, NotLosslessWarning, OptimizerState
 from lightning_memsave.demo.data import load_cifar10
 from lightning_memsave.demo.model import ImageClassifier, WideResNet
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from data.fractals import FractalConfig, generate  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from examples.data.fractals import FractalConfig, generate
 
 BATCH_SIZE = 100
 MODEL = "WideResNet-28-2, 32x32, batch 100, SGD momentum, BatchNorm"
@@ -108,6 +109,7 @@ def load_cifar10_8bit(folder: Path) -> tuple[TensorDataset, TensorDataset]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Neither hints nor the warning that BatchNorm sees microbatches, which is what these runs are about."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotLosslessWarning)
         warnings.filterwarnings("ignore", message=".*(workers|logging interval|`max_epochs`|GPU available|LeafSpec).*")

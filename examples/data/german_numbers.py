@@ -1,9 +1,9 @@
 """German-English sentences about numbers, dates and times, written out in words: a translation task from a seed.
 
 What a translator has to get right is real: German says units before tens and writes them as one word
-(*siebenundvierzig*, forty-seven), counts half hours towards the next hour (*halb acht*, half past seven), writes years in
-hundreds, puts verbs at the end and splits them (*fährt ... ab*, leaves). So words move, one word becomes several, and no
-word-by-word table does it; BLEU tells models apart.
+(*siebenundvierzig*, forty-seven), counts half hours towards the next hour (*halb acht*, half past seven), writes
+years in hundreds, puts verbs at the end and splits them (*fährt ... ab*, leaves). So words move, one word becomes
+several, and no word-by-word table does it; BLEU tells models apart.
 
 `load_parallel` reads text files instead, in the layout that is usual for IWSLT'14: `train.de`, `train.en`, `valid.*`,
 `test.*`, one sentence in a line.

@@ -1,10 +1,11 @@
 """DynamicConv: an encoder-decoder for translation whose self-attention is a convolution that looks at one step.
 
 Source: Wu, Fan, Baevski, Dauphin, Auli, "Pay Less Attention with Lightweight and Dynamic Convolutions", 2019
-(https://arxiv.org/abs/1901.10430). A kernel has one weight per tap and head, normalised over the taps by a softmax; in a
-lightweight convolution it is a parameter, in a dynamic one a linear function of the step that it is centred on. Shapes of
-the paper's model for IWSLT'14 German-English are the defaults of `DynamicConvConfig`. Different: normalisation before
-each part instead of after it, which needs less care with the learning rate; gated inputs, off there, are left out.
+(https://arxiv.org/abs/1901.10430). A kernel has one weight per tap and head, normalised over the taps by a softmax;
+in a lightweight convolution it is a parameter, in a dynamic one a linear function of the step that it is centred on.
+Shapes of the paper's model for IWSLT'14 German-English are the defaults of `DynamicConvConfig`. Different:
+normalisation before each part instead of after it, which needs less care with the learning rate; gated inputs, off
+there, are left out.
 """
 
 from __future__ import annotations
