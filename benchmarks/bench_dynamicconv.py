@@ -1,7 +1,7 @@
 """DynamicConv at the paper's shapes in fewer and fewer bytes: a batch of 4,000 tokens on each side, Adam.
 
 The network of Wu et al., 2019 (https://arxiv.org/abs/1901.10430) for IWSLT'14 German-English, on which Sohoni et al.,
-2019 (https://arxiv.org/abs/1904.10631) report 8.7x by their own count. Its byte budget: docs/record.md. BLEU of the
+2019 (https://arxiv.org/abs/1904.10631) report 8.7x by their own count. Its byte budget: docs/results.md. BLEU of the
 rows that matter, on a generated task: `quality_dynamicconv.py`.
 """
 

@@ -7,6 +7,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MARGINS = {"wrn_quality": (0.4, 0.2), "dynamicconv_quality": (0.15, 0.1)}
+"""By study: the loss of quality that is to be excluded, and the widest half of an interval that shows anything."""
+
 
 @dataclass(frozen=True)
 class Comparison:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from harness import environment, put_row, read_rows
-from paired import Comparison, compare_pairs
+from paired import MARGINS, Comparison, compare_pairs
 
 Row = Mapping[str, Any]
 
@@ -34,10 +34,6 @@ class Study:
     """How long and on how much is trained: rows of other sizes are not compared."""
     train: Callable[[int, dict[str, Any]], dict[str, Any]]
     """(seed, arguments) -> columns; `quality_value` is better when it is higher."""
-    margin: float
-    """The loss of quality that is to be excluded."""
-    most_half_width: float
-    """An interval wider than that shows nothing."""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -64,7 +60,7 @@ class Study:
     def summary(self) -> Iterator[str]:
         """A line for each setting."""
         for setting, c in compared(self.rows(), next(iter(self.settings))).items():
-            verdict = c.verdict(self.margin, self.most_half_width)
+            verdict = c.verdict(*MARGINS[self.name])
             yield f"{setting}: {c.mean:+.2f}, half-width {c.half_width:.2f}, {c.num_pairs} pairs: {verdict}"
 
     def main(self) -> None:

@@ -77,8 +77,6 @@ STUDY = Study(
     settings=SETTINGS,
     size={"num_train": NUM_TRAIN, "epochs": EPOCHS},
     train=train,
-    margin=0.15,
-    most_half_width=0.1,
 )
 
 if __name__ == "__main__":

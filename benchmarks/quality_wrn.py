@@ -47,8 +47,6 @@ STUDY = Study(
     settings=SETTINGS,
     size={"num_train": NUM_TRAIN, "epochs": EPOCHS},
     train=train,
-    margin=0.4,
-    most_half_width=0.2,
 )
 
 if __name__ == "__main__":
