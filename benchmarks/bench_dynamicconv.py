@@ -11,21 +11,21 @@ import argparse
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from harness import environment, on_this_device, put_row, ratio
-from translation import LADDER, dynamicconv, microbatch, random_batches
-from wrn import measure
+from translation import LADDER, dynamicconv, microbatch, random_batch
+from wrn import five_batches, measure
 
 NAME = on_this_device("dynamicconv")
 NUM_SENTENCES, LENGTH = 160, 25
 SIZES = (16, 8, 4)
 
 
-def measured(arguments: dict[str, Any]) -> dict[str, Any]:
+def measured(arguments: dict[str, Any], microbatch_size: int) -> dict[str, Any]:
     config = dynamicconv.DynamicConvConfig()
-    batches = random_batches(5, NUM_SENTENCES, LENGTH, config.num_source_tokens, config.num_target_tokens)
-    return measure(lambda: dynamicconv.Translator(config), DataLoader(batches, batch_size=None), arguments)  # type: ignore[arg-type]
+    tokens = config.num_source_tokens, config.num_target_tokens
+    whole, two = (random_batch(n, LENGTH, *tokens) for n in (NUM_SENTENCES, min(2 * microbatch_size, NUM_SENTENCES)))
+    return measure(lambda: dynamicconv.Translator(config), five_batches(whole, two), arguments)
 
 
 def main(sizes: tuple[int, ...], only: str) -> None:
@@ -38,7 +38,7 @@ def main(sizes: tuple[int, ...], only: str) -> None:
     for name, size, arguments in rows:
         if baseline and only not in name:
             continue
-        found = measured(arguments)
+        found = measured(arguments, size)
         baseline = baseline or found
         row = {
             "benchmark": NAME,

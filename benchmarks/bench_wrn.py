@@ -33,7 +33,7 @@ def main(sizes: tuple[int, ...], only: str) -> None:
         is_baseline = name in ("baseline", "microbatch alone")
         if not is_baseline and only not in name:
             continue
-        sizes_of = measure_wrn(arguments)
+        sizes_of = measure_wrn(arguments, size)
         if is_baseline:
             baselines[size] = sizes_of
         whole, same = baselines[BATCH_SIZE], baselines[size]

@@ -17,7 +17,7 @@ from examples.data import german_numbers
 from examples.models import dynamicconv
 from examples.models.dynamicconv import END, IGNORE, PAD, Batch
 
-__all__ = ["LADDER", "Subwords", "dynamicconv", "german_numbers", "microbatch", "random_batches", "token_batches"]
+__all__ = ["LADDER", "Subwords", "dynamicconv", "german_numbers", "microbatch", "random_batch", "token_batches"]
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 
@@ -46,14 +46,14 @@ LADDER: dict[str, dict[str, Any]] = {
 """Arguments of `MemSave`, for each size of microbatch."""
 
 
-def random_batches(num_batches: int, num_sentences: int, length: int, num_source: int, num_target: int) -> list[Batch]:
-    """Of sentences that are all as long."""
+def random_batch(num_sentences: int, length: int, num_source: int, num_target: int) -> Batch:
+    """Sentences that are all as long."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens(num_tokens: int) -> torch.Tensor:
         return torch.randint(3, num_tokens, (num_sentences, length), generator=generator)
 
-    return [{"source": tokens(num_source), "labels": tokens(num_target)} for _ in range(num_batches)]
+    return {"source": tokens(num_source), "labels": tokens(num_target)}
 
 
 class Subwords:

@@ -55,9 +55,10 @@ class UnrolledLSTM(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T + 1] -> scalar."""
-        zeros = torch.zeros(len(tokens), self.embedding.embedding_dim, device=tokens.device)
+        inputs = self.embedding(tokens[:, :-1])
+        zeros = torch.zeros_like(inputs[:, 0])
         state: State = tuple((zeros, zeros) for _ in self.chunk.cells)
-        loss, inputs = zeros.new_zeros(()), self.embedding(tokens[:, :-1])
+        loss = zeros.new_zeros(())
         for part, following in zip(
             inputs.split(self.chunk_length, 1), tokens[:, 1:].split(self.chunk_length, 1), strict=True
         ):
