@@ -48,16 +48,21 @@ def _cell(row: Row) -> str:
     return f"{float(row['peak_bytes']) / MB:.2f} MB, {shown} ({float(row['factor_allocated']):.0f}x)"
 
 
-def quality(name: str) -> str:
-    """Mean and range over seeds, and the paired difference from the baseline."""
+def quality(name: str, size: tuple[str, ...]) -> str:
+    """Mean and range over seeds, and the paired difference from the baseline; a table for each size of the study."""
     found = rows(name)
-    largest = max(int(row["num_train"]) * int(row["epochs"]) for row in found)
-    found = [row for row in found if int(row["num_train"]) * int(row["epochs"]) == largest]
+    studies = dict.fromkeys(tuple(row[column] for column in size) for row in found)
+    return "\n\n".join(
+        _study(name, [row for row in found if tuple(row[c] for c in size) == values], size) for values in studies
+    )
+
+
+def _study(name: str, found: list[Row], size: tuple[str, ...]) -> str:
     baseline = found[0]["setting"]
     comparisons = compared(found, baseline)
     margin, most_half_width = MARGINS[name]
     base_peak = float(found[0]["peak_bytes"])
-    head = ("setting", "factor", "seeds", "quality", "difference", "95 % half-width", f"worse than {margin:g}?")
+    head = ("setting", "factor", "seeds", "quality", "difference", "95 % half-width", f"worse by more than {margin:g}?")
     lines = []
     for setting, same in by_setting(found):
         values = [float(row["quality_value"]) for row in same]
@@ -73,8 +78,8 @@ def quality(name: str) -> str:
                 "" if c is None else c.verdict(margin, most_half_width),
             )
         )
-    about = f"{found[0]['num_train']} training samples, {found[0]['epochs']} epochs; {found[0]['quality']}"
-    return f"{markdown(head, lines)}\n\n{about}."
+    about = ", ".join(f"{found[0][column]} {column.removeprefix('num_')}" for column in size)
+    return f"{found[0]['quality']}; {about}:\n\n{markdown(head, lines)}"
 
 
 def papers() -> str:

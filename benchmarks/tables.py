@@ -334,9 +334,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/results.md": {
         "wrn-alone": record_tables.wrn_alone,
         "wrn": partial(record_tables.ladder, "wrn"),
-        "wrn-quality": partial(record_tables.quality, "wrn_quality"),
+        "wrn-quality": partial(record_tables.quality, "wrn_quality", ("pixels", "num_train", "epochs", "num_test")),
         "dynamicconv": partial(record_tables.ladder, "dynamicconv"),
-        "dynamicconv-quality": partial(record_tables.quality, "dynamicconv_quality"),
+        "dynamicconv-quality": partial(
+            record_tables.quality, "dynamicconv_quality", ("num_train", "epochs", "num_test")
+        ),
         "papers": record_tables.papers,
     },
 }

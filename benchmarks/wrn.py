@@ -153,8 +153,9 @@ def fit(
 def measure(module_of: Callable[[], L.LightningModule], data: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Tracked peak by category, the allocator's peak, and CPU seconds, of steps two to five of a run.
 
-    The second step, which is tracked, and the fifth, which is timed, must be whole. The first makes optimizer state; the
-    workspace inside of kernels is found in the third and fourth, and does not depend on the number of microbatches.
+    The second step, which is tracked, and the fifth, which is timed, must be whole. The first makes optimizer state;
+    the workspace inside of kernels is found in the third and fourth, and does not depend on how many microbatches
+    there are.
     """
     torch.manual_seed(0)
     seconds = StepSeconds(4)
