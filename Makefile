@@ -62,7 +62,6 @@ bench-gpu: $(READY)  ## what says something new on CUDA
 	$(BIN)/python benchmarks/run.py gpu
 
 docs: $(READY)  ## the site, in site/; fails on a link that leads nowhere
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/mkdocs build --strict
 
 clean:

@@ -28,6 +28,33 @@ def wrn_alone() -> str:
     return markdown(head, lines)
 
 
+HEADLINE = (
+    ("baseline", 100),
+    ("microbatch alone", 4),
+    ("the paper's four: sparsity 0.9, bf16, blocks", 4),
+    ("+ bf16", 4),
+    ("sparsity 0.95, int4-chain, 4-bit momentum, bf16", 2),
+)
+
+
+def headline() -> str:
+    """A few rows of WideResNet-28-2, for the README."""
+    found = {(row["setting"], int(row["microbatch"])): row for row in rows("wrn")}
+    head = ("WideResNet-28-2, batch 100", "microbatch", "peak", "factor", "CPU time")
+    names = {"+ bf16": "sparsity 0.9, int4-chain, 8-bit momentum, bf16"}
+    lines = [
+        (
+            names.get(setting, setting),
+            str(size),
+            f"{float(found[setting, size]['peak_bytes']) / MB:.1f} MB",
+            f"{float(found[setting, size]['factor']):.1f}x",
+            f"{float(found[setting, size]['cpu_time_ratio']):.1f}x",
+        )
+        for setting, size in HEADLINE
+    ]
+    return markdown(head, lines)
+
+
 def ladder(name: str) -> str:
     """Settings against sizes of microbatch: tracked peak, factor, and the factor of what was allocated."""
     found = rows(name)
