@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import doctest
 import importlib
 import math
 import re
+from pathlib import Path
 
 import pytest
 from scipy import stats
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -91,6 +95,15 @@ def test_a_part_that_fails_leaves_the_others(results, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         make_study(train).main()
     assert next(make_study(train).missing()) == (0, "lean")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.csv")), ids=lambda path: path.stem)
+def test_rows_are_told_apart(path):
+    run = importlib.import_module("run")
+    with path.open() as file:
+        keys = [run._key(row) for row in csv.DictReader(file)]
+    assert keys
+    assert len(set(keys)) == len(keys)
 
 
 def test_bytes_that_differ_from_the_commit_are_named():
