@@ -24,7 +24,10 @@ FIRST = ("bench_checkpointing", "bench_wrn", "bench_papers", "bench_dynamicconv"
 GPU = ("bench_wrn", "bench_dynamicconv")
 QUALITY = ("quality_wrn", "quality_dynamicconv")
 """Studies in parts; the other `quality_*.py` run whole, from minutes to an hour each."""
-KEY = tuple(["case", "model", "setting", "implementation", "sparsity", "microbatch", "seed", "n", "budget_bytes", "pixels", "num_train", "epochs"])
+KEY = (
+    *("case", "model", "setting", "implementation", "sparsity", "microbatch", "seed"),
+    *("n", "budget_bytes", "pixels", "num_train", "epochs"),
+)
 MOST_OFF = 0.005
 Row = dict[str, str]
 
