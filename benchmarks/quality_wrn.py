@@ -23,7 +23,7 @@ from wrn import BATCH_SIZE, COMBINED, Classifier, FractalConfig, fit, load, quie
 DATA = FractalConfig(noise=0.1)
 SETTINGS: dict[str, dict[str, Any]] = {
     "baseline": {"recipe": "measure"},
-    "+ bf16, microbatch 4": {"microbatch": 4, **COMBINED["+ bf16"]},
+    "sparsity 0.9, int4-chain, 8-bit momentum, bf16, microbatch 4": {"microbatch": 4, **COMBINED["+ bf16"]},
     "sparsity 0.95, int4-chain, 4-bit momentum, bf16, microbatch 2": {
         "microbatch": 2,
         **COMBINED["sparsity 0.95, int4-chain, 4-bit momentum, bf16"],
