@@ -28,19 +28,19 @@ Mode = Literal["ghost", "running"]
 
 
 class _Moments(NamedTuple):
-    """Of some samples, per channel."""
+    """Of some values, per channel."""
 
-    count: int
+    num_values: int
     mean: Tensor
     deviations: Tensor
     """The sum of their squares."""
 
     def with_more(self, other: _Moments) -> _Moments:
-        """Of the samples of both."""
-        count = self.count + other.count
+        """Of the values of both."""
+        total = self.num_values + other.num_values
         apart = other.mean - self.mean
-        deviations = self.deviations + other.deviations + apart.square() * (self.count * other.count / count)
-        return _Moments(count, self.mean + apart * (other.count / count), deviations)
+        deviations = self.deviations + other.deviations + apart.square() * (self.num_values * other.num_values / total)
+        return _Moments(total, self.mean + apart * (other.num_values / total), deviations)
 
 
 class PooledStatistics:
@@ -101,7 +101,7 @@ class PooledStatistics:
         # `momentum=None` is a cumulative average.
         momentum = 1 / float(module.num_batches_tracked) if self._momentum is None else self._momentum
         module.running_mean.lerp_(seen.mean, momentum)
-        module.running_var.lerp_(seen.deviations / max(seen.count - 1, 1), momentum)
+        module.running_var.lerp_(seen.deviations / max(seen.num_values - 1, 1), momentum)
 
 
 class PooledBatchNorms:
