@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from harness import environment, on_this_device, put_row, ratio
+from harness import environment, known_rows, on_this_device, put_row, ratio
 from translation import LADDER, dynamicconv, microbatch, random_batch
 from wrn import five_batches, measure
 
@@ -28,15 +28,16 @@ def measured(arguments: dict[str, Any], microbatch_size: int) -> dict[str, Any]:
     return measure(lambda: dynamicconv.Translator(config), five_batches(whole, two), arguments)
 
 
-def main(sizes: tuple[int, ...], only: str) -> None:
+def main(sizes: tuple[int, ...], only: str, resume: bool) -> None:
     torch.set_num_threads(1)
     rows = [("baseline", NUM_SENTENCES, {"recipe": "measure"})]
     rows += [
         (name, size, {"microbatch": microbatch(size), **options}) for size in sizes for name, options in LADDER.items()
     ]
-    baseline: dict[str, Any] = {}
+    known = known_rows(NAME) if resume else {}
+    baseline: dict[str, Any] = known.get(rows[0][:2], {})
     for name, size, arguments in rows:
-        if baseline and only not in name:
+        if (name, size) in known or (baseline and only not in name):
             continue
         found = measured(arguments, size)
         baseline = baseline or found
@@ -62,5 +63,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
     parser.add_argument("--only", default="", help="settings whose name holds this, and the baseline")
+    parser.add_argument("--resume", action="store_true", help="leave rows that are there already")
     options = parser.parse_args()
-    main(tuple(options.sizes), options.only)
+    main(tuple(options.sizes), options.only, options.resume)

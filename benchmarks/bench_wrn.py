@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from harness import environment, on_this_device, put_row, ratio
+from harness import environment, known_rows, on_this_device, put_row, ratio
 from wrn import ALONE, BATCH_SIZE, COMBINED, MODEL, SIZES, measure_wrn
 
 NAME = on_this_device("wrn")
@@ -26,12 +26,15 @@ def settings(sizes: tuple[int, ...]) -> list[tuple[str, int, dict[str, Any]]]:
     return [("baseline", BATCH_SIZE, {"recipe": "measure"}), *alone, *combined]
 
 
-def main(sizes: tuple[int, ...], only: str) -> None:
+def main(sizes: tuple[int, ...], only: str, resume: bool) -> None:
     torch.set_num_threads(1)
+    known = known_rows(NAME) if resume else {}
     baselines: dict[int, dict[str, Any]] = {}
     for name, size, arguments in settings(sizes):
         is_baseline = name in ("baseline", "microbatch alone")
-        if not is_baseline and only not in name:
+        if is_baseline and (name, size) in known:
+            baselines[size] = known[name, size]
+        if (name, size) in known or (not is_baseline and only not in name):
             continue
         sizes_of = measure_wrn(arguments, size)
         if is_baseline:
@@ -60,5 +63,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
     parser.add_argument("--only", default="", help="settings whose name holds this, and the baselines")
+    parser.add_argument("--resume", action="store_true", help="leave rows that are there already")
     options = parser.parse_args()
-    main(tuple(options.sizes), options.only)
+    main(tuple(options.sizes), options.only, options.resume)

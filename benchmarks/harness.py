@@ -205,6 +205,18 @@ def read_rows(name: str) -> list[dict[str, Any]]:
         return list(csv.DictReader(file))
 
 
+def known_rows(name: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """Bytes and seconds of `results/<name>.csv` as numbers, by setting and size of microbatch."""
+    return {
+        (row["setting"], int(row["microbatch"])): {
+            key: float(value) if value else None
+            for key, value in row.items()
+            if key.endswith("_bytes") or key == "cpu_seconds"
+        }
+        for row in read_rows(name)
+    }
+
+
 def put_row(name: str, row: dict[str, Any], key: Iterable[str]) -> None:
     """Write one row of `results/<name>.csv`, in place of the one that is equal in the columns of `key`.
 
