@@ -78,6 +78,8 @@ def _cell(row: Row) -> str:
 def quality(name: str, size: tuple[str, ...]) -> str:
     """Mean and range over seeds, and the paired difference from the baseline; a table for each size of the study."""
     found = rows(name)
+    if not found:
+        return "No run has ended yet: `make bench-quality`."
     studies = dict.fromkeys(tuple(row[column] for column in size) for row in found)
     return "\n\n".join(
         _study(name, [row for row in found if tuple(row[c] for c in size) == values], size) for values in studies

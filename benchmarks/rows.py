@@ -14,6 +14,9 @@ Row = dict[str, str]
 
 
 def rows(name: str) -> list[Row]:
+    """Of a file of results; none where there is no such file yet."""
+    if not (HERE / "results" / f"{name}.csv").exists():
+        return []
     with (HERE / "results" / f"{name}.csv").open() as file:
         return list(csv.DictReader(file))
 
