@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all test-triton lint format types imports browser pictures wheel bench clean
+.PHONY: demo test test-all test-triton lint format types imports browser pictures wheel bench bench-quality bench-gpu docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -50,8 +50,19 @@ pictures: $(READY)  ## the pictures of docs/seeing.md, from what `make demo` lef
 wheel: $(READY)  ## build the wheel and import it from an empty environment, outside the checkout
 	tests/wheel.sh
 
-bench: $(READY)  ## measure every technique and refresh benchmarks/results
-	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+bench: $(READY)  ## memory and time of everything on the CPU, held against the committed rows; writes the tables
+	$(BIN)/python benchmarks/run.py bench --jobs 2
+	$(BIN)/python benchmarks/tables.py
+
+bench-quality: $(READY)  ## the next runs of each study of quality; again and again, for as long as one likes
+	$(BIN)/python benchmarks/run.py quality
+	$(BIN)/python benchmarks/tables.py
+
+bench-gpu: $(READY)  ## what says something new on CUDA
+	$(BIN)/python benchmarks/run.py gpu
+
+docs: $(READY)  ## the site, in site/; fails on a link that leads nowhere
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv .browser .mypy_cache .ruff_cache .pytest_cache dist build memsave-demo

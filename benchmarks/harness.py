@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import csv
 import datetime
+import functools
 import platform
 import statistics
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,12 +50,26 @@ def environment() -> dict[str, str]:
         ]
         cpu = names[0] if names else cpu
     return {
+        "commit": _commit(),
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU {cpu}",
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "python": platform.python_version(),
     }
+
+
+@functools.cache
+def _commit() -> str:
+    """Of the checkout; with a plus where files differ from it, rows of benchmarks aside."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=here, check=False, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)benchmarks/results")
+    return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
 
 
 def measure_memory(subject: Subject, warm_up: bool = True, workspace: bool = True) -> dict[str, int]:
@@ -168,6 +184,49 @@ def save_rows(name: str, rows: list[dict[str, Any]]) -> Path:
         writer.writeheader()
         writer.writerows(rows)
     return path
+
+
+def on_this_device(name: str) -> str:
+    """A name of results for the device at hand: rows of CUDA stand beside those of the CPU, not among them."""
+    return f"{name}_cuda" if torch.cuda.is_available() else name
+
+
+def ratio(whole: float | None, part: float | None) -> float | None:
+    """How many times smaller; `None` where one of the two was not measured."""
+    return None if whole is None or part is None else whole / part
+
+
+def read_rows(name: str) -> list[dict[str, Any]]:
+    """Rows of `results/<name>.csv`, as text; none where there is no such file yet."""
+    path = RESULTS / f"{name}.csv"
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def known_rows(name: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """Bytes and seconds of `results/<name>.csv` as numbers, by setting and size of microbatch."""
+    return {
+        (row["setting"], int(row["microbatch"])): {
+            key: float(value) if value else None
+            for key, value in row.items()
+            if key.endswith("_bytes") or key == "cpu_seconds"
+        }
+        for row in read_rows(name)
+    }
+
+
+def put_row(name: str, row: dict[str, Any], key: Iterable[str]) -> None:
+    """Write one row of `results/<name>.csv`, in place of the one that is equal in the columns of `key`.
+
+    A benchmark that writes each row when it is known can be stopped, and goes on where it was.
+    """
+    columns = tuple(key)
+    rows = read_rows(name)
+    same = [i for i, other in enumerate(rows) if all(str(row[c]) == other.get(c) for c in columns)]
+    rows[same[0] if same else len(rows) :] = [row, *rows[same[0] + 1 :]] if same else [row]
+    save_rows(name, rows)
 
 
 def write_rows(name: str, rows: list[dict[str, Any]]) -> None:

@@ -5,36 +5,12 @@ A page marks the place of a table: `<!-- name:start -->`, `<!-- name:end -->`.
 
 from __future__ import annotations
 
-import csv
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
-MIB, MB = 2**20, 1e6
-Row = dict[str, str]
-
-
-def rows(name: str) -> list[Row]:
-    with (HERE / "results" / f"{name}.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
-def by_setting(all_rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
-    for setting in dict.fromkeys(row["setting"] for row in all_rows):
-        yield setting, [row for row in all_rows if row["setting"] == setting]
-
-
-def mean(some_rows: list[Row], column: str) -> float:
-    return statistics.mean(float(row[column]) for row in some_rows)
-
-
-def markdown(head: Sequence[str], lines: list[Sequence[str]], num_text: int = 1) -> str:
-    rule = ["---"] * num_text + ["---:"] * (len(head) - num_text)
-    return "\n".join("|".join(["", *(f" {cell} " for cell in line), ""]) for line in (head, *lines)).replace(
-        "\n", "\n|" + "|".join(rule) + "|\n", 1
-    )
+import record_tables
+from rows import MB, MIB, ROOT, Row, by_setting, markdown, mean, rows
 
 
 def demo() -> str:
@@ -413,7 +389,7 @@ def _factor_and_time(row: Row) -> tuple[str, str]:
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"demo": demo},
+    "README.md": {"demo": demo, "record": record_tables.headline},
     "docs/techniques/activation_compression.md": {"measured": activations, "codecs": codecs, "quality": quality},
     "docs/techniques/microbatching.md": {"sizes": microbatching, "recovery": recovery, "batchnorm": batchnorm},
     "docs/peft.md": {"measured": peft},
@@ -427,6 +403,16 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "compression": checkpointing_codecs,
     },
     "docs/techniques/sparsity.md": {"steps": sparsity_steps, "digits": sparsity_digits, "text": sparsity_text},
+    "docs/results.md": {
+        "wrn-alone": record_tables.wrn_alone,
+        "wrn": partial(record_tables.ladder, "wrn"),
+        "wrn-quality": partial(record_tables.quality, "wrn_quality", ("pixels", "num_train", "epochs", "num_test")),
+        "dynamicconv": partial(record_tables.ladder, "dynamicconv"),
+        "dynamicconv-quality": partial(
+            record_tables.quality, "dynamicconv_quality", ("num_train", "epochs", "num_test")
+        ),
+        "papers": record_tables.papers,
+    },
 }
 
 

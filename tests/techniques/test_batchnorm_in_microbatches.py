@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memsave import MemSave, Microbatching
+from lightning_memsave import Ledger, MemSave, Microbatching
 from lightning_memsave.core.errors import NotLosslessWarning
 from lightning_memsave.techniques.microbatching.batchnorm import pooled_batchnorm, pools_statistics, unpooled
 
@@ -212,3 +212,18 @@ def test_the_modules_are_named():
 def test_wrong_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Microbatching(**options)
+
+
+@pytest.mark.parametrize("mode", ["ghost", "running"])
+def test_what_is_remembered_does_not_grow_with_the_number_of_microbatches(mode):
+    norm = nn.BatchNorm1d(1000)
+
+    def held_bytes(num_parts):
+        x = torch.randn(4 * num_parts, 1000)
+        with pooled_batchnorm(norm, mode) as batch, Ledger().watching(norm, batch=x) as ledger:
+            for part in x.split(4):
+                with batch.microbatch(), torch.no_grad():
+                    norm(part)
+            return ledger.live_bytes - 4 * x.numel()
+
+    assert held_bytes(50) == held_bytes(2)

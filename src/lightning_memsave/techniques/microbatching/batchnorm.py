@@ -11,7 +11,7 @@ A BatchNorm that sees a microbatch does not see its batch. Two ways out, neither
 Either way the running statistics are updated once per batch, by the statistics of all its microbatches together: with
 counts n_i, means m_i and sums of squared deviations s_i, the mean is m = sum n_i m_i / n, and the deviations from it
 are sum s_i + n_i (m_i - m)^2 (Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
-Variances", 1979).
+Variances", 1979). They are merged as they come, so that a hundred microbatches hold no more than two.
 """
 
 from __future__ import annotations
@@ -19,12 +19,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 Mode = Literal["ghost", "running"]
+
+
+class _Moments(NamedTuple):
+    """Of some values, per channel."""
+
+    num_values: int
+    mean: Tensor
+    deviations: Tensor
+    """The sum of their squares."""
+
+    def with_more(self, other: _Moments) -> _Moments:
+        """Of the values of both."""
+        total = self.num_values + other.num_values
+        apart = other.mean - self.mean
+        deviations = self.deviations + other.deviations + apart.square() * (self.num_values * other.num_values / total)
+        return _Moments(total, self.mean + apart * (other.num_values / total), deviations)
 
 
 class PooledStatistics:
@@ -38,8 +54,8 @@ class PooledStatistics:
     def __init__(self, module: Any, mode: Mode) -> None:
         self._module, self._mode, self._momentum = module, mode, module.momentum
         self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers(recurse=False)]
-        # For each call within a microbatch (a shared module has several): counts, means, sums of squared deviations.
-        self._seen: list[list[tuple[int, Tensor, Tensor]]] = []
+        # For each call within a microbatch (a shared module has several): what all microbatches so far showed.
+        self._seen: list[_Moments] = []
         self.num_calls: int | None = None
         """Calls in this microbatch so far; `None` while calls do not count."""
         if mode == "ghost":
@@ -61,9 +77,11 @@ class PooledStatistics:
             x = x.to(module.running_mean.dtype)
             variance, mean = torch.var_mean(x, [d for d in range(x.ndim) if d != 1], correction=0)
             deviations = count * variance
+        seen = _Moments(count, mean, deviations)
         if self.num_calls == len(self._seen):
-            self._seen.append([])
-        self._seen[self.num_calls].append((count, mean, deviations))
+            self._seen.append(seen)
+        else:
+            self._seen[self.num_calls] = self._seen[self.num_calls].with_more(seen)
         self.num_calls += 1
 
     def close(self, update: bool) -> None:
@@ -76,17 +94,14 @@ class PooledStatistics:
             for seen in self._seen if update else ():
                 self._update(seen)
 
-    def _update(self, seen: list[tuple[int, Tensor, Tensor]]) -> None:
+    def _update(self, seen: _Moments) -> None:
         module = self._module
         if module.num_batches_tracked is not None:
             module.num_batches_tracked.add_(1)
         # `momentum=None` is a cumulative average.
         momentum = 1 / float(module.num_batches_tracked) if self._momentum is None else self._momentum
-        total = sum(count for count, _, _ in seen)
-        mean = sum(mean * (count / total) for count, mean, _ in seen)
-        deviations = sum(deviations + count * (m - mean) ** 2 for count, m, deviations in seen)
-        module.running_mean.lerp_(mean, momentum)
-        module.running_var.lerp_(deviations / max(total - 1, 1), momentum)
+        module.running_mean.lerp_(seen.mean, momentum)
+        module.running_var.lerp_(seen.deviations / max(seen.num_values - 1, 1), momentum)
 
 
 class PooledBatchNorms:

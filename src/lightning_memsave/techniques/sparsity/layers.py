@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.numerics.master import join
 from lightning_memsave.numerics.positions import entries_of_rows, gather, pack_positions, scatter, unpack_positions
-from lightning_memsave.vault.graph import is_fake
 from lightning_memsave.vault.sparse_weights import densify, rebuilding_weights
 
 

@@ -1,0 +1,73 @@
+"""Accuracy of WideResNet-28-2 with memory saving, against a baseline trained beside it (how to run: `parts.py`).
+
+A seed has the same first weights, training images and order in each setting, and test images of its own. `--long` is
+the study that can show something, a part of which takes hours on one core; without, images are averaged to 16x16
+pixels and training lasts a minute, which shows that it trains.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memsave.demo.model import WideResNet
+from parts import Study
+from wrn import BATCH_SIZE, COMBINED, Classifier, FractalConfig, fit, load, quiet
+
+DATA = FractalConfig(noise=0.1)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "baseline": {"recipe": "measure"},
+    "sparsity 0.9, int4-chain, 8-bit momentum, bf16, microbatch 4": {"microbatch": 4, **COMBINED["+ bf16"]},
+    "sparsity 0.95, int4-chain, 4-bit momentum, bf16, microbatch 2": {
+        "microbatch": 2,
+        **COMBINED["sparsity 0.95, int4-chain, 4-bit momentum, bf16"],
+    },
+}
+"""As in `bench_wrn.py`: the first row of 120x, and the largest that leaves BatchNorm something to average."""
+SHORT = {"pixels": 16, "num_train": 1000, "epochs": 5, "num_test": 500}
+LONG = {"pixels": 32, "num_train": 20_000, "epochs": 10, "num_test": 10_000}
+
+
+def train(seed: int, arguments: dict[str, Any], *, size: dict[str, int]) -> dict[str, Any]:
+    def images(num_images: int, image_seed: int) -> TensorDataset:
+        pixels, labels = load(num_images, image_seed, DATA).tensors
+        smaller = F.avg_pool2d(pixels.float(), 32 // size["pixels"]).round().to(torch.uint8)
+        return TensorDataset(smaller, labels)
+
+    torch.manual_seed(seed)
+    module = Classifier(WideResNet(num_classes=DATA.num_classes), DATA.num_classes, lr=0.1)
+    order = torch.Generator().manual_seed(seed)
+    data = DataLoader(images(size["num_train"], 2 * seed), BATCH_SIZE, shuffle=True, drop_last=True, generator=order)
+    start = time.process_time()
+    memsave, trainer = fit(module, data, arguments, max_epochs=size["epochs"])
+    seconds = time.process_time() - start
+    with quiet():
+        tested = trainer.test(module, DataLoader(images(size["num_test"], 2 * seed + 1), 250), verbose=False)[0]
+    return {
+        "peak_bytes": memsave.report.peak_bytes,
+        "cpu_seconds_run": seconds,
+        "quality": "test accuracy, per cent",
+        "quality_value": 100 * tested["test/accuracy"],
+    }
+
+
+def study(size: dict[str, int]) -> Study:
+    return Study(
+        name="wrn_quality",
+        model="WideResNet-28-2, batch 100, SGD momentum, BatchNorm, generated fractals",
+        settings=SETTINGS,
+        size=size,
+        train=functools.partial(train, size=size),
+    )
+
+
+if __name__ == "__main__":
+    is_long = "--long" in sys.argv
+    sys.argv = [argument for argument in sys.argv if argument != "--long"]
+    study(LONG if is_long else SHORT).main()

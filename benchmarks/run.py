@@ -1,0 +1,118 @@
+"""Run benchmarks, and hold their rows against the committed ones.
+
+    python benchmarks/run.py bench --jobs 2       # memory and time of everything, on the CPU
+    python benchmarks/run.py quality              # the next part of each study that trains in parts
+    python benchmarks/run.py gpu                  # what says something new on CUDA; rows in results/*_cuda.csv
+
+Afterwards tracked bytes must be those of the commit, and the allocator's within half a per cent; exit status 1
+otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FIRST = ("bench_checkpointing", "bench_wrn", "bench_papers", "bench_dynamicconv")  # the long ones
+GPU = ("bench_wrn", "bench_dynamicconv")
+QUALITY = ("quality_wrn", "quality_dynamicconv")
+"""Studies in parts; the other `quality_*.py` run whole, from minutes to an hour each."""
+KEY = (
+    *("case", "model", "setting", "implementation", "sparsity", "microbatch", "seed"),
+    *("n", "budget_bytes", "pixels", "num_train", "epochs"),
+)
+MOST_OFF = 0.005
+Row = dict[str, str]
+
+
+def scripts(what: str) -> list[str]:
+    """Names of scripts, the longest first."""
+    if what == "gpu":
+        return list(GPU)
+    if what == "quality":
+        return list(QUALITY)
+    return sorted((path.stem for path in HERE.glob("bench_*.py")), key=lambda name: (name not in FIRST, name))
+
+
+def run(name: str) -> bool:
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, str(HERE / f"{name}.py")], check=False, cwd=HERE.parent)
+    print(f"{name}: {(time.monotonic() - start) / 60:.1f} minutes, exit status {done.returncode}", flush=True)
+    return done.returncode == 0
+
+
+def committed(path: Path) -> list[Row]:
+    """The rows of a file in HEAD; none where there is no such file."""
+    shown = subprocess.run(
+        ["git", "show", f"HEAD:{path.relative_to(HERE.parent).as_posix()}"],
+        check=False,
+        cwd=HERE.parent,
+        capture_output=True,
+        text=True,
+    )
+    return list(csv.DictReader(io.StringIO(shown.stdout)))
+
+
+def differences(before: list[Row], after: list[Row]) -> list[str]:
+    """Bytes that are not reproduced, row by row.
+
+    >>> differences([{"setting": "a", "peak_bytes": "5"}], [{"setting": "a", "peak_bytes": "6"}])
+    ['a: peak_bytes 6, committed 5']
+    >>> differences([{"setting": "a", "allocated_bytes": "1000"}], [{"setting": "a", "allocated_bytes": "1004"}])
+    []
+    """
+    known = {_key(row): row for row in before}
+    found = []
+    for row in after:
+        other = known.get(_key(row), {})
+        for column, value in row.items():
+            expected = other.get(column)
+            if not column.endswith("_bytes") or not value or not expected or column in KEY:
+                continue
+            if column in ("allocated_bytes", "workspace_bytes", "allocation_bytes", "reserved_bytes"):
+                whole = float(row.get("peak_bytes") or expected)
+                is_equal = abs(float(value) - float(expected)) <= MOST_OFF * max(whole, float(expected))
+            else:
+                is_equal = float(value) == float(expected)
+            if not is_equal:
+                found.append(f"{' '.join(filter(None, _key(row)))}: {column} {value}, committed {expected}")
+    return found
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return tuple(row.get(column, "") for column in KEY)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("bench", "quality", "gpu", "check"))
+    parser.add_argument("--jobs", type=int, default=1, help="scripts at the same time")
+    options = parser.parse_args()
+    if options.what == "gpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("needs a CUDA device; `bench` runs everything on the CPU")
+    names = [] if options.what == "check" else scripts(options.what)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        outcomes = dict(zip(names, pool.map(run, names), strict=True))
+    failed = [name for name, went_well in outcomes.items() if not went_well]
+    found = []
+    for path in sorted((HERE / "results").glob("*.csv")):
+        with path.open() as file:
+            rows = list(csv.DictReader(file))
+        found += [f"{path.name}: {text}" for text in differences(committed(path), rows)]
+    print(*[f"failed: {name}" for name in failed], *found, sep="\n")
+    print("bytes are those of the commit" if not found else f"{len(found)} figures differ from the commit")
+    return int(bool(failed or found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""WideResNet-28-2 under one stated accounting: what `bench_wrn.py` and `quality_wrn.py` have in common.
+
+Every byte that a training step needs is counted: weights, gradients, momentum, the batch (100 images of 8 bits and
+their labels), what waits for backward, and everything in between. Images become float32 numbers in `training_step`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from bfloat16 import faster_bfloat16
+from lightning_memsave import MemoryMonitor, MemSave, NotLosslessWarning, OptimizerState
+from lightning_memsave.demo.data import load_cifar10
+from lightning_memsave.demo.model import ImageClassifier, WideResNet
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from examples.data.fractals import FractalConfig, generate
+
+BATCH_SIZE = 100
+MODEL = "WideResNet-28-2, 32x32, batch 100, SGD momentum, BatchNorm"
+SIZES = (10, 8, 5, 4, 2, 1)
+"""Of microbatches."""
+
+STATE_8BIT = OptimizerState(format="8bit", min_size=256)
+STATE_4BIT = OptimizerState(format="4bit", min_size=256)
+ALONE: dict[str, dict[str, Any]] = {
+    "sparsity 0.9": {"sparsity": 0.9},
+    "sparsity 0.95": {"sparsity": 0.95},
+    "bf16 weights and activations": {"precision": "bf16-sr"},
+    "8-bit momentum": {"optimizer_state": STATE_8BIT},
+    "4-bit momentum": {"optimizer_state": STATE_4BIT},
+    "gradient release": {"optimizer_state": OptimizerState(format="32bit", gradients="release")},
+    "activations exact": {"activations": "exact"},
+    "activations int8": {"activations": "int8"},
+    "activations int4": {"activations": "int4"},
+    "activations int4-chain": {"activations": "int4-chain"},
+    "checkpointing blocks": {"checkpointing": "blocks"},
+    "checkpointing sqrt": {"checkpointing": "sqrt"},
+}
+_PAPER = {"sparsity": 0.9, "precision": "bf16-sr", "checkpointing": "blocks"}
+_CHAIN = {"sparsity": 0.9, "activations": "int4-chain"}
+COMBINED: dict[str, dict[str, Any]] = {
+    "microbatch alone": {},
+    "+ int4-chain": {"activations": "int4-chain"},
+    "+ sparsity 0.9": _CHAIN,
+    "+ 8-bit momentum": {**_CHAIN, "optimizer_state": STATE_8BIT},
+    "+ bf16": {**_CHAIN, "optimizer_state": STATE_8BIT, "precision": "bf16-sr"},
+    "the paper's four: sparsity 0.9, bf16, blocks": _PAPER,
+    "the paper's four + 8-bit momentum + int4-chain": {
+        **_PAPER,
+        "optimizer_state": STATE_8BIT,
+        "activations": "int4-chain",
+    },
+    "sparsity 0.95, int4-chain, 4-bit momentum, bf16": {
+        "sparsity": 0.95,
+        "activations": "int4-chain",
+        "optimizer_state": STATE_4BIT,
+        "precision": "bf16-sr",
+    },
+}
+"""Arguments of `MemSave`, for each size of microbatch."""
+
+
+class Classifier(ImageClassifier):
+    """`ImageClassifier` on images of 8 bits."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(_as_float(batch), batch_idx)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        super().test_step(_as_float(batch), batch_idx)
+
+
+def _as_float(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    images, labels = batch
+    return images.float().div_(127.5).sub_(1), labels
+
+
+def load(num_images: int, seed: int, config: FractalConfig | None = None) -> TensorDataset:
+    """Generated images of 8 bits; `seed` draws other images of the same classes."""
+    return TensorDataset(*generate(num_images, seed, config))
+
+
+def load_cifar10_8bit(folder: Path) -> tuple[TensorDataset, TensorDataset]:
+    """CIFAR-10, training and test images, as the 8 bits that it is made of."""
+
+    def as_8bit(dataset: TensorDataset) -> TensorDataset:
+        images, labels = dataset.tensors
+        low, high = images.amin((0, 2, 3), keepdim=True), images.amax((0, 2, 3), keepdim=True)
+        return TensorDataset((255 * (images - low) / (high - low)).round().to(torch.uint8), labels)
+
+    train, test = load_cifar10(folder)
+    return as_8bit(train), as_8bit(test)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Neither hints nor the warning that BatchNorm sees microbatches, which is what these runs are about."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotLosslessWarning)
+        warnings.filterwarnings("ignore", message=".*(workers|logging interval|`max_epochs`|GPU available|LeafSpec).*")
+        yield
+
+
+class StepSeconds(Callback):
+    """CPU seconds of one step, counted from 0."""
+
+    def __init__(self, step: int) -> None:
+        self._step, self._start, self.seconds = step, 0.0, float("nan")
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._start = time.process_time()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self._step + 1:
+            self.seconds = time.process_time() - self._start
+
+
+def fit(
+    module: L.LightningModule, data: Any, settings: dict[str, Any], *callbacks: Callback, **options: Any
+) -> tuple[MemSave, L.Trainer]:
+    """Train with `MemSave(**settings)`, and nothing else than that."""
+    memsave = MemSave(**settings)
+    trainer = L.Trainer(
+        accelerator="auto",
+        devices=1,
+        callbacks=[*callbacks, memsave],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    with quiet(), faster_bfloat16():
+        trainer.fit(module, data)
+    return memsave, trainer
+
+
+def measure(module_of: Callable[[], L.LightningModule], data: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Tracked peak by category, the allocator's peak, and CPU seconds, of steps two to five of a run.
+
+    The second step, which is tracked, and the fifth, which is timed, must be whole. The first makes optimizer state;
+    the workspace inside of kernels is found in the third and fourth, and does not depend on how many microbatches
+    there are.
+    """
+    torch.manual_seed(0)
+    seconds = StepSeconds(4)
+    memsave, _ = fit(module_of(), data, settings, seconds, MemoryMonitor(workspace=True), max_steps=5)
+    report = memsave.report
+    assert report.peak_bytes is not None
+    return {
+        "peak_bytes": report.peak_bytes,
+        **{f"{category}_bytes": size for category, size in report.by_category.items()},
+        "allocated_bytes": None if report.workspace_bytes is None else report.peak_bytes + report.workspace_bytes,
+        "reserved_bytes": report.reserved_bytes,
+        "loss_class": report.loss_class,
+        "cpu_seconds": seconds.seconds,
+    }
+
+
+def five_batches(whole: Any, two_microbatches: Any) -> DataLoader[Any]:
+    """What `measure` needs, the shortest that will do."""
+    short, long = two_microbatches, whole
+    return DataLoader([short, long, short, short, long], batch_size=None)  # type: ignore[arg-type]
+
+
+def measure_wrn(settings: dict[str, Any], microbatch: int) -> dict[str, Any]:
+    """`measure`, of WideResNet-28-2 on generated images."""
+    images, labels = load(BATCH_SIZE, seed=1).tensors
+    n = min(2 * microbatch, BATCH_SIZE)
+    # Copies: a slice would keep the whole batch alive.
+    data = five_batches((images, labels), (images[:n].clone(), labels[:n].clone()))
+    return measure(lambda: Classifier(WideResNet(), lr=0.05), data, settings)

@@ -1,0 +1,1 @@
+"""Models of papers, written from their descriptions; weights are random."""

@@ -1,0 +1,127 @@
+"""What rows are made, kept and compared with."""
+
+from __future__ import annotations
+
+import csv
+import doctest
+import importlib
+import math
+import re
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    harness = importlib.import_module("harness")
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_a_row_takes_the_place_of_the_one_with_its_key(results):
+    harness = importlib.import_module("harness")
+    for setting, value in (("a", 1), ("b", 2), ("a", 3)):
+        harness.put_row("x", {"setting": setting, "value": value}, ("setting",))
+    harness.put_row("x", {"setting": "c", "value": 4, "more": 5}, ("setting",))
+    found = harness.read_rows("x")
+    assert [(row["setting"], row["value"], row["more"]) for row in found] == [
+        ("a", "3", ""),
+        ("b", "2", ""),
+        ("c", "4", "5"),
+    ]
+    assert harness.read_rows("y") == []
+
+
+def test_a_row_says_where_it_comes_from():
+    environment = importlib.import_module("harness").environment()
+    assert re.fullmatch(r"[0-9a-f]{10}\+?", environment["commit"])
+    assert {"date", "device", "torch", "lightning", "python"} < set(environment)
+
+
+def test_the_interval_is_that_of_a_paired_t_test():
+    paired = importlib.import_module("paired")
+    values, baseline = [90.1, 88.0, 91.5, 89.9], [90.5, 88.9, 91.2, 90.6]
+    comparison = paired.compare_pairs(values, baseline)
+    referee = stats.ttest_rel(values, baseline, alternative="greater").confidence_interval(0.95)
+    assert comparison.lower_bound == pytest.approx(referee.low, rel=1e-12)
+    assert comparison.num_pairs == 4
+
+
+def test_one_pair_shows_nothing():
+    comparison = importlib.import_module("paired").compare_pairs([91.0], [90.0])
+    assert comparison.half_width == math.inf
+    assert comparison.verdict(0.4, 0.2) == "not shown"
+
+
+def test_pairs_must_be_pairs():
+    with pytest.raises(ValueError, match="must be pairs, got 2 and 1"):
+        importlib.import_module("paired").compare_pairs([1.0, 2.0], [1.0])
+
+
+def make_study(train):
+    parts = importlib.import_module("parts")
+    settings = {"baseline": {}, "lean": {"microbatch": 1}}
+    return parts.Study(name="wrn_quality", model="m", settings=settings, size={"epochs": 2}, train=train)
+
+
+def test_a_study_goes_on_where_it_stopped(results, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["quality", "--parts", "3"])
+    seen = []
+
+    def train(seed, arguments):
+        seen.append((seed, arguments))
+        return {"quality_value": 90.0 + seed - len(arguments), "cpu_seconds_run": 0.1}
+
+    make_study(train).main()
+    assert seen == [(0, {}), (0, {"microbatch": 1}), (1, {})]
+    make_study(train).main()
+    assert seen[3:] == [(1, {"microbatch": 1}), (2, {}), (2, {"microbatch": 1})]
+    (line,) = make_study(train).summary()
+    assert line == "lean: -1.00, half-width 0.00, 3 pairs: worse by more than 0.4 is not excluded"
+
+
+def test_a_part_that_fails_leaves_the_others(results, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["quality", "--parts", "2"])
+
+    def train(seed, arguments):
+        if arguments:
+            raise KeyboardInterrupt
+        return {"quality_value": 1.0, "cpu_seconds_run": 0.1}
+
+    with pytest.raises(KeyboardInterrupt):
+        make_study(train).main()
+    assert next(make_study(train).missing()) == (0, "lean")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.csv")), ids=lambda path: path.stem)
+def test_rows_are_told_apart(path):
+    run = importlib.import_module("run")
+    with path.open() as file:
+        keys = [run._key(row) for row in csv.DictReader(file)]
+    assert keys
+    assert len(set(keys)) == len(keys)
+
+
+def test_bytes_that_differ_from_the_commit_are_named():
+    differences = importlib.import_module("run").differences
+    row = {"model": "m", "setting": "s", "microbatch": "4", "peak_bytes": "1000", "cpu_time_ratio": "1.0"}
+    assert differences([row], [{**row, "cpu_time_ratio": "2.0"}]) == []
+    assert differences([row], [{**row, "microbatch": "5", "peak_bytes": "7"}]) == []  # another row
+    assert differences([row], [{**row, "peak_bytes": "1001"}]) == ["m s 4: peak_bytes 1001, committed 1000"]
+    allocated = {**row, "allocated_bytes": "2000"}
+    assert differences([allocated], [{**allocated, "allocated_bytes": "2010"}]) == []
+    assert len(differences([allocated], [{**allocated, "allocated_bytes": "2011"}])) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["paired", "run", "examples.data.fractals", "examples.data.german_numbers", "examples.models.dynamicconv"],
+)
+def test_examples_in_docstrings_hold(name):
+    tried = doctest.testmod(importlib.import_module(name))
+    assert tried.attempted
+    assert not tried.failed
