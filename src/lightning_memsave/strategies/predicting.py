@@ -1,6 +1,6 @@
 """The peak of a step before it is run: Lightning's own loop, with the run's own settings, on fake tensors.
 
-Nothing here models what a technique does. A copy of the module that is made of fake tensors is trained for three steps
+Nothing here models what a technique does. A copy of the module that is made of fake tensors is trained for two steps
 by a real `Trainer`, and the ledger counts what the real one would have allocated: so gradients that are held through
 the next forward, optimizer state, microbatches, regions, codes and sparse weights are all there, in the code that
 trains. A module whose step reads values is run on real samples instead, few of them, twice, and what that took is
