@@ -276,6 +276,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS))
-    parser.add_argument("--write", action="store_true", help="write the rows")
+    parser.add_argument("--no-write", dest="write", action="store_false", help="only print the rows")
     options = parser.parse_args()
     rows(options.models, options.settings, options.write)
