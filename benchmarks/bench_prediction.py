@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import csv
 import logging
 import time
 import warnings
@@ -29,7 +30,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from harness import environment, save_rows
+from harness import RESULTS, environment, save_rows
 from lightning_memsave import LowPrecision, MemSave, Sparsity
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.demo.model import WideResNet
@@ -247,14 +248,25 @@ def row(model: str, setting: str) -> dict[str, Any]:
     }
 
 
-def rows(models: list[str], settings: list[str]) -> list[dict[str, Any]]:
+def kept_rows(models: list[str], settings: list[str]) -> list[dict[str, Any]]:
+    """Rows of earlier runs that this one does not make anew."""
+    path = RESULTS / "prediction.csv"
+    earlier = list(csv.DictReader(path.open())) if path.exists() else []
+    return [row for row in earlier if not (row["model"] in models and row["setting"] in settings)]
+
+
+def rows(models: list[str], settings: list[str], write: bool = False) -> list[dict[str, Any]]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    found = []
+    found, kept = [], kept_rows(models, settings)
     for model in models:
         for setting in settings:
             found.append(row(model, setting))
+            if write:
+                order = [(m, s) for m in MODELS for s in SETTINGS]
+                both = sorted([*kept, *found], key=lambda each: order.index((each["model"], each["setting"])))
+                save_rows("prediction", both)
             shown = ("model", "setting", "predicted_peak_bytes", "measured_peak_bytes", "error_percent", "source")
             print(*(found[-1][key] for key in shown), found[-1]["largest_miss"], found[-1]["flags"][:150], flush=True)
     return found
@@ -264,8 +276,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS))
-    parser.add_argument("--write", action="store_true", help="write the rows")
+    parser.add_argument("--no-write", dest="write", action="store_false", help="only print the rows")
     options = parser.parse_args()
-    table = rows(options.models, options.settings)
-    if options.write:
-        print(f"-> {save_rows('prediction', table)}")
+    rows(options.models, options.settings, options.write)

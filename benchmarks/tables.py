@@ -384,6 +384,27 @@ def _mean_and_error(values: list[float]) -> str:
     return f"{statistics.mean(values):.1%} ± {error * 100:.1f}"
 
 
+def prediction() -> str:
+    """The error of each prediction, in per cent of what was measured."""
+    all_rows = rows("prediction")
+    settings = list(dict.fromkeys(row["setting"] for row in all_rows))
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in all_rows):
+        of_model = {row["setting"]: row for row in all_rows if row["model"] == model}
+        lines.append((model, *(_error(of_model.get(setting)) for setting in settings)))
+    num_right = sum(abs(float(row["error_percent"])) <= 1 for row in all_rows)
+    table = markdown(("predicted - measured", *settings), lines)
+    return f"{table}\n\nWithin 1 %: {num_right} of {len(all_rows)}. A * stands for a step that had to be measured."
+
+
+def _error(row: Row | None) -> str:
+    if row is None:
+        return ""
+    difference = int(row["predicted_peak_bytes"]) - int(row["measured_peak_bytes"])
+    text = "0 B" if difference == 0 else f"{float(row['error_percent']):+.2f} %"
+    return text + "*" * (row["source"] == "measured")
+
+
 def _factor_and_time(row: Row) -> tuple[str, str]:
     return f"{float(row['factor']):.2f}x", f"{float(row['cpu_time_ratio']):.2f}x"
 
@@ -413,6 +434,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         ),
         "papers": record_tables.papers,
     },
+    "docs/prediction.md": {"prediction": prediction},
 }
 
 

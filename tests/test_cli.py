@@ -186,3 +186,30 @@ def test_verify(users_module, capsys, arguments, status, says):
     """Functional dropout is not seen as a reason, so the claim to be exact is false, which is found out."""
     assert cli.main(["verify", *arguments]) == status
     assert says in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        ([], 0, "predicted peak of a training step"),
+        (["--device-memory", "1GiB"], 0, "fits in 1.0 GiB"),
+        (["--device-memory", "1KiB", "--microbatch", "2"], 1, "does NOT fit in 1.0 KiB"),
+        (["--device-memory", "1MiB", "--largest", "batch"], 0, "largest batch that fits"),
+        (["--largest", "batch"], 2, "needs --device-memory"),
+        (["--target", "cuda"], 0, "reserved"),
+        (["--recipe", "nothing"], 2, "must be one of"),
+    ],
+)
+def test_plan(users_module, capsys, arguments, status, says):
+    assert cli.main(["plan", "users:BoringModel", "--batch", "users:loader", *arguments]) == status
+    assert says in " ".join("".join(capsys.readouterr()).split())
+
+
+def test_plan_as_data_and_as_a_picture(users_module, capsys, tmp_path):
+    pytest.importorskip("plotly")
+    page = tmp_path / "step.html"
+    assert cli.main(["plan", "users:BoringModel", "--batch", "users:batch", "--json", "--figure", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(found["by_category"].values()) == found["peak_bytes"] == sum(found["by_module"].values())
+    assert found["source"] == "fake"
+    assert "predicted training step" in page.read_text()

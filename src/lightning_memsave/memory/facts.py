@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_memsave.memory.kernel_outputs import KERNELS_WITH_WORKSPACE, with_workspace
+from lightning_memsave.memory.kernel_outputs import CORRECTIONS
 from lightning_memsave.memory.origins import line_text, user_line
 from lightning_memsave.numerics.fakes import UNKNOWN, Facts, facts_of, is_fake, note
 
@@ -63,8 +63,8 @@ class FactsMode(TorchDispatchMode):
         if func is aten.equal.default:
             return _equals(func, *args)
         out = func(*args, **kwargs)
-        if func in KERNELS_WITH_WORKSPACE:
-            return with_workspace(func, args, kwargs, out)
+        if (correct := CORRECTIONS.get(func)) is not None:
+            return correct(func, args, kwargs, out)
         if _follow(func, args, kwargs, out):
             return out
         rule = _RULES.get(func.overloadpacket)
@@ -106,6 +106,9 @@ def note_values(fake: Tensor, real: Tensor) -> None:
 
 def _follow(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
     """Compute the values of `out` where those of all that it is made of are known; whether they are."""
+    first = args[0] if args else None
+    if isinstance(first, Tensor) and is_fake(first) and first not in _values and not func._schema.is_mutable:
+        return False  # nearly all end here
     outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     is_known = (

@@ -3,8 +3,7 @@
 The model is not copied: its parameters, buffers and gradients are exchanged for fake ones in place, and come back.
 Private names of torch (seen in 2.13): `torch._subclasses.fake_tensor` and the `_flat_weights` of recurrent layers.
 
-Known differences from a real step: kernels whose extra outputs the fake ones lack (oneDNN's LSTM keeps a workspace,
-which makes a prediction too low). A step that reads values (`.item()`, a branch on a sum) raises.
+A step that reads values (`.item()`, a branch on a sum) raises, unless they follow from the batch's integers (`facts`).
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import sys
 from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_memsave.memory.facts import note_values
+from lightning_memsave.memory.facts import FactsMode, note_values
 
 _FLAT_WEIGHTS = "_flat_weights"
 
@@ -44,8 +44,8 @@ def fake_tensors(model: nn.Module) -> Iterator[Callable[[Any], Any]]:
     exchange = _Exchange()
     try:
         exchange.enter(model)
-        with exchange.mode:
-            yield exchange.of
+        with exchange.mode, FactsMode(), hidden_from_transformers():
+            yield exchange.of_known
     finally:
         exchange.leave()
 
@@ -64,6 +64,13 @@ class _Exchange:
     def of(self, tree: Any) -> Any:
         """The same nest of containers with fake tensors."""
         return tree_map(self._leaf, tree)
+
+    def of_known(self, tree: Any) -> Any:
+        """The same, of which is known what integers they hold."""
+        found = self.of(tree)
+        for real, fake in self._fakes.values():
+            note_values(fake, real)
+        return found
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -100,10 +107,6 @@ class _Exchange:
         with self.mode, torch.no_grad():  # it shares memory with an earlier one
             view = self._bases[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
         return _like(tensor, view)
-
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Real tensors and their fakes."""
-        return list(self._fakes.values())
 
     def enter(self, model: nn.Module) -> None:
         """Put fake tensors into a model."""
@@ -214,11 +217,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
 
 def fakes_of(tree: Any, mode: FakeTensorMode, device: torch.device | str = "cpu") -> Any:
     """A nest of containers with fake tensors on `device`, of which is known what integers they may hold."""
-    exchange = _Exchange(mode, device)
-    found = exchange.of(tree)
-    for real, fake in exchange.pairs():
-        note_values(fake, real)
-    return found
+    return _Exchange(mode, device).of_known(tree)
 
 
 class Copying(TorchFunctionMode):
@@ -245,3 +244,21 @@ class Copying(TorchFunctionMode):
 def _copied(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         return _like(tensor, tensor.detach().clone())
+
+
+@contextlib.contextmanager
+def hidden_from_transformers() -> Iterator[None]:
+    """Fake tensors are hidden from transformers, which takes other ways with them that take more memory.
+
+    Private name of transformers (seen in 5.23).
+    """
+    module = sys.modules.get("transformers.utils.import_utils")
+    before = getattr(module, "is_fake_tensor", None)
+    if module is None or before is None:
+        yield
+        return
+    module.is_fake_tensor = lambda _: False  # type: ignore[attr-defined]  # told by `getattr`
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = before  # type: ignore[attr-defined]  # as above

@@ -1,4 +1,4 @@
-"""Outputs of kernels that fake tensors lack: what a kernel keeps for its own backward and only the real one can size.
+"""Outputs of kernels that fake tensors lack, or have in another size than the real ones.
 
 oneDNN's LSTM returns a workspace, which is most of what a recurrent model keeps; its fake one is empty. Its size is
 asked of the kernel itself, on zeros: of as many time steps, or of 64 and 128 where these would be large, as it grows
@@ -8,20 +8,27 @@ evenly but for the rounding of its parts to pages.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-KERNELS_WITH_WORKSPACE = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
 _WORKSPACE = 3  # which output
 _LARGEST_BYTES = 2**26  # of an input that is made for this
 _STEPS = 64
 
 
-def with_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-    """The outputs of a kernel of `KERNELS_WITH_WORKSPACE` on fake tensors, the workspace as large as the real one."""
+def _with_float_statistics(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """On CPU the statistics of a batch in half precision have the dtype of a float32 weight."""
+    x, weight = args[:2]
+    if weight is None or weight.dtype == x.dtype or x.device.type != "cpu" or not out[1].numel():
+        return out
+    return (out[0], *(torch.empty_like(each, dtype=weight.dtype) for each in out[1:]))
+
+
+def _with_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
     tensors = {index: a for index, a in enumerate(args) if isinstance(a, Tensor)}
     shapes = tuple((index, tuple(t.shape), t.dtype) for index, t in tensors.items())
     plain = tuple(
@@ -43,3 +50,10 @@ def _workspace_bytes(func: Any, shapes: Any, plain: Any, num_steps: int) -> int:
             args[index] = torch.zeros((num_steps, *shape[1:]) if index == 0 else shape, dtype=dtype)
         out = func(*(args[index] for index in sorted(args)))
     return int(out[_WORKSPACE].nbytes)
+
+
+CORRECTIONS: Mapping[Any, Callable[[Any, Any, Any, Any], Any]] = {
+    torch.ops.aten.mkldnn_rnn_layer.default: _with_workspace,
+    torch.ops.aten.native_batch_norm.default: _with_float_statistics,
+}
+"""By kernel, a function of it, its arguments and its fake outputs that gives outputs as large as the real ones."""

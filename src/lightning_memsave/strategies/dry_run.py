@@ -1,4 +1,4 @@
-"""A run on paper: Lightning's own loop for three steps, watched by a ledger, with nothing around it.
+"""A run on paper: Lightning's own loop for two or three steps, watched by a ledger, with nothing around it.
 
 For predictions: no device, no loggers, no checkpoints, no progress bar, and no trace in the random state.
 """
@@ -27,12 +27,12 @@ from lightning_memsave.strategies.namespaces import NAMESPACES
 from lightning_memsave.strategies.run_state import MemSaveState
 from lightning_memsave.techniques.microbatching import Microbatching
 
-_NUM_STEPS = 3  # the second and the third are measured, as in a run
+_NUM_STEPS = {True: 2, False: 3}  # fake or not: those behind the first are measured; without values they are equal
 _TOLD = (MicrobatchWarning, NotLosslessWarning, NoEffectWarning, BudgetWarning)
 
 
 def dry_run(namespace: str, module: Any, batch: Any, recipe: Recipe, settings: dict[str, Any], *, fake: bool) -> Any:
-    """Take three steps; returns who has watched them: `measured`, `breakdown`, `flags`, `is_cut`.
+    """Take some steps; returns who has watched them: `measured`, `breakdown`, `flags`, `is_cut`.
 
     Args:
         namespace: of Lightning.
@@ -60,7 +60,7 @@ def dry_run(namespace: str, module: Any, batch: Any, recipe: Recipe, settings: d
             **settings,
         )
         with contextlib.suppress(_DoneError):
-            trainer.fit(module, _Batches(batch, _NUM_STEPS * trainer.accumulate_grad_batches))
+            trainer.fit(module, _Batches(batch, _NUM_STEPS[fake] * trainer.accumulate_grad_batches))
     watch.flags = tuple(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, _TOLD)))
     return watch
 
@@ -86,7 +86,7 @@ class _Batches:
 @functools.cache
 def _watch_class(namespace: str) -> Any:  # noqa: C901  # one class, counted as one function
     class Watch(import_module(namespace).Callback):  # type: ignore[misc]  # a base known at run time
-        """Hands the recipe to the strategy, and counts the bytes of the second and the third step."""
+        """Hands the recipe to the strategy, and counts the bytes of all steps but the first."""
 
         def __init__(self, state: MemSaveState, fake: bool) -> None:
             self._state, self._fake = state, fake
@@ -113,7 +113,7 @@ def _watch_class(namespace: str) -> Any:  # noqa: C901  # one class, counted as 
             self._close()
             config = self._state.recipe.get(Microbatching)
             self.is_cut = self._state.loop.reduction is not None and config is not None and config.reduction == "auto"
-            if self._num_batches == _NUM_STEPS * trainer.accumulate_grad_batches:
+            if self._num_batches == _NUM_STEPS[self._fake] * trainer.accumulate_grad_batches:
                 raise _DoneError
 
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

@@ -1,6 +1,6 @@
 """The peak of a step before it is run: Lightning's own loop, with the run's own settings, on fake tensors.
 
-Nothing here models what a technique does. A copy of the module that is made of fake tensors is trained for three steps
+Nothing here models what a technique does. A copy of the module that is made of fake tensors is trained for two steps
 by a real `Trainer`, and the ledger counts what the real one would have allocated: so gradients that are held through
 the next forward, optimizer state, microbatches, regions, codes and sparse weights are all there, in the code that
 trains. A module whose step reads values is run on real samples instead, few of them, twice, and what that took is
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.memory.allocations import Allocations
 from lightning_memsave.memory.breakdown import Breakdown
 from lightning_memsave.memory.facts import FactsMode, ReadsValueError
-from lightning_memsave.memory.fake import Copying, fake_copy, fakes_of
+from lightning_memsave.memory.fake import Copying, fake_copy, fakes_of, hidden_from_transformers
 from lightning_memsave.memory.ledger import tensors_in
 from lightning_memsave.memory.predict import Prediction, prediction_of
 from lightning_memsave.numerics.fakes import is_fake
@@ -112,7 +111,7 @@ class Predictor:
     def _fake(self, recipe: Recipe, num_samples: int | None) -> Prediction:
         module: Any = fake_copy(self._module, self._mode)
         batch = fakes_of(self._batch, self._mode)
-        with self._mode, FactsMode(), Copying(), _as_if_real(), self._as_on_target():
+        with self._mode, FactsMode(), Copying(), hidden_from_transformers(), self._as_on_target():
             if num_samples is not None:
                 batch = resized(batch, batch_size(batch), num_samples)
             watch = self._train(module, batch, recipe, fake=True)
@@ -235,21 +234,3 @@ def largest_batch(predictor: Predictor, device_bytes: int, techniques: Recipe | 
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-@contextlib.contextmanager
-def _as_if_real() -> Iterator[None]:
-    """Fake tensors are hidden from transformers, which takes other ways with them that take more memory.
-
-    Private name of transformers (seen in 5.23).
-    """
-    module = sys.modules.get("transformers.utils.import_utils")
-    before = getattr(module, "is_fake_tensor", None)
-    if module is None or before is None:
-        yield
-        return
-    module.is_fake_tensor = lambda _: False  # type: ignore[attr-defined]  # told by `getattr`
-    try:
-        yield
-    finally:
-        module.is_fake_tensor = before  # type: ignore[attr-defined]  # as above
