@@ -19,7 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_memsave.memory.facts import note_values
 
 _FLAT_WEIGHTS = "_flat_weights"
 
@@ -49,8 +53,10 @@ def fake_tensors(model: nn.Module) -> Iterator[Callable[[Any], Any]]:
 class _Exchange:
     """Fake tensors in place of real ones, one for each."""
 
-    def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+    def __init__(self, mode: FakeTensorMode | None = None, device: torch.device | str | None = None) -> None:
+        self.mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+        self._device = device
+        self._bases: dict[tuple[int, torch.dtype], Tensor] = {}  # one for each real storage
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the real one, which is kept to keep its id
         self._before: list[tuple[dict[str, Any], str, Any]] = []
         self._containers: list[tuple[Any, Any]] = []
@@ -77,11 +83,26 @@ class _Exchange:
 
     def _fake_of(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._fakes:
-            fake = _fake(tensor, self.mode)
+            fake = self._made(tensor)
             if tensor.is_leaf and tensor.grad is not None:
                 fake.grad = self._fake_of(tensor.grad)
             self._fakes[id(tensor)] = tensor, fake
         return self._fakes[id(tensor)][1]
+
+    def _made(self, tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+            return self.mode.from_tensor(tensor)
+        key = tensor.untyped_storage()._cdata, tensor.dtype
+        if key not in self._bases:
+            self._bases[key] = _fake(tensor, self.mode, self._device)
+            return self._bases[key]
+        with self.mode, torch.no_grad():  # it shares memory with an earlier one
+            view = self._bases[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
+        return _like(tensor, view)
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Real tensors and their fakes."""
+        return list(self._fakes.values())
 
     def enter(self, model: nn.Module) -> None:
         """Put fake tensors into a model."""
@@ -119,9 +140,16 @@ def _containers(module: nn.Module) -> Iterator[dict[str, Any] | list[Any]]:
             yield value
 
 
-def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str | None = None) -> Tensor:
+    num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     with mode, torch.no_grad():
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        fake = torch.empty(num_elements, dtype=tensor.dtype, device=tensor.device if device is None else device)
+        fake = fake.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
+    return _like(tensor, fake)
+
+
+def _like(tensor: Tensor, fake: Tensor) -> Tensor:
+    """Of the same kind, parameter or not."""
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
@@ -161,3 +189,58 @@ def _with_gradient(parameter: Tensor, mode: FakeTensorMode) -> Tensor:
     fake = _fake(parameter, mode)
     fake.grad = _fake(parameter.detach(), mode)
     return fake
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str = "cpu") -> nn.Module:
+    """A copy of a model that is made of fake tensors on `device`; the model stays as it is, and no memory is taken.
+
+    Args:
+        model: of real tensors, of the meta device's, or of fake ones of the same `mode`.
+        mode: of the fake tensors.
+        device: where they seem to be.
+    """
+    exchange = _Exchange(mode, device)
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                memo[id(tensor)] = exchange.of(tensor)
+    for fake in memo.values():
+        fake.grad = None
+    with Copying(exchange.of):
+        return copy.deepcopy(model, memo)
+
+
+def fakes_of(tree: Any, mode: FakeTensorMode, device: torch.device | str = "cpu") -> Any:
+    """A nest of containers with fake tensors on `device`, of which is known what integers they may hold."""
+    exchange = _Exchange(mode, device)
+    found = exchange.of(tree)
+    for real, fake in exchange.pairs():
+        note_values(fake, real)
+    return found
+
+
+class Copying(TorchFunctionMode):
+    """`copy.deepcopy` of a tensor calls `copied` while this is entered: torch's own way fails among fake tensors.
+
+    Args:
+        copied: by default, another fake tensor like a fake one.
+    """
+
+    def __init__(self, copied: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self._copied = copied or _copied
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs any other function as it is."""
+        if func in (Tensor.__deepcopy__, nn.Parameter.__deepcopy__):
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self._copied(tensor)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return _like(tensor, tensor.detach().clone())

@@ -69,14 +69,17 @@ def tensors_in(tree: object, _seen: set[int] | None = None) -> Iterator[Tensor]:
             yield from tensors_in(vars(leaf), seen)
 
 
-class _Entry:
-    __slots__ = ("category", "made", "num_bytes", "reference", "reserved")
+class Entry:
+    """One storage, from the moment it is booked."""
+
+    __slots__ = ("category", "made", "num_bytes", "place", "reference", "reserved")
 
     def __init__(self, num_bytes: int, category: str | None, reserved: bool = False) -> None:
         self.num_bytes, self.category = num_bytes, category
         self.reserved = reserved  # its bytes are part of a reservation and are not counted again
         self.reference: weakref.ref[torch.UntypedStorage] | None = None
         self.made: tuple[torch.Size, torch.dtype, Line | None] | None = None  # in this step: as what, and where
+        self.place = ""  # the module, where a subclass tells it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +102,10 @@ class Measurement:
 class Ledger(TorchDispatchMode):
     """Books every tensor storage on `device` while it is entered; `measurement` holds the result afterwards.
 
+    Args:
+        device: where.
+        fake: count fake tensors, which have storages of the same sizes without memory; for the device that they name.
+
     Example:
         >>> model, x = nn.Linear(4, 4, bias=False), torch.zeros(2, 4)
         >>> with Ledger().watching(model, batch=x) as ledger:
@@ -107,13 +114,13 @@ class Ledger(TorchDispatchMode):
         True
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self, device: torch.device | str = "cpu", *, fake: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self._device_type = torch.device(device).type
-        self._live: dict[int, _Entry] = {}  # keyed by the address of the storage, removed when it dies
-        self._at_start: list[tuple[int, _Entry]] = []
-        self._events: list[tuple[int, _Entry]] = []  # (change in bytes, whose)
-        self._recorded: list[_Entry] = []  # made while a graph is recorded, not yet seen by a backward
+        self._device_type, self._fake = torch.device(device).type, fake
+        self._live: dict[int, Entry] = {}  # keyed by the address of the storage, removed when it dies
+        self._at_start: list[tuple[int, Entry]] = []
+        self._events: list[tuple[int, Entry]] = []  # (change in bytes, whose)
+        self._recorded: list[Entry] = []  # made while a graph is recorded, not yet seen by a backward
         self._bytes = self._peak = self._peak_event = self._held = 0
         self._model: nn.Module | None = None
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
@@ -129,11 +136,14 @@ class Ledger(TorchDispatchMode):
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 for storage in storages(tensor):
-                    self._hold(storage, category)
+                    if self._is_there(tensor, storage):
+                        self._hold(storage, category)
+
+    def _is_there(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is on the device; a fake tensor's is nowhere, and the tensor says for which device."""
+        return (tensor if self._fake else storage).device.type == self._device_type
 
     def _hold(self, storage: torch.UntypedStorage, category: str) -> None:
-        if storage.device.type != self._device_type:
-            return
         entry = self._live.get(storage._cdata)
         if entry is None:
             in_bucket = category == "gradients" and self._gradients_are_buckets
@@ -148,18 +158,18 @@ class Ledger(TorchDispatchMode):
 
     def reserve(self, category: str, num_bytes: int) -> None:
         """Book bytes that no tensor in Python shows, for example DDP's buckets."""
-        self._was_there(_Entry(num_bytes, category))
+        self._was_there(Entry(num_bytes, category))
 
-    def _was_there(self, entry: _Entry) -> None:
+    def _was_there(self, entry: Entry) -> None:
         if entry.reserved:
             return
         self._at_start.append((entry.num_bytes, entry))
         self._bytes += entry.num_bytes
         self._peak += entry.num_bytes  # it was alive at every earlier moment as well
 
-    def _book(self, storage: torch.UntypedStorage, category: str | None, reserved: bool = False) -> _Entry:
+    def _book(self, storage: torch.UntypedStorage, category: str | None, reserved: bool = False) -> Entry:
         address = storage._cdata
-        entry = _Entry(storage.nbytes(), category, reserved)
+        entry = Entry(storage.nbytes(), category, reserved)
 
         def freed(_: object) -> None:
             self._live.pop(address, None)
@@ -169,7 +179,7 @@ class Ledger(TorchDispatchMode):
         self._live[address] = entry
         return entry
 
-    def _change(self, num_bytes: int, entry: _Entry) -> None:
+    def _change(self, num_bytes: int, entry: Entry) -> None:
         if entry.reserved:
             return
         self._events.append((num_bytes, entry))
@@ -196,7 +206,7 @@ class Ledger(TorchDispatchMode):
         return out
 
     def _see(self, tensor: Tensor, storage: torch.UntypedStorage, recorded: bool, inputs: Any) -> None:
-        if storage.device.type != self._device_type:
+        if not self._is_there(tensor, storage):
             return
         entry = self._live.get(storage._cdata)
         if entry is not None:
@@ -299,7 +309,7 @@ class Ledger(TorchDispatchMode):
     def _split_at_peak(self) -> tuple[dict[str, int], dict[str, int]]:
         split: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
         by_line: Counter[Line | None] = Counter()
-        changed: Counter[_Entry] = Counter()
+        changed: Counter[Entry] = Counter()
         for num_bytes, entry in (*self._at_start, *self._events[: self._peak_event]):
             changed[entry] += num_bytes
         for entry, num_bytes in changed.items():
@@ -324,5 +334,5 @@ class Ledger(TorchDispatchMode):
                 )
 
 
-def _named(changes: Iterable[tuple[int, _Entry]]) -> Iterator[tuple[int, str]]:
+def _named(changes: Iterable[tuple[int, Entry]]) -> Iterator[tuple[int, str]]:
     return ((num_bytes, entry.category or "temporary") for num_bytes, entry in changes)

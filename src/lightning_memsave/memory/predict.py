@@ -7,24 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from lightning_memsave.core.report import Timeline
-
-
-@dataclass(frozen=True, kw_only=True)
-class TopTensor:
-    """Tensors of one kind that are alive at the peak."""
-
-    num_bytes: int
-    """Of all of them."""
-    count: int
-    shape: tuple[int, ...]
-    dtype: str
-    category: str
-    """One of `CATEGORIES`."""
-    line: str
-    """The line of code that made them; empty for what was there before the step."""
-    module: str = ""
-    """The innermost module that ran, or that owns them; empty for none."""
+from lightning_memsave.core.report import CATEGORIES, Timeline
+from lightning_memsave.memory.breakdown import TopTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,3 +50,32 @@ Predictor = Callable[[Sequence[Any]], Prediction]
 `strategies.predicting.predictor(module, batch, ...)` makes one. It raises `ValueError` where settings cannot be
 combined, or a technique refuses the model.
 """
+
+
+def extended(first: Prediction, second: Prediction, sizes: tuple[int, int], wanted: int, why: str) -> Prediction:
+    """What `wanted` samples take, on the line through two measurements.
+
+    Args:
+        first: with `sizes[0]` samples.
+        second: with `sizes[1]` samples, more.
+        sizes: of the two.
+        wanted: samples.
+        why: the flag.
+    """
+
+    def at(one: int, two: int) -> int:
+        return max(0, round(one + (two - one) * (wanted - sizes[0]) / (sizes[1] - sizes[0])))
+
+    split = {name: at(first.by_category[name], second.by_category[name]) for name in CATEGORIES}
+    names = {**second.by_module, **first.by_module}
+    modules = {name: at(first.by_module.get(name, 0), second.by_module.get(name, 0)) for name in names}
+    return Prediction(
+        peak_bytes=sum(split.values()),
+        by_category=split,
+        by_module=dict(sorted(modules.items(), key=lambda item: -item[1])),
+        timeline=second.timeline if wanted == sizes[1] else None,
+        top=second.top if wanted == sizes[1] else (),
+        source="measured",
+        flags=(*second.flags, why),
+        seconds=None,
+    )

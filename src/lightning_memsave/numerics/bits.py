@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_memsave.numerics.fakes import has_two_values, is_fake
+
 
 def bits_for(num_values: int) -> int:
     """The fewest of 1, 2, 4, 8 bits that tell `num_values` values apart; 0 when a byte does not.
@@ -52,10 +54,10 @@ def pack_two(flat: Tensor) -> tuple[Tensor, Tensor] | None:
     """
     patterns = flat.view(_INTEGERS[flat.element_size()])
     head = patterns[:256]
-    if not _are_two(head, *head.aminmax()):  # nearly all others end here
-        return None
+    if not (has_two_values(flat) if is_fake(flat) else _are_two(head, *head.aminmax())):
+        return None  # nearly all others end here
     low, high = patterns.aminmax()
-    if not _are_two(patterns, low, high):
+    if not is_fake(flat) and not _are_two(patterns, low, high):
         return None
     return pack(patterns == high, 1), torch.stack([low, high]).view(flat.dtype)
 

@@ -26,6 +26,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_memsave.numerics.fakes import truth
+
 BLOCK_SIZE = 256
 BITS = (8, 4, 2)
 _CHUNK = 1024 * BLOCK_SIZE  # elements at a time: bounds the temporaries of the reference
@@ -61,7 +63,7 @@ def quantize(flat: Tensor, bits: int, seed: int | None, signed: bool = False) ->
         blocks = torch.cat([values, values[-1:].expand(-values.numel() % BLOCK_SIZE)]).view(-1, BLOCK_SIZE)
         dither = 0.5 if seed is None else _dither(seed, start // BLOCK_SIZE, len(blocks), flat.device)
         part = (_signed_chunk if signed else _chunk)(blocks, bits, dither)
-        if not (blocks.isfinite().all() and part[1].isfinite().all()):
+        if not (truth(blocks.isfinite().all(), True) and truth(part[1].isfinite().all(), True)):
             return None
         parts.append(part)
     codes, ranges = zip(*parts, strict=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.numerics import kernels
+from lightning_memsave.numerics.fakes import note_num_set
 
 BLOCK = 2**16
 
@@ -48,10 +49,13 @@ def pack_positions(positions: Tensor, size: int) -> Tensor:
     tensor([25], dtype=torch.uint8)
     """
     if _bitmask_bytes(size) <= _blocks_bytes(positions.numel(), size):
-        return kernels.pack_mask(
+        packed = kernels.pack_mask(
             torch.zeros(size, dtype=torch.bool, device=positions.device).index_fill_(0, positions, True)
         )
-    counts = torch.bincount(positions // BLOCK, minlength=-(-size // BLOCK)).int()
+        note_num_set(packed, positions.numel())
+        return packed
+    counts = torch.zeros(-(-size // BLOCK), dtype=torch.int32, device=positions.device)
+    counts.scatter_add_(0, positions // BLOCK, torch.ones_like(positions, dtype=torch.int32))
     return torch.cat([counts.view(torch.int16), (positions % BLOCK).to(torch.int16)]).view(torch.uint8)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_memsave.numerics.fakes import truth
 from lightning_memsave.numerics.kbit import BLOCK_SIZE, random_bits
 
 _CHUNK = 1024 * BLOCK_SIZE
@@ -23,7 +24,7 @@ def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
     out = torch.empty(flat.shape, dtype=torch.bfloat16, device=flat.device)
     for start in range(0, flat.numel(), _CHUNK):
         bits = flat[start : start + _CHUNK].float().view(torch.int32)
-        if ((bits & _EXPONENT) == _EXPONENT).any():
+        if truth(((bits & _EXPONENT) == _EXPONENT).any(), False):
             return None
         blocks = -(-bits.numel() // BLOCK_SIZE)
         noise = random_bits(seed, start // BLOCK_SIZE, blocks, flat.device).view(-1)[: bits.numel()] & 0xFFFF

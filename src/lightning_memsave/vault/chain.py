@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lightning_memsave.numerics.fakes import truth
 from lightning_memsave.vault.forms import Coded, Rank, Recipe, covers_its_storage
 from lightning_memsave.vault.graph import ForeignError, Node, inputs_of, saved
 from lightning_memsave.vault.rules import fold, fold_groups, norm_parameters, per_channel
@@ -61,7 +62,7 @@ class Affine(NamedTuple):
         if self.weight is None:
             return True
         smallest, largest = self.weight.abs().aminmax()
-        return bool((smallest >= _SMALLEST_WEIGHT * largest) & (largest > 0))
+        return truth((smallest >= _SMALLEST_WEIGHT * largest) & (largest > 0), True)
 
 
 def chain(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.numerics import bits, kernels
+from lightning_memsave.numerics.fakes import integer_range
 from lightning_memsave.vault.graph import Values
 
 
@@ -163,7 +164,7 @@ class Narrow:
     @classmethod
     def of(cls, flat: Tensor) -> Narrow | None:
         """`None` when no narrower type does."""
-        low, high = (int(value) for value in torch.aminmax(flat))
+        low, high = integer_range(flat)
         for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
             info = torch.iinfo(dtype)
             if info.min <= low and high <= info.max:

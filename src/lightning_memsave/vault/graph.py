@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch._dynamo.trace_rules
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
@@ -200,11 +199,6 @@ def innermost_hooks() -> tuple[Any, Any]:
 def refuses_hooks(error: RuntimeError) -> bool:
     """Whether this is what torch.func's transforms raise inside a scope."""
     return "saved tensor hooks" in str(error) and "torch.func" in str(error)
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape and no values."""
-    return isinstance(tensor, FakeTensor)
 
 
 def compiler_callback() -> Any:

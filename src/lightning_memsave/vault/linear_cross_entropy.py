@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_memsave.numerics.fakes import truth
 from lightning_memsave.vault.entries import Handle
 from lightning_memsave.vault.forms import Rank
 from lightning_memsave.vault.graph import ForeignError, Node, has_hooks, inputs_of, packed, saved
@@ -60,7 +61,7 @@ def linear_cross_entropy(call: Call) -> Tensor | None:
     if head is None or head.input.shape[0] != logits.shape[0] or head.weight.shape[0] != logits.shape[1]:
         return None
     ignore_index = call.argument(4, "ignore_index", -100)
-    if reduction == "mean" and not bool((target != ignore_index).any()):
+    if reduction == "mean" and not truth((target != ignore_index).any(), True):
         return None  # 0 / 0, which the two treat otherwise
     if logits.numel() <= head.input.numel() + head.weight.numel():  # what the chunked one keeps: it would not pay
         return None

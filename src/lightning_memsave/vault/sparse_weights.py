@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memsave.numerics.fakes import note_num_set
 from lightning_memsave.numerics.positions import gather, scatter
 from lightning_memsave.vault.entries import Passed
-from lightning_memsave.vault.graph import DENSIFY, Kept, Node, check_version, innermost_hooks, inputs_of, is_fake
+from lightning_memsave.vault.graph import DENSIFY, Kept, Node, check_version, innermost_hooks, inputs_of
 from lightning_memsave.vault.rules import RULES, Rule
 
 Watch = Callable[[Tensor], None]
@@ -52,7 +53,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dense: Tensor, index: Tensor, num_live: int) -> Tensor:
         ctx.index, ctx.dense_shape = index, dense.shape
-        return dense.new_zeros(num_live) if is_fake(dense) else gather(dense.reshape(-1), index)
+        note_num_set(index, num_live)
+        return gather(dense.reshape(-1), index)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -60,8 +62,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _dense(values: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
-    if is_fake(values):
-        return values.new_zeros(shape)
+    note_num_set(index, values.numel())
     return scatter(values.detach(), index, shape.numel()).view(shape)
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_memsave.vault.graph import check_version, compiler_callback, compiling, is_fake
+from lightning_memsave.numerics.fakes import is_fake
+from lightning_memsave.vault.graph import check_version, compiler_callback, compiling
 
 _PARTS_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, children, hooks
 

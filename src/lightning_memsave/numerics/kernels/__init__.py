@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.numerics import bits, kbit, rounding
+from lightning_memsave.numerics.fakes import is_fake, num_set
 from lightning_memsave.numerics.kernels import native
 
 
@@ -53,7 +54,10 @@ def set_bits(packed: Tensor) -> Tensor:
     """The ascending positions (int64, [k]) of the bits that are set."""
     if _has_native(packed.device):
         return native.set_bits(packed)
-    return bits.unpack(packed, 1, 8 * packed.numel()).nonzero().view(-1)
+    unpacked = bits.unpack(packed, 1, 8 * packed.numel())
+    if is_fake(packed):
+        return unpacked.new_empty(num_set(packed), dtype=torch.int64)
+    return unpacked.nonzero().view(-1)
 
 
 def pack_two(flat: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_memsave.numerics.fakes import has_two_values, is_fake, num_set
 from lightning_memsave.numerics.kbit import BLOCK_SIZE
 
 _SOURCE = Path(__file__).with_name("native.c")
@@ -81,6 +82,8 @@ def quantize(flat: Tensor, bits: int, seed: int | None, signed: bool = False) ->
     blocks = -(-flat.numel() // BLOCK_SIZE)
     codes = torch.empty(blocks, 32 * bits, dtype=torch.uint8)
     ranges = torch.empty(blocks, 4 if signed else 2, dtype=torch.bfloat16)
+    if is_fake(flat):
+        return codes, ranges
     function = lib.quantize_signed if signed else lib.quantize
 
     def work(first: int, last: int) -> int:
@@ -107,7 +110,8 @@ def dequantize(codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bo
             *(ctypes.c_long(target.numel()), bits, ctypes.c_long(first), ctypes.c_long(last)),
         )
 
-    _in_threads(work, len(codes), BLOCK_SIZE)
+    if not is_fake(codes):
+        _in_threads(work, len(codes), BLOCK_SIZE)
     limit = torch.finfo(out.dtype).max
     return out if target is out else out.copy_(target.clamp_(-limit, limit) if out.dtype == torch.float16 else target)
 
@@ -126,7 +130,7 @@ def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
         )
         return found
 
-    return out if _in_threads(work, -(-flat.numel() // BLOCK_SIZE), BLOCK_SIZE) else None
+    return out if is_fake(flat) or _in_threads(work, -(-flat.numel() // BLOCK_SIZE), BLOCK_SIZE) else None
 
 
 def pack_mask(mask: Tensor) -> Tensor:
@@ -148,7 +152,8 @@ def _bytes_from(name: str, flat: Tensor) -> Tensor:
     def work(first: int, last: int) -> None:
         function(_pointer(flat), _pointer(packed), *map(ctypes.c_long, (flat.numel(), first, last)))
 
-    _in_threads(work, packed.numel(), 8)
+    if not is_fake(flat):
+        _in_threads(work, packed.numel(), 8)
     return packed
 
 
@@ -161,7 +166,8 @@ def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
     def work(first: int, last: int) -> None:
         lib.unpack_mask(_pointer(packed), _pointer(mask), *map(ctypes.c_long, (num_values, first, last)))
 
-    _in_threads(work, packed.numel(), 8)
+    if not is_fake(packed):
+        _in_threads(work, packed.numel(), 8)
     return mask
 
 
@@ -169,6 +175,8 @@ def set_bits(packed: Tensor) -> Tensor:
     """As `bits.unpack(packed, 1, ...).nonzero()`, [k]."""
     lib = library()
     assert lib is not None
+    if is_fake(packed):
+        return torch.empty(num_set(packed), dtype=torch.int64)
     size = ctypes.c_long(packed.numel())
     lib.set_bits.restype = ctypes.c_long
     positions = torch.empty(lib.set_bits(_pointer(packed), None, size), dtype=torch.int64)
@@ -181,6 +189,8 @@ def pack_two(flat: Tensor) -> tuple[Tensor, Tensor] | None:
     lib = library()
     assert lib is not None
     values, packed = flat.new_empty(2), torch.empty(-(-flat.numel() // 8), dtype=torch.uint8)
+    if is_fake(flat):
+        return (packed, values) if has_two_values(flat) else None
     lib.find_two(_pointer(flat), _pointer(values), ctypes.c_long(flat.numel()))
 
     def work(first: int, last: int) -> int:
@@ -200,7 +210,8 @@ def unpack_two(packed: Tensor, values: Tensor, size: int) -> Tensor:
     def work(first: int, last: int) -> None:
         lib.unpack_two(_pointer(packed), _pointer(values), _pointer(out), *map(ctypes.c_long, (size, first, last)))
 
-    _in_threads(work, packed.numel(), 8)
+    if not is_fake(packed):
+        _in_threads(work, packed.numel(), 8)
     return out
 
 

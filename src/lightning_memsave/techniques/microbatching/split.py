@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -69,21 +69,37 @@ def batch_size(batch: Any) -> int:
 
 def take(node: Any, start: int, stop: int, num_samples: int) -> Any:
     """Samples `start` to `stop` of a batch of `num_samples`. Tensors become views, containers keep their type."""
+    return _with_samples(node, num_samples, lambda samples: samples[start:stop])
+
+
+def resized(node: Any, num_samples: int, wanted: int) -> Any:
+    """A batch of `wanted` samples, all of them the first one of a batch of `num_samples`."""
+
+    def repeated(samples: Any) -> Any:
+        if isinstance(samples, Tensor):
+            return samples[:1].expand(wanted, *samples.shape[1:]).clone(memory_format=torch.contiguous_format)
+        return samples[:1].repeat(wanted, 0) if _is_array(samples) else samples[:1] * wanted
+
+    return _with_samples(node, num_samples, repeated)
+
+
+def _with_samples(node: Any, num_samples: int, change: Callable[[Any], Any]) -> Any:
+    """The same batch with other samples: `change` gets each tensor, array or list of them."""
     if _is_array(node):
-        return node[start:stop] if len(node.shape) else node
+        return change(node) if len(node.shape) else node
     if isinstance(node, Mapping):
-        return _rebuilt(node, {key: take(value, start, stop, num_samples) for key, value in node.items()})
+        return _rebuilt(node, {key: _with_samples(value, num_samples, change) for key, value in node.items()})
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*(take(child, start, stop, num_samples) for child in node))
+        return type(node)(*(_with_samples(child, num_samples, change) for child in node))
     if _is_dataclass(node):
         rebuilt = copy.copy(node)
         for f in dataclasses.fields(node):
-            object.__setattr__(rebuilt, f.name, take(getattr(node, f.name), start, stop, num_samples))
+            object.__setattr__(rebuilt, f.name, _with_samples(getattr(node, f.name), num_samples, change))
         return rebuilt
     if isinstance(node, (list, tuple)):
         if _is_plain_list(node):
-            return node[start:stop] if len(node) == num_samples else node
-        return type(node)(take(child, start, stop, num_samples) for child in node)
+            return change(node) if len(node) == num_samples else node
+        return type(node)(_with_samples(child, num_samples, change) for child in node)
     return node
 
 

@@ -1,0 +1,40 @@
+"""Outputs of kernels that fake tensors lack: what a kernel keeps for its own backward and only the real one can size.
+
+oneDNN's LSTM returns a workspace, which is most of what a recurrent model keeps; its fake one is empty. Its size is asked
+of the kernel itself, on one and on two time steps, as it grows by the same amount with each.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+KERNELS_WITH_WORKSPACE = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
+_WORKSPACE = 3  # which output
+
+
+def with_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """The outputs of a kernel of `KERNELS_WITH_WORKSPACE` on fake tensors, the workspace as large as the real one."""
+    tensors = {index: a for index, a in enumerate(args) if isinstance(a, Tensor)}
+    shapes = tuple((index, tuple(t.shape), t.dtype) for index, t in tensors.items())
+    plain = tuple(
+        (index, tuple(a) if isinstance(a, list) else a) for index, a in enumerate(args) if index not in tensors
+    )
+    num_steps = args[0].shape[0]
+    one, two = (_workspace_bytes(func, shapes, plain, steps) for steps in (1, 2))
+    workspace = torch.empty(one + (num_steps - 1) * (two - one), dtype=torch.uint8)
+    return (*out[:_WORKSPACE], workspace, *out[_WORKSPACE + 1 :])
+
+
+@functools.cache
+def _workspace_bytes(func: Any, shapes: Any, plain: Any, num_steps: int) -> int:
+    args: dict[int, Any] = {index: list(a) if isinstance(a, tuple) else a for index, a in plain}
+    with unset_fake_temporarily(), torch.no_grad():
+        for index, shape, dtype in shapes:
+            args[index] = torch.zeros((num_steps, *shape[1:]) if index == 0 else shape, dtype=dtype)
+        out = func(*(args[index] for index in sorted(args)))
+    return int(out[_WORKSPACE].nbytes)
