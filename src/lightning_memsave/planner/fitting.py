@@ -47,7 +47,12 @@ class Situation:
 
 
 def make_plan(
-    budget: Budget, recipe: Recipe, situation: Situation, predict: Predict, confirm: Predict | None = None
+    budget: Budget,
+    recipe: Recipe,
+    situation: Situation,
+    plain: Prediction,
+    predict: Predict,
+    confirm: Predict | None = None,
 ) -> Plan:
     """The cheapest settings with which a step fits.
 
@@ -56,6 +61,7 @@ def make_plan(
         recipe: what may be used (`ladder.TIERS`; any other name as `"lossless"`). What somebody has set, or switched
             off, stays as it is; the rest is open.
         situation: model, batch and device.
+        plain: the step without any technique.
         predict: predicts a step under Configs; raises `ValueError` where they cannot be used.
         confirm: the same with more certainty and at a higher price, asked about the choice only; a choice that it
             refutes is replaced.
@@ -64,7 +70,6 @@ def make_plan(
         ValueError: nothing that the recipe allows fits: the smallest peak, what dominates it, and what other recipes
             would come to.
     """
-    plain = predict(())
     budget_bytes = budget.in_bytes(needed_bytes(plain), situation.device_bytes)
     search = _search(budget_bytes, recipe, situation, predict, recipe.name)
     found, smallest = _fit(search, budget_bytes, confirm)

@@ -1,4 +1,4 @@
-"""A plan: settings that were chosen for a budget, with what each saves, what it costs, and what they come to; as data."""
+"""A plan: settings that were chosen for a budget, with what each saves and costs, and what they come to; as data."""
 
 from __future__ import annotations
 

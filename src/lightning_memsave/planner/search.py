@@ -168,37 +168,57 @@ class Search:
         """The choice with the smallest peak, up to a level (by default of all)."""
         return self._lowest(tier_level or self._levels[-1])
 
+    @property
+    def _position(self) -> int | None:
+        """Of microbatches among the knobs."""
+        return self._kinds.index(Microbatching) if Microbatching in self._kinds else None
+
     def _allowed(self, level: tuple[int, int]) -> list[Knob]:
         return [tuple(option for option in knob if option.level <= level) for knob in self._knobs]
 
     def _lowest(self, level: tuple[int, int], enough_bytes: int = 0) -> Choice:
-        """From the strongest settings, one knob after the other; ends as soon as `enough_bytes` are met."""
-        allowed = self._allowed(level)
-        best, improved = self.nothing, True
-        for start in self._starts(allowed):
-            if self.peak(start) < self.peak(best):
-                best = start
+        """The smallest peak, from two starts; ends as soon as `enough_bytes` are met."""
+        allowed, best = self._allowed(level), self.nothing
+        for order in self._orders():
+            found = self._descend(self._strongest(allowed, order), allowed, enough_bytes)
+            if self.peak(found) < self.peak(best):
+                best = found
+            if self.peak(best) <= enough_bytes:
+                break
+        return best
+
+    def _orders(self) -> Iterator[list[int]]:
+        """Microbatches before all other knobs, and after them: some settings exclude them."""
+        position = self._position
+        others = [number for number in range(len(self._knobs)) if number != position]
+        yield [*([] if position is None else [position]), *others]
+        if position is not None:
+            yield [*reversed(others), position]
+
+    def _strongest(self, allowed: Sequence[Knob], order: Sequence[int]) -> Choice:
+        """Of each knob in turn, the strongest setting that works beside the ones before."""
+        best = self.nothing
+        for number in order:
+            for option in reversed(allowed[number][1:]):
+                tried = _with(best, number, option)
+                if self.peak(tried) < self.peak(best):
+                    best = tried
+                    break
+        return best
+
+    def _descend(self, best: Choice, allowed: Sequence[Knob], enough_bytes: int) -> Choice:
+        """One knob after the other, until none lowers the peak."""
+        improved = True
         while improved:
             improved = False
             for number, knob in enumerate(allowed):
                 for option in knob:
                     if self.peak(best) <= enough_bytes:
                         return best
-                    tried = (*best[:number], option, *best[number + 1 :])
+                    tried = _with(best, number, option)
                     if self._may_be_lower(best[number], option) and self.peak(tried) < self.peak(best):
                         best, improved = tried, True
         return best
-
-    def _starts(self, allowed: Sequence[Knob]) -> Iterator[Choice]:
-        """The strongest settings, with microbatches and without: some settings exclude them."""
-        strongest = tuple(knob[-1] for knob in allowed)
-        position = self._kinds.index(Microbatching) if Microbatching in self._kinds else None
-        yield strongest
-        for number, knob in enumerate(allowed):
-            if number != position and len(knob) > 1:
-                yield (*strongest[:number], knob[0], *strongest[number + 1 :])
-        if position is not None:
-            yield (*strongest[:position], allowed[position][0], *strongest[position + 1 :])
 
     @staticmethod
     def _may_be_lower(current: Option, other: Option) -> bool:
@@ -209,7 +229,7 @@ class Search:
 
     def _cheapest(self, level: tuple[int, int], start: Choice, limit_bytes: int) -> Choice:
         allowed = self._allowed(level)
-        position = self._kinds.index(Microbatching) if Microbatching in self._kinds else None
+        position = self._position
         parts = allowed[position] if position is not None else (None,)
         others = [knob if number != position else knob[:1] for number, knob in enumerate(allowed)]
         best = start
@@ -223,7 +243,9 @@ class Search:
         return best
 
     def _first_that_fits(self, tries: Sequence[Choice], limit_bytes: int) -> Choice | None:
-        """By bisection: more microbatches need no more memory."""
+        """By bisection: more microbatches need no more memory; where they are refused, whole batches alone."""
+        if len(tries) > 1 and self.predict(tries[-1]) is None:
+            tries = tries[:1]
         if not tries or not self._fits(tries[-1], limit_bytes):
             return None
         low, high = 0, len(tries) - 1

@@ -23,7 +23,8 @@ from lightning_memsave.planner.fitting import Predict, Situation, make_plan
 from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.first_batch import first_batch
-from lightning_memsave.strategies.trial import Trial
+from lightning_memsave.strategies.predicting import Predictor
+from lightning_memsave.strategies.trial import Trial, rest_bytes, two_microbatches
 from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.microbatching import UnsplittableBatchError, batch_size, why_not_exact
 from lightning_memsave.techniques.registry import Config
@@ -31,6 +32,7 @@ from lightning_memsave.techniques.registry import Config
 MISS = 0.03
 """A step that takes more or less than predicted by this fraction is told of."""
 
+_STEPS_DEPEND_ON = ("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 _REFUSED = ("FSDP", "model parallel (FSDP2)", "DeepSpeed", "dataloader_iter", "torch.compile of the whole module")
 
 
@@ -128,20 +130,33 @@ def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: A
     """
     predict, confirm = _predictors(module, batch, trainer)
     if trainer is not None and trainer.world_size > 1:
-        predict, confirm = _agreed(trainer, predict), None if confirm is None else _agreed(trainer, confirm)
+        predict, confirm = _agreed(trainer, predict), _agreed(trainer, confirm)
     try:
-        predict(())
+        plain = predict(())
     except ValueError as error:
         raise ValueError(
             f"The step of {type(module).__name__} cannot be planned, as it cannot be run on a copy of the module: "
             f"{error}. Set techniques by hand instead of a `budget`."
         ) from error
-    return make_plan(budget, recipe, _situation(module, batch, trainer), predict, confirm)
+    return make_plan(budget, recipe, _situation(module, batch, trainer), plain, predict, confirm)
 
 
-def _predictors(module: Any, batch: Any, trainer: Any) -> tuple[Predict, Predict | None]:
-    """What predicts, and what confirms a choice."""
-    return Trial(module, batch, trainer), None
+def _predictors(module: Any, batch: Any, trainer: Any) -> tuple[Predict, Predict]:
+    """What predicts, for shapes alone where that is possible; and what confirms a choice, by real steps."""
+    options = {} if trainer is None else {name: getattr(trainer, name) for name in _STEPS_DEPEND_ON}
+    predictor = Predictor(module, batch, **options)
+
+    def predict(techniques: Sequence[Config]) -> Prediction:
+        used = two_microbatches(techniques, batch)
+        try:
+            found = predictor(techniques, num_samples=used)
+        except ValueError:
+            raise
+        except Exception as error:  # of user code, on a copy of the module
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        return found if used is None else _with_bytes(found, "data", rest_bytes(batch, used))
+
+    return predict, Trial(module, batch, trainer)
 
 
 def _agreed(trainer: Any, predict: Predict) -> Predict:
@@ -151,7 +166,7 @@ def _agreed(trainer: Any, predict: Predict) -> Predict:
     def agreed(techniques: Sequence[Config]) -> Prediction:
         answer: Prediction | ValueError
         try:
-            answer = _with_gradients(predict(techniques), buckets)
+            answer = _with_bytes(predict(techniques), "gradients", buckets)
         except ValueError as error:
             answer = error
         answer = trainer.strategy.broadcast(answer)
@@ -162,9 +177,9 @@ def _agreed(trainer: Any, predict: Predict) -> Predict:
     return agreed
 
 
-def _with_gradients(prediction: Prediction, num_bytes: int) -> Prediction:
+def _with_bytes(prediction: Prediction, category: str, num_bytes: int) -> Prediction:
     split = dict(prediction.by_category)
-    split["gradients"] = split.get("gradients", 0) + num_bytes
+    split[category] = split.get(category, 0) + num_bytes
     return dataclasses.replace(prediction, peak_bytes=prediction.peak_bytes + num_bytes, by_category=split)
 
 

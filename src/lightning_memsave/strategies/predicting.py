@@ -266,7 +266,10 @@ def _random_state_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """A prediction is no run that anybody wants to read about."""
-    loggers = [logging.getLogger(name) for name in (*NAMESPACES, "lightning.fabric", "lightning_fabric", "torch._subclasses.fake_tensor")]
+    loggers = [
+        logging.getLogger(name)
+        for name in (*NAMESPACES, "lightning.fabric", "lightning_fabric", "torch._subclasses.fake_tensor")
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

@@ -2,8 +2,9 @@
 
 Lightning's own loop trains the copy, so that whatever a run does is in the figure: microbatches, the optimizer's state
 and its temporaries, gradients that are held through the next forward pass, regions that are planned from the first
-batch. The first step creates state and is not measured; the second is, by the ledger; on CPU the third is profiled for
-what kernels take inside. Of a batch that is cut, two microbatches are enough, as later ones meet what the second meets.
+batch. As in a run, the first step creates state and is not measured, the second and the third are; on CPU the fourth is
+profiled for what kernels take inside. Of a batch that is cut, two microbatches are enough, as later ones meet what the
+second meets.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.memory import allocator
-from lightning_memsave.memory.ledger import Ledger, tensors_in
+from lightning_memsave.memory.ledger import Ledger, Measurement, tensors_in
 from lightning_memsave.memory.predict import Prediction
 from lightning_memsave.memory.verify import AllocationProfile
 from lightning_memsave.planner.recipes import Recipe
@@ -37,7 +38,7 @@ from lightning_memsave.techniques.microbatching.split import take
 from lightning_memsave.techniques.registry import Config
 from lightning_memsave.vault.state import Randomness
 
-_NUM_STEPS = 3
+_NUM_STEPS = 4
 
 
 class _DoneError(Exception):
@@ -60,8 +61,8 @@ class Trial:
         self._module, self._batch, self._trainer = module, batch, trainer
 
     def __call__(self, techniques: Sequence[Config]) -> Prediction:
-        """The peak of the second step under these settings."""
-        batch, missing_bytes = self._two_microbatches(techniques)
+        """The peak under these settings."""
+        batch, missing_bytes = self._as_much_as_shows(techniques)
         steps = _Steps(Recipe("trial", tuple(techniques)), self._num_batches)
         with _without_a_trace(self._module), _quietly():
             try:
@@ -78,23 +79,14 @@ class Trial:
     def _num_batches(self) -> int:
         return 1 if self._trainer is None else int(self._trainer.accumulate_grad_batches)
 
-    def _two_microbatches(self, techniques: Sequence[Config]) -> tuple[Any, int]:
-        """As much of the batch as shows the peak, and the bytes of the rest that is not there."""
-        config = next((t for t in techniques if isinstance(t, Microbatching)), None)
-        try:
-            num_samples = batch_size(self._batch)
-        except UnsplittableBatchError:
+    def _as_much_as_shows(self, techniques: Sequence[Config]) -> tuple[Any, int]:
+        """Two microbatches of the batch, and the bytes of the rest."""
+        used = two_microbatches(techniques, self._batch)
+        if used is None:
             return self._batch, 0
-        if config is None or config.size == "auto" or config.split_fn is not None:
-            return self._batch, 0
-        num_parts = -(-num_samples // config.size)
-        used = 2 * -(-num_samples // num_parts)
-        if used >= num_samples:
-            return self._batch, 0
-        part = take(self._batch, 0, used, num_samples)
+        part = take(self._batch, 0, used, batch_size(self._batch))
         # On CPU a part is a view, which holds the whole storage.
-        moved = 0 if self._device.type == "cpu" else sum(t.nbytes for t in tensors_in(self._batch))
-        return part, moved - moved * used // num_samples
+        return part, 0 if self._device.type == "cpu" else rest_bytes(self._batch, used)
 
     @property
     def _device(self) -> torch.device:
@@ -120,8 +112,9 @@ class Trial:
         }
         if self._trainer is None:
             return pl.Trainer(accelerator="cpu", devices=1, callbacks=[steps], **quiet)
-        outer, device = self._trainer, self._device
-        return import_module(namespace_of(outer.strategy)).Trainer(
+        outer, device, namespace = self._trainer, self._device, namespace_of(self._trainer.strategy)
+        return import_module(namespace).Trainer(
+            strategy=import_module(f"{namespace}.strategies").SingleDeviceStrategy(device=device),
             accelerator="gpu" if device.type == "cuda" else device.type,
             devices=1 if device.index is None or device.type == "cpu" else [device.index],
             plugins=[copy.deepcopy(outer.precision_plugin)],
@@ -152,17 +145,41 @@ class Trial:
         return Prediction(peak_bytes=total + 1, by_category=split, source="measured", flags=flags)
 
 
+def two_microbatches(techniques: Sequence[Config], batch: Any) -> int | None:
+    """How many samples show the peak of a batch that is cut: later microbatches meet what the second meets.
+
+    `None` for all of them.
+    """
+    config = next((t for t in techniques if isinstance(t, Microbatching)), None)
+    if config is None or config.size == "auto" or config.split_fn is not None:
+        return None
+    try:
+        num_samples = batch_size(batch)
+    except UnsplittableBatchError:
+        return None
+    used = 2 * -(-num_samples // -(-num_samples // config.size))
+    return used if used < num_samples else None
+
+
+def rest_bytes(batch: Any, num_used: int) -> int:
+    """Bytes of the samples of a batch that are not used."""
+    total = sum(tensor.nbytes for tensor in tensors_in(batch))
+    return total - total * num_used // batch_size(batch)
+
+
 def _does_nothing(*_: object, **__: object) -> None:
     pass
 
 
 class _Steps(pl.Callback):
-    """Adopts the trial's strategy and measures its second step."""
+    """Adopts the trial's strategy and measures some steps."""
 
     def __init__(self, recipe: Recipe, num_batches: int) -> None:
         self._state, self._num_batches = MemSaveState(recipe), num_batches
         self._ledger: Ledger | None = None
         self._profile: AllocationProfile | None = None
+        self._highest: Measurement | None = None
+        self._latest: Measurement | None = None
         self._allocated: allocator.AllocatorBytes | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -171,11 +188,11 @@ class _Steps(pl.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         step, position = divmod(batch_idx, self._num_batches)
         device = trainer.strategy.root_device
-        if position == 0 and step == 1:
+        if position == 0 and step in (1, 2):
             allocator.reset_peak(device)
             self._ledger = Ledger(device).watching(trainer.strategy.model, trainer.optimizers, batch)
             self._ledger.__enter__()
-        elif position == 0 and step == 2:
+        elif position == 0 and step == 3:
             self._profile = AllocationProfile()
             self._profile.__enter__()
 
@@ -183,16 +200,21 @@ class _Steps(pl.Callback):
         step, position = divmod(batch_idx, self._num_batches)
         if position < self._num_batches - 1 or step == 0:
             return
-        if step == 1:
-            assert self._ledger is not None, "it was opened at the start of the step"
-            self._ledger.__exit__(None, None, None)
-            device = trainer.strategy.root_device
-            self._allocated = allocator.read_peak(device)
-            if device.type == "cpu":
-                return
-        elif self._profile is not None:
+        device = trainer.strategy.root_device
+        if self._profile is not None:
             self._profile.__exit__(None, None, None)
-        raise _DoneError
+            raise _DoneError
+        assert self._ledger is not None, "it was opened at the start of the step"
+        self._ledger.__exit__(None, None, None)
+        self._keep_highest(self._ledger.measurement, allocator.read_peak(device))
+        if step == 2 and device.type != "cpu":
+            raise _DoneError
+
+    def _keep_highest(self, measured: Measurement | None, allocated: allocator.AllocatorBytes | None) -> None:
+        assert measured is not None, "the ledger has been left"
+        self._latest = measured
+        if self._highest is None or measured.peak_bytes > self._highest.peak_bytes:
+            self._highest, self._allocated = measured, allocated
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if isinstance(exception, _DoneError):
@@ -204,9 +226,9 @@ class _Steps(pl.Callback):
 
     def result(self, missing_bytes: int) -> Prediction:
         """What was measured, with bytes of the batch that were left out."""
-        assert self._ledger is not None
-        measured = self._ledger.measurement
+        measured, latest = self._highest, self._latest
         assert measured is not None, "a fit without an error has measured"
+        assert latest is not None, "and so has its last step"
         split = dict(measured.by_category)
         split["data"] += missing_bytes
         workspace = 0
@@ -214,7 +236,7 @@ class _Steps(pl.Callback):
             split["temporary"] += self._allocated.allocated_bytes - measured.peak_bytes
             workspace = self._allocated.reserved_bytes - self._allocated.allocated_bytes
         elif self._profile is not None:
-            workspace = max(0, measured.held_bytes + self._profile.peak_bytes - measured.peak_bytes)
+            workspace = max(0, latest.held_bytes + self._profile.peak_bytes - latest.peak_bytes)
         return Prediction(
             peak_bytes=sum(split.values()), by_category=split, workspace_bytes=workspace, source="measured"
         )
