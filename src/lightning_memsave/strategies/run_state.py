@@ -31,7 +31,8 @@ from lightning_memsave.vault.vault import Vault
 if TYPE_CHECKING:
     from lightning_memsave.strategies.budgeting import BudgetedRun
 
-C, R = TypeVar("C", bound=Config), TypeVar("R")
+C = TypeVar("C", bound=Config)
+R = TypeVar("R")
 
 
 class MemSaveState:

@@ -39,6 +39,7 @@ from lightning_memsave.techniques.registry import Config
 from lightning_memsave.vault.state import Randomness
 
 _NUM_STEPS = 4
+_NOTED_BYTES = 64  # losses and logs of a microbatch, more than they are
 
 
 class _DoneError(Exception):
@@ -86,7 +87,7 @@ class Trial:
             return self._batch, 0
         part = take(self._batch, 0, used, batch_size(self._batch))
         # On CPU a part is a view, which holds the whole storage.
-        return part, 0 if self._device.type == "cpu" else rest_bytes(self._batch, used)
+        return part, rest_bytes(self._batch, used, data=self._device.type != "cpu")
 
     @property
     def _device(self) -> torch.device:
@@ -101,7 +102,7 @@ class Trial:
         trainer.fit(module, **({"train_dataloaders": loader} if data is None else {"datamodule": data}))
 
     def _new_trainer(self, steps: Any) -> Any:
-        quiet = {
+        quiet: dict[str, Any] = {
             "logger": False,
             "enable_checkpointing": False,
             "enable_progress_bar": False,
@@ -161,10 +162,18 @@ def two_microbatches(techniques: Sequence[Config], batch: Any) -> int | None:
     return used if used < num_samples else None
 
 
-def rest_bytes(batch: Any, num_used: int) -> int:
-    """Bytes of the samples of a batch that are not used."""
-    total = sum(tensor.nbytes for tensor in tensors_in(batch))
-    return total - total * num_used // batch_size(batch)
+def rest_bytes(batch: Any, num_used: int, *, data: bool = True) -> int:
+    """What the samples of a batch that are not used would add: their bytes, and what is noted of their microbatches.
+
+    Args:
+        batch: all of it.
+        num_used: samples, in two microbatches.
+        data: whether their own bytes are not there.
+    """
+    num_samples = batch_size(batch)
+    total = sum(tensor.nbytes for tensor in tensors_in(batch)) if data else 0
+    num_left_out = -(-num_samples // max(1, num_used // 2)) - 2
+    return total - total * num_used // num_samples + _NOTED_BYTES * num_left_out
 
 
 def _does_nothing(*_: object, **__: object) -> None:
@@ -246,10 +255,8 @@ class _Steps(pl.Callback):
 def _without_a_trace(module: Any) -> Iterator[None]:
     """The generators of torch, Python and numpy, and gradient mode, leave as they came."""
     devices = {p.device for p in module.parameters()}
-    if torch.accelerator.is_available():
-        devices.add(
-            torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
-        )
+    if (accelerator := torch.accelerator.current_accelerator()) is not None and torch.accelerator.is_available():
+        devices.add(torch.device(accelerator.type, torch.accelerator.current_device_index()))
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()
     is_enabled = torch.is_grad_enabled()
