@@ -38,7 +38,7 @@ class MemoryMonitor(Callback):
 
     Args:
         every: measure every this many steps.
-        workspace: profile the step after each measured one as well, for `report.workspace_bytes` (CPU only; costs time
+        workspace: profile the two steps after each measured one as well, for `report.workspace_bytes` (CPU only; costs time
             and memory in that step).
 
     Raises:
@@ -189,7 +189,7 @@ class MemoryMonitor(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop measuring."""
-        self._meter.abandon()
+        self._meter.close()
 
     def _headlines(self) -> dict[str, float]:
         """The same names on every rank, because each is reduced over all of them."""

@@ -24,13 +24,16 @@ from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.first_batch import first_batch
 from lightning_memsave.strategies.predicting import Predictor
-from lightning_memsave.strategies.trial import Trial, rest_bytes, two_microbatches
+from lightning_memsave.strategies.trial import StepFailedError, Trial, rest_bytes, two_microbatches
 from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.microbatching import UnsplittableBatchError, batch_size, why_not_exact
 from lightning_memsave.techniques.registry import Config
 
 MISS = 0.03
 """A step that takes more or less than predicted by this fraction is told of."""
+
+SMALL_BYTES = 64 * 2**20
+"""A plain step of a smaller peak on CPU is run for real: that takes less time than running it for its shapes alone."""
 
 _STEPS_DEPEND_ON = ("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 _REFUSED = ("FSDP", "model parallel (FSDP2)", "DeepSpeed", "dataloader_iter", "torch.compile of the whole module")
@@ -128,17 +131,20 @@ def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: A
     Raises:
         ValueError: as `make_plan`; the plain step cannot be run.
     """
-    predict, confirm = _predictors(module, batch, trainer)
+    on_paper, by_trial = _predictors(module, batch, trainer)
     if trainer is not None and trainer.world_size > 1:
-        predict, confirm = _agreed(trainer, predict), _agreed(trainer, confirm)
+        on_paper, by_trial = _agreed(trainer, on_paper), _agreed(trainer, by_trial)
+    situation = _situation(module, batch, trainer)
     try:
-        plain = predict(())
-    except ValueError as error:
+        plain = on_paper(())
+        if situation.device_type == "cpu" and plain.peak_bytes <= SMALL_BYTES:
+            return make_plan(budget, recipe, situation, by_trial(()), by_trial)
+    except StepFailedError as error:
         raise ValueError(
             f"The step of {type(module).__name__} cannot be planned, as it cannot be run on a copy of the module: "
             f"{error}. Set techniques by hand instead of a `budget`."
         ) from error
-    return make_plan(budget, recipe, _situation(module, batch, trainer), plain, predict, confirm)
+    return make_plan(budget, recipe, situation, plain, on_paper, by_trial)
 
 
 def _predictors(module: Any, batch: Any, trainer: Any) -> tuple[Predict, Predict]:
@@ -153,7 +159,7 @@ def _predictors(module: Any, batch: Any, trainer: Any) -> tuple[Predict, Predict
         except ValueError:
             raise
         except Exception as error:  # of user code, on a copy of the module
-            raise ValueError(f"{type(error).__name__}: {error}") from error
+            raise StepFailedError(f"{type(error).__name__}: {error}") from error
         return found if used is None else _with_bytes(found, "data", rest_bytes(batch, used))
 
     return predict, Trial(module, batch, trainer)

@@ -2,7 +2,7 @@
 
 Lightning's own loop trains the copy, so that whatever a run does is in the figure: microbatches, the optimizer's state
 and its temporaries, gradients that are held through the next forward pass, regions that are planned from the first
-batch. As in a run, the first step creates state and is not measured, the second and the third are; on CPU the fourth is
+batch. As in a run, the first step creates state and is not measured, the second and the third are; on CPU the fifth is
 profiled for what kernels take inside. Of a batch that is cut, two microbatches are enough, as later ones meet what the
 second meets.
 """
@@ -38,8 +38,12 @@ from lightning_memsave.techniques.microbatching.split import take
 from lightning_memsave.techniques.registry import Config
 from lightning_memsave.vault.state import Randomness
 
-_NUM_STEPS = 4
+_NUM_STEPS = 5
 _NOTED_BYTES = 64  # losses and logs of a microbatch, more than they are
+
+
+class StepFailedError(ValueError):
+    """A step cannot be taken under some settings."""
 
 
 class _DoneError(Exception):
@@ -70,10 +74,12 @@ class Trial:
                 self._fit(steps, batch)
             except _DoneError:
                 pass
+            except ValueError:
+                raise
             except Exception as error:
                 if is_out_of_memory(error):
                     return self._too_large()
-                raise ValueError(f"{type(error).__name__}: {error}") from error
+                raise StepFailedError(f"{type(error).__name__}: {error}") from error
         return steps.result(missing_bytes)
 
     @property
@@ -204,10 +210,12 @@ class _Steps(pl.Callback):
         elif position == 0 and step == 3:
             self._profile = AllocationProfile()
             self._profile.__enter__()
+        elif position == 0 and self._profile is not None:
+            self._profile.mark()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step, position = divmod(batch_idx, self._num_batches)
-        if position < self._num_batches - 1 or step == 0:
+        if position < self._num_batches - 1 or step in (0, 3):
             return
         device = trainer.strategy.root_device
         if self._profile is not None:
