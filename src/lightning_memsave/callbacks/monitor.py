@@ -38,8 +38,8 @@ class MemoryMonitor(Callback):
 
     Args:
         every: measure every this many steps.
-        workspace: profile the two steps after each measured one as well, for `report.workspace_bytes` (CPU only; costs time
-            and memory in that step).
+        workspace: profile the two steps after each measured one as well, for `report.workspace_bytes` (CPU only; costs
+            time and memory in these steps).
 
     Raises:
         ValueError: `every` is below 1.
@@ -170,6 +170,7 @@ class MemoryMonitor(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop measuring and keep the figures; when memory has run out, say what is alive and what would help."""
         failing = self._meter.abandon()
+        self._meter.close()
         if self._leader is None and is_out_of_memory(exception):
             try:
                 _log.error(self._post_mortem(trainer, failing, exception))

@@ -35,7 +35,7 @@ def first_batch(trainer: Any) -> Any:
 
 
 def _first_of(loader: Any) -> Any:
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.dataset, IterableDataset):
         with contextlib.suppress(StopIteration):
             return _collated(loader)
     iterator = iter(loader)
@@ -51,6 +51,7 @@ def _first_of(loader: Any) -> Any:
 
 def _collated(loader: DataLoader[Any]) -> Any:
     """The first batch of a loader, made here: its workers are not started for one batch."""
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # the seed of workers comes first
     if loader.batch_sampler is None:
         return loader.collate_fn(loader.dataset[next(iter(loader.sampler))])
     indices = next(iter(loader.batch_sampler))
