@@ -30,6 +30,7 @@ from lightning_memsave.demo.model import WideResNet
 from lightning_memsave.planner.budget import Budget
 from lightning_memsave.planner.ladder import TIERS, knobs
 from lightning_memsave.planner.recipes import RECIPES
+from lightning_memsave.strategies import budgeting
 from lightning_memsave.strategies.budgeting import plan_for
 from lightning_memsave.techniques.microbatching import why_not_exact
 from models import PlainGPT, ResidualBlock, next_token_loss
@@ -73,11 +74,8 @@ def language(model: nn.Module, ids: Tensor) -> Tensor:
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.lstm, self.head = (
-            nn.Embedding(256, 64),
-            nn.LSTM(64, 128, 2, batch_first=True),
-            nn.Linear(128, 256),
-        )
+        self.table, self.lstm = nn.Embedding(256, 64), nn.LSTM(64, 64, 2, batch_first=True)
+        self.head = nn.Linear(64, 256)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.lstm(self.table(ids))[0])
@@ -89,8 +87,8 @@ def images(n: int) -> tuple[Tensor, Tensor]:
 
 def subjects() -> dict[str, tuple[Callable[[], Step], Any]]:
     llama = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=344,
+        hidden_size=64,
+        intermediate_size=172,
         num_hidden_layers=3,
         vocab_size=500,
         num_attention_heads=4,
@@ -98,35 +96,38 @@ def subjects() -> dict[str, tuple[Callable[[], Step], Any]]:
         use_cache=False,
     )
     vit = ViTConfig(
-        hidden_size=96,
-        intermediate_size=384,
-        num_hidden_layers=4,
+        hidden_size=48,
+        intermediate_size=192,
+        num_hidden_layers=3,
         num_attention_heads=3,
         image_size=32,
         patch_size=4,
         num_labels=10,
     )
     return {
-        "WideResNet-28-2, batch 16, SGD momentum": (lambda: Step(WideResNet(), classify, momentum=True), images(16)),
-        "GPT of plain modules, 4 layers, width 128, dropout 0, batch 16 x 64, AdamW": (
-            lambda: Step(PlainGPT(4, 128, 4, 64, dropout=0.0), language),
-            torch.randint(0, 256, (16, 64)),
+        "WideResNet-10-1, batch 16, SGD momentum": (
+            lambda: Step(WideResNet(depth=10, width=1), classify, momentum=True),
+            images(16),
         ),
-        "Llama, 3 layers, width 128, batch 16 x 64, AdamW": (
+        "GPT of plain modules, 4 layers, width 64, dropout 0, batch 16 x 32, AdamW": (
+            lambda: Step(PlainGPT(4, 64, 4, 32, dropout=0.0), language),
+            torch.randint(0, 256, (16, 32)),
+        ),
+        "Llama, 3 layers, width 64, batch 16 x 32, AdamW": (
             lambda: Step(LlamaForCausalLM(llama), language),
-            torch.randint(0, 500, (16, 64)),
+            torch.randint(0, 500, (16, 32)),
         ),
-        "ViT, 4 layers, width 96, batch 16, AdamW": (
+        "ViT, 3 layers, width 48, batch 16, AdamW": (
             lambda: Step(ViTForImageClassification(vit), classify),
             images(16),
         ),
-        "24 residual blocks, width 96, 512 rows, AdamW": (
-            lambda: Step(nn.Sequential(*(ResidualBlock(96) for _ in range(24)), nn.Linear(96, 10)), classify),
-            (torch.randn(512, 96), torch.randint(0, 10, (512,))),
+        "12 residual blocks, width 64, 512 rows, AdamW": (
+            lambda: Step(nn.Sequential(*(ResidualBlock(64) for _ in range(12)), nn.Linear(64, 10)), classify),
+            (torch.randn(512, 64), torch.randint(0, 10, (512,))),
         ),
-        "LSTM, 2 layers, width 128, batch 16 x 64, AdamW": (
+        "LSTM, 2 layers, width 64, batch 16 x 32, AdamW": (
             lambda: Step(Recurrent(), language),
-            torch.randint(0, 256, (16, 64)),
+            torch.randint(0, 256, (16, 32)),
         ),
     }
 
@@ -136,12 +137,33 @@ def made(make: Callable[[], Step]) -> Step:
     return make().train()
 
 
-def trained(make: Callable[[], Step], batch: Any, memsave: MemSave, steps: int = 6) -> Any:
-    """A run of some steps, the third of which is profiled."""
+def trained(make: Callable[[], Step], batch: Any, memsave: MemSave, steps: int = 5) -> Any:
+    """A run of some steps, the last of which is profiled."""
     monitor = MemoryMonitor(workspace=True)
     trainer = L.Trainer(max_steps=steps, callbacks=[memsave, monitor], **QUIET)
     trainer.fit(made(make), DataLoader([batch] * steps, batch_size=None))
     return memsave.report
+
+
+def kept(predictors: Callable[..., Any]) -> Callable[..., Any]:
+    """Predictions of one model are made once for all its budgets."""
+    known: dict[str, Any] = {}
+
+    def once(predict: Callable[[Any], Any], which: int) -> Callable[[Any], Any]:
+        def predicted(techniques: Any) -> Any:
+            key = f"{which} {techniques!r}"
+            if key not in known:
+                try:
+                    known[key] = predict(techniques)
+                except ValueError as error:
+                    known[key] = error
+            if isinstance(known[key], ValueError):
+                raise known[key]
+            return known[key]
+
+        return predicted
+
+    return lambda *given: tuple(once(predict, which) for which, predict in enumerate(predictors(*given)))
 
 
 # ---------------------------------------------------------------------------------------------------- honesty
@@ -270,7 +292,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows = []
+    predictors = budgeting._predictors
     for name, (make, batch) in itertools.islice(subjects().items(), options.models):
+        budgeting._predictors = kept(predictors)
         for recipe in ("lossless", "balanced"):
             for fraction in FRACTIONS:
                 row, found = honesty_row(name, make, batch, f"{fraction}x", recipe)

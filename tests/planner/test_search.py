@@ -40,6 +40,7 @@ class Model:
         if state and state.format == self.refused:
             raise ValueError("not this optimizer")
         parts = recipe.get(Microbatching)
+        gradients *= 1 if parts else 0.4  # microbatches hold them through the next forward pass
         kept = self.activations / (1 if parts is None else math.ceil(self.samples / parts.size))
         if codes := recipe.get(ActivationCompression):
             kept *= self.codec[codes.codecs[-1]]

@@ -37,7 +37,8 @@ class Option:
     time_factor: float = 1.0
     """Of a step's time."""
     strength: int | None = None
-    """Settings of one knob with a higher strength need no more memory; `None`: that is not known."""
+    """Settings of one knob with a higher strength need no more memory, and 0 most of all; `None`: that is not known.
+    Microbatches hold gradients where whole batches do not, so whole batches have none."""
 
     @property
     def level(self) -> tuple[int, int]:
@@ -78,7 +79,7 @@ def knobs(
             _unbiased("int4", 1.13, 3),
         ),
         Checkpointing: (
-            Option(text="no regions"),
+            Option(text="no regions", strength=0),
             Option(
                 text=f"checkpointing=Checkpointing(budget={budget_bytes})",
                 config=Checkpointing(budget=budget_bytes),
@@ -89,7 +90,7 @@ def knobs(
             Option(text='checkpointing="recursive"', config=Checkpointing(method="recursive"), time_factor=2.4),
         ),
         OptimizerState: (
-            Option(text="optimizer as it is"),
+            Option(text="optimizer as it is", strength=0),
             Option(
                 text='optimizer_state=OptimizerState(format="32bit", gradients="release")',
                 config=OptimizerState(format="32bit", gradients="release"),
@@ -137,7 +138,7 @@ PART_OVERHEAD = 0.006
 
 def _parts(num_samples: int | None, is_exact: bool) -> Iterator[Option]:
     """Whole batches, then ever smaller microbatches: 2, 3, 4, 6, 8, 12, ... of them, down to single samples."""
-    yield Option(text="whole batches", strength=0)
+    yield Option(text="whole batches")
     sizes = [] if num_samples is None else [-(-num_samples // n) for n in _counts(num_samples)]
     for size in dict.fromkeys(size for size in sizes if num_samples is not None and size < num_samples):
         num_parts = -(-(num_samples or size) // size)

@@ -5,9 +5,9 @@ time. For each choice of the other knobs, in the order of their time, the fewest
 bisection; the search ends at the first choice that could no longer beat the best one. Predictions are kept; what is
 weaker in every knob than a choice that did not fit is not asked for.
 
-The smallest peak of a level is found by coordinate descent: from the strongest setting of every knob, one knob after
-the other, until none lowers the peak. That is exact where the best setting of a knob does not hang on two others at
-once; a test compares it with all combinations.
+The smallest peak of a level is found by coordinate descent: from strong settings of every knob, once with microbatches
+chosen first and once last, one knob after the other, until none lowers the peak. That is exact where the best setting
+of a knob does not hang on two others at once; a test compares it with all combinations.
 """
 
 from __future__ import annotations
@@ -141,12 +141,7 @@ class Search:
     @staticmethod
     def _is_weaker(choice: Choice, other: Choice) -> bool:
         """Whether `choice` is no stronger than `other` in any knob, as far as that is known."""
-        return all(
-            mine is theirs
-            or mine.config is None
-            or (mine.strength is not None and theirs.strength is not None and mine.strength <= theirs.strength)
-            for mine, theirs in zip(choice, other, strict=True)
-        )
+        return all(mine is theirs or _is_no_stronger(mine, theirs) for mine, theirs in zip(choice, other, strict=True))
 
     # ------------------------------------------------------------------ the search
     def cheapest(self, limit_bytes: int) -> Found | None:
@@ -216,16 +211,11 @@ class Search:
                     if self.peak(best) <= enough_bytes:
                         return best
                     tried = _with(best, number, option)
-                    if self._may_be_lower(best[number], option) and self.peak(tried) < self.peak(best):
+                    # The smallest microbatches are not always the best: something is noted of each.
+                    may_be_lower = number == self._position or not _is_no_stronger(option, best[number])
+                    if may_be_lower and self.peak(tried) < self.peak(best):
                         best, improved = tried, True
         return best
-
-    @staticmethod
-    def _may_be_lower(current: Option, other: Option) -> bool:
-        """Weaker settings of a knob whose strengths are known are not asked for, but next to the strongest."""
-        if other is current:
-            return False
-        return current.strength is None or other.strength is None or other.strength > current.strength
 
     def _cheapest(self, level: tuple[int, int], start: Choice, limit_bytes: int) -> Choice:
         allowed = self._allowed(level)
@@ -243,9 +233,12 @@ class Search:
         return best
 
     def _first_that_fits(self, tries: Sequence[Choice], limit_bytes: int) -> Choice | None:
-        """By bisection: more microbatches need no more memory; where they are refused, whole batches alone."""
-        if len(tries) > 1 and self.predict(tries[-1]) is None:
-            tries = tries[:1]
+        """Whole batches, else by bisection: more microbatches need no more memory than two, which hold gradients."""
+        if not tries:
+            return None
+        if self._fits(tries[0], limit_bytes):
+            return tries[0]
+        tries = tries[1:]
         if not tries or not self._fits(tries[-1], limit_bytes):
             return None
         low, high = 0, len(tries) - 1
@@ -253,6 +246,13 @@ class Search:
             middle = (low + high) // 2
             low, high = (low, middle) if self._fits(tries[middle], limit_bytes) else (middle + 1, high)
         return tries[high]
+
+
+def _is_no_stronger(option: Option, other: Option) -> bool:
+    """Whether a setting is known to save no more than another one of its knob."""
+    if option.strength is None:
+        return False
+    return option.strength == 0 or (other.strength is not None and option.strength <= other.strength)
 
 
 def in_order(techniques: Sequence[Config]) -> tuple[Config, ...]:
