@@ -15,6 +15,7 @@ from lightning_memsave.callbacks import (  # noqa: E402  # after the check of ve
     MemoryProgressBar,
     MemSave,
     plan_training,
+    predict,
     verify,
 )
 from lightning_memsave.core.errors import (  # noqa: E402
@@ -27,6 +28,7 @@ from lightning_memsave.core.errors import (  # noqa: E402
 from lightning_memsave.core.report import Applied, MemoryReport  # noqa: E402
 from lightning_memsave.core.verification import Verification  # noqa: E402
 from lightning_memsave.memory import Ledger, Measurement, allocation_peak  # noqa: E402
+from lightning_memsave.memory.predict import Prediction  # noqa: E402
 from lightning_memsave.planner.checkpointing import plan_checkpointing  # noqa: E402
 from lightning_memsave.planner.plan import Plan  # noqa: E402
 from lightning_memsave.planner.recipes import Recipe  # noqa: E402
@@ -82,6 +84,7 @@ __all__ = [
     "NotLosslessWarning",
     "OptimizerState",
     "Plan",
+    "Prediction",
     "Recipe",
     "Sparsity",
     "UpdateSchedule",
@@ -96,6 +99,7 @@ __all__ = [
     "microbatches",
     "plan_checkpointing",
     "plan_training",
+    "predict",
     "verify",
     "wandb_logger",
 ]

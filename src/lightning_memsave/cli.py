@@ -42,10 +42,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check = commands.add_parser("verify", help="compare a training step of your module with and without memory saving")
     check.add_argument("module", metavar="MODULE:CLASS", help="a LightningModule, or what makes it")
     check.add_argument("--batch", required=True, metavar="MODULE:NAME", help="a batch, a loader, or a function of one")
-    for slot in ("sparsity", "precision", "microbatch", "activations", "checkpointing", "optimizer-state"):
-        check.add_argument(f"--{slot}", type=_value, help=f"as `MemSave({slot.replace('-', '_')}=...)`")
+    _add_slots(check)
     check.add_argument("--seed", type=int, default=0, help="of both steps (default: %(default)s)")
     check.set_defaults(run=_verify)
+    plan = commands.add_parser("plan", help="predict the memory of a training step of your module, without running it")
+    plan.add_argument("module", metavar="MODULE:CLASS", help="a LightningModule, or what makes it without arguments")
+    plan.add_argument("--batch", required=True, metavar="MODULE:NAME", help="a batch, a loader, or a function of one")
+    plan.add_argument("--recipe", default="lossless", help="as `MemSave(recipe)` (default: %(default)s)")
+    _add_slots(plan)
+    plan.add_argument("--trainer-precision", help="as `Trainer(precision=...)`, for example bf16-mixed")
+    plan.add_argument("--target", choices=("cpu", "cuda"), default="cpu", help="of which device (default: %(default)s)")
+    plan.add_argument(
+        "--device-memory", metavar="SIZE", help="what it must fit in, for example 8GiB; exit status 1 if not"
+    )
+    plan.add_argument("--largest", choices=("batch",), help="find the largest batch that fits in --device-memory")
+    plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    plan.add_argument("--figure", type=Path, metavar="FILE", help="write the timeline as an HTML page")
+    plan.set_defaults(run=_plan)
     options = vars(parser.parse_args(arguments))
     command, run = options.pop("command"), options.pop("run")
     try:
@@ -105,24 +118,81 @@ def _verify(module: str, batch: str, seed: int, **slots: Any) -> int:
     return 0 if result.holds else 1
 
 
+def _add_slots(command: argparse.ArgumentParser) -> None:
+    for slot in ("sparsity", "precision", "microbatch", "activations", "checkpointing", "optimizer-state"):
+        command.add_argument(f"--{slot}", type=_value, help=f"as `MemSave({slot.replace('-', '_')}=...)`")
+
+
+def _plan(
+    module: str,
+    batch: str,
+    recipe: str,
+    trainer_precision: str | None,
+    target: Any,
+    device_memory: str | None,
+    largest: str | None,
+    json: bool,
+    figure: Path | None,
+    **slots: Any,
+) -> int:
+    import json as json_module
+
+    from rich.console import Console
+
+    from lightning_memsave.callbacks import MemSave
+    from lightning_memsave.core.units import parse_bytes
+    from lightning_memsave.reporting.prediction import print_prediction, write_figure
+    from lightning_memsave.strategies.predicting import Predictor, largest_batch
+
+    device_bytes = None if device_memory is None else parse_bytes("--device-memory", device_memory)
+    if largest is not None and device_bytes is None:
+        raise setting_error("--largest", "needs --device-memory", largest, "For example `--device-memory 8GiB`.")
+    settings = {} if trainer_precision is None else {"precision": trainer_precision}
+    predictor = Predictor(_named(module), _made(batch), target=target, **settings)
+    techniques = MemSave(recipe, **slots).recipe
+    prediction = predictor(techniques)
+    found = None
+    if largest is not None and device_bytes is not None:
+        found = largest_batch(predictor, device_bytes, techniques)
+    fits = None if device_bytes is None else prediction.fits(device_bytes)
+    if json:
+        print(
+            json_module.dumps(
+                {**prediction.as_dict(), "device_bytes": device_bytes, "fits": fits, "largest_batch": found}
+            )
+        )
+    else:
+        print_prediction(prediction, Console(), device_bytes)
+        if largest is not None:
+            print(f"largest batch that fits: {found} samples")
+    if figure is not None:
+        print(f"Figure: {write_figure(prediction, figure).resolve()}", file=sys.stderr)
+    return 1 if device_bytes is not None and fits is not True else 0
+
+
 def _made(name: str) -> Any:
     """What `package.module:name` names; called if it can be, and the first batch of a loader."""
     from torch import nn
     from torch.utils.data import DataLoader
 
-    where, _, attribute = name.partition(":")
-    sys.path.insert(0, "")  # modules of the current folder, as `python -m` finds them
-    try:
-        found = getattr(import_module(where), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise setting_error(
-            "verify", "must name what can be imported, as `package.module:name`", name, str(error)
-        ) from error
-    finally:
-        sys.path.remove("")
+    found = _named(name)
     if callable(found) and not isinstance(found, nn.Module):
         found = found()
     return next(iter(found)) if isinstance(found, DataLoader) else found
+
+
+def _named(name: str) -> Any:
+    """What `package.module:name` names."""
+    where, _, attribute = name.partition(":")
+    sys.path.insert(0, "")  # modules of the current folder, as `python -m` finds them
+    try:
+        return getattr(import_module(where), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise setting_error(
+            "MODULE:NAME", "must name what can be imported, as `package.module:name`", name, str(error)
+        ) from error
+    finally:
+        sys.path.remove("")
 
 
 def _value(text: str) -> Any:

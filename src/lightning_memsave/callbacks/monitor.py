@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_memsave.core.errors import MemoryGrowthWarning
 from lightning_memsave.core.report import MemoryReport
@@ -17,7 +17,8 @@ from lightning_memsave.memory.alive import alive
 from lightning_memsave.memory.growth import GrowthWatch
 from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.memory.meter import Meter
-from lightning_memsave.reporting.findings import growth_text, post_mortem_text
+from lightning_memsave.memory.predict import Prediction
+from lightning_memsave.reporting.findings import growth_text, miss_text, post_mortem_text
 from lightning_memsave.reporting.loggers import log_config, log_metrics, log_summary
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
 from lightning_memsave.techniques.microbatching.split import UnsplittableBatchError, batch_size
@@ -60,29 +61,49 @@ class MemoryMonitor(Callback):
         self._every, self._workspace = every, workspace
         self._meter = Meter(every, workspace=workspace)
         self._leader: MemoryMonitor | None = None
-        self._baseline: MemoryReport | None = None
+        self._baseline_peak_bytes: int | None = None
+        self._baseline_source: Literal["measured", "predicted"] | None = None
+        self._prediction: Prediction | None = None
         self._step_seconds: float | None = None
         self._samples_per_second: float | None = None
         self._growth = GrowthWatch()
         self._batch: Any = None
         self._current: Mapping[str, int] = {}
 
-    def against(self, baseline: MemoryReport) -> MemoryMonitor:
-        """Compare with the report of another run; `report.factor` and `memsave/factor` then say by how much.
+    def against(self, baseline: MemoryReport | Prediction) -> MemoryMonitor:
+        """Compare with another run, measured or predicted; `report.factor` and `memsave/factor` then say by how much.
 
         Returns:
             This callback.
         """
-        self._baseline = baseline
+        is_predicted = isinstance(baseline, Prediction)
+        self._baseline_peak_bytes = baseline.peak_bytes
+        self._baseline_source = "predicted" if is_predicted else "measured"
+        return self
+
+    def expecting(self, prediction: Prediction) -> MemoryMonitor:
+        """Hold the run against what was predicted for it: `report.miss`, and a line when the fit ends.
+
+        Returns:
+            This callback.
+        """
+        self._prediction = prediction
         return self
 
     @property
     def report(self) -> MemoryReport:
         """What was measured so far."""
         measured = self._leader.report if self._leader is not None else self._measured()
-        if self._baseline is None:
-            return measured
-        return dataclasses.replace(measured, baseline_peak_bytes=self._baseline.peak_bytes, baseline_source="measured")
+        if self._baseline_source is not None:
+            peak_bytes, source = self._baseline_peak_bytes, self._baseline_source
+            measured = dataclasses.replace(measured, baseline_peak_bytes=peak_bytes, baseline_source=source)
+        if (predicted := self._prediction) is not None:
+            measured = dataclasses.replace(
+                measured,
+                predicted_peak_bytes=predicted.peak_bytes,
+                predicted_by_category=dict(predicted.by_category),
+            )
+        return measured
 
     @property
     def current(self) -> Mapping[str, int]:
@@ -166,6 +187,8 @@ class MemoryMonitor(Callback):
         """Write the final figures to the loggers that keep summaries, and one line for people."""
         if self._leader is None:
             log_summary(trainer, self.report)
+        if (text := miss_text(self.report)) is not None:
+            rank_zero_info(text)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop measuring and keep the figures; when memory has run out, say what is alive and what would help."""

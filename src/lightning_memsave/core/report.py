@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lightning_memsave.core.errors import setting_error
 
@@ -70,6 +70,17 @@ class Timeline:
         return tuple(map(sum, zip(*self.by_category.values(), strict=True)))
 
 
+class Miss(NamedTuple):
+    """How far a prediction was from what was measured."""
+
+    fraction: float
+    """Of the measured peak; below 0 where too little was predicted."""
+    category: str
+    """The one that was missed most."""
+    category_bytes: int
+    """By how much, with the same sign."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
     """Where the bytes of a training run went.
@@ -91,6 +102,9 @@ class MemoryReport:
     """Of the plan, before the run."""
     baseline_peak_bytes: int | None = None
     baseline_source: Literal["measured", "predicted"] | None = None
+    predicted_peak_bytes: int | None = None
+    """What was predicted for this run; `None` without a prediction."""
+    predicted_by_category: Mapping[str, int] = field(default_factory=dict)
     microbatch_size: int | None = None
     """Samples whose activations live at once; `None` when the batch is not split."""
     num_oom_recovered: int | None = None
@@ -114,6 +128,20 @@ class MemoryReport:
         if self.peak_bytes is None or self.baseline_peak_bytes is None:
             return None
         return self.baseline_peak_bytes / self.peak_bytes
+
+    @property
+    def miss(self) -> Miss | None:
+        """How far the prediction was off; `None` without a prediction or a measurement.
+
+        >>> MemoryReport(peak_bytes=50, by_category={"weights": 20, "data": 30},
+        ...              predicted_peak_bytes=45, predicted_by_category={"weights": 20, "data": 25}).miss
+        Miss(fraction=-0.09999999999999998, category='data', category_bytes=-5)
+        """
+        if not self.peak_bytes or self.predicted_peak_bytes is None:
+            return None
+        misses = {name: self.predicted_by_category.get(name, 0) - size for name, size in self.by_category.items()}
+        category = max(misses, key=lambda name: abs(misses[name]), default="")
+        return Miss(self.predicted_peak_bytes / self.peak_bytes - 1, category, misses.get(category, 0))
 
     @property
     def loss_class(self) -> LossClass:
@@ -156,7 +184,8 @@ class MemoryReport:
         kept = {each.name: getattr(self, each.name) for each in fields(self)}
         applied = [{name: getattr(a, name) for name in _APPLIED} for a in self.applied]
         timeline = None if self.timeline is None else asdict(self.timeline)
-        return {**kept, "by_category": dict(self.by_category), "applied": applied, "timeline": timeline}
+        splits = {"by_category": dict(self.by_category), "predicted_by_category": dict(self.predicted_by_category)}
+        return {**kept, **splits, "applied": applied, "timeline": timeline}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MemoryReport:

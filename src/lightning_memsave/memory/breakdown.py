@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_memsave.memory.allocations import Allocations
 from lightning_memsave.memory.cost import cost_of
 from lightning_memsave.memory.ledger import Entry, Ledger, autograd_is_running, storages, tensors_in
 from lightning_memsave.memory.origins import line_text
@@ -42,12 +43,12 @@ class TopTensor:
 class Breakdown:
     """What a peak consists of."""
 
-    by_module: dict[str, int]
-    """Adds up to the peak; largest first."""
     top: tuple[TopTensor, ...]
     """The largest kinds of tensors."""
     seconds: float
     """Of the whole step, modelled (`memory.cost`)."""
+    allocations: Allocations
+    """All of the step."""
 
 
 class BreakdownLedger(Ledger):
@@ -127,15 +128,12 @@ class BreakdownLedger(Ledger):
         alive: Counter[Entry] = Counter()
         for num_bytes, entry in (*self._at_start, *self._events[: self._peak_event]):
             alive[entry] += num_bytes
-        by_module: Counter[str] = Counter()
         kinds: dict[tuple[Any, ...], list[int]] = {}
         for entry, num_bytes in alive.items():
             if num_bytes:
-                by_module[entry.place] += num_bytes
                 kinds.setdefault(self._kind(entry), []).append(num_bytes)
         largest = sorted(kinds.items(), key=lambda kind: -sum(kind[1]))[:_NUM_SHOWN]
         self.breakdown = Breakdown(
-            by_module=dict(by_module.most_common()),
             top=tuple(
                 TopTensor(
                     num_bytes=sum(sizes),
@@ -149,10 +147,17 @@ class BreakdownLedger(Ledger):
                 for (category, module, shape, dtype, line), sizes in largest
             ),
             seconds=self._seconds,
+            allocations=self._allocations(),
         )
         self._owners.clear()
         self._owned.clear()
         return super()._split_at_peak()
+
+    def _allocations(self) -> Allocations:
+        numbers = {entry: number for number, (_, entry) in enumerate(self._at_start)}
+        changes = tuple((num_bytes, numbers.setdefault(entry, len(numbers))) for num_bytes, entry in self._events)
+        labels = tuple((entry.category or "temporary", entry.place) for entry in numbers)
+        return Allocations(tuple(size for size, _ in self._at_start), changes, labels)
 
     def _kind(self, entry: Entry) -> tuple[Any, ...]:
         shape, dtype = self._owned.get(entry) or (entry.made or ((), ""))[:2]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lightning_memsave.memory.ledger import storages
+from lightning_memsave.numerics.fakes import with_values
 
 _OVERHEAD_SECONDS = 5e-6
 _SCRATCH = {"aten.convolution": 1, "aten.convolution_backward": 2, "aten.native_batch_norm_backward": 1}
@@ -57,8 +57,7 @@ class Speed:
 @functools.cache
 def measure_speed(device_type: str) -> Speed:
     """Of a matrix product and of a copy, in float32; measured once."""
-    with ThreadPoolExecutor(1) as thread:  # where no mode is active: here, tensors may be fake
-        return thread.submit(_measure_speed, device_type).result()
+    return with_values(lambda: _measure_speed(device_type))
 
 
 def _measure_speed(device_type: str) -> Speed:

@@ -1,47 +1,72 @@
-"""What is known of the values of fake tensors: followed through the operations that move values without changing them.
+"""What is known of the values of fake tensors, so that a step that is run for its shapes goes the way of the real one.
 
-Some sizes depend on values: integers are kept in the narrowest type that holds their range, dropout's noise as one bit
-per element, and a model skips a mask that is all ones. So ranges of integers, and how many values a tensor has, are
-noted where they are known (the batch, `arange`, `bernoulli_`) and handed on by casts, copies, choices and comparisons.
+Small tensors that are made of known values alone (constants, the batch's integers: masks, positions) are computed
+beside their fakes, and their values are the real ones. Of others some facts are followed: ranges of integers, which are
+kept in the narrowest type that holds them, and how many values there are: dropout's noise is kept as one bit per
+element. Both are handed on by casts, copies, choices and comparisons.
 
-Whoever reads a value is answered where facts tell it. Else a library's reading (Lightning logs a number) gets some
-value, as none of them decides by it what is kept; a user's reading raises, since the step may depend on it.
+Whoever reads a value that is known is answered. Else a library's reading (Lightning logs a number) gets some value, as
+none of them decides by it what is kept; a user's reading raises, since the step may depend on it.
 
-Private name of torch (seen in 2.13): `DataDependentOutputException`.
+Private names of torch (seen in 2.13): `DataDependentOutputException`, `unset_fake_temporarily`, `FakeTensor.fake_mode`
+and its `cache_enabled`.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.memory.kernel_outputs import KERNELS_WITH_WORKSPACE, with_workspace
+from lightning_memsave.memory.origins import line_text, user_line
 from lightning_memsave.numerics.fakes import UNKNOWN, Facts, facts_of, is_fake, note
 
 _LOGGING_LIBRARIES = frozenset(
     {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics", "lightning_memsave"}
 )
+_MOST_VALUES = 2**20  # in a tensor whose values are followed
 aten = torch.ops.aten
+_WITHOUT_VALUES = frozenset({aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default})
+_WITHOUT_VALUES |= {aten.new_empty.default, aten.new_empty_strided.default}
+_values = WeakIdKeyDictionary()
+_lost: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+"""Storages of values that are no longer those of the fake tensors."""
+
+
+class ReadsValueError(RuntimeError):
+    """A step reads a value that is not known; the text is the line."""
 
 
 class FactsMode(TorchDispatchMode):
     """Follows facts while it is entered; above the fake mode, below whoever counts."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
             return _read(func, args[0])
+        if func is aten.set_.source_Storage_storage_offset:
+            return _uncached(func, args, kwargs)
+        if func is aten.equal.default:
+            return _equals(func, *args)
         out = func(*args, **kwargs)
         if func in KERNELS_WITH_WORKSPACE:
             return with_workspace(func, args, kwargs, out)
+        if _follow(func, args, kwargs, out):
+            return out
         rule = _RULES.get(func.overloadpacket)
         if isinstance(out, Tensor) and is_fake(out) and (rule is not None or func._schema.is_mutable):
             facts = UNKNOWN if rule is None else rule(args, kwargs)
@@ -50,17 +75,95 @@ class FactsMode(TorchDispatchMode):
         return out
 
 
+def _uncached(func: Any, args: Any, kwargs: Any) -> Any:
+    """The fake mode's cache would keep the storage that is among the arguments alive."""
+    mode = getattr(args[0], "fake_mode", None)
+    if mode is None:
+        return func(*args, **kwargs)
+    before, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        return func(*args, **kwargs)
+    finally:
+        mode.cache_enabled = before
+
+
 def note_values(fake: Tensor, real: Tensor) -> None:
     """Note the range of real integers of which `fake` is the shape."""
-    if is_fake(real) or real.device.type == "meta" or real.dtype.is_floating_point or real.dtype.is_complex:
+    if is_fake(real):
+        note(fake, facts_of(real))
+        if (values := _values_of(real)) is not None:
+            _values[fake] = values.clone()
+        return
+    if real.device.type == "meta" or real.dtype.is_floating_point or real.dtype.is_complex:
         return
     if real.numel() and real.layout is torch.strided:
+        if real.numel() <= _MOST_VALUES:
+            _values[fake] = real.detach().cpu().clone()
         values = real.to(torch.uint8) if real.dtype == torch.bool else real
         low, high = (int(value) for value in torch.aminmax(values))
         note(fake, Facts(low, high, 1 if low == high else None))
 
 
+def _follow(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Compute the values of `out` where those of all that it is made of are known; whether they are."""
+    outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    is_known = (
+        all(_values_of(leaf) is not None for leaf in inputs) and torch.Tag.nondeterministic_seeded not in func.tags
+    )
+    if not is_known or not all(is_fake(leaf) and leaf.numel() <= _MOST_VALUES for leaf in outputs):
+        if func._schema.is_mutable:
+            for leaf in inputs:
+                _forget(leaf)
+        return False
+    if func in _WITHOUT_VALUES:
+        return False
+    with unset_fake_temporarily(), torch.no_grad():
+        real = func(*tree_map(_known, args), **tree_map(_known, kwargs))
+        for fake, values in zip(outputs, (v for v in tree_leaves(real) if isinstance(v, Tensor)), strict=True):
+            _values[fake] = values
+            if not func.is_view:
+                note(fake, _facts_in(values))
+    return True
+
+
+def _known(leaf: Any) -> Any:
+    return _values_of(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _values_of(tensor: Tensor) -> Tensor | None:
+    """The values of a tensor, as far as they have been followed."""
+    if not is_fake(tensor):
+        return tensor if tensor.numel() <= _MOST_VALUES and tensor.device.type == "cpu" else None
+    values: Tensor | None = _values.get(tensor)
+    is_lost = values is None or values.shape != tensor.shape or values.untyped_storage()._cdata in _lost
+    return None if is_lost else values
+
+
+def _forget(tensor: Tensor) -> None:
+    """It was changed in a way that is not known, and so were all that share its memory."""
+    values = _values.get(tensor) if is_fake(tensor) else None
+    if values is not None:
+        storage = values.untyped_storage()
+        address = storage._cdata
+        _lost[address] = weakref.ref(storage, lambda _: _lost.pop(address, None))
+
+
+def _facts_in(values: Tensor) -> Facts:
+    if not values.numel() or values.dtype.is_complex:
+        return UNKNOWN
+    if values.dtype.is_floating_point:
+        return Facts(num_values=values.unique().numel())
+    low, high = (int(end) for end in values.aminmax()) if values.dtype != torch.bool else (0, 1)
+    if values.dtype == torch.bool:
+        low, high = int(values.all()), int(values.any())
+    return Facts(low, high, 1 if low == high else None)
+
+
 def _read(func: Any, tensor: Tensor) -> Any:
+    if (values := _values_of(tensor)) is not None:
+        with unset_fake_temporarily():
+            return values.item()
     facts = facts_of(tensor)
     if facts.low is not None and facts.low == facts.high:
         return bool(facts.low) if tensor.dtype == torch.bool else facts.low
@@ -68,18 +171,29 @@ def _read(func: Any, tensor: Tensor) -> Any:
         return func(tensor)
     except DataDependentOutputException:
         if not _is_library(sys._getframe(2)):
-            raise
+            raise ReadsValueError(line_text(user_line(2))) from None
     return True if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
 
 
 def _is_library(frame: FrameType | None) -> bool:
     """Whether the innermost code outside of torch belongs to a library that only logs what it reads."""
     while frame is not None:
-        room = frame.f_globals.get("__name__", "").partition(".")[0]
-        if room != "torch":
+        module = frame.f_globals.get("__name__", "")
+        room = module.partition(".")[0]
+        if room != "torch" and not module.startswith("lightning_memsave.memory."):  # modes are below who reads
             return room in _LOGGING_LIBRARIES
         frame = frame.f_back
     return False
+
+
+def _equals(func: Any, first: Tensor, second: Tensor) -> bool:
+    one, other = _values_of(first), _values_of(second)
+    if one is not None and other is not None:
+        with unset_fake_temporarily():
+            return bool(func(one, other))
+    if _is_library(sys._getframe(2)):
+        return False
+    raise ReadsValueError(line_text(user_line(2)))
 
 
 # ------------------------------------------------------------------------------- rules: (args, kwargs) -> facts

@@ -90,7 +90,8 @@ class _Exchange:
         return self._fakes[id(tensor)][1]
 
     def _made(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+        any_tensor: Any = tensor
+        if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(any_tensor):
             return self.mode.from_tensor(tensor)
         key = tensor.untyped_storage()._cdata, tensor.dtype
         if key not in self._bases:

@@ -1,7 +1,8 @@
 """Outputs of kernels that fake tensors lack: what a kernel keeps for its own backward and only the real one can size.
 
-oneDNN's LSTM returns a workspace, which is most of what a recurrent model keeps; its fake one is empty. Its size is asked
-of the kernel itself, on one and on two time steps, as it grows by the same amount with each.
+oneDNN's LSTM returns a workspace, which is most of what a recurrent model keeps; its fake one is empty. Its size is
+asked of the kernel itself, on zeros: of as many time steps, or of 64 and 128 where these would be large, as it grows
+evenly but for the rounding of its parts to pages.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 KERNELS_WITH_WORKSPACE = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
 _WORKSPACE = 3  # which output
+_LARGEST_BYTES = 2**26  # of an input that is made for this
+_STEPS = 64
 
 
 def with_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
@@ -25,15 +28,17 @@ def with_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         (index, tuple(a) if isinstance(a, list) else a) for index, a in enumerate(args) if index not in tensors
     )
     num_steps = args[0].shape[0]
-    one, two = (_workspace_bytes(func, shapes, plain, steps) for steps in (1, 2))
-    workspace = torch.empty(one + (num_steps - 1) * (two - one), dtype=torch.uint8)
+    fewer = (num_steps,) if args[0].nbytes <= _LARGEST_BYTES or num_steps <= 2 * _STEPS else (_STEPS, 2 * _STEPS)
+    found = [_workspace_bytes(func, shapes, plain, steps) for steps in fewer]
+    num_bytes = found[0] + (num_steps - fewer[0]) * (found[-1] - found[0]) // _STEPS
+    workspace = torch.empty(num_bytes, dtype=torch.uint8)
     return (*out[:_WORKSPACE], workspace, *out[_WORKSPACE + 1 :])
 
 
 @functools.cache
 def _workspace_bytes(func: Any, shapes: Any, plain: Any, num_steps: int) -> int:
     args: dict[int, Any] = {index: list(a) if isinstance(a, tuple) else a for index, a in plain}
-    with unset_fake_temporarily(), torch.no_grad():
+    with unset_fake_temporarily(), torch.enable_grad():  # without, the kernel keeps nothing
         for index, shape, dtype in shapes:
             args[index] = torch.zeros((num_steps, *shape[1:]) if index == 0 else shape, dtype=dtype)
         out = func(*(args[index] for index in sorted(args)))

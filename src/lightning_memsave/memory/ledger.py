@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_memsave.core.report import CATEGORIES, Timeline
 from lightning_memsave.memory.origins import Line, Survivor, line_text, user_line
 from lightning_memsave.memory.timeline import timeline
+from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.vault.graph import WeakStorage
 
 
@@ -226,11 +227,13 @@ class Ledger(TorchDispatchMode):
                 self._recorded.append(entry)
             self._change(entry.num_bytes, entry)
 
-    @staticmethod
-    def _came_in(storage: torch.UntypedStorage, inputs: Any) -> bool:
+    def _came_in(self, storage: torch.UntypedStorage, inputs: Any) -> bool:
         """Whether an operation returned memory that it was given: a view or an update of a tensor not booked yet."""
         address = storage._cdata
-        return any(s._cdata == address for a in tree_leaves(inputs) if isinstance(a, Tensor) for s in storages(a))
+        given = [a for a in tree_leaves(inputs) if isinstance(a, Tensor)]
+        # Real numbers that became a fake tensor are the same memory, too.
+        became = self._fake and any(not is_fake(a) and a.nbytes == storage.nbytes() for a in given)
+        return became or any(s._cdata == address for a in given for s in storages(a))
 
     def _backward_begins(self) -> None:
         if self._recorded:

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from lightning_memsave.core.report import CATEGORIES, Timeline
+from lightning_memsave.core.report import Timeline
+from lightning_memsave.memory.allocations import Allocations
 from lightning_memsave.memory.breakdown import TopTensor
+from lightning_memsave.memory.caching_allocator import CONTEXT_BYTES, replay
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaBytes:
+    """What a CUDA device would hold, as far as a replay tells."""
+
+    allocated_bytes: int
+    """The allocator's peak of what tensors take."""
+    reserved_bytes: int
+    """What the allocator would have taken from the device for that."""
+    context_bytes: tuple[int, int] = CONTEXT_BYTES
+    """What comes on top: a range."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """The peak of a whole training step: forward, backward, the optimizer's update, and what is held between steps.
 
-    `by_category` has every name of `CATEGORIES` and adds up to `peak_bytes`; `by_module` does as well.
+    `by_category` has every name of `CATEGORIES` and adds up to `peak_bytes`; so does `by_module`.
     """
 
     peak_bytes: int
-    """As the ledger counts it on CPU: live tensor storages, each once."""
+    """As the ledger counts it: live tensor storages, each once."""
     workspace_bytes: int = 0
     """What kernels take and give back inside of operations, on top of the peak; 0 where it was not measured."""
     by_category: Mapping[str, int] = field(default_factory=dict)
@@ -29,53 +43,80 @@ class Prediction:
     top: tuple[TopTensor, ...] = ()
     """The largest kinds of tensors at the peak."""
     source: Literal["fake", "measured"] = "fake"
-    """`"fake"`: the step was run for its shapes alone. `"measured"`: it reads values, so small ones were run."""
+    """`"fake"`: the step was run for its shapes alone. `"measured"`: it reads values, so real ones were run."""
     flags: tuple[str, ...] = ()
     """What makes the figure uncertain, one line each; empty where nothing is known to."""
     seconds: float | None = None
     """A modelled time of the step (roofline, one thread); good for comparing predictions, not as a promise."""
+    cuda: CudaBytes | None = None
+    """For a CUDA target."""
+
+    @property
+    def needed_bytes(self) -> tuple[int, int]:
+        """What the device must have: a lower and an upper bound; equal on CPU."""
+        if self.cuda is None:
+            return self.peak_bytes, self.peak_bytes
+        low, high = self.cuda.context_bytes
+        return self.cuda.reserved_bytes + low, self.cuda.reserved_bytes + high
+
+    def fits(self, device_bytes: int) -> bool | None:
+        """Whether that is enough; `None` where it lies between the bounds."""
+        low, high = self.needed_bytes
+        return True if high <= device_bytes else False if low > device_bytes else None
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as data that JSON can hold."""
         return asdict(self)
 
     def to_json(self) -> str:
-        """Everything as JSON."""
+        """Everything as JSON.
+
+        >>> Prediction.from_dict(json.loads(Prediction(peak_bytes=3).to_json())).peak_bytes
+        3
+        """
         return json.dumps(self.as_dict())
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Prediction:
+        """What `as_dict` wrote."""
+        found = {each.name: values[each.name] for each in fields(cls) if each.name in values}
+        if (line := found.get("timeline")) is not None:
+            by_category = {name: tuple(sizes) for name, sizes in line["by_category"].items()}
+            found["timeline"] = Timeline(events=tuple(line["events"]), by_category=by_category)
+        if (cuda := found.get("cuda")) is not None:
+            found["cuda"] = CudaBytes(**{**cuda, "context_bytes": tuple(cuda["context_bytes"])})
+        found["top"] = tuple(TopTensor(**{**each, "shape": tuple(each["shape"])}) for each in found.get("top", ()))
+        return cls(**{**found, "flags": tuple(found.get("flags", ()))})
 
-Predictor = Callable[[Sequence[Any]], Prediction]
+
+Predict = Callable[[Sequence[Any]], Prediction]
 """Predicts a step of one model and batch under technique Configs (`Microbatching(size=4)`, `Checkpointing()`, ...).
 
-`strategies.predicting.predictor(module, batch, ...)` makes one. It raises `ValueError` where settings cannot be
+A `strategies.predicting.Predictor(module, batch, **trainer)` is one. It raises `ValueError` where settings cannot be
 combined, or a technique refuses the model.
 """
 
 
-def extended(first: Prediction, second: Prediction, sizes: tuple[int, int], wanted: int, why: str) -> Prediction:
-    """What `wanted` samples take, on the line through two measurements.
+def on_cuda(step: Allocations) -> CudaBytes:
+    """What a CUDA device would hold in such steps."""
+    found = replay(step)
+    return CudaBytes(allocated_bytes=found.allocated_bytes, reserved_bytes=found.reserved_bytes)
+
+
+def prediction_of(step: Allocations, *, has_cuda: bool = False, **details: Any) -> Prediction:
+    """What a step amounts to.
 
     Args:
-        first: with `sizes[0]` samples.
-        second: with `sizes[1]` samples, more.
-        sizes: of the two.
-        wanted: samples.
-        why: the flag.
+        step: all of it.
+        has_cuda: whether to say what a CUDA device would hold.
+        details: the fields of `Prediction` that the allocations do not tell.
     """
-
-    def at(one: int, two: int) -> int:
-        return max(0, round(one + (two - one) * (wanted - sizes[0]) / (sizes[1] - sizes[0])))
-
-    split = {name: at(first.by_category[name], second.by_category[name]) for name in CATEGORIES}
-    names = {**second.by_module, **first.by_module}
-    modules = {name: at(first.by_module.get(name, 0), second.by_module.get(name, 0)) for name in names}
+    peak = step.peak()
     return Prediction(
-        peak_bytes=sum(split.values()),
-        by_category=split,
-        by_module=dict(sorted(modules.items(), key=lambda item: -item[1])),
-        timeline=second.timeline if wanted == sizes[1] else None,
-        top=second.top if wanted == sizes[1] else (),
-        source="measured",
-        flags=(*second.flags, why),
-        seconds=None,
+        peak_bytes=peak.peak_bytes,
+        by_category=peak.by_category,
+        by_module=peak.by_module,
+        timeline=step.timeline(),
+        cuda=on_cuda(step) if has_cuda else None,
+        **details,
     )

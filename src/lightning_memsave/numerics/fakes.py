@@ -9,12 +9,16 @@ Private name of torch (seen in 2.13): `torch._subclasses.fake_tensor`.
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+T = TypeVar("T")
 
 
 class Facts(NamedTuple):
@@ -38,9 +42,20 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def is_plain(tensor: Tensor, kind: type = Tensor) -> bool:
+    """Whether a tensor is of torch's own `kind` and of no subclass; a fake one stands for such a tensor."""
+    return type(tensor) is kind or (is_fake(tensor) and isinstance(tensor, kind))
+
+
 def truth(condition: Tensor, otherwise: bool) -> bool:
     """Whether `condition` holds; `otherwise` where it has no value."""
     return otherwise if is_fake(condition) else bool(condition)
+
+
+def with_values(function: Callable[[], T]) -> T:
+    """Call a function that computes with tensors of its own, in a thread, where no mode makes them fake."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
 
 
 def note(tensor: Tensor, facts: Facts) -> None:

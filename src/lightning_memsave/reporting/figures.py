@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 # Categories in Okabe and Ito's palette, runs in Tol's: both told apart by colour-blind readers as well.
-_CATEGORY_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#999999")
+CATEGORY_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#999999")
 RUN_COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB")
 # With the colour, so that no run is told by its colour alone.
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
@@ -44,7 +44,8 @@ def _text(name: str, columns: int = 10_000) -> str:
     return "<br>".join(map(html.escape, textwrap.wrap(name, columns) or [""]))
 
 
-def _figure(x: str, y: str, **layout: Any) -> Figure:
+def new_figure(x: str, y: str, **layout: Any) -> Figure:
+    """An empty figure with the titles of its axes."""
     from plotly.graph_objects import Figure
 
     figure = Figure()
@@ -75,7 +76,7 @@ def _of_run(position: int) -> dict[str, Any]:
 
 def _tradeoff(comparison: Comparison, quality: Quality) -> Figure:
     """Peak against quality, the front as a line."""
-    figure = _figure("peak, MiB", f"{_text(quality.name)} ({quality.direction})")
+    figure = new_figure("peak, MiB", f"{_text(quality.name)} ({quality.direction})")
     points = {}
     for position, run in enumerate(comparison.runs):
         value = quality.of(run)
@@ -109,10 +110,10 @@ def _tradeoff(comparison: Comparison, quality: Quality) -> Figure:
 
 def _breakdown(comparison: Comparison) -> Figure:
     """Stacked bars: what the bytes of each peak were."""
-    figure = _figure("peak, MiB", "", barmode="stack", bargap=0.35)
+    figure = new_figure("peak, MiB", "", barmode="stack", bargap=0.35)
     measured = [(p, run) for p, run in enumerate(comparison.runs) if run.report.peak_bytes is not None]
     names = [f"{_number(position)} {_text(run.name, _NAME_COLUMNS)}" for position, run in measured]
-    for category, colour in zip(CATEGORIES, _CATEGORY_COLOURS, strict=True):
+    for category, colour in zip(CATEGORIES, CATEGORY_COLOURS, strict=True):
         sizes = [run.report.by_category.get(category, 0) for _, run in measured]
         figure.add_bar(
             x=[size / MIB for size in sizes],
@@ -153,7 +154,7 @@ def _size_and_factor(report: MemoryReport) -> str:
 
 def _timelines(comparison: Comparison) -> Figure:
     """Live bytes through the step with the highest peak."""
-    figure = _figure("allocations and frees of one step, first to last", "live, MiB", yaxis_rangemode="tozero")
+    figure = new_figure("allocations and frees of one step, first to last", "live, MiB", yaxis_rangemode="tozero")
     for position, run in enumerate(comparison.runs):
         line = run.report.timeline
         if line is None:
@@ -179,7 +180,7 @@ def _timelines(comparison: Comparison) -> Figure:
 
 def _drift(comparison: Comparison) -> Figure:
     """Peaks of the measured steps: whether they grow."""
-    figure = _figure("step", "peak, MiB", yaxis_rangemode="tozero")
+    figure = new_figure("step", "peak, MiB", yaxis_rangemode="tozero")
     for position, run in enumerate(comparison.runs):
         if len(run.peaks) > 1:
             figure.add_scatter(

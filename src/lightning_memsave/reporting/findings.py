@@ -15,6 +15,7 @@ from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.planner.plan import Plan
 
 _MAX_LINES = 12  # of each list: a page, not a book
+_MUCH = 0.03  # of the measured peak
 
 _REMEDIES: Mapping[str, Sequence[tuple[str, str]]] = {
     "activations": (
@@ -62,6 +63,19 @@ def growth_text(growth: Growth) -> str:
     ]
     tail = "A list that is appended to? `.detach()` and `.item()` let go of the graph; metrics are freed by `reset()`."
     return "\n".join([head, *lines[:_MAX_LINES], tail])
+
+
+def miss_text(report: MemoryReport) -> str | None:
+    """What was predicted and what was measured, and what was missed where that is much; `None` without a prediction."""
+    miss = report.miss
+    if miss is None:
+        return None
+    predicted, measured = format_bytes(report.predicted_peak_bytes), format_bytes(report.peak_bytes)
+    text = f"memsave: peak predicted {predicted}, measured {measured} ({miss.fraction:+.1%})"
+    if abs(miss.fraction) <= _MUCH:
+        return f"{text}."
+    kind, size = miss.category.replace("_", " "), format_bytes(abs(miss.category_bytes))
+    return f"{text}: {size} too {'much' if miss.category_bytes > 0 else 'little'} {kind} predicted."
 
 
 def post_mortem_text(kinds: Sequence[Alive], applied: Collection[str], measured: Measurement | None, error: str) -> str:

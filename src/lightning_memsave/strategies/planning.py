@@ -20,6 +20,7 @@ from lightning_memsave.core.units import format_bytes
 from lightning_memsave.memory.fake import fake_tensors, optimizer_state_bytes
 from lightning_memsave.memory.ledger import tensors_in
 from lightning_memsave.memory.trace import Trace, trace_step
+from lightning_memsave.numerics.fakes import is_fake, with_values
 from lightning_memsave.planner.checkpointing import CheckpointingPlan, Planner, no_plan
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
 from lightning_memsave.strategies.rehearsal import without_a_trace
@@ -74,8 +75,7 @@ class PlannedCheckpointing:
         try:  # on every rank, as a step may wait for the others
             trace = _rehearse(trainer, args, scope)
             extra_bytes = sum(map(optimizer_state_bytes, trainer.optimizers))
-            self._planner = Planner(trace, self._config, extra_bytes=extra_bytes)
-            found = self._planner.plan()
+            self._planner, found = with_values(lambda: _planned(trace, self._config, extra_bytes))
         except Exception as error:
             found = error
         if trainer.world_size > 1 and self._is_asked_for:  # recovery goes its own way in each process
@@ -145,6 +145,11 @@ def _refuse(trainer: Any, config: Checkpointing) -> None:
     raise setting_error("checkpointing", f"cannot be {why}", what, 'Use `checkpointing="blocks"`.')
 
 
+def _planned(trace: Trace, config: Checkpointing, extra_bytes: int) -> tuple[Planner, CheckpointingPlan]:
+    planner = Planner(trace, config, extra_bytes=extra_bytes)
+    return planner, planner.plan()
+
+
 def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[], Any]], Any] | None) -> Trace:
     """One step on fake tensors, which takes no memory; on real ones where it reads values, or a vault codes them."""
     module = trainer.lightning_module
@@ -162,6 +167,8 @@ def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[],
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
+        if any(is_fake(p) for p in module.parameters()):  # a prediction
+            return trace(args, None)
         # Whatever fails on fake tensors (a step that reads values, a kernel of one's own) is tried on real ones.
         with contextlib.suppress(Exception), fake_tensors(module) as fake:
             return trace(fake(args), None)

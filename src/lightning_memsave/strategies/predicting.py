@@ -11,37 +11,32 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import logging
-import random
+import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from lightning_memsave.core.errors import BudgetWarning, MicrobatchWarning, NoEffectWarning, NotLosslessWarning
-from lightning_memsave.core.report import CATEGORIES
-from lightning_memsave.memory.breakdown import Breakdown, BreakdownLedger
-from lightning_memsave.memory.facts import FactsMode
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.memory.allocations import Allocations
+from lightning_memsave.memory.breakdown import Breakdown
+from lightning_memsave.memory.facts import FactsMode, ReadsValueError
 from lightning_memsave.memory.fake import Copying, fake_copy, fakes_of
-from lightning_memsave.memory.ledger import Measurement, tensors_in
-from lightning_memsave.memory.predict import Prediction, extended
+from lightning_memsave.memory.ledger import tensors_in
+from lightning_memsave.memory.predict import Prediction, prediction_of
 from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.strategies.mixin import adopt
-from lightning_memsave.strategies.namespaces import NAMESPACES, namespace_of
-from lightning_memsave.strategies.run_state import MemSaveState
+from lightning_memsave.strategies.dry_run import dry_run, random_state_kept
+from lightning_memsave.strategies.namespaces import namespace_of
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
 from lightning_memsave.techniques.microbatching.split import resized, take
 
-_NUM_STEPS = 3  # the second and the third are measured, as in a run
-_TOLD = (MicrobatchWarning, NotLosslessWarning, NoEffectWarning, BudgetWarning)
+_MOST_SAMPLES = 2**30
 
 
 class Predictor:
@@ -53,20 +48,34 @@ class Predictor:
         batch: what `training_step` takes, or a function that makes it.
         trainer: arguments of the `Trainer` that steps depend on: `precision`, `accumulate_grad_batches`,
             `gradient_clip_val`, `gradient_clip_algorithm`.
+        target: `"cuda"`: what a CUDA device would hold, besides; dropout then keeps its mask as it does there.
 
     Raises:
         ValueError: `module` is no LightningModule.
     """
 
-    def __init__(self, module: Any, batch: Any, **trainer: Any) -> None:
+    def __init__(self, module: Any, batch: Any, *, target: Literal["cpu", "cuda"] = "cpu", **trainer: Any) -> None:
+        if target not in ("cpu", "cuda"):
+            raise setting_error("target", "must be 'cpu' or 'cuda'", target, "The default is 'cpu'.")
+        self._target = target
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._make = module if callable(module) and not isinstance(module, nn.Module) else None
-        with self._mode if self._make else contextlib.nullcontext(), _random_state_kept():
-            self._module = self._make() if self._make else module
-        with self._mode if callable(batch) else contextlib.nullcontext(), _random_state_kept():
-            self._batch = batch() if callable(batch) else batch
-        self._namespace, self._trainer = namespace_of(self._module), trainer
+        self._make = (lambda: module) if isinstance(module, nn.Module) else module
+        self._make_batch = batch if callable(batch) else lambda: batch
+        self._module = module if isinstance(module, nn.Module) else self._made_of_fakes(module)
+        self._batch = self._made_of_fakes(batch) if callable(batch) else batch
+        try:
+            self._namespace, self._trainer = namespace_of(self._module), trainer
+        except TypeError as error:
+            kind = type(self._module).__name__
+            raise setting_error("module", "must be a LightningModule", kind, "Predict its training step.") from error
         self._why: str | None = None  # not on fake tensors
+
+    def _made_of_fakes(self, make: Callable[[], Any]) -> Any:
+        """What `make` makes, without memory; a constructor that reads values gets real ones."""
+        with random_state_kept():
+            with contextlib.suppress(Exception), self._mode, FactsMode():
+                return make()
+            return make()
 
     @property
     def num_samples(self) -> int | None:
@@ -94,190 +103,138 @@ class Predictor:
             except ValueError:
                 raise
             except Exception as error:  # a value is read, or there is no kernel for shapes alone
-                self._why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                text = " ".join(str(error).split())[:200]
+                self._why = (
+                    f"read at {text}" if isinstance(error, ReadsValueError) else f"{type(error).__name__}: {text}"
+                )
         return self._measured(recipe, num_samples)
 
     def _fake(self, recipe: Recipe, num_samples: int | None) -> Prediction:
         module: Any = fake_copy(self._module, self._mode)
         batch = fakes_of(self._batch, self._mode)
-        with self._mode, FactsMode(), Copying(), _as_if_real():
+        with self._mode, FactsMode(), Copying(), _as_if_real(), self._as_on_target():
             if num_samples is not None:
                 batch = resized(batch, batch_size(batch), num_samples)
             watch = self._train(module, batch, recipe, fake=True)
-        return _prediction(watch, "fake", watch.flags)
+        return self._prediction(watch, watch.breakdown.allocations)
 
     def _measured(self, recipe: Recipe, num_samples: int | None) -> Prediction:
-        if any(is_fake(p) for p in self._module.parameters()) or any(map(is_fake, tensors_in(self._batch))):
-            raise ValueError(
-                f"The step reads values ({self._why}), so that it can only be run on real tensors: hand a module and a "
-                "batch over that exist."
-            )
-        present = self.num_samples
+        self._make_real()
+        present, why = self.num_samples, f"the step cannot be run without values ({self._why})"
+        if present is None:
+            watch = self._train(copy.deepcopy(self._module), self._batch, recipe, fake=False)
+            return self._prediction(watch, watch.breakdown.allocations, f"{why}: measured")
         wanted = num_samples or present
         config = recipe.get(Microbatching)
         least = config.size if config is not None and isinstance(config.size, int) else 1
-        small = max(least, (present or 0) // 8)
-        if present is None or (2 * small >= present and wanted == present):
-            watch = self._train(copy.deepcopy(self._module), self._batch, recipe, fake=False)
-            return _prediction(watch, "measured", (*watch.flags, f"the step reads values ({self._why}): measured"))
-        sizes = (small, min(2 * small, present)) if 2 * small <= present else (max(1, present // 2), present)
-        found = []
-        for size in sizes:
-            part = take(self._batch, 0, size, present)
-            part = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, part)
-            watch = self._train(copy.deepcopy(self._module), part, recipe, fake=False)
-            found.append(_prediction(watch, "measured", watch.flags))
-        why = f"the step reads values ({self._why}): measured with {sizes[0]} and {sizes[1]} samples, and extended"
-        assert wanted is not None, "what can be cut has a size"
-        return extended(found[0], found[1], sizes, wanted, why)
+        sizes = max(least, wanted // 8), 2 * max(least, wanted // 8)
+        if sizes[1] < wanted:
+            small, large = (self._with_samples(recipe, size) for size in sizes)
+            step = small.breakdown.allocations.extended(large.breakdown.allocations, sizes, wanted)
+            if step is not None:
+                flag = f"{why}: measured with {sizes[0]} and {sizes[1]} samples, and extended"
+                return self._prediction(large, step, flag)
+        watch = self._with_samples(recipe, wanted)
+        return self._prediction(watch, watch.breakdown.allocations, f"{why}: measured")
+
+    def _with_samples(self, recipe: Recipe, num_samples: int) -> Any:
+        present = self.num_samples
+        assert present is not None, "it has been told"
+        batch = self._batch
+        if num_samples < present:
+            batch = take(batch, 0, num_samples, present)
+            batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+        elif num_samples > present:
+            batch = resized(batch, present, num_samples)
+        return self._train(copy.deepcopy(self._module), batch, recipe, fake=False)
+
+    def _make_real(self) -> None:
+        """Make module and batch for good, where they are only fake so far.
+
+        Raises:
+            ValueError: the parameters would take more than a quarter of the machine's memory.
+        """
+        fakes = [p for p in self._module.parameters() if is_fake(p)]
+        if 4 * sum(p.nbytes for p in fakes) > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+            raise ValueError(
+                f"The step cannot be run without values ({self._why}), and the module is too large to be made for it: "
+                "predict a smaller one."
+            )
+        with random_state_kept():
+            if fakes:
+                self._module = self._make()
+            if any(map(is_fake, tensors_in(self._batch))):
+                self._batch = self._make_batch()
 
     def _train(self, module: Any, batch: Any, recipe: Recipe, *, fake: bool) -> Any:
-        """Three steps; returns who has watched them."""
-        accumulate = self._trainer.get("accumulate_grad_batches", 1)
-        watch = _watch_class(self._namespace)(MemSaveState(recipe), fake)
-        with _random_state_kept(), _silence(), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer = import_module(self._namespace).Trainer(
-                strategy=_strategy_class(self._namespace)(device="cpu"),
-                accelerator="cpu",
-                devices=1,
-                max_epochs=1,
-                callbacks=[watch],
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                num_sanity_val_steps=0,
-                limit_val_batches=0,
-                **self._trainer,
-            )
-            with contextlib.suppress(_Done):
-                trainer.fit(module, _Batches(batch, _NUM_STEPS * accumulate))
-        watch.flags = tuple(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, _TOLD)))
+        watch = dry_run(self._namespace, module, batch, recipe, self._trainer, fake=fake)
+        if watch.breakdown is None:
+            raise ValueError("No step can be predicted: `training_step` stopped the training, or there is no batch.")
         return watch
 
+    def _prediction(self, watch: Any, step: Allocations, *flags: str) -> Prediction:
+        is_measured = bool(flags)
+        if watch.is_cut and not is_measured:
+            flags = (*flags, "whether the loss of a batch is the mean over its parts is not known: taken to be")
+        if self._target == "cuda":
+            flags = (*flags, "CUDA: reserved bytes are a replay that no device has confirmed")
+        found: Breakdown = watch.breakdown
+        is_whole = step is found.allocations
+        return prediction_of(
+            step,
+            has_cuda=self._target == "cuda",
+            top=found.top if is_whole else (),
+            seconds=found.seconds if is_whole else None,
+            source="measured" if is_measured else "fake",
+            flags=(*watch.flags, *flags),
+        )
 
-def _prediction(watch: Any, source: Any, flags: tuple[str, ...]) -> Prediction:
-    measured: Measurement | None = watch.measured
-    if measured is None:
-        raise ValueError("No step was taken: `training_step` returned no loss.")
-    found: Breakdown = watch.breakdown
-    return Prediction(
-        peak_bytes=measured.peak_bytes,
-        by_category=dict(measured.by_category),
-        by_module=found.by_module,
-        timeline=measured.timeline,
-        top=found.top,
-        source=source,
-        flags=flags,
-        seconds=found.seconds,
-    )
-
-
-class _Done(Exception):
-    """All steps are taken."""
-
-
-class _Batches:
-    """The same batch some times; each in containers of its own, of which a step may take things away."""
-
-    def __init__(self, batch: Any, count: int) -> None:
-        self._batch, self._count = batch, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(self._count):
-            yield tree_map(lambda leaf: leaf, self._batch)
-
-
-@functools.cache
-def _watch_class(namespace: str) -> Any:
-    class Watch(import_module(namespace).Callback):  # type: ignore[misc]  # a base known at run time
-        """Hands the recipe to the strategy, and counts the bytes of the second and the third step."""
-
-        def __init__(self, state: MemSaveState, fake: bool) -> None:
-            self._state, self._fake = state, fake
-            self._num_batches = 0
-            self._ledger: BreakdownLedger | None = None
-            self.measured: Measurement | None = None
-            self.breakdown: Breakdown | None = None
-            self.flags: tuple[str, ...] = ()
-
-        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            adopt(trainer.strategy, self._state)
-
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            if self._num_batches >= trainer.accumulate_grad_batches:
-                ledger = BreakdownLedger("cpu", fake=self._fake)
-                ledger.watching(trainer.strategy.model, trainer.optimizers, batch)
-                self._ledger = ledger
-                ledger.__enter__()
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self._num_batches += 1
-            self._close()
-            if self._num_batches == _NUM_STEPS * trainer.accumulate_grad_batches:
-                raise _Done
-
-        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-            self._close()
-
-        def _close(self) -> None:
-            ledger, self._ledger = self._ledger, None
-            if ledger is None:
-                return
-            ledger.__exit__(None, None, None)
-            found = ledger.measurement
-            if found is not None and (self.measured is None or found.peak_bytes > self.measured.peak_bytes):
-                self.measured, self.breakdown = found, ledger.breakdown
-
-    return Watch
-
-
-@functools.cache
-def _strategy_class(namespace: str) -> Any:
-    class OnPaper(import_module(f"{namespace}.strategies").SingleDeviceStrategy):  # type: ignore[misc]  # as above
-        """Neither moves a module, which torch refuses for fake parameters, nor brings it back."""
-
-        def model_to_device(self) -> None:
-            pass
-
-        def teardown(self) -> None:
-            pass
-
-    return OnPaper
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    state, numpy = random.getstate(), sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
+    @contextlib.contextmanager
+    def _as_on_target(self) -> Iterator[None]:
+        """On CUDA dropout keeps a byte per element, on CPU a float."""
+        if self._target == "cpu":
             yield
-    finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+            return
+        before = F.dropout
+
+        def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+            if inplace or not training or not p:
+                return before(input, p, training, inplace)
+            return torch.native_dropout(input, p, training)[0]
+
+        F.dropout = dropout
+        try:
+            yield
+        finally:
+            F.dropout = before
 
 
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """A prediction is no run that anybody wants to read about."""
-    loggers = [
-        logging.getLogger(name)
-        for name in (*NAMESPACES, "lightning.fabric", "lightning_fabric", "torch._subclasses.fake_tensor")
-    ]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+def largest_batch(predictor: Predictor, device_bytes: int, techniques: Recipe | Sequence[Any] = ()) -> int:
+    """The largest number of samples that fits, by bisection; 0 where one does not.
+
+    Args:
+        predictor: of the step, with a batch whose samples can be told.
+        device_bytes: what the device has; for CUDA, the upper bound must fit.
+        techniques: as in a prediction.
+
+    Raises:
+        ValueError: the samples of the batch cannot be told, or more than a thousand million fit.
+    """
+    if predictor.num_samples is None:
+        raise setting_error("batch", "must tell its samples", "none", "Its tensors must share their first dimension.")
+
+    def fits(num_samples: int) -> bool:
+        return bool(predictor(techniques, num_samples=num_samples).fits(device_bytes))
+
+    low, high = 0, 1  # the first fits, the second has not been seen to fail
+    while fits(high):
+        low, high = high, 2 * high
+        if high > _MOST_SAMPLES:
+            raise ValueError(f"More than {_MOST_SAMPLES} samples fit: the step takes no memory for them.")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 @contextlib.contextmanager

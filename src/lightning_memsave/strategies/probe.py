@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
 from lightning_memsave.strategies.rehearsal import without_a_trace
 from lightning_memsave.techniques.microbatching import Microbatching
@@ -38,6 +39,8 @@ def infer_module_reduction(
         config: tells how many samples fit at once, and how to cut the batch.
     """
     module, batch = trainer.lightning_module, kwargs["batch"]
+    if any(is_fake(p) for p in module.parameters()):  # a prediction, which flags it
+        return ProbeResult("mean")
     if config.split_fn is None:
         assert config.size != "auto", "who cuts knows the size"
         num_used = min(num_samples, max(3, 2 * config.size))

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_memsave.numerics.fakes import truth
+from lightning_memsave.numerics.fakes import is_plain, truth
 from lightning_memsave.vault.entries import Handle
 from lightning_memsave.vault.forms import Rank
 from lightning_memsave.vault.graph import ForeignError, Node, has_hooks, inputs_of, packed, saved
@@ -99,7 +99,7 @@ def _head(node: Node | None) -> Head | None:
 
 def _leaf(node: Node | None) -> Tensor | None:
     leaf = getattr(node, "variable", None)
-    return leaf if type(leaf) is nn.Parameter else None  # sharded parameters are of other types
+    return leaf if leaf is not None and is_plain(leaf, nn.Parameter) else None  # sharded parameters are of other types
 
 
 def _is_exact(kept: object) -> bool:

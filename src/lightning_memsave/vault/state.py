@@ -143,6 +143,7 @@ class Buffers:
 
     def __init__(self, module: nn.Module, changing: set[str] | None, small_bytes: float = math.inf) -> None:
         self._before: dict[str, _Buffer] = {}
+        self._marks: dict[str, tuple[bool, int, int]] = {}  # always changed, or if this is no longer so
         self._others: list[tuple[str, Tensor, int]] = []
         for prefix, owner in module.named_modules():
             always = isinstance(owner, nn.modules.batchnorm._NormBase) and owner.training
@@ -152,15 +153,24 @@ class Buffers:
                     continue
                 if always or (name in changing if changing is not None else _size(value) <= small_bytes):
                     self._before[name] = owner, key, value.detach().clone()
+                    self._marks[name] = always, id(value), 0 if value.is_inference() else value._version
                 elif not value.is_inference():
                     self._others.append((name, value, value._version))
 
     def changed(self) -> set[str]:
         """The names of those that have changed since; the others are forgotten."""
-        found = {name for name, (owner, key, before) in self._before.items() if not _equal(owner._buffers[key], before)}
+        found = {name for name in self._before if not self._is_equal(name)}
         for name in self._before.keys() - found:
             del self._before[name]
         return found
+
+    def _is_equal(self, name: str) -> bool:
+        owner, key, before = self._before[name]
+        current = owner._buffers[key]
+        if current is not None and is_fake(current):  # no values: told by the number of its edits
+            always, identity, version = self._marks[name]
+            return not always and (id(current), current._version) == (identity, version)
+        return _equal(current, before)
 
     def moved(self) -> set[str]:
         """The names of those that were edited in place since, although nobody expected that: there is no clone."""
@@ -195,7 +205,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _equal(current: Tensor | None, before: Tensor) -> bool:
-    if current is None or is_fake(current) or current.layout is not torch.strided:
+    if current is None or current.layout is not torch.strided:
         return False
     return torch.equal(current, before)
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memsave.numerics.fakes import is_plain
 from lightning_memsave.vault import forms, policy
 from lightning_memsave.vault.calls import Calls, Place, window_index
 from lightning_memsave.vault.chain import chain, relu_input
@@ -215,7 +216,7 @@ class Vault:
     def _manages(self, tensor: Tensor) -> bool:
         if (
             tensor.numel() < self.min_numel
-            or type(tensor) is not Tensor
+            or not is_plain(tensor)
             or tensor.layout is not torch.strided
             or tensor.is_conj()
             or tensor.is_neg()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.numerics.fakes import is_plain
 
 _KINDS = (
     nn.Linear,
@@ -93,7 +94,7 @@ def _matches(modules: Modules, name: str, module: nn.Module) -> bool:
 
 def _reason_to_stay_dense(module: nn.Module, min_size: int, group: Group | None) -> str | None:
     weight = dict(module.named_parameters(recurse=False)).get("weight")
-    if type(weight) is not nn.Parameter:
+    if weight is None or not is_plain(weight, nn.Parameter):
         return "its weight is computed"
     if not weight.requires_grad:
         return "frozen"

@@ -1,0 +1,176 @@
+"""A run on paper: Lightning's own loop for three steps, watched by a ledger, with nothing around it.
+
+For predictions: no device, no loggers, no checkpoints, no progress bar, and no trace in the random state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from lightning_memsave.core.errors import BudgetWarning, MicrobatchWarning, NoEffectWarning, NotLosslessWarning
+from lightning_memsave.memory.breakdown import Breakdown, BreakdownLedger
+from lightning_memsave.memory.ledger import Measurement
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.strategies.mixin import adopt
+from lightning_memsave.strategies.namespaces import NAMESPACES
+from lightning_memsave.strategies.run_state import MemSaveState
+from lightning_memsave.techniques.microbatching import Microbatching
+
+_NUM_STEPS = 3  # the second and the third are measured, as in a run
+_TOLD = (MicrobatchWarning, NotLosslessWarning, NoEffectWarning, BudgetWarning)
+
+
+def dry_run(namespace: str, module: Any, batch: Any, recipe: Recipe, settings: dict[str, Any], *, fake: bool) -> Any:
+    """Take three steps; returns who has watched them: `measured`, `breakdown`, `flags`, `is_cut`.
+
+    Args:
+        namespace: of Lightning.
+        module: is trained.
+        batch: of each step.
+        recipe: what is switched on.
+        settings: further arguments of `Trainer`.
+        fake: whether module and batch are of fake tensors.
+    """
+    watch = _watch_class(namespace)(MemSaveState(recipe), fake)
+    with random_state_kept(), _silence(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = import_module(namespace).Trainer(
+            strategy=_strategy_class(namespace)(device="cpu"),
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            callbacks=[watch],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            limit_val_batches=0,
+            **settings,
+        )
+        with contextlib.suppress(_DoneError):
+            trainer.fit(module, _Batches(batch, _NUM_STEPS * trainer.accumulate_grad_batches))
+    watch.flags = tuple(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, _TOLD)))
+    return watch
+
+
+class _DoneError(Exception):
+    """All steps are taken."""
+
+
+class _Batches:
+    """The same batch some times; each in containers of its own, of which a step may take things away."""
+
+    def __init__(self, batch: Any, count: int) -> None:
+        self._batch, self._count = batch, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self._count):
+            yield tree_map(lambda leaf: leaf, self._batch)
+
+
+@functools.cache
+def _watch_class(namespace: str) -> Any:  # noqa: C901  # one class, counted as one function
+    class Watch(import_module(namespace).Callback):  # type: ignore[misc]  # a base known at run time
+        """Hands the recipe to the strategy, and counts the bytes of the second and the third step."""
+
+        def __init__(self, state: MemSaveState, fake: bool) -> None:
+            self._state, self._fake = state, fake
+            self._num_batches = 0
+            self._ledger: BreakdownLedger | None = None
+            self.measured: Measurement | None = None
+            self.breakdown: Breakdown | None = None
+            self.flags: tuple[str, ...] = ()
+            self.is_cut = False
+            """Whether a batch was cut on the assumption that this can be done."""
+
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            adopt(trainer.strategy, self._state)
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if self._num_batches >= trainer.accumulate_grad_batches:
+                ledger = BreakdownLedger("cpu", fake=self._fake)
+                ledger.watching(trainer.strategy.model, trainer.optimizers, batch)
+                self._ledger = ledger
+                ledger.__enter__()
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self._num_batches += 1
+            self._close()
+            config = self._state.recipe.get(Microbatching)
+            self.is_cut = self._state.loop.reduction is not None and config is not None and config.reduction == "auto"
+            if self._num_batches == _NUM_STEPS * trainer.accumulate_grad_batches:
+                raise _DoneError
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            self._close()
+
+        def _close(self) -> None:
+            ledger, self._ledger = self._ledger, None
+            if ledger is None:
+                return
+            ledger.__exit__(None, None, None)
+            found = ledger.measurement
+            if found is not None and (self.measured is None or found.peak_bytes > self.measured.peak_bytes):
+                self.measured, self.breakdown = found, ledger.breakdown
+
+    return Watch
+
+
+@functools.cache
+def _strategy_class(namespace: str) -> Any:
+    class OnPaper(import_module(f"{namespace}.strategies").SingleDeviceStrategy):  # type: ignore[misc]  # as above
+        """Neither moves a module, which torch refuses for fake parameters, nor brings it back."""
+
+        def model_to_device(self) -> None:
+            pass
+
+        def teardown(self) -> None:
+            pass
+
+    return OnPaper
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Whatever is drawn inside, the generators of Python, numpy and torch's CPU go on from here."""
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """A prediction is no run that anybody wants to read about."""
+    loggers = [
+        logging.getLogger(name)
+        for name in (*NAMESPACES, "lightning.fabric", "lightning_fabric", "torch._subclasses.fake_tensor")
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
