@@ -10,10 +10,10 @@ import pytest
 
 from lightning_memsave import Checkpointing, EarlyZeroGrad, Microbatching, OptimizerState
 from lightning_memsave.core.report import CATEGORIES
-from lightning_memsave.memory.predict import Prediction
+from lightning_memsave.memory.predict import CudaBytes, Prediction
 from lightning_memsave.planner.ladder import TIERS, knobs, levels
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.planner.search import Search, describe, in_order, time_factor
+from lightning_memsave.planner.search import Search, describe, in_order, needed_bytes, time_factor
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.sparsity import Sparsity
@@ -143,3 +143,9 @@ def test_settings_that_exclude_each_other_are_never_predicted():
     asked.clear()
     ddp.lowest()
     assert not any(isinstance(t, OptimizerState) and t.gradients == "release" for each in asked for t in each)
+
+
+def test_what_is_needed_is_what_the_budget_means():
+    assert needed_bytes(Prediction(peak_bytes=10, workspace_bytes=3)) == 13
+    cuda = CudaBytes(allocated_bytes=10, reserved_bytes=20)
+    assert needed_bytes(Prediction(peak_bytes=10, cuda=cuda)) == 20

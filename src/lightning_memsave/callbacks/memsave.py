@@ -107,6 +107,7 @@ class MemSave(MemoryMonitor):
                 measured,
                 budget_bytes=self.plan.budget_bytes,
                 predicted_peak_bytes=self.plan.peak_bytes,
+                predicted_by_category=self.plan.by_category,
                 baseline_peak_bytes=sum(self.plan.baseline_by_category.values()),
                 baseline_source="predicted",
             )

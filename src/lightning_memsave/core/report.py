@@ -98,8 +98,6 @@ class MemoryReport:
     """What the caching allocator held from the device; `None` on CPU."""
     budget_bytes: int | None = None
     """What a step was to fit into; `None` without a budget."""
-    predicted_peak_bytes: int | None = None
-    """Of the plan, before the run."""
     baseline_peak_bytes: int | None = None
     baseline_source: Literal["measured", "predicted"] | None = None
     predicted_peak_bytes: int | None = None

@@ -59,7 +59,7 @@ class Recipe:
                 kept.append(config)
         return replace(self, techniques=tuple(kept)), reasons
 
-    def without(self, kind: type[Config]) -> Recipe:
+    def without(self, kind: type[object]) -> Recipe:
         """This recipe without one technique."""
         return replace(self, techniques=tuple(t for t in self.techniques if type(t) is not kind))
 

@@ -262,7 +262,9 @@ def in_order(techniques: Sequence[Config]) -> tuple[Config, ...]:
 
 
 def needed_bytes(prediction: Prediction) -> int:
-    """What a step needs of a budget: tracked tensors, and what kernels take on top where that is known."""
+    """What a step needs of a budget: what CUDA's allocator reserves; else tracked tensors, and what kernels take."""
+    if prediction.cuda is not None:
+        return prediction.cuda.reserved_bytes
     return prediction.peak_bytes + prediction.workspace_bytes
 
 

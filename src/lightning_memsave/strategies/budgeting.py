@@ -150,7 +150,8 @@ def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: A
 def _predictors(module: Any, batch: Any, trainer: Any) -> tuple[Predict, Predict]:
     """What predicts, for shapes alone where that is possible; and what confirms a choice, by real steps."""
     options = {} if trainer is None else {name: getattr(trainer, name) for name in _STEPS_DEPEND_ON}
-    predictor = Predictor(module, batch, **options)
+    is_cuda = trainer is not None and trainer.strategy.root_device.type == "cuda"
+    predictor = Predictor(module, batch, target="cuda" if is_cuda else "cpu", **options)
 
     def predict(techniques: Sequence[Config]) -> Prediction:
         used = two_microbatches(techniques, batch)
