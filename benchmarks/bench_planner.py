@@ -9,7 +9,6 @@ that fit the same budget with a loss class no worse: every single technique, and
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import re
 import time
@@ -288,12 +287,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--random", type=int, default=10, help="random rivals of each plan")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--no-times", dest="times", action="store_false")
-    parser.add_argument("--models", type=int, default=6)
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of models, in this order")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows = []
     predictors = budgeting._predictors
-    for name, (make, batch) in itertools.islice(subjects().items(), options.models):
+    chosen = {name: each for part in options.only for name, each in subjects().items() if part in name}
+    for name, (make, batch) in chosen.items():
         budgeting._predictors = kept(predictors)
         for recipe in ("lossless", "balanced"):
             for fraction in FRACTIONS:

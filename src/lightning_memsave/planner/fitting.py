@@ -21,6 +21,7 @@ from lightning_memsave.techniques.registry import Config, technique_of
 
 Predict = Callable[[Sequence[Config]], Prediction]
 _MAX_CONFIRMATIONS = 4
+_MARGIN = 200  # of a budget, one part is left free: what kernels take differs from step to step
 _REMEDIES = {
     "activations": "shorter samples or fewer of them",
     "temporary": "shorter samples, or an optimizer with `foreach=False`",
@@ -72,7 +73,9 @@ def make_plan(
     """
     budget_bytes = budget.in_bytes(needed_bytes(plain), situation.device_bytes)
     search = _search(budget_bytes, recipe, situation, predict, recipe.name)
-    found, smallest = _fit(search, budget_bytes, confirm)
+    found, smallest = _fit(search, budget_bytes - budget_bytes // _MARGIN, confirm)
+    if found is None:  # to the byte where that is all there is
+        found, smallest = _fit(search, budget_bytes, confirm)
     if found is None:
         raise _infeasible(budget, budget_bytes, recipe, situation, predict, search, smallest)
     return _plan(budget, budget_bytes, recipe, situation, plain, search, found)
