@@ -53,7 +53,7 @@ def train(memsave):
 def main():
     torch.set_num_threads(1)
     plain = train(None)
-    memsave = MemSave(budget="0.7x")
+    memsave = MemSave(budget="0.8x")
     planned = train(memsave)
     texts = [None, None]
     dist.all_gather_object(texts, memsave.plan.to_json())

@@ -25,7 +25,7 @@ def plan_training(module: L.LightningModule, batch: Any, memsave: MemSave) -> Pl
     Example:
         >>> import torch
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
-        >>> plan = plan_training(BoringModel(), torch.ones(512, 32), MemSave(budget="0.5x"))
+        >>> plan = plan_training(BoringModel(), torch.ones(512, 32), MemSave(budget="0.9x"))
         >>> plan.needed_bytes <= plan.budget_bytes < plan.baseline_bytes
         True
         >>> MemSave(plan).recipe.stems()

@@ -26,7 +26,7 @@ from lightning_memsave.strategies.first_batch import first_batch
 from lightning_memsave.strategies.predicting import Predictor
 from lightning_memsave.strategies.trial import StepFailedError, Trial, rest_bytes, two_microbatches
 from lightning_memsave.strategies.ways import ways_of_training
-from lightning_memsave.techniques.microbatching import UnsplittableBatchError, batch_size, why_not_exact
+from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size, why_not_exact
 from lightning_memsave.techniques.registry import Config
 
 MISS = 0.03
@@ -167,13 +167,17 @@ def _predictors(module: Any, batch: Any, trainer: Any) -> tuple[Predict, Predict
 
 
 def _agreed(trainer: Any, predict: Predict) -> Predict:
-    """Every process asks, as a step may wait for the others; rank 0's answer holds, with DDP's buckets on top."""
+    """Every process asks, as a step may wait for the others; rank 0's answer holds.
+
+    On top come DDP's buckets, and where a batch is cut the gradients that add up beside them.
+    """
     buckets = sum(p.nbytes for p in trainer.lightning_module.parameters() if p.requires_grad)
 
     def agreed(techniques: Sequence[Config]) -> Prediction:
         answer: Prediction | ValueError
         try:
-            answer = _with_bytes(predict(techniques), "gradients", buckets)
+            num_copies = 2 if any(isinstance(t, Microbatching) for t in techniques) else 1
+            answer = _with_bytes(predict(techniques), "gradients", num_copies * buckets)
         except ValueError as error:
             answer = error
         answer = trainer.strategy.broadcast(answer)
