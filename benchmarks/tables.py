@@ -409,6 +409,23 @@ def _factor_and_time(row: Row) -> tuple[str, str]:
     return f"{float(row['factor']):.2f}x", f"{float(row['cpu_time_ratio']):.2f}x"
 
 
+def planner() -> str:
+    """Budgets kept and refused, for each model and recipe."""
+    head = ("model", "recipe", "budgets", "feasible", "within the budget", "smallest named is enough", "predictions")
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows("planner")):
+        for recipe in ("lossless", "balanced"):
+            asked = [row for row in rows("planner") if (row["model"], row["setting"]) == (model, recipe)]
+            feasible = [row for row in asked if row["feasible"] == "True"]
+            refused = [row for row in asked if row["feasible"] == "False"]
+            enough = sum(row["smallest_is_enough"] == "True" for row in refused)
+            kept = sum(row["within_budget"] == "True" for row in feasible)
+            most = max((int(row["num_predictions"]) for row in feasible), default=0)
+            cells = (f"{len(asked)}", f"{len(feasible)}", f"{kept}", f"{enough} of {len(refused)}", f"up to {most}")
+            lines.append((model, recipe, *cells))
+    return markdown(head, lines, num_text=2)
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"demo": demo, "record": record_tables.headline},
     "docs/techniques/activation_compression.md": {"measured": activations, "codecs": codecs, "quality": quality},
@@ -435,6 +452,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "papers": record_tables.papers,
     },
     "docs/prediction.md": {"prediction": prediction},
+    "docs/planning.md": {"budgets": planner},
 }
 
 

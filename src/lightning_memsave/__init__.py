@@ -14,6 +14,7 @@ from lightning_memsave.callbacks import (  # noqa: E402  # after the check of ve
     MemoryMonitor,
     MemoryProgressBar,
     MemSave,
+    plan_training,
     predict,
     verify,
 )
@@ -29,6 +30,7 @@ from lightning_memsave.core.verification import Verification  # noqa: E402
 from lightning_memsave.memory import Ledger, Measurement, allocation_peak  # noqa: E402
 from lightning_memsave.memory.predict import Prediction  # noqa: E402
 from lightning_memsave.planner.checkpointing import plan_checkpointing  # noqa: E402
+from lightning_memsave.planner.plan import Plan  # noqa: E402
 from lightning_memsave.planner.recipes import Recipe  # noqa: E402
 from lightning_memsave.reporting.wandb import wandb_logger  # noqa: E402
 from lightning_memsave.strategies.lightning_pytorch import (  # noqa: E402
@@ -81,6 +83,7 @@ __all__ = [
     "NoEffectWarning",
     "NotLosslessWarning",
     "OptimizerState",
+    "Plan",
     "Prediction",
     "Recipe",
     "Sparsity",
@@ -95,6 +98,7 @@ __all__ = [
     "export_dense",
     "microbatches",
     "plan_checkpointing",
+    "plan_training",
     "predict",
     "verify",
     "wandb_logger",

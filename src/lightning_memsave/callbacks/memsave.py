@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memsave.callbacks.monitor import MemoryMonitor
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import MemoryReport
+from lightning_memsave.planner.budget import Budget
+from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe, resolve
+from lightning_memsave.reporting.findings import outcome
 from lightning_memsave.reporting.loggers import log_metrics
+from lightning_memsave.strategies.budgeting import BudgetedRun
 from lightning_memsave.strategies.mixin import adopt, release
 from lightning_memsave.strategies.run_state import MemSaveState
 from lightning_memsave.techniques.activation_compression import ActivationCompression
@@ -27,7 +33,11 @@ class MemSave(MemoryMonitor):
     Every slot takes a shorthand or a Config; `None` keeps the recipe's choice and `False` switches a technique off.
 
     Args:
-        recipe: `"lossless"` (what is exact and free), `"measure"` (change nothing: the baseline run), or a `Recipe`.
+        recipe: `"lossless"` (what is exact and free), `"balanced"` (small, stated errors), `"extreme"` (the whole
+            ladder), `"measure"` (change nothing: the baseline run), a `Recipe`, or a `Plan` that was made before.
+        budget: what a step may take: `"8GiB"`, a number of bytes, `"60%"` of the device, `"0.25x"` of the plain step.
+            The first batch is planned for, before training: of what the recipe allows, the cheapest that fits. What is
+            set besides stays as it is set.
         sparsity: the fraction of weights that are zero (`0.9`), `"2:4"`, or `Sparsity(...)`.
         precision: how weights are stored: `"bf16-sr"`, `"bf16+8"`, `"bf16-kahan"`, `"fp16-scaled"`,
             `"bf16-gradients"`, or `LowPrecision(...)`.
@@ -54,8 +64,9 @@ class MemSave(MemoryMonitor):
 
     def __init__(
         self,
-        recipe: str | Recipe = "lossless",
+        recipe: str | Recipe | Plan = "lossless",
         *,
+        budget: int | str | None = None,
         sparsity: bool | float | str | Sparsity | None = None,
         precision: bool | str | LowPrecision | None = None,
         microbatch: int | bool | str | Microbatching | None = None,
@@ -72,12 +83,36 @@ class MemSave(MemoryMonitor):
             "checkpointing": checkpointing,
             "optimizer_state": optimizer_state,
         }
+        if isinstance(recipe, Plan):
+            _check_alone(budget, slots)
+            self.budgeted: BudgetedRun | None = BudgetedRun(None, recipe.as_recipe(), recipe)
+            recipe = recipe.as_recipe()
+        else:
+            self.budgeted = None
         self.recipe = resolve(recipe, slots)
-        """What is switched on, as data."""
+        """What is switched on, as data; with a budget, what is set in any case."""
+        if budget is not None:
+            if self.recipe.name == "measure":
+                raise setting_error("budget", "needs a recipe that may change something", "measure", 'Use "lossless".')
+            self.budgeted = BudgetedRun(Budget(budget), self.recipe)
         self._state: MemSaveState | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the budget came to; `None` without one, and before the first fit has planned."""
+        return None if self.budgeted is None else self.budgeted.plan
 
     def _measured(self) -> MemoryReport:
         measured = super()._measured()
+        if self.plan is not None:
+            measured = dataclasses.replace(
+                measured,
+                budget_bytes=self.plan.budget_bytes,
+                predicted_peak_bytes=self.plan.peak_bytes,
+                predicted_by_category=self.plan.by_category,
+                baseline_peak_bytes=sum(self.plan.baseline_by_category.values()),
+                baseline_source="predicted",
+            )
         if self._state is None:
             return measured
         applied, loop = self._state.applied, self._state.loop
@@ -100,9 +135,9 @@ class MemSave(MemoryMonitor):
                     [type(c).__name__ for c in trainer.callbacks],
                     "Merge their settings.",
                 )
-            self._state = MemSaveState(self.recipe).after(self._state)
+            self._state = MemSaveState(self.recipe, self.budgeted).after(self._state)
         elif self._state is None:
-            self._state = MemSaveState(self.recipe)
+            self._state = MemSaveState(self.recipe, self.budgeted)
         adopt(trainer.strategy, self._state)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -116,15 +151,29 @@ class MemSave(MemoryMonitor):
         if self._state is not None and self._state.sparsifying is not None and self._state.sparsifying.has_moved():
             log_metrics(trainer, self._state.sparsifying.metrics())
         meter = self._meter
-        if self._state is not None and self._state.measured(trainer, batch, meter.tracked, meter.scheduled_bytes):
+        if self._state is None:
+            return
+        has_changed = self._state.measured(trainer, batch, meter.tracked, meter.scheduled_bytes)
+        if has_changed:
             meter.measure_next()
+        if self.budgeted is not None and meter.tracked is not None:
+            self.budgeted.check(trainer, meter.tracked, has_changed)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Write the final figures, and how the plan turned out."""
+        super().on_fit_end(trainer, pl_module)
+        if self._leader is None and self.plan is not None:
+            rank_zero_info(outcome(self.plan, self.report))
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned about this machine's memory, so that a resumed run starts where this one stopped."""
-        return {} if self._state is None else self._state.state_dict()
+        """The plan, and what was learned about this machine's memory: a resumed run starts where this one stopped."""
+        planned = {} if self.budgeted is None else self.budgeted.state_dict()
+        return planned if self._state is None else {**self._state.state_dict(), **planned}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what was learned; effective from the first batch on."""
+        if self.budgeted is not None:
+            self.budgeted.load_state_dict(state_dict)
         if self._state is not None and state_dict:
             self._state.load_state_dict(state_dict)
 
@@ -134,4 +183,19 @@ class MemSave(MemoryMonitor):
         return {**super()._headlines(), **configured, **({} if self._state is None else self._state.metrics())}
 
     def _config(self) -> dict[str, Any]:
-        return {**self.recipe.as_dict(), "every": self._meter.every}
+        if self.budgeted is None or self.plan is None:
+            return {**self.recipe.as_dict(), "every": self._meter.every}
+        data = self.budgeted.state_dict().get("plan", str(self.plan))  # `Plan.from_json` is the way back
+        return {**self.plan.as_recipe().as_dict(), "every": self._meter.every, "plan": data}
+
+
+def _check_alone(budget: object, slots: Mapping[str, object]) -> None:
+    """A plan is complete: what it was made for does not hold with other settings."""
+    given = [name for name, value in {"budget": budget, **slots}.items() if value is not None]
+    if given:
+        raise setting_error(
+            given[0],
+            "cannot be set beside a plan, which was made without it",
+            {"budget": budget, **slots}[given[0]],
+            "Make a plan with it: `MemSave(budget=..., ...)`.",
+        )

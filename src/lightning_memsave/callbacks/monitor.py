@@ -42,8 +42,8 @@ class MemoryMonitor(Callback):
 
     Args:
         every: measure every this many steps.
-        workspace: profile the step after each measured one as well, for `report.workspace_bytes` (CPU only; costs time
-            and memory in that step).
+        workspace: profile the two steps after each measured one as well, for `report.workspace_bytes` (CPU only; costs
+            time and memory in these steps).
         snapshot: a file for CUDA's own record of its allocator (`memory.snapshot`) from the start of the fit to the end
             of the third batch, or to the error that ends it before; of ranks above 0 with the rank in its name.
 
@@ -211,6 +211,7 @@ class MemoryMonitor(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop measuring and keep the figures; when memory has run out, say what is alive and what would help."""
         failing = self._meter.abandon()
+        self._meter.close()
         self._save_snapshot()
         if self._leader is None and is_out_of_memory(exception):
             try:
@@ -231,7 +232,7 @@ class MemoryMonitor(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop measuring."""
-        self._meter.abandon()
+        self._meter.close()
         self._save_snapshot()
 
     def _headlines(self) -> dict[str, float]:

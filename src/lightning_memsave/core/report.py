@@ -96,6 +96,8 @@ class MemoryReport:
     """Bytes that kernels took and gave back inside one operation, at the peak; `None` unless verified."""
     reserved_bytes: int | None = None
     """What the caching allocator held from the device; `None` on CPU."""
+    budget_bytes: int | None = None
+    """What a step was to fit into; `None` without a budget."""
     baseline_peak_bytes: int | None = None
     baseline_source: Literal["measured", "predicted"] | None = None
     predicted_peak_bytes: int | None = None
@@ -160,6 +162,8 @@ class MemoryReport:
         named |= {
             "memsave/workspace_bytes": self.workspace_bytes,
             "memsave/reserved_bytes": self.reserved_bytes,
+            "memsave/budget_bytes": self.budget_bytes,
+            "memsave/predicted_peak_bytes": self.predicted_peak_bytes,
             "memsave/factor": self.factor,
             "memsave/microbatch_size": self.microbatch_size,
             "memsave/num_oom_recovered": self.num_oom_recovered,

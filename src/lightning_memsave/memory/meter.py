@@ -31,7 +31,7 @@ class Meter:
 
     Args:
         every: measure every this many steps, besides the first ones.
-        workspace: profile the step after each measured one, to learn the workspace inside kernels (CPU only).
+        workspace: profile the two steps after each measured one, to learn the workspace inside kernels (CPU only).
     """
 
     def __init__(self, every: int = 200, *, workspace: bool = False) -> None:
@@ -41,6 +41,7 @@ class Meter:
         self._workspace = workspace
         self._ledger: Ledger | None = None
         self._profile: AllocationProfile | None = None
+        self._warm_profile: AllocationProfile | None = None  # of the step before the one that counts
         self._profile_next: Measurement | None = None
         self._workspace_bytes: int | None = None
         self._device = torch.device("cpu")
@@ -92,12 +93,16 @@ class Meter:
             self._num_steps > 1 and self._num_steps % self.every == 0
         )
         if self._is_scheduled or self._is_next_measured:
+            self.close()
             self._is_next_measured = False
             self._ledger = Ledger(device).watching(model, optimizers, batch)
             self._ledger.__enter__()
+        elif self._warm_profile is not None:
+            self._profile, self._warm_profile = self._warm_profile, None
+            self._profile.mark()
         elif self._workspace and self._profile_next is not None and device.type == "cpu":
-            self._profile = AllocationProfile()
-            self._profile.__enter__()
+            self._warm_profile = AllocationProfile()
+            self._warm_profile.__enter__()
         self._num_samples = num_samples
         self._began_seconds = time.perf_counter()
 
@@ -135,7 +140,7 @@ class Meter:
             self._workspace_bytes = max(self._workspace_bytes or 0, found)
         if tracked is not None:
             self._profile_next = dataclasses.replace(tracked, survivors=())
-        elif self._num_steps > 1 and profiled is None:
+        elif self._num_steps > 1 and profiled is None and self._warm_profile is None:
             self._seconds.append(seconds)
             self._num_samples_of.append(self._num_samples)
         if allocated is not None:
@@ -151,6 +156,14 @@ class Meter:
         if highest is None or measured.peak_bytes > highest.peak_bytes:
             self._peak = dataclasses.replace(measured, survivors=())
         return measured
+
+    def close(self) -> None:
+        """Measure no more: nothing stays open, not even between two steps."""
+        self.abandon()
+        warm, self._warm_profile = self._warm_profile, None
+        if warm is not None:
+            warm.__exit__(None, None, None)
+            self._profile_next = None
 
     def abandon(self) -> Measurement | None:
         """Leave the ledger whatever happened in the step; safe to call at any time."""

@@ -34,6 +34,8 @@ class Prediction:
 
     peak_bytes: int
     """As the ledger counts it: live tensor storages, each once."""
+    workspace_bytes: int = 0
+    """What kernels take and give back inside of operations, on top of the peak; 0 where it was not measured."""
     by_category: Mapping[str, int] = field(default_factory=dict)
     by_module: Mapping[str, int] = field(default_factory=dict)
     """By the innermost module that made or owns what is alive at the peak; largest first."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -25,12 +26,24 @@ def allocation_peak(step: Callable[[], object], held_bytes: int) -> int:
     return held_bytes + profiled.peak_bytes
 
 
+_MARK_BYTES = 1_000_003
+"""A size that no tensor has."""
+
+
 class AllocationProfile:
-    """Profiles CPU allocations between its start and its end; afterwards `peak_bytes` is the peak above the start."""
+    """Profiles CPU allocations between its start and its end; afterwards `peak_bytes` is the peak above the start.
+
+    The profiler does not see the end of what was allocated before it: gradients of the last step, for example, which
+    this one frees. `mark` makes the present moment the start, so that what the step before allocates is known.
+    """
 
     def __init__(self) -> None:
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self.peak_bytes = 0
+
+    def mark(self) -> None:
+        """Count from here on."""
+        torch.empty(_MARK_BYTES, dtype=torch.uint8)  # its two events are found again
 
     def __enter__(self) -> AllocationProfile:
         self._profile.__enter__()
@@ -38,7 +51,9 @@ class AllocationProfile:
 
     def __exit__(self, *exc_info: Any) -> None:
         self._profile.__exit__(*exc_info)
-        self.peak_bytes = peak_of_changes(_allocation_sizes(self._profile))
+        sizes = _allocation_sizes(self._profile)
+        marks = [number for number, size in enumerate(sizes) if size == -_MARK_BYTES]
+        self.peak_bytes = peak_of_changes(sizes[marks[-1] + 1 :] if marks else sizes)
 
 
 def peak_of_changes(changes: Iterable[int]) -> int:

@@ -8,11 +8,16 @@ from typing import Any, TypeVar
 
 from lightning_memsave.core.compatibility import check_compatibility, costs_of
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.techniques.activation_compression import ActivationCompression
+from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
+from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.microbatching import Microbatching
+from lightning_memsave.techniques.optimizer_state import OptimizerState
 from lightning_memsave.techniques.registry import TECHNIQUES, Config, technique_of
+from lightning_memsave.techniques.sparsity import Sparsity
 
-C = TypeVar("C")
+C = TypeVar("C", bound=Config)
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,10 @@ class Recipe:
             else:
                 kept.append(config)
         return replace(self, techniques=tuple(kept)), reasons
+
+    def without(self, kind: type[object]) -> Recipe:
+        """This recipe without one technique."""
+        return replace(self, techniques=tuple(t for t in self.techniques if type(t) is not kind))
 
     def stems(self) -> tuple[str, ...]:
         """The names of what is on."""
@@ -95,11 +104,34 @@ def _plain(value: Any) -> Any:
     return getattr(value, "__qualname__", repr(value))
 
 
+def _of_defaults(name: str, *techniques: Config) -> Recipe:
+    return Recipe(name, techniques, by_default=tuple(map(type, techniques)))
+
+
 RECIPES = {
     # Change nothing: the baseline run.
     "measure": Recipe("measure"),
     # Equal to plain Lightning up to rounding, and nearly free of cost until memory runs out.
-    "lossless": Recipe("lossless", (EarlyZeroGrad(), Microbatching()), by_default=(EarlyZeroGrad, Microbatching)),
+    "lossless": _of_defaults("lossless", EarlyZeroGrad(), Microbatching()),
+    # A small error with a written bound in activations (unbiased), and moments rounded to 8 bits (changed).
+    "balanced": _of_defaults(
+        "balanced",
+        EarlyZeroGrad(),
+        Microbatching(),
+        ActivationCompression(codecs=("exact", "int8")),
+        OptimizerState(format="8bit"),
+    ),
+    # The whole ladder: nine weights of ten are zero, the others in bfloat16, what is kept in few bits or not at all.
+    "extreme": _of_defaults(
+        "extreme",
+        EarlyZeroGrad(),
+        Sparsity(sparsity=0.9),
+        LowPrecision(format="bf16-sr"),
+        Microbatching(),
+        ActivationCompression(codecs=("exact", "int4")),
+        Checkpointing(method="blocks"),
+        OptimizerState(format="4bit"),
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Growth and post-mortems as text."""
+"""Growth, post-mortems and how plans turned out, as text."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lightning_memsave.core.units import format_bytes
 from lightning_memsave.memory.alive import Alive
 from lightning_memsave.memory.growth import Growth
 from lightning_memsave.memory.ledger import Measurement
+from lightning_memsave.planner.plan import Plan
 
 _MAX_LINES = 12  # of each list: a page, not a book
 _MUCH = 0.03  # of the measured peak
@@ -32,6 +33,24 @@ _REMEDIES: Mapping[str, Sequence[tuple[str, str]]] = {
     "data": (("", "a smaller `batch_size` in the DataLoader"),),
 }
 """By category: the technique's stem and what a user writes."""
+
+
+def outcome(plan: Plan, report: MemoryReport) -> str:
+    """How a plan turned out: what was predicted, what was measured, and what limits it."""
+    predicted = (
+        f"memsave: budget {format_bytes(plan.budget_bytes)}: plain step {format_bytes(plan.baseline_bytes)} predicted, "
+        f"planned step {format_bytes(plan.peak_bytes)} predicted"
+    )
+    if report.peak_bytes is None:
+        return f"{predicted}; no step was measured."
+    largest = max(report.by_category, key=lambda name: report.by_category[name])
+    miss = report.peak_bytes / plan.peak_bytes - 1
+    factor = "" if report.factor is None else f", {report.factor:.2f}x below the plain step"
+    kernels = f" and {format_bytes(plan.workspace_bytes)} in kernels" if plan.workspace_bytes else ""
+    return (
+        f"{predicted}, {format_bytes(report.peak_bytes)} measured ({miss:+.1%}){kernels}{factor}; limited by {largest} "
+        f"({report.by_category[largest] / report.peak_bytes:.0%} of the peak)."
+    )
 
 
 def growth_text(growth: Growth) -> str:

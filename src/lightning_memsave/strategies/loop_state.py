@@ -35,7 +35,7 @@ class LoopState:
         self.is_default = Microbatching in recipe.by_default
         self.recovery = self.evaluation = None
         if self.microbatching is not None and self.microbatching.size == "auto":
-            self.recovery = Recovery(self.microbatching, ladder)
+            self.recovery = Recovery(self.microbatching, ladder, self.microbatching.start)
             self.evaluation = Recovery(self.microbatching)  # has no activations to spare: it only cuts
         self.zero_grad_first = recipe.get(EarlyZeroGrad) is not None
         self.reduction: Reduction | None = None
@@ -89,9 +89,9 @@ class LoopState:
         """The settings, with a number of samples that suits this batch where one has been learned."""
         assert self.microbatching is not None
         size = None if recovery is None else recovery.size_for(batch)
-        return (
-            self.microbatching if size is None else dataclasses.replace(self.microbatching, size=size, max_bytes=None)
-        )
+        if size is None:
+            return self.microbatching
+        return dataclasses.replace(self.microbatching, size=size, start=None, max_bytes=None)
 
     def can_cut(self, batch: Any) -> bool:
         """Whether smaller microbatches of this batch are possible, as far as is known."""

@@ -16,11 +16,9 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memsave.core.compatibility import check_compatibility
 from lightning_memsave.planner.recipes import RECIPES, Recipe
-from lightning_memsave.strategies.activations import ForwardScope
 from lightning_memsave.strategies.evaluation import evaluate
 from lightning_memsave.strategies.loop import loop_class
 from lightning_memsave.strategies.loop_state import LoopState
-from lightning_memsave.strategies.low_precision import lower_precision
 from lightning_memsave.strategies.namespaces import namespace_of
 from lightning_memsave.strategies.optimizers import change_optimizers, readable
 from lightning_memsave.strategies.run_state import MemSaveState
@@ -30,6 +28,7 @@ from lightning_memsave.techniques.activation_compression import ActivationCompre
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
+from lightning_memsave.techniques.optimizer_state import OptimizerState
 from lightning_memsave.techniques.sparsity import Sparsity
 
 
@@ -57,31 +56,29 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
             if fitting:
                 self._begin(trainer)
                 _install_loop(trainer, self.memsave.loop, namespace)
-                sparsity = self.memsave.recipe.get(Sparsity)
-                self._sparsifying = self.memsave.sparsify(trainer, sparsity) if sparsity else None
-                if precision := self.memsave.recipe.get(LowPrecision):
-                    self.memsave.weights, applied = lower_precision(trainer, precision)
-                    self.memsave.changes.append(applied)
+                self._sparsifying = self.memsave.with_config(Sparsity, self.memsave.sparsify, trainer)
+                self.memsave.with_config(LowPrecision, self.memsave.lower_precision, trainer)
             super().setup(trainer)
-            if fitting and (checkpointing := self.memsave.recipe.get(Checkpointing)):
-                self.memsave.make_regions(trainer, checkpointing)
-            if fitting and (activations := self.memsave.recipe.get(ActivationCompression)):
-                self.memsave.forward_scope = ForwardScope(trainer, activations)
+            if fitting:
+                self.memsave.with_config(Checkpointing, self.memsave.make_regions, trainer)
+                self.memsave.with_config(ActivationCompression, self.memsave.open_scope, trainer)
 
         def _begin(self, trainer: Any) -> None:
             """Take up the recipe, as far as this way of training allows; a second fit starts with a clean record."""
             ways = ways_of_training(trainer)
-            recipe, reasons = self.memsave.recipe.stepping_aside(ways)
+            decided = self.memsave.decided(trainer)
+            recipe, reasons = decided.stepping_aside(ways)
             check_compatibility([*recipe.rows(), *ways])
             for reason in reasons:
                 rank_zero_info(f"memsave: {reason}")
             if self.memsave.started:
-                self._memsave = MemSaveState(self.memsave.recipe).after(self.memsave)
+                self._memsave = MemSaveState(decided, self.memsave.budgeted).after(self.memsave)
             self.memsave.begin(recipe)
 
         def setup_optimizers(self, trainer: Any) -> None:
             super().setup_optimizers(trainer)
             state = self.memsave
+            state.with_config(OptimizerState, state.check_optimizers, trainer)
             done, state.release = change_optimizers(trainer, state.recipe, state.weights)
             state.changes.extend(done)
             if self._sparsifying is not None:

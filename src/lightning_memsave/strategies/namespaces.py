@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from importlib import import_module
 from types import SimpleNamespace
+from typing import Any
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -37,6 +38,12 @@ def internals(namespace: str) -> SimpleNamespace:
         block_sync=import_module(f"{namespace}.loops.utilities")._block_parallel_sync_behavior,
         ResultCollection=import_module(f"{namespace}.trainer.connectors.logger_connector.result")._ResultCollection,
     )
+
+
+def loaders_of(trainer: Any) -> Any:
+    """What the source of a trainer's training data returns, as Lightning asks for it: a loader, or a nest of them."""
+    connector = import_module(f"{namespace_of(trainer.strategy)}.trainer.connectors.data_connector")
+    return connector._request_dataloader(trainer.fit_loop._data_source)
 
 
 def is_compiled(module: object) -> bool:

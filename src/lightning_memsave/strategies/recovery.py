@@ -45,9 +45,11 @@ class Recovery:
     Args:
         config: `growth_interval`, `headroom_fraction`, `max_bytes`.
         ladder: what can be done besides smaller microbatches.
+        start: samples per microbatch of the first batch; `None`: all of them.
     """
 
-    def __init__(self, config: Microbatching, ladder: Ladder | None = None) -> None:
+    def __init__(self, config: Microbatching, ladder: Ladder | None = None, start: int | None = None) -> None:
+        self._start = start
         self._ladder = ladder
         self._max_bytes = None if config.max_bytes is None else parse_bytes("Microbatching.max_bytes", config.max_bytes)
         self._headroom_fraction = config.headroom_fraction
@@ -65,6 +67,8 @@ class Recovery:
 
     def size_for(self, batch: Any) -> int | None:
         """Samples per microbatch of this batch; `None` for all of them."""
+        if self._start is not None and self.limit_elements is None:
+            self.limit_elements = self._start * _elements_per_sample(batch)
         if self.limit_elements is not None:
             self.size = max(1, int(self.limit_elements / _elements_per_sample(batch) + 1e-9))
         return self.size
@@ -163,10 +167,16 @@ class Recovery:
         growing = self._latest.by_category["activations"] + self._latest.by_category["temporary"]
         return self._latest.peak_bytes + growing <= self._max_bytes
 
-    def measured(self, trainer: Any, batch: Any, step: Measurement) -> bool:
+    def measured(self, trainer: Any, batch: Any, step: Measurement, may_cut: bool = True) -> bool:
         """Hold a measured step against `max_bytes`; whether something was changed, so that the next is to be measured.
 
         The step itself has been taken already; what is done holds for the next one.
+
+        Args:
+            trainer: Lightning's, between two batches.
+            batch: of the step.
+            step: what was measured.
+            may_cut: whether smaller microbatches are allowed; exact measures are in any case.
         """
         if self._max_bytes is None:
             return False
@@ -177,7 +187,7 @@ class Recovery:
         taken = self._back_to_what_fitted(batch)
         if taken is None and self._ladder is not None:
             taken = self._ladder.climb(trainer)
-        if taken is None:
+        if taken is None and may_cut:
             with contextlib.suppress(UnsplittableBatchError):
                 taken = self._halve(batch)
         over = f"{format_bytes(step.peak_bytes)} of `max_bytes` {format_bytes(self._max_bytes)}"

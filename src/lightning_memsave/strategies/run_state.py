@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memsave.core.compatibility import check_compatibility
 from lightning_memsave.core.report import Applied
@@ -13,24 +15,36 @@ from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.activations import ForwardScope
 from lightning_memsave.strategies.loop_state import LoopState
+from lightning_memsave.strategies.low_precision import lower_precision
 from lightning_memsave.strategies.planning import PlannedCheckpointing
 from lightning_memsave.strategies.sparsifying import Sparsifying
 from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_vault
-from lightning_memsave.techniques.low_precision import Weights
-from lightning_memsave.techniques.optimizer_state import InBackward
-from lightning_memsave.techniques.registry import TECHNIQUES
+from lightning_memsave.techniques.low_precision import LowPrecision, Weights
+from lightning_memsave.techniques.optimizer_state import InBackward, OptimizerState, check_optimizers
+from lightning_memsave.techniques.registry import TECHNIQUES, Config, technique_of
 from lightning_memsave.techniques.sparsity import Sparsity
 from lightning_memsave.vault.inputs import keeping_inputs_in
 from lightning_memsave.vault.vault import Vault
 
+if TYPE_CHECKING:
+    from lightning_memsave.strategies.budgeting import BudgetedRun
+
+C = TypeVar("C", bound=Config)
+R = TypeVar("R")
+
 
 class MemSaveState:
-    """What one strategy knows about its run: the recipe and what came of it."""
+    """What one strategy knows about its run: the recipe and what came of it.
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    Args:
+        recipe: what is switched on; with a budget, what a plan may start from.
+        budgeted: the budget of the run, or `None` without one.
+    """
+
+    def __init__(self, recipe: Recipe, budgeted: BudgetedRun | None = None) -> None:
+        self.recipe, self.budgeted = recipe, budgeted
         self.loop = LoopState(recipe, self)
         self.changes: list[Applied] = []
         self.weights: Weights | None = None
@@ -43,16 +57,50 @@ class MemSaveState:
         self._num_measures = self._num_learned = 0
         self.started = False
 
+    def decided(self, trainer: Any) -> Recipe:
+        """The recipe; with a budget, what its plan makes of it."""
+        return self.recipe if self.budgeted is None else self.budgeted.decide(trainer)
+
     def begin(self, recipe: Recipe) -> None:
         """A fit begins, with what is left of the recipe in this way of training."""
         self.started = True
         if recipe != self.recipe:
+            learned = self.learned()
             self.recipe, self.loop = recipe, LoopState(recipe, self)
+            self.learn(learned)
 
     def after(self, previous: MemSaveState | None) -> MemSaveState:
         """This state, with what recovery learned in an earlier fit."""
         self.learn({} if previous is None else previous.learned())
         return self
+
+    def with_config(self, kind: type[C], use: Callable[[Any, C], R], trainer: Any) -> R | None:
+        """Use a technique, if it is on; a default that this model or optimizer cannot carry steps aside."""
+        config = self.recipe.get(kind)
+        if config is None:
+            return None
+        try:
+            return use(trainer, config)
+        except ValueError as error:
+            if kind not in self.recipe.by_default:
+                raise
+            rank_zero_info(f"memsave: {technique_of(config).stem} is left out: {error}")
+            self.recipe = self.recipe.without(kind)
+            return None
+
+    def lower_precision(self, trainer: Any, config: LowPrecision) -> None:
+        """Turn the weights to bfloat16."""
+        self.weights, applied = lower_precision(trainer, config)
+        self.changes.append(applied)
+
+    def open_scope(self, trainer: Any, config: ActivationCompression) -> None:
+        """See to it that what autograd keeps goes to a vault."""
+        self.forward_scope = ForwardScope(trainer, config)
+
+    @staticmethod
+    def check_optimizers(trainer: Any, config: OptimizerState) -> None:
+        """Raise `ValueError` for optimizers that cannot be lean."""
+        check_optimizers(trainer.strategy.optimizers, config, trainer.lightning_module)
 
     def make_regions(self, trainer: Any, config: Checkpointing) -> None:
         """Make the regions that are known, or see to it that the first batch is rehearsed."""
@@ -173,7 +221,10 @@ class MemSaveState:
         if self.planned is not None and scheduled_bytes is not None:
             self.planned.check(trainer, scheduled_bytes)
         recovery = self.loop.recovery
-        return recovery is not None and step is not None and recovery.measured(trainer, batch, step)
+        if recovery is None or step is None:
+            return False
+        may_cut = self.budgeted is None or self.budgeted.may_cut(trainer.lightning_module)
+        return recovery.measured(trainer, batch, step, may_cut)
 
     def run(self, trainer: Any, step: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         """Run `step`, which is `training_step(*args)`, in the scopes of this run."""

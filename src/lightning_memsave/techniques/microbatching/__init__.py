@@ -54,6 +54,8 @@ class Microbatching:
     size: int | Literal["auto"] = "auto"
     """Samples whose activations may live at once; sizes of the parts differ by at most one. `"auto"`: all of them until
     memory runs out; then the same batch is run again with less, exact measures first, then half the samples."""
+    start: int | None = None
+    """With `"auto"`, samples per microbatch to begin with; `None`: whole batches."""
     reduction: Literal["auto", "mean", "sum"] = "auto"
     """How the loss depends on the batch. `"auto"` evaluates it three times on a few samples of the first batch, in eval
     mode and without gradients; a loss that is neither mean nor sum is run whole, with a warning."""
@@ -117,6 +119,13 @@ class Microbatching:
         if not 0 <= self.headroom_fraction < 1:
             raise setting_error(
                 "Microbatching.headroom_fraction", "must be in [0, 1)", self.headroom_fraction, "The default is 0.1."
+            )
+        if self.start is not None and (self.size != "auto" or not isinstance(self.start, int) or self.start < 1):
+            raise setting_error(
+                "Microbatching.start",
+                'must be a positive integer, with size="auto"',
+                self.start,
+                "Use `size` to fix it.",
             )
         if self.max_bytes is not None:
             parse_bytes("Microbatching.max_bytes", self.max_bytes)

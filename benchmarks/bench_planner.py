@@ -1,0 +1,315 @@
+"""Budgets: is what is measured within what was asked for, and is the plan fast?
+
+Each model is given budgets from 0.9 of what its plain step takes downwards, under "lossless" and "balanced". A plan is
+trained with, and the run's own measurement (tracked bytes and workspace) is held against the budget; what is refused
+must name the smallest peak, which is then asked for. Time: CPU seconds of steps of the plan against other settings
+that fit the same budget with a loss class no worse: every single technique, and random combinations, taking turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
+
+from harness import environment, save_rows
+from lightning_memsave import MemoryMonitor, MemSave, Plan, Recipe
+from lightning_memsave.core.report import LOSS_CLASSES
+from lightning_memsave.demo.model import WideResNet
+from lightning_memsave.planner.budget import Budget
+from lightning_memsave.planner.ladder import TIERS, knobs
+from lightning_memsave.planner.recipes import RECIPES
+from lightning_memsave.strategies import budgeting
+from lightning_memsave.strategies.budgeting import plan_for
+from lightning_memsave.techniques.microbatching import why_not_exact
+from models import PlainGPT, ResidualBlock, next_token_loss
+
+FRACTIONS = (0.9, 0.7, 0.5, 0.35, 0.2)
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Step(L.LightningModule):
+    """A model, its loss and an optimizer."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], momentum: bool = False) -> None:
+        super().__init__()
+        self.model, self.loss, self.momentum = model, loss, momentum
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.model, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.momentum:
+            return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+def classify(model: nn.Module, batch: Any) -> Tensor:
+    scores = model(batch[0])
+    return F.cross_entropy(getattr(scores, "logits", scores), batch[1])
+
+
+def language(model: nn.Module, ids: Tensor) -> Tensor:
+    found = model(ids)
+    return next_token_loss(getattr(found, "logits", found), ids)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.lstm = nn.Embedding(256, 64), nn.LSTM(64, 64, 2, batch_first=True)
+        self.head = nn.Linear(64, 256)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.lstm(self.table(ids))[0])
+
+
+def images(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 3, 32, 32), torch.randint(0, 10, (n,))
+
+
+def subjects() -> dict[str, tuple[Callable[[], Step], Any]]:
+    llama = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=172,
+        num_hidden_layers=3,
+        vocab_size=500,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    vit = ViTConfig(
+        hidden_size=48,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        image_size=32,
+        patch_size=4,
+        num_labels=10,
+    )
+    return {
+        "WideResNet-10-1, batch 16, SGD momentum": (
+            lambda: Step(WideResNet(depth=10, width=1), classify, momentum=True),
+            images(16),
+        ),
+        "GPT of plain modules, 4 layers, width 64, dropout 0, batch 16 x 32, AdamW": (
+            lambda: Step(PlainGPT(4, 64, 4, 32, dropout=0.0), language),
+            torch.randint(0, 256, (16, 32)),
+        ),
+        "Llama, 3 layers, width 64, batch 16 x 32, AdamW": (
+            lambda: Step(LlamaForCausalLM(llama), language),
+            torch.randint(0, 500, (16, 32)),
+        ),
+        "ViT, 3 layers, width 48, batch 16, AdamW": (
+            lambda: Step(ViTForImageClassification(vit), classify),
+            images(16),
+        ),
+        "12 residual blocks, width 64, 512 rows, AdamW": (
+            lambda: Step(nn.Sequential(*(ResidualBlock(64) for _ in range(12)), nn.Linear(64, 10)), classify),
+            (torch.randn(512, 64), torch.randint(0, 10, (512,))),
+        ),
+        "LSTM, 2 layers, width 64, batch 16 x 32, AdamW": (
+            lambda: Step(Recurrent(), language),
+            torch.randint(0, 256, (16, 32)),
+        ),
+    }
+
+
+def made(make: Callable[[], Step]) -> Step:
+    torch.manual_seed(0)
+    return make().train()
+
+
+def trained(make: Callable[[], Step], batch: Any, memsave: MemSave, steps: int = 5) -> Any:
+    """A run of some steps, the last of which is profiled."""
+    monitor = MemoryMonitor(workspace=True)
+    trainer = L.Trainer(max_steps=steps, callbacks=[memsave, monitor], **QUIET)
+    trainer.fit(made(make), DataLoader([batch] * steps, batch_size=None))
+    return memsave.report
+
+
+def kept(predictors: Callable[..., Any]) -> Callable[..., Any]:
+    """Predictions of one model are made once for all its budgets."""
+    known: dict[str, Any] = {}
+
+    def once(predict: Callable[[Any], Any], which: int) -> Callable[[Any], Any]:
+        def predicted(techniques: Any) -> Any:
+            key = f"{which} {techniques!r}"
+            if key not in known:
+                try:
+                    known[key] = predict(techniques)
+                except ValueError as error:
+                    known[key] = error
+            if isinstance(known[key], ValueError):
+                raise known[key]
+            return known[key]
+
+        return predicted
+
+    return lambda *given: tuple(once(predict, which) for which, predict in enumerate(predictors(*given)))
+
+
+# ---------------------------------------------------------------------------------------------------- honesty
+def honesty_row(
+    name: str, make: Callable[[], Step], batch: Any, budget: Any, recipe: str
+) -> tuple[dict[str, Any], Any]:
+    start = time.process_time()
+    row: dict[str, Any] = {"benchmark": "planner", "model": name, "setting": recipe, "budget": str(budget)}
+    try:
+        plan = plan_for(made(make), batch, Budget(budget), RECIPES[recipe])
+    except ValueError as error:
+        found = re.search(r"must be at least .* \((\d+) bytes\)", str(error))
+        if found is None:
+            raise
+        return {**row, "feasible": False, "smallest_bytes": int(found[1]), **_took(start)}, int(found[1])
+    row |= _took(start)
+    report = trained(make, batch, MemSave(plan))
+    needed = report.peak_bytes + (report.workspace_bytes or 0)
+    return {
+        **row,
+        "feasible": True,
+        "budget_bytes": plan.budget_bytes,
+        "baseline_bytes": plan.baseline_bytes,
+        "predicted_bytes": plan.needed_bytes,
+        "peak_bytes": report.peak_bytes,
+        "workspace_bytes": report.workspace_bytes,
+        "factor": plan.baseline_bytes / needed,
+        "within_budget": needed <= plan.budget_bytes,
+        "loss_class": report.loss_class,
+        "num_predictions": plan.num_predictions,
+        "plan": ", ".join(step.setting for step in plan.steps),
+    }, plan
+
+
+def _took(start: float) -> dict[str, float]:
+    return {"plan_cpu_seconds": time.process_time() - start}
+
+
+# ---------------------------------------------------------------------------------------------------- time
+def others(plan: Plan, num_samples: int, is_cut_exact: bool, count: int) -> list[tuple[str, Recipe]]:
+    """Single settings and random combinations of what the plan might have used, no worse in loss class."""
+    table = knobs(
+        plan.budget_bytes,
+        tier=plan.recipe if plan.recipe in TIERS else TIERS[0],
+        num_samples=num_samples,
+        is_cut_exact=is_cut_exact,
+    )
+    allowed = [
+        [o for o in knob if LOSS_CLASSES.index(o.loss_class) <= LOSS_CLASSES.index(plan.loss_class)]
+        for knob in table.values()
+    ]
+    nothing = [knob[0] for knob in allowed]
+    singles = [[*nothing[:i], o, *nothing[i + 1 :]] for i, knob in enumerate(allowed) for o in knob[1:]]
+    draw = random.Random(0)
+    mixed = [[draw.choice(knob) for knob in allowed] for _ in range(20 * count)]
+    found: dict[str, Recipe] = {}
+    base = RECIPES["lossless"].techniques[:1]
+    for kind, choices in (("single", singles), ("random", mixed)):
+        for choice in choices:
+            text = f"{kind}: " + ", ".join(o.text for o in choice if o.config is not None)
+            try:
+                found[text] = Recipe("other", (*base, *(o.config for o in choice if o.config is not None)))
+            except ValueError:
+                continue
+    return list(found.items())
+
+
+class Timed:
+    """Takes steps of a run one by one, in turn with others."""
+
+    def __init__(self, make: Callable[[], Step], batch: Any, memsave: MemSave) -> None:
+        self.make, self.batch, self.memsave = make, batch, memsave
+
+    def seconds(self, num_steps: int) -> list[float]:
+        taken: list[float] = []
+
+        class Clock(L.Callback):
+            def on_train_batch_start(self, *_: Any) -> None:
+                self.start = time.process_time()
+
+            def on_train_batch_end(self, *_: Any) -> None:
+                taken.append(time.process_time() - self.start)
+
+        trainer = L.Trainer(max_steps=num_steps + 3, callbacks=[self.memsave, Clock()], **QUIET)
+        trainer.fit(made(self.make), DataLoader([self.batch] * (num_steps + 3), batch_size=None))
+        return taken[3:]  # the first plans, the next two are measured
+
+
+def quality_row(name: str, make: Callable[[], Step], batch: Any, plan: Plan, count: int, turns: int) -> dict[str, Any]:
+    """The plan against the fastest of the others that fit."""
+    num_samples = len(batch if isinstance(batch, Tensor) else batch[0])
+    rivals: list[tuple[str, MemSave]] = []
+    num_random = 0
+    for text, recipe in others(plan, num_samples, not why_not_exact(made(make)), count):
+        if text.startswith("random") and num_random >= count:
+            continue
+        memsave = MemSave(recipe)
+        try:
+            report = trained(make, batch, memsave, steps=5)
+        except ValueError:
+            continue
+        if report.peak_bytes + (report.workspace_bytes or 0) <= plan.budget_bytes:
+            rivals.append((text, MemSave(recipe)))
+            num_random += text.startswith("random")
+    contestants = [("plan", MemSave(plan)), *rivals]
+    taken: dict[str, list[float]] = {text: [] for text, _ in contestants}
+    for _ in range(turns):
+        for text, memsave in contestants:
+            taken[text] += Timed(make, batch, memsave).seconds(3)
+    best = {text: min(seconds) for text, seconds in taken.items()}
+    fastest = min(best, key=lambda text: best[text] if text != "plan" else float("inf"), default="plan")
+    ratio = best["plan"] / best[fastest] if len(best) > 1 else 1.0
+    return {
+        "num_rivals": len(rivals),
+        "fastest_rival": fastest if len(best) > 1 else "",
+        "time_against_fastest": ratio,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--random", type=int, default=10, help="random rivals of each plan")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--no-times", dest="times", action="store_false")
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of models, in this order")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows = []
+    predictors = budgeting._predictors
+    chosen = {name: each for part in options.only for name, each in subjects().items() if part in name}
+    for name, (make, batch) in chosen.items():
+        budgeting._predictors = kept(predictors)
+        for recipe in ("lossless", "balanced"):
+            for fraction in FRACTIONS:
+                row, found = honesty_row(name, make, batch, f"{fraction}x", recipe)
+                if isinstance(found, int):  # the smallest that was named must do
+                    again, smallest = honesty_row(name, make, batch, found, recipe)
+                    row |= {"smallest_is_enough": not isinstance(smallest, int) and again["within_budget"]}
+                elif options.times and recipe == "lossless":
+                    row |= quality_row(name, make, batch, found, options.random, options.turns)
+                row |= {"quality": "measured bytes over the budget", **environment()}
+                if row["feasible"]:
+                    row["quality_value"] = (row["peak_bytes"] + (row["workspace_bytes"] or 0)) / row["budget_bytes"]
+                rows.append(row)
+                print({k: v for k, v in row.items() if k not in environment()}, flush=True)
+                save_rows("planner", rows)
+
+
+if __name__ == "__main__":
+    main()

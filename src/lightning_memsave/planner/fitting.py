@@ -1,0 +1,275 @@
+"""From a budget to a plan: the knobs that a recipe leaves open, the search over them, and the words that explain it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lightning_memsave.core.compatibility import check_compatibility, costs_of
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.units import format_bytes
+from lightning_memsave.memory.predict import Prediction
+from lightning_memsave.planner.budget import MEANINGS, Budget
+from lightning_memsave.planner.ladder import TIERS, Knob, Option, knobs
+from lightning_memsave.planner.plan import Plan, PlanStep
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.planner.search import Found, Search, describe, in_order, needed_bytes
+from lightning_memsave.techniques.microbatching import Microbatching
+from lightning_memsave.techniques.optimizer_state import OptimizerState
+from lightning_memsave.techniques.registry import Config, technique_of
+
+Predict = Callable[[Sequence[Config]], Prediction]
+_MAX_CONFIRMATIONS = 4
+_MARGIN = 200  # of a budget, one part is left free: what kernels take differs from step to step
+_REMEDIES = {
+    "activations": "shorter samples or fewer of them",
+    "temporary": "shorter samples, or an optimizer with `foreach=False`",
+    "weights": "a smaller model, or sharding over devices",
+    "gradients": "a smaller model, or sharding over devices",
+    "optimizer_state": "an optimizer with less state",
+    "data": "smaller batches",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What a planner has to know besides predictions."""
+
+    num_samples: int | None = None
+    """Of the batch; `None` when it cannot be cut."""
+    is_cut_exact: bool = True
+    """Whether microbatches leave the model's result as it is."""
+    device_type: str = "cpu"
+    device_bytes: int | None = None
+    """The memory of the device; `None` where it is not told."""
+    ways: tuple[str, ...] = ()
+    """Of training, in the words of `core.compatibility`."""
+
+
+def make_plan(
+    budget: Budget,
+    recipe: Recipe,
+    situation: Situation,
+    plain: Prediction,
+    predict: Predict,
+    confirm: Predict | None = None,
+) -> Plan:
+    """The cheapest settings with which a step fits.
+
+    Args:
+        budget: what it has to fit into.
+        recipe: what may be used (`ladder.TIERS`; any other name as `"lossless"`). What somebody has set, or switched
+            off, stays as it is; the rest is open.
+        situation: model, batch and device.
+        plain: the step without any technique.
+        predict: predicts a step under Configs; raises `ValueError` where they cannot be used.
+        confirm: the same with more certainty and at a higher price, asked about the choice only; a choice that it
+            refutes is replaced.
+
+    Raises:
+        ValueError: nothing that the recipe allows fits: the smallest peak, what dominates it, and what other recipes
+            would come to.
+    """
+    budget_bytes = budget.in_bytes(needed_bytes(plain), situation.device_bytes)
+    search = _search(budget_bytes, recipe, situation, predict, recipe.name)
+    found, smallest = _fit(search, budget_bytes - budget_bytes // _MARGIN, confirm)
+    if found is None:  # to the byte where that is all there is
+        found, smallest = _fit(search, budget_bytes, confirm)
+    if found is None:
+        raise _infeasible(budget, budget_bytes, recipe, situation, predict, search, smallest)
+    return _plan(budget, budget_bytes, recipe, situation, plain, search, found)
+
+
+def _search(budget_bytes: int, recipe: Recipe, situation: Situation, predict: Predict, tier: str) -> Search:
+    fixed = [t for t in recipe.techniques if not _is_open(recipe, t)]
+    table = knobs(
+        budget_bytes,
+        tier=tier if tier in TIERS else TIERS[0],
+        num_samples=situation.num_samples,
+        is_cut_exact=situation.is_cut_exact,
+        device_type=situation.device_type,
+    )
+    taken = {type(t) for t in fixed} | set(recipe.switched_off)
+    left: dict[type[Config], Knob] = {kind: knob for kind, knob in table.items() if kind not in taken}
+    if (own := recipe.get(Microbatching)) is not None and Microbatching in left:
+        left[Microbatching] = tuple(_like(option, own) for option in left[Microbatching])
+    return Search(left, predict, fixed, situation.ways)
+
+
+def _is_open(recipe: Recipe, config: Config) -> bool:
+    """Whether a planner may choose this setting: a default of a knob, or microbatches whose size is open."""
+    if isinstance(config, Microbatching):
+        return config.size == "auto"
+    return type(config) in recipe.by_default and technique_of(config).slot is not None
+
+
+def _like(option: Option, own: Microbatching) -> Option:
+    """Microbatches of a size, with the user's weights and ways of cutting."""
+    config = option.config
+    if not isinstance(config, Microbatching):
+        return option
+    return dataclasses.replace(option, config=dataclasses.replace(own, size=config.size, start=None, max_bytes=None))
+
+
+def _fit(search: Search, budget_bytes: int, confirm: Predict | None) -> tuple[Found | None, Found | None]:
+    """The choice, as confirmed; without one, the smallest that there is."""
+    limit, found = budget_bytes, search.cheapest(budget_bytes)
+    if confirm is None:
+        return found, None
+    for _ in range(_MAX_CONFIRMATIONS):
+        if found is None:
+            break
+        real = confirm(search.techniques(found.choice))
+        over = needed_bytes(real) - budget_bytes
+        if over <= 0:
+            return dataclasses.replace(found, prediction=_with_flags(real, found.prediction)), None
+        limit = min(limit, needed_bytes(found.prediction)) - over
+        found = search.cheapest(limit) if limit > 0 else None
+    smallest = search.lowest()
+    real = confirm(search.techniques(smallest))
+    last = Found(smallest, real, budget_bytes, not search.is_exhausted)
+    return (last, None) if needed_bytes(real) <= budget_bytes else (None, last)
+
+
+def _with_flags(real: Prediction, predicted: Prediction) -> Prediction:
+    return dataclasses.replace(real, flags=(*predicted.flags, *real.flags))
+
+
+# ---------------------------------------------------------------------------------------------------- a plan
+def _plan(
+    budget: Budget,
+    budget_bytes: int,
+    recipe: Recipe,
+    situation: Situation,
+    plain: Prediction,
+    search: Search,
+    found: Found,
+) -> Plan:
+    prediction = found.prediction
+    free_bytes = budget_bytes - needed_bytes(prediction)
+    steps = _steps(search, found, budget_bytes)
+    flags = list(dict.fromkeys((*plain.flags, *prediction.flags)))
+    if not found.is_complete:
+        flags.append(f"the search ended after {search.num_predictions} predictions: there may be a cheaper plan")
+    return Plan(
+        recipe=recipe.name,
+        techniques=_techniques(search, found, recipe, situation, budget_bytes),
+        budget=budget.text,
+        budget_bytes=budget_bytes,
+        meaning=MEANINGS.get(situation.device_type, MEANINGS["other"]),
+        baseline_bytes=needed_bytes(plain),
+        baseline_by_category=dict(plain.by_category),
+        peak_bytes=prediction.peak_bytes,
+        by_category=dict(prediction.by_category),
+        workspace_bytes=prediction.workspace_bytes,
+        steps=steps,
+        next_step=_next_step(search, found, free_bytes),
+        source=prediction.source,
+        flags=tuple(flags),
+        num_predictions=search.num_predictions + 1,
+    )
+
+
+def _steps(search: Search, found: Found, budget_bytes: int) -> tuple[PlanStep, ...]:
+    steps = []
+    for number, option in enumerate(found.choice):
+        if option.config is None:
+            continue
+        without = search.predict((*found.choice[:number], search.nothing[number], *found.choice[number + 1 :]))
+        if without is None:
+            reason, saves = "the others need it, or nothing more was predicted", None
+        else:
+            saves = needed_bytes(without) - needed_bytes(found.prediction)
+            fits = "which fits as well" if needed_bytes(without) <= budget_bytes else "above the budget"
+            reason = f"without it the step would take {format_bytes(needed_bytes(without))}, {fits}"
+        steps.append(
+            PlanStep(
+                technique=technique_of(option.config).stem,
+                setting=option.text,
+                saves_bytes=saves,
+                time_factor=option.time_factor,
+                loss_class=option.loss_class,
+                reason=reason,
+            )
+        )
+    return tuple(steps)
+
+
+def _next_step(search: Search, found: Found, free_bytes: int) -> str:
+    free = f"the plan leaves {format_bytes(free_bytes)} of its budget free"
+    left = [o for o in search.options() if o.config is not None and o not in found.choice]
+    later = [o for o in left if o.level > max(c.level for c in found.choice)] or left
+    if not later:
+        return f"nothing is left to be taken; {free}"
+    option = min(later, key=lambda o: (o.level, o.time_factor))
+    return f"{option.text} ({option.loss_class}, time about x{option.time_factor:.2f}) was not needed: {free}"
+
+
+def _techniques(
+    search: Search, found: Found, recipe: Recipe, situation: Situation, budget_bytes: int
+) -> tuple[Config, ...]:
+    """The choice, with microbatches that shrink where a measured step goes beyond the budget.
+
+    That needs recovery: it steps aside where training does not allow it, or where it would cost something.
+    """
+    techniques = search.techniques(found.choice)
+    chosen = next((t for t in techniques if isinstance(t, Microbatching)), None)
+    is_fixed = chosen is not None and Microbatching in search.fixed_kinds
+    releases = any(isinstance(t, OptimizerState) and t.gradients == "release" for t in techniques)
+    if is_fixed or releases or Microbatching in recipe.switched_off:
+        return techniques
+    own = recipe.get(Microbatching) or Microbatching()
+    watched = dataclasses.replace(
+        own,
+        size="auto",
+        start=chosen.size if chosen is not None and chosen.size != "auto" else None,
+        max_bytes=max(1, budget_bytes - found.prediction.workspace_bytes),
+        growth_interval=None,
+    )
+    others = tuple(t for t in techniques if t is not chosen)
+    return in_order((*others, watched)) if _is_free(watched, others, situation.ways) else techniques
+
+
+def _is_free(config: Config, others: Sequence[Config], ways: Sequence[str]) -> bool:
+    rows = [*Recipe("planned", (config, *others)).rows(), *ways]
+    try:
+        check_compatibility(rows)
+    except ValueError:
+        return False
+    return not costs_of(rows)
+
+
+# ---------------------------------------------------------------------------------------------------- no plan
+def _infeasible(
+    budget: Budget,
+    budget_bytes: int,
+    recipe: Recipe,
+    situation: Situation,
+    predict: Predict,
+    search: Search,
+    smallest: Found | None,
+) -> ValueError:
+    """The error that names the smallest peak, what dominates it, and what the later recipes come to."""
+    choice = smallest.choice if smallest is not None else search.lowest()
+    prediction = smallest.prediction if smallest is not None else search.predict(choice)
+    if prediction is None:
+        return setting_error("budget", "cannot be planned: no setting can be predicted", budget.text, "Set it by hand.")
+    lowest = needed_bytes(prediction)
+    category = max(prediction.by_category, key=lambda name: prediction.by_category[name], default="activations")
+    share = prediction.by_category.get(category, 0) / max(1, lowest)
+    offers = []
+    for tier in TIERS[TIERS.index(recipe.name) + 1 if recipe.name in TIERS else 1 :]:
+        other = _search(budget_bytes, recipe, situation, predict, tier)
+        peak = other.peak(other.lowest())
+        if peak < lowest:
+            fits = "fits" if peak <= budget_bytes else "too much as well"
+            offers.append(f'"{tier}" reaches {format_bytes(int(peak))} ({fits})')
+    others = f"Of the other recipes {', '.join(offers)}." if offers else "No recipe reaches less."
+    return setting_error(
+        "budget",
+        f'must be at least {format_bytes(lowest)} ({lowest} bytes) for this step under "{recipe.name}", which '
+        f"{describe(choice)} would come to",
+        f"{budget.text!r} ({format_bytes(budget_bytes)})",
+        f"What is left is {category} for {share:.0%}: {_REMEDIES[category]} would lower it. {others}",
+    )

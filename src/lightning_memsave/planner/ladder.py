@@ -1,0 +1,165 @@
+"""What a planner may choose from: for each knob its settings, with what each does to the result and to the time.
+
+Time factors are medians of this project's own benchmarks (`benchmarks/results`, CPU); they order the settings, and are
+no promise. A level is what may be used together: first what is exact, then what is unbiased, then what changes what is
+optimised, mild before severe, as far as the recipe goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_memsave.core.report import LOSS_CLASSES, LossClass
+from lightning_memsave.techniques.activation_compression import ActivationCompression
+from lightning_memsave.techniques.checkpointing import Checkpointing
+from lightning_memsave.techniques.low_precision import LowPrecision
+from lightning_memsave.techniques.microbatching import Microbatching
+from lightning_memsave.techniques.optimizer_state import OptimizerState
+from lightning_memsave.techniques.registry import Config
+from lightning_memsave.techniques.sparsity import Sparsity
+
+TIERS = ("lossless", "balanced", "extreme")
+"""The recipes that plan, each with all that the ones before it may use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One setting of one knob."""
+
+    text: str
+    """As a user would write it."""
+    config: Config | None = None
+    """`None`: the knob is off."""
+    loss_class: LossClass = "exact"
+    tier: str = "lossless"
+    """The first recipe that may use it."""
+    time_factor: float = 1.0
+    """Of a step's time."""
+    strength: int | None = None
+    """Settings of one knob with a higher strength need no more memory, and 0 most of all; `None`: that is not known.
+    Microbatches hold gradients where whole batches do not, so whole batches have none."""
+
+    @property
+    def level(self) -> tuple[int, int]:
+        """Its loss class, then the recipe that may use it."""
+        return LOSS_CLASSES.index(self.loss_class), TIERS.index(self.tier)
+
+
+Knob = tuple[Option, ...]
+
+
+def knobs(
+    budget_bytes: int, *, tier: str, num_samples: int | None, is_cut_exact: bool, device_type: str = "cpu"
+) -> dict[type[Config], Knob]:
+    """Every knob with its settings, off first.
+
+    Args:
+        budget_bytes: for regions that are chosen to fit.
+        tier: one of `TIERS`.
+        num_samples: of the batch; `None` when it cannot be cut.
+        is_cut_exact: whether microbatches leave the model's result as it is.
+        device_type: where time is spent: bfloat16 is emulated on CPU.
+    """
+    is_cpu = device_type == "cpu"
+    table: dict[type[Config], Knob] = {
+        Sparsity: (
+            Option(text="dense", strength=0),
+            _changed("sparsity=0.9", Sparsity(sparsity=0.9), "extreme", 1.02, 1),
+        ),
+        LowPrecision: (
+            Option(text="precision as it is", strength=0),
+            _changed('precision="bf16-sr"', LowPrecision(), "extreme", 19.0 if is_cpu else 1.0, 1),
+        ),
+        Microbatching: tuple(_parts(num_samples, is_cut_exact)),
+        ActivationCompression: (
+            Option(text="activations as they are", strength=0),
+            Option(text='activations="exact"', config=ActivationCompression(), time_factor=1.07, strength=1),
+            _unbiased("int8", 1.12, 2),
+            _unbiased("int4", 1.13, 3),
+        ),
+        Checkpointing: (
+            Option(text="no regions", strength=0),
+            Option(
+                text=f"checkpointing=Checkpointing(budget={budget_bytes})",
+                config=Checkpointing(budget=budget_bytes),
+                time_factor=1.15,
+            ),
+            Option(text='checkpointing="blocks"', config=Checkpointing(), time_factor=1.27),
+            Option(text='checkpointing="sqrt"', config=Checkpointing(method="sqrt"), time_factor=1.35),
+            Option(text='checkpointing="recursive"', config=Checkpointing(method="recursive"), time_factor=2.4),
+        ),
+        OptimizerState: (
+            Option(text="optimizer as it is", strength=0),
+            Option(
+                text='optimizer_state=OptimizerState(format="32bit", gradients="release")',
+                config=OptimizerState(format="32bit", gradients="release"),
+                time_factor=1.02,
+            ),
+            _changed('optimizer_state="8bit"', OptimizerState(), "balanced", 1.18 if is_cpu else 1.0),
+            _changed(
+                'optimizer_state=OptimizerState(gradients="release")',
+                OptimizerState(gradients="release"),
+                "balanced",
+                1.2 if is_cpu else 1.02,
+            ),
+            _changed('optimizer_state="4bit"', OptimizerState(format="4bit"), "extreme", 1.9),
+            _changed(
+                'optimizer_state=OptimizerState(format="4bit", gradients="release")',
+                OptimizerState(format="4bit", gradients="release"),
+                "extreme",
+                1.92,
+            ),
+        ),
+    }
+    return {
+        kind: tuple(o for o in options if TIERS.index(o.tier) <= TIERS.index(tier)) for kind, options in table.items()
+    }
+
+
+def _changed(text: str, config: Config, tier: str, time_factor: float, strength: int | None = None) -> Option:
+    return Option(text=text, config=config, loss_class="changed", tier=tier, time_factor=time_factor, strength=strength)
+
+
+def _unbiased(codec: str, time_factor: float, strength: int) -> Option:
+    return Option(
+        text=f'activations=["exact", "{codec}"]',
+        config=ActivationCompression(codecs=("exact", codec)),
+        loss_class="unbiased",
+        tier="balanced",
+        time_factor=time_factor,
+        strength=strength,
+    )
+
+
+PART_OVERHEAD = 0.006
+"""What one more microbatch adds to a step's time, as a fraction of it (WideResNet-28-2, batch 100)."""
+
+
+def _parts(num_samples: int | None, is_exact: bool) -> Iterator[Option]:
+    """Whole batches, then ever smaller microbatches: 2, 3, 4, 6, 8, 12, ... of them, down to single samples."""
+    yield Option(text="whole batches")
+    sizes = [] if num_samples is None else [-(-num_samples // n) for n in _counts(num_samples)]
+    for size in dict.fromkeys(size for size in sizes if num_samples is not None and size < num_samples):
+        num_parts = -(-(num_samples or size) // size)
+        yield Option(
+            text=f"microbatch={size}",
+            config=Microbatching(size=size),
+            loss_class="exact" if is_exact else "changed",
+            tier="lossless" if is_exact else "balanced",
+            time_factor=1 + PART_OVERHEAD * (num_parts - 1),
+            strength=num_parts,
+        )
+
+
+def _counts(num_samples: int) -> list[int]:
+    counts, power = [2, 3], 4
+    while power < num_samples:
+        counts += [power, power + power // 2]
+        power *= 2
+    return sorted({min(count, num_samples) for count in (*counts, num_samples)})
+
+
+def levels(table: Mapping[type[Config], Sequence[Option]]) -> list[tuple[int, int]]:
+    """The levels that occur, harmless first."""
+    return sorted({option.level for options in table.values() for option in options})

@@ -1,0 +1,288 @@
+"""The search: the cheapest settings with which a step fits, from predictions of some of them.
+
+Level by level (`ladder`), so that a result is never changed where an exact setting would do; within a level, the least
+time. For each choice of the other knobs, in the order of their time, the fewest microbatches that fit are found by
+bisection; the search ends at the first choice that could no longer beat the best one. Predictions are kept; what is
+weaker in every knob than a choice that did not fit is not asked for.
+
+The smallest peak of a level is found by coordinate descent: from strong settings of every knob, once with microbatches
+chosen first and once last, one knob after the other, until none lowers the peak. That is exact where the best setting
+of a knob does not hang on two others at once; a test compares it with all combinations.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_memsave.core.compatibility import check_compatibility
+from lightning_memsave.core.report import LOSS_CLASSES, LossClass
+from lightning_memsave.memory.predict import Prediction
+from lightning_memsave.planner.ladder import Knob, Option, levels
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.techniques.microbatching import Microbatching
+from lightning_memsave.techniques.registry import TECHNIQUES, Config
+
+MAX_PREDICTIONS = 100
+"""More are not made; then the best choice that is known is taken, and the plan says so."""
+
+Choice = tuple[Option, ...]
+"""A setting for each knob."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to."""
+
+    choice: Choice
+    prediction: Prediction
+    limit_bytes: int
+    is_complete: bool
+    """Whether all was asked that had to be."""
+
+    @property
+    def loss_class(self) -> LossClass:
+        """The worst of its settings."""
+        return max((option.loss_class for option in self.choice), key=LOSS_CLASSES.index)
+
+
+class Search:
+    """Chooses among the settings of a ladder.
+
+    Args:
+        table: the knobs, as `ladder.knobs` makes them.
+        predict: predicts a step under a tuple of Configs; raises `ValueError` where they cannot be used.
+        fixed: Configs that are there in any case.
+        ways: of training, in the words of `core.compatibility`: what they refuse is not asked for.
+        max_predictions: of `predict`; at least one is always made.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[type[Config], Knob],
+        predict: Callable[[Sequence[Config]], Prediction],
+        fixed: Sequence[Config] = (),
+        ways: Sequence[str] = (),
+        max_predictions: int = MAX_PREDICTIONS,
+    ) -> None:
+        self._kinds, self._knobs = tuple(table), tuple(table.values())
+        self._levels = levels(table)
+        self._predict, self._fixed, self._ways = predict, tuple(fixed), tuple(ways)
+        self._max_predictions = max_predictions
+        self._known: dict[str, tuple[Choice, Prediction | None]] = {}
+        self.refusals: dict[str, str] = {}
+        """Why settings could not be used, by their text."""
+        self._num_predictions = 0
+
+    # ------------------------------------------------------------------ predictions
+    @property
+    def num_predictions(self) -> int:
+        """How many have been made, those that ended in a refusal among them."""
+        return self._num_predictions
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether no more will be made."""
+        return self.num_predictions >= self._max_predictions
+
+    @property
+    def fixed_kinds(self) -> set[type[Config]]:
+        """Techniques that are there in any case."""
+        return {type(config) for config in self._fixed}
+
+    def options(self) -> Iterator[Option]:
+        """Every setting of every knob."""
+        return itertools.chain.from_iterable(self._knobs)
+
+    @property
+    def nothing(self) -> Choice:
+        """Every knob off."""
+        return tuple(knob[0] for knob in self._knobs)
+
+    def techniques(self, choice: Choice) -> tuple[Config, ...]:
+        """The Configs of a choice, in the order of the registry."""
+        return in_order([*self._fixed, *(option.config for option in choice if option.config is not None)])
+
+    def predict(self, choice: Choice) -> Prediction | None:
+        """The prediction, made once; `None` where the settings cannot be used, or no more predictions are made."""
+        key = describe(choice)
+        if key in self._known:
+            return self._known[key][1]
+        if self._num_predictions and self.is_exhausted:
+            return None
+        try:
+            prediction: Prediction | None = self._predict_new(self.techniques(choice))
+        except ValueError as error:
+            prediction = None
+            self.refusals[key] = str(error)
+        self._known[key] = choice, prediction
+        return prediction
+
+    def _predict_new(self, techniques: tuple[Config, ...]) -> Prediction:
+        check_compatibility([*Recipe("planned", techniques).rows(), *self._ways])
+        self._num_predictions += 1
+        return self._predict(techniques)
+
+    def peak(self, choice: Choice) -> float:
+        """Bytes that are needed; infinite where there is no prediction."""
+        prediction = self.predict(choice)
+        return math.inf if prediction is None else needed_bytes(prediction)
+
+    def _fits(self, choice: Choice, limit_bytes: int) -> bool:
+        if describe(choice) not in self._known and any(
+            prediction is not None and needed_bytes(prediction) > limit_bytes and self._is_weaker(choice, other)
+            for other, prediction in self._known.values()
+        ):
+            return False
+        return self.peak(choice) <= limit_bytes
+
+    @staticmethod
+    def _is_weaker(choice: Choice, other: Choice) -> bool:
+        """Whether `choice` is no stronger than `other` in any knob, as far as that is known."""
+        return all(mine is theirs or _is_no_stronger(mine, theirs) for mine, theirs in zip(choice, other, strict=True))
+
+    # ------------------------------------------------------------------ the search
+    def cheapest(self, limit_bytes: int) -> Found | None:
+        """The cheapest choice within `limit_bytes`; `None` when there is none."""
+        if self._fits(self.nothing, limit_bytes):
+            return self._found(self.nothing, limit_bytes)
+        for level in self._levels:
+            start = self._lowest(level, limit_bytes)
+            if self.peak(start) <= limit_bytes:
+                return self._found(self._cheapest(level, start, limit_bytes), limit_bytes)
+        return None
+
+    def _found(self, choice: Choice, limit_bytes: int) -> Found:
+        prediction = self.predict(choice)
+        assert prediction is not None, "it has been found to fit"
+        return Found(choice, prediction, limit_bytes, not self.is_exhausted)
+
+    def lowest(self, tier_level: tuple[int, int] | None = None) -> Choice:
+        """The choice with the smallest peak, up to a level (by default of all)."""
+        return self._lowest(tier_level or self._levels[-1])
+
+    @property
+    def _position(self) -> int | None:
+        """Of microbatches among the knobs."""
+        return self._kinds.index(Microbatching) if Microbatching in self._kinds else None
+
+    def _allowed(self, level: tuple[int, int]) -> list[Knob]:
+        return [tuple(option for option in knob if option.level <= level) for knob in self._knobs]
+
+    def _lowest(self, level: tuple[int, int], enough_bytes: int = 0) -> Choice:
+        """The smallest peak, from two starts; ends as soon as `enough_bytes` are met."""
+        allowed, best = self._allowed(level), self.nothing
+        for order in self._orders():
+            found = self._descend(self._strongest(allowed, order), allowed, enough_bytes)
+            if self.peak(found) < self.peak(best):
+                best = found
+            if self.peak(best) <= enough_bytes:
+                break
+        return best
+
+    def _orders(self) -> Iterator[list[int]]:
+        """Microbatches before all other knobs, and after them: some settings exclude them."""
+        position = self._position
+        others = [number for number in range(len(self._knobs)) if number != position]
+        yield [*([] if position is None else [position]), *others]
+        if position is not None:
+            yield [*reversed(others), position]
+
+    def _strongest(self, allowed: Sequence[Knob], order: Sequence[int]) -> Choice:
+        """Of each knob in turn, the strongest setting that works beside the ones before."""
+        best = self.nothing
+        for number in order:
+            for option in reversed(allowed[number][1:]):
+                tried = _with(best, number, option)
+                if self.peak(tried) < self.peak(best):
+                    best = tried
+                    break
+        return best
+
+    def _descend(self, best: Choice, allowed: Sequence[Knob], enough_bytes: int) -> Choice:
+        """One knob after the other, until none lowers the peak."""
+        improved = True
+        while improved:
+            improved = False
+            for number, knob in enumerate(allowed):
+                for option in knob:
+                    if self.peak(best) <= enough_bytes:
+                        return best
+                    tried = _with(best, number, option)
+                    # The smallest microbatches are not always the best: something is noted of each.
+                    may_be_lower = number == self._position or not _is_no_stronger(option, best[number])
+                    if may_be_lower and self.peak(tried) < self.peak(best):
+                        best, improved = tried, True
+        return best
+
+    def _cheapest(self, level: tuple[int, int], start: Choice, limit_bytes: int) -> Choice:
+        allowed = self._allowed(level)
+        position = self._position
+        parts = allowed[position] if position is not None else (None,)
+        others = [knob if number != position else knob[:1] for number, knob in enumerate(allowed)]
+        best = start
+        for other in sorted(itertools.product(*others), key=_cost):
+            if _cost(other) >= _cost(best):
+                break
+            tries = [other if part is None else _with(other, position, part) for part in parts]
+            tries = [choice for choice in tries if _cost(choice) < _cost(best)]
+            if (fewest := self._first_that_fits(tries, limit_bytes)) is not None:
+                best = fewest
+        return best
+
+    def _first_that_fits(self, tries: Sequence[Choice], limit_bytes: int) -> Choice | None:
+        """Whole batches, else by bisection: more microbatches need no more memory than two, which hold gradients."""
+        if not tries:
+            return None
+        if self._fits(tries[0], limit_bytes):
+            return tries[0]
+        tries = tries[1:]
+        if not tries or not self._fits(tries[-1], limit_bytes):
+            return None
+        low, high = 0, len(tries) - 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._fits(tries[middle], limit_bytes) else (middle + 1, high)
+        return tries[high]
+
+
+def _is_no_stronger(option: Option, other: Option) -> bool:
+    """Whether a setting is known to save no more than another one of its knob."""
+    if option.strength is None:
+        return False
+    return option.strength == 0 or (other.strength is not None and option.strength <= other.strength)
+
+
+def in_order(techniques: Sequence[Config]) -> tuple[Config, ...]:
+    """In the order of the registry."""
+    kinds = [technique.config for technique in TECHNIQUES]
+    return tuple(sorted(techniques, key=lambda config: kinds.index(type(config))))
+
+
+def needed_bytes(prediction: Prediction) -> int:
+    """What a step needs of a budget: what CUDA's allocator reserves; else tracked tensors, and what kernels take."""
+    if prediction.cuda is not None:
+        return prediction.cuda.reserved_bytes
+    return prediction.peak_bytes + prediction.workspace_bytes
+
+
+def _with(choice: Choice, position: int | None, option: Option) -> Choice:
+    assert position is not None, "there is such a knob"
+    return (*choice[:position], option, *choice[position + 1 :])
+
+
+def _cost(choice: Sequence[Option]) -> tuple[float, int]:
+    """Modelled time against the plain step, then the number of settings."""
+    return round(time_factor(choice), 6), sum(option.config is not None for option in choice)
+
+
+def time_factor(choice: Sequence[Option]) -> float:
+    """Modelled time against the plain step."""
+    return math.prod(option.time_factor for option in choice)
+
+
+def describe(choice: Sequence[Option]) -> str:
+    """What is on, as a user would write it."""
+    return ", ".join(option.text for option in choice if option.config is not None) or "nothing"

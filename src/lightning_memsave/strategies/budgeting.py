@@ -1,0 +1,232 @@
+"""A budget in a run: planned before the strategy is set up, and held against the steps that are measured.
+
+Every process asks for the same predictions and takes rank 0's answers, so all come to one plan. What a measured step
+takes besides what was predicted is told by category; what goes beyond the budget is corrected from the next step on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_memsave.core.errors import BudgetWarning, setting_error
+from lightning_memsave.core.units import format_bytes
+from lightning_memsave.memory.allocator import total_bytes
+from lightning_memsave.memory.ledger import Measurement
+from lightning_memsave.memory.predict import Prediction
+from lightning_memsave.planner.budget import Budget, machine_bytes
+from lightning_memsave.planner.fitting import Predict, Situation, make_plan
+from lightning_memsave.planner.plan import Plan
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.strategies.first_batch import first_batch
+from lightning_memsave.strategies.predicting import Predictor
+from lightning_memsave.strategies.trial import StepFailedError, Trial, rest_bytes, two_microbatches
+from lightning_memsave.strategies.ways import ways_of_training
+from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size, why_not_exact
+from lightning_memsave.techniques.registry import Config
+
+MISS = 0.03
+"""A step that takes more or less than predicted by this fraction is told of."""
+
+SMALL_BYTES = 64 * 2**20
+"""A plain step of a smaller peak on CPU is run for real: that takes less time than running it for its shapes alone."""
+
+_STEPS_DEPEND_ON = ("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+_REFUSED = ("FSDP", "model parallel (FSDP2)", "DeepSpeed", "dataloader_iter", "torch.compile of the whole module")
+
+
+class BudgetedRun:
+    """The budget of one `MemSave`: its plan, and what came of it.
+
+    Args:
+        budget: as the user wrote it.
+        recipe: what may be used.
+    """
+
+    def __init__(self, budget: Budget | None, recipe: Recipe, plan: Plan | None = None) -> None:
+        self._budget, self._recipe = budget, recipe
+        self.plan = plan
+        """What is trained with; `None` before it was made."""
+        self._has_told = self._has_warned = False
+
+    def decide(self, trainer: Any) -> Recipe:
+        """The settings of this run; planned from its first batch unless a plan is there.
+
+        Raises:
+            ValueError: the budget cannot be met, or this way of training cannot be planned.
+        """
+        if self.plan is None:
+            assert self._budget is not None, "without a plan there is a budget"
+            ways = ways_of_training(trainer)
+            _refuse(self._budget, ways)
+            self.plan = plan_for(trainer.lightning_module, first_batch(trainer), self._budget, self._recipe, trainer)
+            rank_zero_info(f"memsave: {self.plan}")
+        return self.plan.as_recipe()
+
+    def plan_for(self, module: Any, batch: Any) -> Plan:
+        """The plan for a module and a batch outside of a run; the one that there is, if there is one."""
+        if self.plan is None:
+            assert self._budget is not None, "without a plan there is a budget"
+            self.plan = plan_for(module, batch, self._budget, self._recipe)
+        return self.plan
+
+    def check(self, trainer: Any, step: Measurement, changed: bool) -> None:
+        """Hold a measured step against the plan, and tell of a miss; once each.
+
+        Args:
+            trainer: Lightning's, between two batches.
+            step: what was measured.
+            changed: whether something has been done about it already.
+        """
+        plan = self.plan
+        if plan is None:
+            return
+        miss = step.peak_bytes / plan.peak_bytes - 1
+        if abs(miss) > MISS and not self._has_told:
+            self._has_told = True
+            rank_zero_info(f"memsave: {_miss(plan, step, miss)}")
+        over = step.peak_bytes + plan.workspace_bytes - plan.budget_bytes
+        if over > 0 and not changed and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"A step goes beyond the budget of {format_bytes(plan.budget_bytes)} by {format_bytes(over)}, and "
+                f'nothing that "{plan.recipe}" allows is left to be done. Take a smaller budget, so that the plan has '
+                "room, or a recipe that may do more.",
+                BudgetWarning,
+                stacklevel=2,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan, for a checkpoint; empty where it cannot be written as data."""
+        try:
+            return {} if self.plan is None else {"plan": self.plan.to_json()}
+        except ValueError as error:
+            rank_zero_info(f"memsave: a resumed run will plan again: {error}")
+            return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Train on with the plan of the run that is resumed, if it was made for this budget."""
+        if self._budget is None or "plan" not in state:
+            return
+        plan = Plan.from_json(state["plan"])
+        if (plan.budget, plan.recipe) == (self._budget.text, self._recipe.name):
+            self.plan = plan
+        else:
+            rank_zero_info(
+                f'memsave: the checkpoint was planned for {plan.budget!r} ("{plan.recipe}"); planning again.'
+            )
+
+    def may_cut(self, module: Any) -> bool:
+        """Whether a measured step beyond the budget may lead to smaller microbatches."""
+        return self.plan is None or self.plan.recipe != "lossless" or not why_not_exact(module)
+
+
+def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: Any = None) -> Plan:
+    """The plan for one module and batch, in the situation of a trainer that is being set up, or of none.
+
+    Raises:
+        ValueError: as `make_plan`; the plain step cannot be run.
+    """
+    on_paper, by_trial = _predictors(module, batch, trainer)
+    if trainer is not None and trainer.world_size > 1:
+        on_paper, by_trial = _agreed(trainer, on_paper), _agreed(trainer, by_trial)
+    situation = _situation(module, batch, trainer)
+    try:
+        plain = on_paper(())
+        if situation.device_type == "cpu" and plain.peak_bytes <= SMALL_BYTES:
+            return make_plan(budget, recipe, situation, by_trial(()), by_trial)
+    except StepFailedError as error:
+        raise ValueError(
+            f"The step of {type(module).__name__} cannot be planned, as it cannot be run on a copy of the module: "
+            f"{error}. Set techniques by hand instead of a `budget`."
+        ) from error
+    return make_plan(budget, recipe, situation, plain, on_paper, by_trial)
+
+
+def _predictors(module: Any, batch: Any, trainer: Any) -> tuple[Predict, Predict]:
+    """What predicts, for shapes alone where that is possible; and what confirms a choice, by real steps."""
+    options = {} if trainer is None else {name: getattr(trainer, name) for name in _STEPS_DEPEND_ON}
+    is_cuda = trainer is not None and trainer.strategy.root_device.type == "cuda"
+    predictor = Predictor(module, batch, target="cuda" if is_cuda else "cpu", **options)
+
+    def predict(techniques: Sequence[Config]) -> Prediction:
+        used = two_microbatches(techniques, batch)
+        try:
+            found = predictor(techniques, num_samples=used)
+        except ValueError:
+            raise
+        except Exception as error:  # of user code, on a copy of the module
+            raise StepFailedError(f"{type(error).__name__}: {error}") from error
+        return found if used is None else _with_bytes(found, "data", rest_bytes(batch, used))
+
+    return predict, Trial(module, batch, trainer)
+
+
+def _agreed(trainer: Any, predict: Predict) -> Predict:
+    """Every process asks, as a step may wait for the others; rank 0's answer holds.
+
+    On top come DDP's buckets, and where a batch is cut the gradients that add up beside them.
+    """
+    buckets = sum(p.nbytes for p in trainer.lightning_module.parameters() if p.requires_grad)
+
+    def agreed(techniques: Sequence[Config]) -> Prediction:
+        answer: Prediction | ValueError
+        try:
+            num_copies = 2 if any(isinstance(t, Microbatching) for t in techniques) else 1
+            answer = _with_bytes(predict(techniques), "gradients", num_copies * buckets)
+        except ValueError as error:
+            answer = error
+        answer = trainer.strategy.broadcast(answer)
+        if isinstance(answer, ValueError):
+            raise answer
+        return answer
+
+    return agreed
+
+
+def _with_bytes(prediction: Prediction, category: str, num_bytes: int) -> Prediction:
+    split = dict(prediction.by_category)
+    split[category] = split.get(category, 0) + num_bytes
+    return dataclasses.replace(prediction, peak_bytes=prediction.peak_bytes + num_bytes, by_category=split)
+
+
+def _situation(module: Any, batch: Any, trainer: Any) -> Situation:
+    try:
+        num_samples: int | None = batch_size(batch)
+    except UnsplittableBatchError:
+        num_samples = None
+    if trainer is None:
+        return Situation(num_samples=num_samples, is_cut_exact=not why_not_exact(module), device_bytes=machine_bytes())
+    device = trainer.strategy.root_device
+    return Situation(
+        num_samples=num_samples,
+        is_cut_exact=not why_not_exact(module),
+        device_type=device.type,
+        device_bytes=machine_bytes() if device.type == "cpu" else total_bytes(device),
+        ways=tuple(ways_of_training(trainer)),
+    )
+
+
+def _refuse(budget: Budget, ways: Sequence[str]) -> None:
+    for way in _REFUSED:
+        if way in ways:
+            raise setting_error(
+                "budget",
+                f"cannot be planned with {way}: one step of a copy of the module does not show what the run will take",
+                budget.text,
+                "Set techniques by hand, for example `microbatch=8`.",
+            )
+
+
+def _miss(plan: Plan, step: Measurement, miss: float) -> str:
+    differences = {name: size - plan.by_category.get(name, 0) for name, size in step.by_category.items()}
+    name = max(differences, key=lambda each: abs(differences[each]))
+    return (
+        f"a step took {format_bytes(step.peak_bytes)} where {format_bytes(plan.peak_bytes)} was predicted "
+        f"({miss:+.1%}); most of it is {name}: {format_bytes(step.by_category[name])} instead of "
+        f"{format_bytes(plan.by_category.get(name, 0))}."
+    )

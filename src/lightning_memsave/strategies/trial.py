@@ -1,0 +1,291 @@
+"""A trial: a few real steps of a copy of the module under some settings, to see what they take.
+
+Lightning's own loop trains the copy, so that whatever a run does is in the figure: microbatches, the optimizer's state
+and its temporaries, gradients that are held through the next forward pass, regions that are planned from the first
+batch. As in a run, the first step creates state and is not measured, the second and the third are; on CPU the fifth is
+profiled for what kernels take inside. Of a batch that is cut, two microbatches are enough, as later ones meet what the
+second meets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import random
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_memsave.core.report import CATEGORIES
+from lightning_memsave.memory import allocator
+from lightning_memsave.memory.ledger import Ledger, Measurement, tensors_in
+from lightning_memsave.memory.predict import Prediction
+from lightning_memsave.memory.verify import AllocationProfile
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.strategies.mixin import adopt
+from lightning_memsave.strategies.namespaces import namespace_of
+from lightning_memsave.strategies.out_of_memory import is_out_of_memory
+from lightning_memsave.strategies.run_state import MemSaveState
+from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
+from lightning_memsave.techniques.microbatching.split import take
+from lightning_memsave.techniques.registry import Config
+from lightning_memsave.vault.state import Randomness
+
+_NUM_STEPS = 5
+_NOTED_BYTES = 64  # losses and logs of a microbatch, more than they are
+
+
+class StepFailedError(ValueError):
+    """A step cannot be taken under some settings."""
+
+
+class _DoneError(Exception):
+    """Ends a trial before Lightning's hooks at the end of an epoch."""
+
+
+class Trial:
+    """Predicts by doing it: call it with Configs.
+
+    Args:
+        module: is copied, not changed.
+        batch: what `training_step` takes, on the CPU.
+        trainer: whose device, precision, gradient clipping, accumulation and data module are taken; `None`: defaults.
+
+    Raises:
+        ValueError: when called: the settings cannot be used, or the step fails.
+    """
+
+    def __init__(self, module: Any, batch: Any, trainer: Any = None) -> None:
+        self._module, self._batch, self._trainer = module, batch, trainer
+
+    def __call__(self, techniques: Sequence[Config]) -> Prediction:
+        """The peak under these settings."""
+        batch, missing_bytes = self._as_much_as_shows(techniques)
+        steps = _Steps(Recipe("trial", tuple(techniques)), self._num_batches)
+        with _without_a_trace(self._module), _quietly():
+            try:
+                self._fit(steps, batch)
+            except _DoneError:
+                pass
+            except ValueError:
+                raise
+            except Exception as error:
+                if is_out_of_memory(error):
+                    return self._too_large()
+                raise StepFailedError(f"{type(error).__name__}: {error}") from error
+        return steps.result(missing_bytes)
+
+    @property
+    def _num_batches(self) -> int:
+        return 1 if self._trainer is None else int(self._trainer.accumulate_grad_batches)
+
+    def _as_much_as_shows(self, techniques: Sequence[Config]) -> tuple[Any, int]:
+        """Two microbatches of the batch, and the bytes of the rest."""
+        used = two_microbatches(techniques, self._batch)
+        if used is None:
+            return self._batch, 0
+        part = take(self._batch, 0, used, batch_size(self._batch))
+        # On CPU a part is a view, which holds the whole storage.
+        return part, rest_bytes(self._batch, used, data=self._device.type != "cpu")
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cpu") if self._trainer is None else self._trainer.strategy.root_device
+
+    def _fit(self, steps: Any, batch: Any) -> None:
+        batches: Any = [batch] * (_NUM_STEPS * self._num_batches)
+        loader: Any = DataLoader(batches, batch_size=None)
+        module = copy.deepcopy(self._module)
+        data = self._data_module(loader)
+        trainer = self._new_trainer(steps)
+        trainer.fit(module, **({"train_dataloaders": loader} if data is None else {"datamodule": data}))
+
+    def _new_trainer(self, steps: Any) -> Any:
+        quiet: dict[str, Any] = {
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "limit_val_batches": 0,
+            "max_epochs": 1,
+        }
+        if self._trainer is None:
+            return pl.Trainer(accelerator="cpu", devices=1, callbacks=[steps], **quiet)
+        outer, device, namespace = self._trainer, self._device, namespace_of(self._trainer.strategy)
+        return import_module(namespace).Trainer(
+            strategy=import_module(f"{namespace}.strategies").SingleDeviceStrategy(device=device),
+            accelerator="gpu" if device.type == "cuda" else device.type,
+            devices=1 if device.index is None or device.type == "cpu" else [device.index],
+            plugins=[copy.deepcopy(outer.precision_plugin)],
+            gradient_clip_val=outer.gradient_clip_val,
+            gradient_clip_algorithm=outer.gradient_clip_algorithm,
+            accumulate_grad_batches=self._num_batches,
+            callbacks=[steps],
+            **quiet,
+        )
+
+    def _data_module(self, loader: Any) -> Any:
+        """The run's data module, as far as a `training_step` may ask it, with our batches."""
+        if self._trainer is None or self._trainer.datamodule is None:
+            return None
+        data = copy.copy(self._trainer.datamodule)
+        data.trainer = None
+        for name in ("prepare_data", "setup", "teardown"):
+            setattr(data, name, _does_nothing)
+        data.train_dataloader = lambda: loader
+        data.val_dataloader = list
+        return data
+
+    def _too_large(self) -> Prediction:
+        """More than the device has: nothing that fits it."""
+        total = allocator.total_bytes(self._device) or sys.maxsize // 2
+        flags = ("memory ran out in a trial; its peak is not known",)
+        split = dict.fromkeys(CATEGORIES, 0) | {"activations": total + 1}
+        return Prediction(peak_bytes=total + 1, by_category=split, source="measured", flags=flags)
+
+
+def two_microbatches(techniques: Sequence[Config], batch: Any) -> int | None:
+    """How many samples show the peak of a batch that is cut: later microbatches meet what the second meets.
+
+    `None` for all of them.
+    """
+    config = next((t for t in techniques if isinstance(t, Microbatching)), None)
+    if config is None or config.size == "auto" or config.split_fn is not None:
+        return None
+    try:
+        num_samples = batch_size(batch)
+    except UnsplittableBatchError:
+        return None
+    used = 2 * -(-num_samples // -(-num_samples // config.size))
+    return used if used < num_samples else None
+
+
+def rest_bytes(batch: Any, num_used: int, *, data: bool = True) -> int:
+    """What the samples of a batch that are not used would add: their bytes, and what is noted of their microbatches.
+
+    Args:
+        batch: all of it.
+        num_used: samples, in two microbatches.
+        data: whether their own bytes are not there.
+    """
+    num_samples = batch_size(batch)
+    total = sum(tensor.nbytes for tensor in tensors_in(batch)) if data else 0
+    num_left_out = -(-num_samples // max(1, num_used // 2)) - 2
+    return total - total * num_used // num_samples + _NOTED_BYTES * num_left_out
+
+
+def _does_nothing(*_: object, **__: object) -> None:
+    pass
+
+
+class _Steps(pl.Callback):
+    """Adopts the trial's strategy and measures some steps."""
+
+    def __init__(self, recipe: Recipe, num_batches: int) -> None:
+        self._state, self._num_batches = MemSaveState(recipe), num_batches
+        self._ledger: Ledger | None = None
+        self._profile: AllocationProfile | None = None
+        self._highest: Measurement | None = None
+        self._latest: Measurement | None = None
+        self._allocated: allocator.AllocatorBytes | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        adopt(trainer.strategy, self._state)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        step, position = divmod(batch_idx, self._num_batches)
+        device = trainer.strategy.root_device
+        if position == 0 and step in (1, 2):
+            allocator.reset_peak(device)
+            self._ledger = Ledger(device).watching(trainer.strategy.model, trainer.optimizers, batch)
+            self._ledger.__enter__()
+        elif position == 0 and step == 3:
+            self._profile = AllocationProfile()
+            self._profile.__enter__()
+        elif position == 0 and self._profile is not None:
+            self._profile.mark()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step, position = divmod(batch_idx, self._num_batches)
+        if position < self._num_batches - 1 or step in (0, 3):
+            return
+        device = trainer.strategy.root_device
+        if self._profile is not None:
+            self._profile.__exit__(None, None, None)
+            raise _DoneError
+        assert self._ledger is not None, "it was opened at the start of the step"
+        self._ledger.__exit__(None, None, None)
+        self._keep_highest(self._ledger.measurement, allocator.read_peak(device))
+        if step == 2 and device.type != "cpu":
+            raise _DoneError
+
+    def _keep_highest(self, measured: Measurement | None, allocated: allocator.AllocatorBytes | None) -> None:
+        assert measured is not None, "the ledger has been left"
+        self._latest = measured
+        if self._highest is None or measured.peak_bytes > self._highest.peak_bytes:
+            self._highest, self._allocated = measured, allocated
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if isinstance(exception, _DoneError):
+            return
+        if self._ledger is not None and self._ledger.measurement is None:
+            self._ledger.__exit__(None, None, None)
+        elif self._profile is not None:
+            self._profile.__exit__(None, None, None)
+
+    def result(self, missing_bytes: int) -> Prediction:
+        """What was measured, with bytes of the batch that were left out."""
+        measured, latest = self._highest, self._latest
+        assert measured is not None, "a fit without an error has measured"
+        assert latest is not None, "and so has its last step"
+        split = dict(measured.by_category)
+        split["data"] += missing_bytes
+        workspace = 0
+        if self._allocated is not None:  # what the ledger did not see, and what lies between tensors
+            split["temporary"] += self._allocated.allocated_bytes - measured.peak_bytes
+            workspace = self._allocated.reserved_bytes - self._allocated.allocated_bytes
+        elif self._profile is not None:
+            workspace = max(0, latest.held_bytes + self._profile.peak_bytes - latest.peak_bytes)
+        return Prediction(
+            peak_bytes=sum(split.values()), by_category=split, workspace_bytes=workspace, source="measured"
+        )
+
+
+@contextlib.contextmanager
+def _without_a_trace(module: Any) -> Iterator[None]:
+    """The generators of torch, Python and numpy, and gradient mode, leave as they came."""
+    devices = {p.device for p in module.parameters()}
+    if (accelerator := torch.accelerator.current_accelerator()) is not None and torch.accelerator.is_available():
+        devices.add(torch.device(accelerator.type, torch.accelerator.current_device_index()))
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    is_enabled = torch.is_grad_enabled()
+    with Randomness.untouched(devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
+            torch.set_grad_enabled(is_enabled)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """What Lightning says of a trial would be taken for the run's."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,285 @@
+"""A budget through real trainers: what is measured stays within it, and nothing else notices."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memsave import (
+    BudgetWarning,
+    MemoryMonitor,
+    MemSave,
+    Microbatching,
+    OptimizerState,
+    Plan,
+    plan_training,
+)
+from lightning_memsave.reporting.findings import outcome
+from lightning_memsave.strategies import budgeting
+from lightning_memsave.strategies.first_batch import first_batch
+from lightning_memsave.strategies.trial import Trial
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, norm=nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = norm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(L.LightningModule):
+    norm: type[nn.Module] = nn.LayerNorm
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 32), *(Block(32, self.norm) for _ in range(3)), nn.Linear(32, 3))
+        self.seen: list[float] = []
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(float(batch[0].sum()))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.01, foreach=False)
+
+
+class Noisy(Net):
+    norm = nn.BatchNorm1d
+
+
+def data(shuffle=True, **options):
+    generator = torch.Generator().manual_seed(3)
+    rows, labels = torch.randn(384, 8, generator=generator), torch.randint(3, (384,), generator=generator)
+    return DataLoader(TensorDataset(rows, labels), 96, shuffle=shuffle, **options)
+
+
+def train(memsave, kind=Net, *, loader=None, ckpt_path=None, callbacks=(), **options):
+    torch.manual_seed(0)
+    module = kind() if isinstance(kind, type) else kind
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=options.pop("max_epochs", 2),
+        callbacks=[*([memsave] if memsave is not None else []), *callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, loader or data(), ckpt_path=ckpt_path)
+    return trainer, module
+
+
+def same_bits(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+ONLY_PARTS = {"activations": False, "checkpointing": False, "optimizer_state": False}
+"""With these, microbatches are the only knob, and few predictions are made."""
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return train(None)[1]
+
+
+@pytest.fixture(scope="module")
+def planned():
+    memsave, monitor = MemSave(budget="0.6x"), MemoryMonitor(workspace=True)
+    _, module = train(memsave, callbacks=[monitor])
+    return memsave, module
+
+
+def test_a_planned_run_stays_within_its_budget_and_is_the_plain_run(plain, planned):
+    memsave, ours = planned
+    report, plan = memsave.report, memsave.plan
+    assert report.peak_bytes + report.workspace_bytes <= plan.budget_bytes
+    assert (
+        0 <= plan.peak_bytes - report.peak_bytes <= 1024
+    )  # the trial is the run, but for what is noted of microbatches
+    assert report.predicted_peak_bytes == plan.peak_bytes
+    assert report.loss_class == plan.loss_class == "exact"
+    assert report.baseline_source == "predicted"
+    assert report.factor > 1
+    assert ours.seen == plain.seen  # the same batches, in the same order
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    assert plan.num_predictions <= 101
+
+
+def test_the_report_and_the_plan_tell_what_came_of_it(planned):
+    memsave, _ = planned
+    text = outcome(memsave.plan, memsave.report)
+    assert "measured" in text
+    assert "limited by" in text
+    assert "Plan for a budget of" in str(memsave.plan)
+    assert memsave.plan.steps
+    assert all(step.saves_bytes > 0 for step in memsave.plan.steps)
+    assert all("above the budget" in step.reason for step in memsave.plan.steps)
+    assert "was not needed" in memsave.plan.next_step
+    assert memsave.report.metrics()["memsave/budget_bytes"] == memsave.plan.budget_bytes
+    assert Plan.from_json(memsave._config()["plan"]) == memsave.plan
+
+
+def test_a_plan_is_replayed_elsewhere_to_the_bit(planned):
+    memsave, first = planned
+    again = MemSave(Plan.from_json(memsave.plan.to_json()))
+    _, second = train(again)
+    assert same_bits(first, second)
+    assert again.report.peak_bytes == memsave.report.peak_bytes
+
+
+def test_what_fits_anyway_is_left_alone_to_the_bit(plain):
+    memsave = MemSave(budget="100%")
+    _, ours = train(memsave)
+    assert memsave.plan.steps == ()
+    assert same_bits(plain, ours)
+    assert plain.seen == ours.seen
+
+
+def test_what_cannot_fit_is_refused_before_training_and_the_smallest_that_can_is_named():
+    module = Net()
+    before = copy.deepcopy(module.state_dict())
+    few = {"checkpointing": False, "precision": False, "sparsity": False}
+    with pytest.raises(ValueError, match=r'must be at least .* under "lossless"') as caught:
+        train(MemSave(budget=100_000, **few), module)
+    assert module.seen == []
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
+    text = str(caught.value)
+    assert re.search(r'"extreme" reaches .* \(too much as well\)', text)
+    smallest = int(re.search(r"\((\d+) bytes\)", text)[1])
+    made = plan_training(module, next(iter(data())), MemSave(budget=smallest, **few))
+    assert made.needed_bytes == smallest
+    with pytest.raises(ValueError, match=f"{smallest} bytes"):
+        plan_training(module, next(iter(data())), MemSave(budget=smallest - 1, **few))
+
+
+def test_lossless_never_cuts_a_batch_whose_statistics_count():
+    few = {"checkpointing": False, "optimizer_state": False}
+    memsave = MemSave(budget="0.85x", **few)
+    _, plain = train(None, Noisy)
+    _, ours = train(memsave, Noisy)
+    assert memsave.report.loss_class == "exact"
+    assert [step.technique for step in memsave.plan.steps] == ["activation_compression"]
+    assert same_bits(plain, ours)
+    with pytest.raises(ValueError, match="must be at least"):
+        train(MemSave(budget="0.3x", **few), Noisy)
+
+
+def test_what_is_set_stays_as_it_is_set():
+    memsave = MemSave(budget="0.6x", **{**ONLY_PARTS, "activations": "exact"})
+    made = plan_training(Net(), next(iter(data())), memsave)
+    stems = made.as_recipe().stems()
+    assert "activation_compression" in stems
+    assert "checkpointing" not in stems
+    assert all(step.technique == "microbatching" for step in made.steps)
+
+
+def test_a_resumed_run_has_the_plan_of_the_first_one(tmp_path, monkeypatch):
+    path, memsave = tmp_path / "half.ckpt", MemSave(budget="0.7x", **ONLY_PARTS)
+    trainer, _ = train(memsave, loader=data(shuffle=False))
+    trainer.save_checkpoint(path)
+    assert "plan" in next(iter(torch.load(path, weights_only=True)["callbacks"].values()))
+    _, straight = train(MemSave(budget="0.7x", **ONLY_PARTS), max_epochs=4, loader=data(shuffle=False))
+
+    def predict(self, techniques):
+        raise AssertionError("a resumed run does not plan")
+
+    monkeypatch.setattr(Trial, "__call__", predict)
+    resumed = MemSave(budget="0.7x", **ONLY_PARTS)
+    _, module = train(resumed, max_epochs=4, loader=data(shuffle=False), ckpt_path=path)
+    assert resumed.plan == memsave.plan
+    assert same_bits(straight, module)
+    with pytest.raises(AssertionError, match="does not plan"):
+        train(MemSave(budget="0.71x", **ONLY_PARTS), max_epochs=4, loader=data(shuffle=False), ckpt_path=path)
+
+
+class TooLow(Trial):
+    """Overlooks half of the activations."""
+
+    def __call__(self, techniques):
+        found = super().__call__(techniques)
+        split = dict(found.by_category)
+        split["activations"] //= 2
+        return dataclasses.replace(found, by_category=split, peak_bytes=sum(split.values()), workspace_bytes=0)
+
+
+def test_a_miss_is_told_and_corrected_in_the_run_without_losing_a_step(monkeypatch, caplog):
+    monkeypatch.setattr(budgeting, "Trial", TooLow)
+    _, plain = train(None, max_epochs=4)
+    memsave = MemSave(budget="0.8x", checkpointing=False, optimizer_state=False)
+    lines = []
+    monkeypatch.setattr(budgeting, "rank_zero_info", lines.append)
+    _, ours = train(memsave, max_epochs=4, callbacks=[MemoryMonitor(every=1)])
+    assert any("most of it is activations" in line for line in lines)
+    assert memsave.report.peak_bytes > memsave.plan.budget_bytes  # the first measured step
+    assert sum(memsave.current.values()) <= memsave.plan.budget_bytes  # the latest
+    assert ours.seen == plain.seen
+    assert memsave.report.loss_class == "exact"
+
+
+def test_when_nothing_is_left_a_miss_is_warned_of(monkeypatch):
+    monkeypatch.setattr(budgeting, "Trial", TooLow)
+    with pytest.warns(BudgetWarning, match="goes beyond the budget"):
+        train(MemSave(budget=400_000, microbatch=False, **ONLY_PARTS))
+
+
+def test_the_first_batch_is_the_runs_and_nothing_moves_on():
+    generator = torch.Generator().manual_seed(1)
+    seen = []
+
+    class Look(L.Callback):
+        def setup(self, trainer, pl_module, stage):
+            state = torch.get_rng_state()
+            seen.append(first_batch(trainer))
+            assert torch.equal(state, torch.get_rng_state())
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen.append(batch)
+
+    train(None, callbacks=[Look()], loader=data(generator=generator), max_epochs=1)
+    assert all(torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))
+
+
+def test_data_that_can_be_read_once_is_refused():
+    batches = iter([(torch.randn(4, 8), torch.zeros(4, dtype=torch.long))] * 4)
+    with pytest.raises(ValueError, match="can be read from the start again"):
+        train(MemSave(budget="0.5x"), loader=batches)
+
+
+def test_a_step_that_fails_is_named():
+    class Broken(Net):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("no such thing")
+
+    with pytest.raises(ValueError, match=r"cannot be planned, as it cannot be run .* no such thing"):
+        train(MemSave(budget="0.5x"), Broken)
+
+
+def test_a_trial_leaves_nothing_behind():
+    module, batch = Net(), next(iter(data()))
+    before, state = copy.deepcopy(module.state_dict()), torch.get_rng_state()
+    plain = Trial(module, batch)(())
+    cut = Trial(module, batch)((Microbatching(size=8),))
+    assert plain.source == "measured"
+    assert sum(plain.by_category.values()) == plain.peak_bytes > cut.peak_bytes
+    assert module.seen == []
+    assert module._trainer is None
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
+    with pytest.raises(ValueError, match="gradient release"):
+        Trial(module, batch)((Microbatching(size=8), OptimizerState(format="32bit", gradients="release")))

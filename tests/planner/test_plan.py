@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from lightning_memsave import (
+    ActivationCompression,
+    Checkpointing,
+    EarlyZeroGrad,
+    LabelCount,
+    LowPrecision,
+    MemSave,
+    Microbatching,
+    OptimizerState,
+    Plan,
+    Sparsity,
+    UpdateSchedule,
+)
+from lightning_memsave.planner.budget import Budget, machine_bytes
+from lightning_memsave.planner.plan import PlanStep
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("8GiB", 8 * 2**30),
+        (512, 512),
+        ("60%", 1200),
+        ("0.25x", 100),
+        (" 1x ", 400),
+        ("100%", 2000),
+        ("2.5 MB", 2500000),
+    ],
+)
+def test_a_budget_is_bytes_of_the_device_or_of_the_plain_step(text, num_bytes):
+    assert Budget(text).in_bytes(400, 2000) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["0%", "101%", "1.5x", "0x", -1, 0, "much", 0.5, True, "x", None])
+def test_other_budgets_are_refused_by_name(text):
+    with pytest.raises(ValueError, match=r"`budget` must be"):
+        MemSave(budget=text) if text is not None else Budget(text)
+
+
+def test_a_percentage_needs_a_device_that_tells_its_memory():
+    with pytest.raises(ValueError, match="does not tell its memory"):
+        Budget("60%").in_bytes(400, None)
+    assert machine_bytes() > 2**28
+
+
+EVERYTHING = (
+    EarlyZeroGrad(),
+    Sparsity(sparsity=0.5, method="rigl", schedule=UpdateSchedule(every=7, until=0.5)),
+    LowPrecision(keep_32bit=("head", "*Norm")),
+    Microbatching(start=4, max_bytes=1000, growth_interval=None, weight_fn=LabelCount(shifted=True)),
+    ActivationCompression(codecs=("exact", "int8"), modules={"head": "exact"}),
+    Checkpointing(regions=(("0", "1"), ("2",))),
+    OptimizerState(format="4bit", min_size=1),
+)
+
+
+def plan(**changes):
+    step = PlanStep(
+        technique="checkpointing", setting="regions", saves_bytes=2**20, time_factor=1.2, loss_class="exact", reason="x"
+    )
+    fields = {
+        "recipe": "extreme",
+        "techniques": EVERYTHING,
+        "budget": "1MiB",
+        "budget_bytes": 2**20,
+        "baseline_bytes": 4 * 2**20,
+        "baseline_by_category": {"weights": 2**20, "activations": 3 * 2**20},
+        "peak_bytes": 2**19,
+        "by_category": {"weights": 2**19},
+        "workspace_bytes": 2**10,
+        "steps": (step,),
+        "next_step": "nothing",
+        "flags": ("a guess",),
+    }
+    return Plan(**{**fields, **changes})
+
+
+def test_a_plan_is_data_both_ways():
+    made = plan()
+    assert Plan.from_json(made.to_json()) == made
+    assert json.loads(made.to_json())["techniques"]["microbatching"]["start"] == 4
+    again = MemSave(Plan.from_json(made.to_json()))
+    assert again.recipe.techniques == EVERYTHING
+    assert again.plan == made
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"format": 2}, "format 1, got 2"),
+        ({"steps": [{"setting": "x"}]}, "PlanStep"),
+        ({"techniques": {"unheard_of": {}}}, "unheard_of"),
+        ({"techniques": {"microbatching": {"size": 0}}}, "positive integer"),
+    ],
+)
+def test_what_is_no_plan_is_refused(change, match):
+    with pytest.raises(ValueError, match=match):
+        Plan.from_dict({**plan().as_dict(), **change})
+    with pytest.raises(ValueError, match="must be what a plan is written as"):
+        Plan.from_dict({"format": 1})
+
+
+def test_functions_cannot_be_written_and_the_error_names_the_setting():
+    with pytest.raises(ValueError, match=r"`Microbatching.weight_fn` cannot be written into a plan"):
+        plan(techniques=(Microbatching(size=2, weight_fn=len),)).to_json()
+    with pytest.raises(ValueError, match=r"`Checkpointing.modules` cannot be written"):
+        plan(techniques=(Checkpointing(modules=torch.nn.Linear),)).to_json()
+
+
+def test_a_plan_explains_itself():
+    text = str(plan())
+    assert "Plan for a budget of 1.0 MiB" in text
+    assert "plain step: 4.0 MiB (activations 3.0 MiB, weights 1.0 MiB)" in text
+    assert "regions: saves 1.0 MiB, time about x1.20, exact" in text
+    assert "planned step: 513.0 KiB (weights 512.0 KiB), of which kernels 1.0 KiB" in text
+    assert "uncertain: a guess" in text
+    assert plan().loss_class == "exact"
+    assert plan().time_factor == 1.2
+
+
+def test_a_plan_stands_alone():
+    with pytest.raises(ValueError, match="`microbatch` cannot be set beside a plan"):
+        MemSave(plan(), microbatch=4)
+    with pytest.raises(ValueError, match="`budget` cannot be set beside a plan"):
+        MemSave(plan(), budget="1GiB")
+    with pytest.raises(ValueError, match="needs a recipe that may change something"):
+        MemSave("measure", budget="1GiB")

@@ -1,0 +1,151 @@
+"""The search against all combinations, on modelled steps whose peaks are a formula."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from lightning_memsave import Checkpointing, EarlyZeroGrad, Microbatching, OptimizerState
+from lightning_memsave.core.report import CATEGORIES
+from lightning_memsave.memory.predict import CudaBytes, Prediction
+from lightning_memsave.planner.ladder import TIERS, knobs, levels
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.planner.search import Search, describe, in_order, needed_bytes, time_factor
+from lightning_memsave.techniques.activation_compression import ActivationCompression
+from lightning_memsave.techniques.low_precision import LowPrecision
+from lightning_memsave.techniques.sparsity import Sparsity
+
+
+class Model:
+    """A step whose bytes are a formula of the settings."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        self.weights, self.activations = draw.randint(10, 1000), draw.randint(10, 10_000)
+        self.samples, self.num_calls = 64, 0
+        self.codec = {"exact": draw.uniform(0.5, 0.9), "int8": draw.uniform(0.28, 0.45), "int4": 0.2}
+        self.regions = {"blocks": draw.uniform(0.1, 0.6), "sqrt": draw.uniform(0.1, 0.6), "recursive": 0.08}
+        self.refused = draw.choice([None, "recursive", "4bit"])
+
+    def __call__(self, techniques):
+        self.num_calls += 1
+        recipe = Recipe("modelled", tuple(techniques))
+        weights = self.weights * (0.2 if recipe.get(Sparsity) else 1) * (0.5 if recipe.get(LowPrecision) else 1)
+        state = recipe.get(OptimizerState)
+        gradients = weights * (0.1 if state and state.gradients == "release" else 1)
+        factor = {None: 2.0, "32bit": 2.0, "8bit": 0.5, "4bit": 0.25}[state.format if state else None]
+        if state and state.format == self.refused:
+            raise ValueError("not this optimizer")
+        parts = recipe.get(Microbatching)
+        gradients *= 1 if parts else 0.4  # microbatches hold them through the next forward pass
+        kept = self.activations / (1 if parts is None else math.ceil(self.samples / parts.size))
+        if codes := recipe.get(ActivationCompression):
+            kept *= self.codec[codes.codecs[-1]]
+        if regions := recipe.get(Checkpointing):
+            if regions.budget is not None:
+                kept *= 0.7
+            elif regions.method == self.refused:
+                raise ValueError("not this model")
+            else:
+                kept *= self.regions[regions.method]
+        split = dict.fromkeys(CATEGORIES, 0)
+        split |= {"weights": int(weights), "gradients": int(gradients)}
+        split |= {"optimizer_state": int(weights * factor), "activations": int(kept)}
+        return Prediction(peak_bytes=sum(split.values()), by_category=split)
+
+
+def table(tier, is_cut_exact=True):
+    return knobs(1000, tier=tier, num_samples=64, is_cut_exact=is_cut_exact)
+
+
+def everything(model, tier, is_cut_exact=True):
+    """Every combination that can be used, with its peak."""
+    for choice in itertools.product(*table(tier, is_cut_exact).values()):
+        try:
+            techniques = in_order([EarlyZeroGrad(), *(o.config for o in choice if o.config is not None)])
+            yield choice, model(Recipe("all", techniques).techniques).peak_bytes
+        except ValueError:
+            continue
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_choice_is_the_cheapest_of_all_and_the_smallest_is_the_smallest_of_all(seed, tier):
+    model = Model(seed)
+    combinations = list(everything(model, tier))
+    least, most = min(peak for _, peak in combinations), max(peak for _, peak in combinations)
+    search = Search(table(tier), model, [EarlyZeroGrad()], max_predictions=10**6)
+    assert search.peak(search.lowest()) == least
+    for fraction in (0.05, 0.2, 0.5, 0.8, 1.0):
+        limit = int(least + fraction * (most - least))
+        best = min(
+            (max(o.level for o in choice), round(time_factor(choice), 6))
+            for choice, peak in combinations
+            if peak <= limit
+        )
+        found = search.cheapest(limit)
+        assert found.prediction.peak_bytes <= limit
+        assert (max(o.level for o in found.choice), round(time_factor(found.choice), 6)) == best
+    assert search.cheapest(least - 1) is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_few_predictions_are_enough(seed):
+    model = Model(seed)
+    search = Search(table("extreme"), model, [EarlyZeroGrad()])
+    plain = search.peak(search.nothing)
+    assert search.cheapest(int(0.6 * plain)) is not None
+    assert search.num_predictions <= 60
+    assert model.num_calls == search.num_predictions
+
+
+def test_no_more_than_the_allowed_predictions_are_made_and_the_search_says_so():
+    model = Model(3)
+    search = Search(table("extreme"), model, [EarlyZeroGrad()], max_predictions=5)
+    search.cheapest(1)
+    assert model.num_calls == 5
+    assert search.is_exhausted
+
+
+def test_a_recipe_never_uses_what_a_later_one_may():
+    assert levels(table("lossless", is_cut_exact=False)) == [(0, 0)]
+    assert levels(table("balanced", is_cut_exact=False)) == [(0, 0), (1, 1), (2, 1)]
+    assert levels(table("extreme")) == [(0, 0), (1, 1), (2, 1), (2, 2)]
+    for options in table("lossless").values():
+        assert {option.loss_class for option in options} == {"exact"}
+
+
+def test_microbatches_that_change_a_result_are_not_lossless():
+    assert len(table("lossless", is_cut_exact=False)[Microbatching]) == 1
+    sizes = [o.config.size for o in table("lossless")[Microbatching] if o.config is not None]
+    assert sizes == [32, 22, 16, 11, 8, 6, 4, 3, 2, 1]
+
+
+def test_settings_that_exclude_each_other_are_never_predicted():
+    asked = []
+
+    def predict(techniques):
+        asked.append(techniques)
+        Recipe("asked", tuple(techniques))  # raises where two exclude each other
+        return Prediction(peak_bytes=10)
+
+    search = Search(table("extreme"), predict)
+    search.lowest()
+    assert not any(
+        OptimizerState(format="4bit", gradients="release") in each and any(isinstance(t, Microbatching) for t in each)
+        for each in asked
+    )
+    assert describe(search.nothing) == "nothing"
+    ddp = Search(table("extreme"), predict, ways=["DDP"])
+    asked.clear()
+    ddp.lowest()
+    assert not any(isinstance(t, OptimizerState) and t.gradients == "release" for each in asked for t in each)
+
+
+def test_what_is_needed_is_what_the_budget_means():
+    assert needed_bytes(Prediction(peak_bytes=10, workspace_bytes=3)) == 13
+    cuda = CudaBytes(allocated_bytes=10, reserved_bytes=20)
+    assert needed_bytes(Prediction(peak_bytes=10, cuda=cuda)) == 20

@@ -1,0 +1,73 @@
+"""Two processes of DDP on CPU (gloo) with a budget; run by `test_distributed.py`. Rank 0 prints `ok`."""
+
+from __future__ import annotations
+
+import sys
+
+import lightning as L
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memsave import MemSave
+
+
+class Module(L.LightningModule):
+    """Its processes wait for each other in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 64), *(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), foreach=False)
+
+
+def train(memsave):
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(1024, 6, generator=generator), torch.randint(0, 64, (1024,), generator=generator)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_epochs=2,
+        strategy="ddp",
+        callbacks=[memsave] if memsave else [],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module()
+    trainer.fit(module, DataLoader(TensorDataset(*rows), batch_size=128))
+    return module
+
+
+def main():
+    torch.set_num_threads(1)
+    plain = train(None)
+    memsave = MemSave(budget="0.8x")
+    planned = train(memsave)
+    texts = [None, None]
+    dist.all_gather_object(texts, memsave.plan.to_json())
+    assert texts[0] == texts[1]
+    assert memsave.report.peak_bytes <= memsave.plan.budget_bytes
+    assert memsave.plan.steps
+    for a, b in zip(plain.parameters(), planned.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    again = MemSave(memsave.plan)
+    replayed = train(again)
+    assert all(torch.equal(a, b) for a, b in zip(replayed.parameters(), planned.parameters(), strict=True))
+    if dist.get_rank() == 0:
+        print("ok", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
