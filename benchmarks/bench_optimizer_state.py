@@ -18,8 +18,13 @@ ALL: dict[str, Any] = {"min_size": 0, "keep_embeddings_32bit": False, "keep_norm
 CONFIGS: dict[str, dict[str, Any]] = {
     "8bit": {},
     "8bit, nothing kept in 32 bit": ALL,
+    "8bit of bitsandbytes": {"backend": "bitsandbytes"},
     "4bit": {"format": "4bit"},
     "4bit, nothing kept in 32 bit": {"format": "4bit", **ALL},
+    "fp8": {"format": "fp8"},
+    "factored": {"format": "factored"},
+    "lowrank, rank 64": {"format": "lowrank", "rank": 64},
+    "offload": {"format": "offload"},
     "32bit, released": {"format": "32bit", "gradients": "release"},
     "8bit, released": {"gradients": "release"},
 }

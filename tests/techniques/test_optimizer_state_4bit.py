@@ -140,7 +140,8 @@ def test_a_second_moment_follows():
         optimizer.step()
     second = optimizer.state_dict()["state"][0]["exp_avg_sq"]
     expected = 0.09 * (1 - 0.999**50) * 0.999**350 + (1 - 0.999**350)
-    assert second[:, ::2].mean() == pytest.approx(expected, rel=0.02)
+    # Codes are 0.067 apart there. Noise that is spread evenly over steps leaves a part of that, always the same way.
+    assert second[:, ::2].mean() == pytest.approx(expected, abs=0.067 / 4)
 
 
 # ------------------------------------------------------------------------------- checkpoints

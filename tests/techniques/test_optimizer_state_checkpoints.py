@@ -1,6 +1,7 @@
 """8-bit optimizer state on disk, and copies of such optimizers."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -187,3 +188,29 @@ def test_a_deep_copy_is_an_8bit_optimizer_of_its_own(name, with_scheduler):
     assert torch.equal(flat(model), before)
     assert torch.equal(found, run_steps(model, optimizer, range(3, 6)))
     assert_state_equal(to_plain(second)["state"], to_plain(optimizer)["state"])
+
+
+@every_kin
+@pytest.mark.parametrize("with_scheduler", [False, True])
+def test_a_pickled_8bit_optimizer_goes_on(name, with_scheduler):
+    model = big_model()
+    optimizer = PLAIN[name](model.parameters())
+    if with_scheduler:
+        lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    apply_optimizer_state(optimizer, CONFIG, model)
+    run_steps(model, optimizer, range(3))
+    second_model, second = pickle.loads(pickle.dumps((model, optimizer)))
+    assert type(second) is type(optimizer)
+    assert is_8bit(second)
+    found = run_steps(second_model, second, range(3, 6))
+    assert torch.equal(found, run_steps(model, optimizer, range(3, 6)))
+
+
+def test_state_dict_is_torchs_layout():
+    _, optimizer, _ = trained_8bit("AdamW")
+    assert_state_equal(optimizer.state_dict()["state"], to_plain(optimizer)["state"])
+    model = big_model()
+    resumed = PLAIN["AdamW"](model.parameters())
+    apply_optimizer_state(resumed, CONFIG, model)
+    resumed.load_state_dict(through_disk(optimizer.state_dict()))
+    assert_state_equal(resumed.state_dict()["state"], optimizer.state_dict()["state"])

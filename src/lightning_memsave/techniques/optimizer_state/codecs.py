@@ -14,7 +14,8 @@ elements below the lowest value of a block count as that, which makes their step
 Rounding is stochastic. An average that decays by a tenth or a thousandth per step never leaves a code whose neighbours
 are further away when it is rounded to the nearest: a weight without gradient would drift for ever. The noise of an
 element goes from step to step by the golden ratio, so that it is spread evenly, and errors cancel instead of adding up:
-the error after 200 steps of fixed gradients falls by a quarter to a third.
+the error after 200 steps of fixed gradients falls by a fifth to a third. Each rounding is right on average over the
+elements, but no longer independent of the last: a moment that follows slowly is off by a part of a code's distance.
 
 Sources: Dettmers et al., 2021 (https://arxiv.org/abs/2110.02861) for blocks; Li, Chen, Zhu, "Memory Efficient
 Optimizers with 4-bit States", 2023 (https://arxiv.org/abs/2309.01507) for leaving out zero; Micikevicius et al., "FP8

@@ -176,7 +176,7 @@ def load_state(optimizer: torch.optim.Optimizer, p: Tensor, state: dict[str, Any
 def _decoded(memory: Memory, name: str, stored: Any, p: Tensor) -> Any:
     """As the optimizer itself would hold it."""
     value = decode(memory.format_of(p), name, stored, p.shape)
-    return value if value is stored else value.to(p.dtype)
+    return value if value is stored else value.to(p.device, p.dtype)
 
 
 def _step_one(step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any], p: Tensor) -> None:
@@ -227,7 +227,8 @@ def _class_coded(plain: Any) -> Any:
             _from_disk(self, state_dict)
 
         def __getstate__(self) -> dict[str, Any]:
-            own = {_MEMORY: replace(memory_of(self))}
+            memory = memory_of(self)
+            own: dict[str, Any] = {_MEMORY: replace(memory, numbers=dict(memory.numbers))}
             if PENDING in vars(self):
                 own[PENDING] = vars(self)[PENDING]
             return {**super().__getstate__(), **own}

@@ -8,7 +8,7 @@ then only moves the parameters. What that changes, with microbatch gradients g_1
   the same. With k it is never below the square of the sum over k, so that a step is at most sqrt(k) times as long,
   where all microbatches agree; where they are noise, both are equal on average. The first moment is exact.
 
-Low-bit moments are rounded once per microbatch instead of once per step, stochastically, so without bias.
+Low-bit moments are rounded once per microbatch instead of once per step, stochastically.
 
 Source: Zhang et al., "Adam Accumulation to Reduce Memory Footprints of both Activations and Gradients for Large-scale
 DNN Training", 2023 (https://arxiv.org/abs/2305.19982). Different: low-bit moments, and SGD.

@@ -222,7 +222,9 @@ def refuse_codes(config: Sparsity, is_low_bit: bool) -> None:
 
 
 def _is_code(moment: Any) -> bool:
-    return isinstance(moment, tuple) or (isinstance(moment, Tensor) and moment.dtype == torch.uint8)
+    if isinstance(moment, Tensor):
+        return moment.dtype == torch.uint8
+    return not (moment is None or isinstance(moment, (int, float)))
 
 
 def _grown(layer: SparseLayer, scores: Tensor, num_grown: int, keep: Tensor | None = None) -> Tensor:
