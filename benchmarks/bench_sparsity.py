@@ -234,7 +234,7 @@ def digits() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- text
-TEXT_BATCH, TEXT_CONTEXT, TEXT_STEPS, TEXT_VALIDATION = 8, 64, 300, 32
+TEXT_BATCH, TEXT_CONTEXT, TEXT_STEPS, TEXT_VALIDATION = 8, 64, 150, 16
 
 
 @functools.cache
@@ -289,7 +289,7 @@ def text() -> None:
     )
 
 
-TEXT_SPARSITIES = (0.9, 0.8, 0.95, 0.5)
+TEXT_SPARSITIES = (0.9,)
 
 
 # ---------------------------------------------------------------------------------------------------- both
@@ -347,7 +347,7 @@ def picture() -> None:
         rows = list(csv.DictReader((ROWS / f"{name}.csv").open()))
         for setting in dict.fromkeys(row["setting"] for row in rows):
             own = [row for row in rows if row["setting"] == setting]
-            sparsities = list(dict.fromkeys(float(row["sparsity"]) for row in own))
+            sparsities = sorted({float(row["sparsity"]) for row in own})
             groups = [[float(r["quality_value"]) for r in own if float(r["sparsity"]) == s] for s in sparsities]
             means = [statistics.mean(group) for group in groups]
             errors = [statistics.stdev(group) / math.sqrt(len(group)) for group in groups]
