@@ -32,7 +32,6 @@ SETTINGS: dict[str, tuple[str | None, dict[str, Any] | None]] = {
     "fp16-scaled": ("fp16-scaled", None),
     "bf16-gradients": ("bf16-gradients", None),
     "bf16-sr + 8bit": ("bf16-sr", ALL),
-    "bf16-sr + 4bit": ("bf16-sr", {"format": "4bit"} | ALL),
 }
 
 

@@ -377,7 +377,7 @@ def sparsity_digits() -> str:
 def sparsity_text() -> str:
     """Mean and standard error of three seeds, a method in each row."""
     found = rows("sparsity_text")
-    sparsities = [s for s in dict.fromkeys(row["sparsity"] for row in found) if float(s)]
+    sparsities = [s for s in sorted({row["sparsity"] for row in found}, key=float) if float(s)]
     head = ("method", *(f"{float(s):.0%} zero" for s in sparsities), "held MB at 90 %")
     lines = []
     for setting, runs in by_setting(found):

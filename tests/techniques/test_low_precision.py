@@ -281,6 +281,23 @@ def test_a_state_dict_inside_of_a_larger_one():
     assert torch.equal(whole(second), whole(inner))
 
 
+@every_format
+def test_reading_a_checkpoint_takes_the_temporaries_of_one_parameter(weight_format):
+    def extra(num_layers):
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(num_layers)))
+        _, optimizer, _ = lowered(weight_format, model=model)
+        run(model, optimizer, range(2))
+        saved = through_disk((model.state_dict(), optimizer.state_dict()))
+        optimizer.zero_grad()
+        with Ledger().watching(model, [optimizer], saved) as ledger:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        return ledger.measurement.peak_bytes - ledger.measurement.held_bytes
+
+    assert extra(2) <= extra(8) <= extra(2) + 8 * 64  # tensors of one element for each parameter
+    assert extra(8) <= 20 * 64 * 64
+
+
 # ------------------------------------------------------------------------------- the same objects, and back
 @every_format
 def test_undo_gives_back_what_was(weight_format):
