@@ -20,7 +20,7 @@ from lightning_memsave.demo.model import WideResNet
 from parts import Study
 from wrn import BATCH_SIZE, COMBINED, Classifier, FractalConfig, fit, load, quiet
 
-DATA = FractalConfig(noise=0.1)
+DATA = FractalConfig()
 SETTINGS: dict[str, dict[str, Any]] = {
     "baseline": {"recipe": "measure"},
     "sparsity 0.9, int4-chain, 8-bit momentum, bf16, microbatch 4": {"microbatch": 4, **COMBINED["+ bf16"]},
@@ -30,7 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 """As in `bench_wrn.py`: the first row of 120x, and the largest that leaves BatchNorm something to average."""
-SHORT = {"pixels": 16, "num_train": 1000, "epochs": 5, "num_test": 500}
+SHORT = {"pixels": 16, "num_train": 1500, "epochs": 5, "num_test": 500}
 LONG = {"pixels": 32, "num_train": 20_000, "epochs": 10, "num_test": 10_000}
 
 

@@ -3,8 +3,8 @@
 A class is a random system of 2 to 4 affine contractions of the plane; the attractor is drawn by the chaos game (start
 anywhere, apply one of the maps at random, mark the point, repeat). Images of one class differ in what a photograph
 differs in: the maps are jittered, the whole is rotated, scaled, moved and mirrored, the colours run between two random
-ones on a random background, and noise is laid over it. So shape is all that tells classes apart, and the amount of
-noise and jitter says how hard that is.
+ones, bright on a dark background or the reverse, and noise is laid over it. So shape is all that tells classes apart,
+and the amount of noise and jitter says how hard that is.
 
 Source: Kataoka et al., "Pre-training without Natural Images", 2020 (https://arxiv.org/abs/2101.08515), FractalDB: one
 class for each system, systems that fill too little of the picture are drawn again. Anderson and Farrell, "Improving
@@ -32,9 +32,9 @@ class FractalConfig:
     """Settings of the set."""
 
     num_classes: int = 10
-    jitter: float = 0.08
+    jitter: float = 0.04
     """Standard deviation of what is added to each entry of each map, per image."""
-    noise: float = 0.35
+    noise: float = 0.1
     """Standard deviation of the noise on each pixel and colour; pixels lie between 0 and 1 before."""
     seed: int = 0
     """Of the classes. Images have a seed of their own."""
@@ -109,12 +109,14 @@ def generate(num_images: int, seed: int, config: FractalConfig | None = None) ->
 def _images(systems: Systems, labels: Tensor, config: FractalConfig, generator: torch.Generator) -> Tensor:
     density = _density(systems, labels, config.jitter, generator)  # [n, 32, 32]
     shade = (density / density.amax((1, 2), keepdim=True).clamp(min=1)).sqrt()[:, None]
-    low, high, background = torch.rand(3, len(labels), 3, 1, 1, generator=generator)
-    drawn = low + (high - low) * shade
+    low, high, background = torch.rand(3, len(labels), 3, 1, 1, generator=generator) * 0.45
+    drawn = 0.55 + low + (high - low) * shade  # bright on dark ...
     tilt = torch.rand(len(labels), 3, 2, generator=generator) - 0.5  # the background runs from one colour to another
     across = torch.linspace(-1, 1, SIZE)
-    background = background + 0.5 * (tilt[:, :, :1, None] * across + tilt[:, :, 1:, None] * across[:, None])
+    background = background + 0.4 * (tilt[:, :, :1, None] * across + tilt[:, :, 1:, None] * across[:, None])
     image = torch.where(shade > 0, drawn, background)
+    inverted = torch.rand(len(labels), 1, 1, 1, generator=generator) < 0.5  # ... or the reverse
+    image = torch.where(inverted, 1 - image, image)
     image = image + config.noise * torch.randn(image.shape, generator=generator)
     return (255 * image.clamp(0, 1)).round().to(torch.uint8)
 
