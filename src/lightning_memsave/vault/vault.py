@@ -49,7 +49,7 @@ from lightning_memsave.vault.offload import Offloader
 from lightning_memsave.vault.recipes import Derivation
 from lightning_memsave.vault.sparse_weights import left_alone
 
-_OF_ONE_SCOPE = tuple("within _recent _depth _entries _handles _calls _waiting _derivation".split())
+_OF_ONE_SCOPE = ("within", "_recent", "_depth", "_entries", "_handles", "_calls", "_waiting", "_derivation")
 _NUM_WAITING = 1  # entries that stay raw for their next consumer; more would raise the peak
 _NUM_COMPLETE = 2  # exact entries that stay raw: a kernel may fill what it kept before it ran (rrelu: noise, input)
 
