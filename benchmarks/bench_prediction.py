@@ -243,7 +243,6 @@ def row(model: str, setting: str) -> dict[str, Any]:
         "source": prediction.source,
         "largest_miss": max(misses, key=lambda name: abs(misses[name])) if any(misses.values()) else "",
         "prediction_cpu_seconds": seconds,
-        "flags": " | ".join(prediction.flags),
         **environment(),
     }
 
@@ -268,7 +267,7 @@ def rows(models: list[str], settings: list[str], write: bool = False) -> list[di
                 both = sorted([*kept, *found], key=lambda each: order.index((each["model"], each["setting"])))
                 save_rows("prediction", both)
             shown = ("model", "setting", "predicted_peak_bytes", "measured_peak_bytes", "error_percent", "source")
-            print(*(found[-1][key] for key in shown), found[-1]["largest_miss"], found[-1]["flags"][:150], flush=True)
+            print(*(found[-1][key] for key in shown), found[-1]["largest_miss"], flush=True)
     return found
 
 

@@ -96,12 +96,13 @@ def note_values(fake: Tensor, real: Tensor) -> None:
         return
     if real.device.type == "meta" or real.dtype.is_floating_point or real.dtype.is_complex:
         return
-    if real.numel() and real.layout is torch.strided:
-        if real.numel() <= _MOST_VALUES:
-            _values[fake] = real.detach().cpu().clone()
-        values = real.to(torch.uint8) if real.dtype == torch.bool else real
-        low, high = (int(value) for value in torch.aminmax(values))
-        note(fake, Facts(low, high, 1 if low == high else None))
+    with unset_fake_temporarily():
+        if real.numel() and real.layout is torch.strided:
+            if real.numel() <= _MOST_VALUES:
+                _values[fake] = real.detach().cpu().clone()
+            values = real.to(torch.uint8) if real.dtype == torch.bool else real
+            low, high = (int(value) for value in torch.aminmax(values))
+            note(fake, Facts(low, high, 1 if low == high else None))
 
 
 def _follow(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
