@@ -425,12 +425,20 @@ def planner() -> str:
     for model in dict.fromkeys(row["model"] for row in rows("planner")):
         for recipe in ("lossless", "balanced"):
             asked = [row for row in rows("planner") if (row["model"], row["setting"]) == (model, recipe)]
+            if not asked:
+                continue
             feasible = [row for row in asked if row["feasible"] == "True"]
             refused = [row for row in asked if row["feasible"] == "False"]
-            enough = sum(row["smallest_is_enough"] == "True" for row in refused)
+            enough = sum(row.get("smallest_is_enough") == "True" for row in refused)
             kept = sum(row["within_budget"] == "True" for row in feasible)
             most = max((int(row["num_predictions"]) for row in feasible), default=0)
-            cells = (f"{len(asked)}", f"{len(feasible)}", f"{kept}", f"{enough} of {len(refused)}", f"up to {most}")
+            cells = (
+                f"{len(asked)}",
+                f"{len(feasible)}",
+                f"{kept}",
+                f"{enough} of {len(refused)}" if refused else "none refused",
+                f"up to {most}",
+            )
             lines.append((model, recipe, *cells))
     return markdown(head, lines, num_text=2)
 

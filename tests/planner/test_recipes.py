@@ -45,7 +45,7 @@ def test_as_dict_is_plain_and_names_functions_and_classes():
 
 
 def test_unknown_recipes_list_what_there_is():
-    with pytest.raises(ValueError, match=r"'measure', 'lossless' or a `Recipe`, got 'fast'"):
+    with pytest.raises(ValueError, match=r"'measure', 'lossless', 'balanced', 'extreme' or a `Recipe`, got 'fast'"):
         resolve("fast", {})
 
 
