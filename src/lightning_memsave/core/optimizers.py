@@ -11,7 +11,8 @@ import copyreg
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,16 +74,21 @@ PENDING = "_memsave_pending"
 """An optimizer's attribute: the parameters whose gradients are in its state already, and that have yet to move."""
 
 
-class Counts(Protocol):
-    """What remembers how many steps there were."""
+@dataclass(kw_only=True)
+class Counts:
+    """What an optimizer that was changed remembers; each layer of changes has one among its attributes."""
 
-    num_steps: int
+    num_steps: int = 0
+    """Whole steps: noise is made from it."""
+
+
+IN_BACKWARD = "_memsave_in_backward"
+"""An optimizer's attribute, true while gradients end in backward: nobody can look at all of them."""
 
 
 @torch.no_grad()
 def step_each(
     optimizer: torch.optim.Optimizer,
-    memory: Counts,
     closure: Callable[[], Any] | None,
     one: Callable[[dict[str, Any], Tensor], object],
     is_ready: Callable[[], bool] = lambda: True,
@@ -91,7 +97,6 @@ def step_each(
 
     Args:
         optimizer: whose parameters.
-        memory: where steps are counted.
         closure: called first, with gradients.
         one: steps one parameter.
         is_ready: asked before the first parameter; when it says no, none is stepped.
@@ -110,7 +115,9 @@ def step_each(
         for p in group["params"]:
             if p.grad is not None or original(p) in pending:
                 one(group, p)
-    memory.num_steps += not isinstance(groups, OneParameter)
+    if not isinstance(groups, OneParameter):  # else this is an inner layer's part of a step
+        for counts in [each for each in vars(optimizer).values() if isinstance(each, Counts)]:
+            counts.num_steps += 1
     return loss
 
 

@@ -7,11 +7,13 @@ takes besides what was predicted is told by category; what goes beyond the budge
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
+from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.errors import BudgetWarning, setting_error
 from lightning_memsave.core.units import format_bytes
@@ -35,7 +37,13 @@ MISS = 0.03
 SMALL_BYTES = 64 * 2**20
 """A plain step of a smaller peak on CPU is run for real: that takes less time than running it for its shapes alone."""
 
-_STEPS_DEPEND_ON = ("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+_STEPS_DEPEND_ON = (
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "max_epochs",
+)
 _REFUSED = ("FSDP", "model parallel (FSDP2)", "DeepSpeed", "dataloader_iter", "torch.compile of the whole module")
 
 
@@ -51,19 +59,29 @@ class BudgetedRun:
         self._budget, self._recipe = budget, recipe
         self.plan = plan
         """What is trained with; `None` before it was made."""
+        self._made_for: list[tuple[int, ...]] | None = None
         self._has_told = self._has_warned = False
 
+    @property
+    def _asked(self) -> str:
+        """What was set besides the budget; the same in another process."""
+        return re.sub(r" at 0x[0-9a-f]+", "", repr((self._recipe.techniques, self._recipe.switched_off)))
+
     def decide(self, trainer: Any) -> Recipe:
-        """The settings of this run; planned from its first batch unless a plan is there.
+        """The settings of this run; planned from its first batch unless a plan for such a module is there.
 
         Raises:
             ValueError: the budget cannot be met, or this way of training cannot be planned.
         """
+        module = trainer.lightning_module
+        if self._made_for not in (None, _shapes(module)):
+            self.plan, self._has_told, self._has_warned = None, False, False
         if self.plan is None:
             assert self._budget is not None, "without a plan there is a budget"
             ways = ways_of_training(trainer)
             _refuse(self._budget, ways)
-            self.plan = plan_for(trainer.lightning_module, first_batch(trainer), self._budget, self._recipe, trainer)
+            self.plan = plan_for(module, first_batch(trainer), self._budget, self._recipe, trainer)
+            self._made_for = _shapes(module)
             rank_zero_info(f"memsave: {self.plan}")
         return self.plan.as_recipe()
 
@@ -71,7 +89,7 @@ class BudgetedRun:
         """The plan for a module and a batch outside of a run; the one that there is, if there is one."""
         if self.plan is None:
             assert self._budget is not None, "without a plan there is a budget"
-            self.plan = plan_for(module, batch, self._budget, self._recipe)
+            self.plan, self._made_for = plan_for(module, batch, self._budget, self._recipe), _shapes(module)
         return self.plan
 
     def check(self, trainer: Any, step: Measurement, changed: bool) -> None:
@@ -103,7 +121,7 @@ class BudgetedRun:
     def state_dict(self) -> dict[str, Any]:
         """The plan, for a checkpoint; empty where it cannot be written as data."""
         try:
-            return {} if self.plan is None else {"plan": self.plan.to_json()}
+            return {} if self.plan is None else {"plan": self.plan.to_json(), "plan_asked": self._asked}
         except ValueError as error:
             rank_zero_info(f"memsave: a resumed run will plan again: {error}")
             return {}
@@ -113,11 +131,13 @@ class BudgetedRun:
         if self._budget is None or "plan" not in state:
             return
         plan = Plan.from_json(state["plan"])
-        if (plan.budget, plan.recipe) == (self._budget.text, self._recipe.name):
+        asked = self._budget.text, self._recipe.name, self._asked
+        if (plan.budget, plan.recipe, state.get("plan_asked")) == asked:
             self.plan = plan
         else:
             rank_zero_info(
-                f'memsave: the checkpoint was planned for {plan.budget!r} ("{plan.recipe}"); planning again.'
+                f'memsave: the checkpoint was planned for {plan.budget!r} ("{plan.recipe}") with other settings; '
+                "planning again."
             )
 
     def may_cut(self, module: Any) -> bool:
@@ -129,8 +149,12 @@ def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: A
     """The plan for one module and batch, in the situation of a trainer that is being set up, or of none.
 
     Raises:
-        ValueError: as `make_plan`; the plain step cannot be run.
+        ValueError: as `make_plan`; the plain step cannot be run; parameters have no shape yet.
     """
+    if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
+        raise setting_error(
+            "budget", "needs parameters that have their shapes", lazy[0], "Call the module once before the fit."
+        )
     on_paper, by_trial = _predictors(module, batch, trainer)
     if trainer is not None and trainer.world_size > 1:
         on_paper, by_trial = _agreed(trainer, on_paper), _agreed(trainer, by_trial)
@@ -139,19 +163,20 @@ def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: A
         plain = on_paper(())
         if situation.device_type == "cpu" and plain.peak_bytes <= SMALL_BYTES:
             return make_plan(budget, recipe, situation, by_trial(()), by_trial)
+        return make_plan(budget, recipe, situation, plain, on_paper, by_trial)
     except StepFailedError as error:
         raise ValueError(
             f"The step of {type(module).__name__} cannot be planned, as it cannot be run on a copy of the module: "
             f"{error}. Set techniques by hand instead of a `budget`."
         ) from error
-    return make_plan(budget, recipe, situation, plain, on_paper, by_trial)
 
 
 def _predictors(module: Any, batch: Any, trainer: Any) -> tuple[Predict, Predict]:
     """What predicts, for shapes alone where that is possible; and what confirms a choice, by real steps."""
     options = {} if trainer is None else {name: getattr(trainer, name) for name in _STEPS_DEPEND_ON}
     is_cuda = trainer is not None and trainer.strategy.root_device.type == "cuda"
-    predictor = Predictor(module, batch, target="cuda" if is_cuda else "cpu", **options)
+    data = None if trainer is None else trainer.datamodule
+    predictor = Predictor(module, lambda: batch, data_module=data, target="cuda" if is_cuda else "cpu", **options)
 
     def predict(techniques: Sequence[Config]) -> Prediction:
         used = two_microbatches(techniques, batch)
@@ -209,6 +234,10 @@ def _situation(module: Any, batch: Any, trainer: Any) -> Situation:
         device_bytes=machine_bytes() if device.type == "cpu" else total_bytes(device),
         ways=tuple(ways_of_training(trainer)),
     )
+
+
+def _shapes(module: Any) -> list[tuple[int, ...]]:
+    return [tuple(p.shape) for p in module.parameters() if not is_lazy(p)]
 
 
 def _refuse(budget: Budget, ways: Sequence[str]) -> None:

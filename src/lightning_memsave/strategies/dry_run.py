@@ -6,6 +6,7 @@ For predictions: no device, no loggers, no checkpoints, no progress bar, and no 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import random
@@ -16,6 +17,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_memsave.core.errors import BudgetWarning, MicrobatchWarning, NoEffectWarning, NotLosslessWarning
@@ -28,10 +30,20 @@ from lightning_memsave.strategies.run_state import MemSaveState
 from lightning_memsave.techniques.microbatching import Microbatching
 
 _NUM_STEPS = {True: 2, False: 3}  # fake or not: those behind the first are measured; without values they are equal
+_MANY = 10_000
 _TOLD = (MicrobatchWarning, NotLosslessWarning, NoEffectWarning, BudgetWarning)
 
 
-def dry_run(namespace: str, module: Any, batch: Any, recipe: Recipe, settings: dict[str, Any], *, fake: bool) -> Any:
+def dry_run(
+    namespace: str,
+    module: Any,
+    batch: Any,
+    recipe: Recipe,
+    settings: dict[str, Any],
+    data_module: Any = None,
+    *,
+    fake: bool,
+) -> Any:
     """Take some steps; returns who has watched them: `measured`, `breakdown`, `flags`, `is_cut`.
 
     Args:
@@ -40,6 +52,7 @@ def dry_run(namespace: str, module: Any, batch: Any, recipe: Recipe, settings: d
         batch: of each step.
         recipe: what is switched on.
         settings: further arguments of `Trainer`.
+        data_module: of the run, which a step may ask.
         fake: whether module and batch are of fake tensors.
     """
     watch = _watch_class(namespace)(MemSaveState(recipe), fake)
@@ -49,18 +62,12 @@ def dry_run(namespace: str, module: Any, batch: Any, recipe: Recipe, settings: d
             strategy=_strategy_class(namespace)(device="cpu"),
             accelerator="cpu",
             devices=1,
-            max_epochs=1,
             callbacks=[watch],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            limit_val_batches=0,
+            **nothing_around(namespace),
             **settings,
         )
         with contextlib.suppress(_DoneError):
-            trainer.fit(module, _Batches(batch, _NUM_STEPS[fake] * trainer.accumulate_grad_batches))
+            fit(trainer, module, batch, data_module)
     watch.flags = tuple(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, _TOLD)))
     return watch
 
@@ -70,17 +77,54 @@ class _DoneError(Exception):
 
 
 class _Batches:
-    """The same batch some times; each in containers of its own, of which a step may take things away."""
+    """The same batch again and again, each time in tensors and containers of its own: a step may change them.
 
-    def __init__(self, batch: Any, count: int) -> None:
-        self._batch, self._count = batch, count
+    There are more than anybody takes: whoever watches ends the run.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
 
     def __len__(self) -> int:
-        return self._count
+        return _MANY
 
     def __iter__(self) -> Iterator[Any]:
-        for _ in range(self._count):
-            yield tree_map(lambda leaf: leaf, self._batch)
+        for _ in range(_MANY):
+            yield tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self._batch)
+
+
+def nothing_around(namespace: str) -> dict[str, Any]:
+    """Arguments of a `Trainer` that only trains. It has a logger, as steps may use theirs."""
+    return {
+        "logger": import_module(f"{namespace}.loggers.logger").DummyLogger(),
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+    }
+
+
+def fit(trainer: Any, module: Any, batch: Any, data_module: Any = None) -> None:
+    """Train a copy of a module on one batch; its own callbacks stay out of it: they write files.
+
+    Args:
+        trainer: with a callback that ends the run.
+        module: is trained.
+        batch: of each step.
+        data_module: whose hooks see the batch, as in the run.
+    """
+    module.configure_callbacks = lambda: []
+    batches = _Batches(batch)
+    if data_module is None:
+        trainer.fit(module, batches)
+        return
+    data = copy.copy(data_module)
+    data.trainer = None
+    for name in ("prepare_data", "setup", "teardown"):
+        setattr(data, name, lambda *_, **__: None)
+    data.train_dataloader, data.val_dataloader = lambda: batches, lambda: []
+    trainer.fit(module, datamodule=data)
 
 
 @functools.cache
@@ -168,7 +212,7 @@ def _silence() -> Iterator[None]:
     ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(logging.CRITICAL)  # what has no kernel for shapes is an error to the fake mode
     try:
         yield
     finally:

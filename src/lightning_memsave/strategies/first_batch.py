@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import sys
 from collections.abc import Iterator
@@ -38,7 +39,8 @@ def _first_of(loader: Any) -> Any:
     if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.dataset, IterableDataset):
         with contextlib.suppress(StopIteration):
             return _collated(loader)
-    iterator = iter(loader)
+    # A copy: persistent workers would stay with the loader.
+    iterator = iter(copy.copy(loader) if isinstance(loader, DataLoader) else loader)
     if iterator is loader:
         raise setting_error(
             "budget", "needs data that can be read from the start again", type(loader).__name__, _REMEDY

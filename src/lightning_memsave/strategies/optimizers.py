@@ -19,6 +19,7 @@ from lightning_memsave.techniques.optimizer_state import (
     OptimizerState,
     apply_format,
     check_optimizers,
+    check_whole,
     decoded_state_dict,
     for_adafactor,
     gradients_applied,
@@ -108,5 +109,6 @@ def readable(optimizers: Sequence[torch.optim.Optimizer], checkpoint: Mapping[st
 
 
 def _for_torch(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    check_whole(state_dict)
     found = decoded_state_dict(state_dict)
     return for_adafactor(optimizer, found) if isinstance(optimizer, torch.optim.Adafactor) else found

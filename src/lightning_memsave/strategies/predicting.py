@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -27,6 +29,7 @@ from lightning_memsave.memory.breakdown import Breakdown
 from lightning_memsave.memory.facts import FactsMode, ReadsValueError
 from lightning_memsave.memory.fake import Copying, fake_copy, fakes_of, hidden_from_transformers
 from lightning_memsave.memory.ledger import tensors_in
+from lightning_memsave.memory.outside import outside_kept
 from lightning_memsave.memory.predict import Prediction, prediction_of
 from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.planner.recipes import Recipe
@@ -47,26 +50,37 @@ class Predictor:
         batch: what `training_step` takes, or a function that makes it.
         trainer: arguments of the `Trainer` that steps depend on: `precision`, `accumulate_grad_batches`,
             `gradient_clip_val`, `gradient_clip_algorithm`.
+        data_module: of the run, which a step may ask.
         target: `"cuda"`: what a CUDA device would hold, besides; dropout then keeps its mask as it does there.
 
     Raises:
         ValueError: `module` is no LightningModule.
     """
 
-    def __init__(self, module: Any, batch: Any, *, target: Literal["cpu", "cuda"] = "cpu", **trainer: Any) -> None:
+    def __init__(
+        self,
+        module: Any,
+        batch: Any,
+        *,
+        data_module: Any = None,
+        target: Literal["cpu", "cuda"] = "cpu",
+        **trainer: Any,
+    ) -> None:
         if target not in ("cpu", "cuda"):
             raise setting_error("target", "must be 'cpu' or 'cuda'", target, "The default is 'cpu'.")
         self._target = target
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._make = (lambda: module) if isinstance(module, nn.Module) else module
-        self._make_batch = batch if callable(batch) else lambda: batch
+        is_made = isinstance(batch, (types.FunctionType, types.MethodType, functools.partial, type))  # not: callable
+        self._make_batch = batch if is_made else lambda: batch
         self._module = module if isinstance(module, nn.Module) else self._made_of_fakes(module)
-        self._batch = self._made_of_fakes(batch) if callable(batch) else batch
+        self._batch = self._made_of_fakes(batch) if is_made else batch
         try:
-            self._namespace, self._trainer = namespace_of(self._module), trainer
+            self._namespace, self._trainer = namespace_of(self._module), {"max_epochs": 1, **trainer}
         except TypeError as error:
             kind = type(self._module).__name__
             raise setting_error("module", "must be a LightningModule", kind, "Predict its training step.") from error
+        self._data_module = data_module
         self._why: str | None = None  # not on fake tensors
 
     def _made_of_fakes(self, make: Callable[[], Any]) -> Any:
@@ -111,7 +125,17 @@ class Predictor:
     def _fake(self, recipe: Recipe, num_samples: int | None) -> Prediction:
         module: Any = fake_copy(self._module, self._mode)
         batch = fakes_of(self._batch, self._mode)
-        with self._mode, FactsMode(), Copying(), hidden_from_transformers(), self._as_on_target():
+        # A function that is compiled for the first time while modes are on stays eager for ever.
+        eager = torch.compiler.set_stance("force_eager")
+        with (
+            outside_kept(module),
+            eager,
+            self._mode,
+            FactsMode(),
+            Copying(),
+            hidden_from_transformers(),
+            self._as_on_target(),
+        ):
             if num_samples is not None:
                 batch = resized(batch, batch_size(batch), num_samples)
             watch = self._train(module, batch, recipe, fake=True)
@@ -166,7 +190,7 @@ class Predictor:
                 self._batch = self._make_batch()
 
     def _train(self, module: Any, batch: Any, recipe: Recipe, *, fake: bool) -> Any:
-        watch = dry_run(self._namespace, module, batch, recipe, self._trainer, fake=fake)
+        watch = dry_run(self._namespace, module, batch, recipe, self._trainer, self._data_module, fake=fake)
         if watch.breakdown is None:
             raise ValueError("No step can be predicted: `training_step` stopped the training, or there is no batch.")
         return watch

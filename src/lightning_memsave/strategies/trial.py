@@ -21,7 +21,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader
 
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.memory import allocator
@@ -29,6 +28,7 @@ from lightning_memsave.memory.ledger import Ledger, Measurement, tensors_in
 from lightning_memsave.memory.predict import Prediction
 from lightning_memsave.memory.verify import AllocationProfile
 from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.strategies.dry_run import fit, nothing_around
 from lightning_memsave.strategies.mixin import adopt
 from lightning_memsave.strategies.namespaces import namespace_of
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
@@ -38,7 +38,6 @@ from lightning_memsave.techniques.microbatching.split import take
 from lightning_memsave.techniques.registry import Config
 from lightning_memsave.vault.state import Randomness
 
-_NUM_STEPS = 5
 _NOTED_BYTES = 64  # losses and logs of a microbatch, more than they are
 
 
@@ -100,25 +99,15 @@ class Trial:
         return torch.device("cpu") if self._trainer is None else self._trainer.strategy.root_device
 
     def _fit(self, steps: Any, batch: Any) -> None:
-        batches: Any = [batch] * (_NUM_STEPS * self._num_batches)
-        loader: Any = DataLoader(batches, batch_size=None)
-        module = copy.deepcopy(self._module)
-        data = self._data_module(loader)
-        trainer = self._new_trainer(steps)
-        trainer.fit(module, **({"train_dataloaders": loader} if data is None else {"datamodule": data}))
+        data = None if self._trainer is None else self._trainer.datamodule
+        fit(self._new_trainer(steps), copy.deepcopy(self._module), batch, data)
 
     def _new_trainer(self, steps: Any) -> Any:
-        quiet: dict[str, Any] = {
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "num_sanity_val_steps": 0,
-            "limit_val_batches": 0,
-            "max_epochs": 1,
-        }
         if self._trainer is None:
-            return pl.Trainer(accelerator="cpu", devices=1, callbacks=[steps], **quiet)
+            namespace = namespace_of(self._module)
+            return import_module(namespace).Trainer(
+                accelerator="cpu", devices=1, max_epochs=1, callbacks=[steps], **nothing_around(namespace)
+            )
         outer, device, namespace = self._trainer, self._device, namespace_of(self._trainer.strategy)
         return import_module(namespace).Trainer(
             strategy=import_module(f"{namespace}.strategies").SingleDeviceStrategy(device=device),
@@ -128,21 +117,10 @@ class Trial:
             gradient_clip_val=outer.gradient_clip_val,
             gradient_clip_algorithm=outer.gradient_clip_algorithm,
             accumulate_grad_batches=self._num_batches,
+            max_epochs=outer.max_epochs,
             callbacks=[steps],
-            **quiet,
+            **nothing_around(namespace),
         )
-
-    def _data_module(self, loader: Any) -> Any:
-        """The run's data module, as far as a `training_step` may ask it, with our batches."""
-        if self._trainer is None or self._trainer.datamodule is None:
-            return None
-        data = copy.copy(self._trainer.datamodule)
-        data.trainer = None
-        for name in ("prepare_data", "setup", "teardown"):
-            setattr(data, name, _does_nothing)
-        data.train_dataloader = lambda: loader
-        data.val_dataloader = list
-        return data
 
     def _too_large(self) -> Prediction:
         """More than the device has: nothing that fits it."""
@@ -180,10 +158,6 @@ def rest_bytes(batch: Any, num_used: int, *, data: bool = True) -> int:
     total = sum(tensor.nbytes for tensor in tensors_in(batch)) if data else 0
     num_left_out = -(-num_samples // max(1, num_used // 2)) - 2
     return total - total * num_used // num_samples + _NOTED_BYTES * num_left_out
-
-
-def _does_nothing(*_: object, **__: object) -> None:
-    pass
 
 
 class _Steps(pl.Callback):

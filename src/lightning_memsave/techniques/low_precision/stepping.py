@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.optimizers import (
+    IN_BACKWARD,
+    Counts,
     MadeClass,
     bare_step,
     change_class,
@@ -31,10 +34,9 @@ _LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(kw_only=True)
-class _Memory:
+class _Memory(Counts):
     plain_class: type[torch.optim.Optimizer]
     weights: Weights
-    num_steps: int = 0
 
 
 def step_in_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> None:
@@ -47,6 +49,13 @@ def step_in_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> None:
         vars(optimizer)[_MEMORY].weights = weights
         return
     check_steps_parameters_alone(optimizer, "precision")
+    if weights.scaling is not None and vars(optimizer).get(IN_BACKWARD):
+        raise setting_error(
+            "precision",
+            'that scales the loss needs `OptimizerState(gradients="keep")`: an overflow is looked for in all gradients',
+            "gradients that end in backward",
+            'Use `precision="bf16-sr"`, which needs no scaling.',
+        )
     plain_class: Any = type(optimizer)
     change_class(optimizer, _in_float32(plain_class))
     vars(optimizer)[_MEMORY] = _Memory(plain_class=plain_class, weights=weights)
@@ -71,11 +80,11 @@ def _in_float32(plain: Any) -> Any:
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             memory: _Memory = vars(self)[_MEMORY]
             one = functools.partial(_step_in_float32, bare_step(memory.plain_class), self, memory)
-            return step_each(self, memory, closure, one, lambda: _unscale(memory.weights, self.param_groups))
+            return step_each(self, closure, one, lambda: _unscale(memory.weights, self.param_groups))
 
         def scale_loss(self, loss: Tensor) -> Tensor:
             """What to call `backward` on: a multiple of `loss` where float16 gradients need one."""
-            scaling = vars(self)[_MEMORY].weights.scaling
+            scaling = vars(self)[_MEMORY].weights.scaling_now
             return loss if scaling is None else scaling.scale(loss)
 
         def state_dict(self) -> dict[str, Any]:
@@ -116,7 +125,7 @@ def _step_in_float32(
 
 def _unscale(weights: Weights, groups: list[dict[str, Any]]) -> bool:
     """Take the factor of the loss off float32 gradients; False, with nothing changed, for a step that is skipped."""
-    if (scaling := weights.scaling) is None:
+    if (scaling := weights.scaling_now) is None:
         return True
     gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
     overflown = not all_finite(gradients)

@@ -168,6 +168,11 @@ class Weights:
             p.copy_(rounded)
             correction.copy_(latest)
 
+    @property
+    def scaling_now(self) -> LossScaling | None:
+        """Of the loss; `None` as well after `restore`, when `scaling` is there for checkpoints alone."""
+        return self.scaling if self._places else None
+
     @torch.no_grad()
     def restore(self) -> None:
         """Give the parameters their dtypes back, with the values that they have now."""

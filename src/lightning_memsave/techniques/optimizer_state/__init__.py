@@ -32,6 +32,7 @@ the trust ratio that bitsandbytes' 8-bit LAMB drops.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from importlib.util import find_spec
 
@@ -60,7 +61,7 @@ from lightning_memsave.techniques.optimizer_state.kin import (
     find_kin,
     is_8bit,
 )
-from lightning_memsave.techniques.optimizer_state.layout import decoded_state_dict, for_adafactor
+from lightning_memsave.techniques.optimizer_state.layout import check_whole, decoded_state_dict, for_adafactor
 from lightning_memsave.techniques.optimizer_state.release import GradientRelease, GradientsIntoState, InBackward
 from lightning_memsave.techniques.optimizer_state.settings import OptimizerState
 
@@ -72,6 +73,7 @@ __all__ = [
     "apply_format",
     "apply_optimizer_state",
     "check_optimizers",
+    "check_whole",
     "decoded_state_dict",
     "estimate_optimizer_state",
     "for_adafactor",
@@ -209,8 +211,10 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
     else:
         backend, keeps, restore = "own codes", _NAMES[config.format], leave_coded
         become_coded(optimizer, config.format, kept, rank=config.rank, is_compact=is_compact)
-    num_changed = sum(p not in kept for p in parameters)
-    reason = _REASONS.get(config.format)
+    num_changed = sum(p not in kept and _is_changed(p, config) for p in parameters)
+    if not num_changed:
+        warnings.warn(f"{keeps.capitalize()}: no parameter of {name} is large enough.", NoEffectWarning, stacklevel=3)
+    reason = _REASONS.get(config.format) if num_changed else None
     loss_class: LossClass = "changed" if reason else "exact"
     return Applied(
         technique="optimizer_state",
@@ -219,6 +223,10 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
         reasons=(f"{name}'s {reason}",) if reason else (),
         restore=lambda: restore(optimizer),
     )
+
+
+def _is_changed(p: Tensor, config: OptimizerState) -> bool:
+    return config.format != "lowrank" or lowrank.is_worth_it(p, config.rank)
 
 
 def _device_of(optimizer: torch.optim.Optimizer) -> str:
@@ -230,8 +238,6 @@ def _nothing_applied(optimizer: torch.optim.Optimizer) -> Applied:
     name = type(optimizer).__name__
     if not is_low_bit(optimizer):  # float32, of an earlier fit with gradients that went into it
         return Applied(technique="optimizer_state", summary=f"{name} as it was")
-    import warnings
-
     warnings.warn(f"{name} is a low-bit optimizer already.", NoEffectWarning, stacklevel=3)
     return Applied(
         technique="optimizer_state",

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.optimizers import (
     PENDING,
+    Counts,
     MadeClass,
     bare_step,
     change_class,
@@ -48,7 +49,7 @@ _MUST_BE_OFF = ("amsgrad", "centered", "capturable", "differentiable")
 
 
 @dataclass(kw_only=True)
-class Memory:
+class Memory(Counts):
     """What such an optimizer remembers besides its state."""
 
     plain_class: type[torch.optim.Optimizer]
@@ -59,7 +60,6 @@ class Memory:
     is_compact: bool
     """Whether checkpoints have codes instead of float32 moments."""
     numbers: dict[Tensor, int]
-    num_steps: int = 0
     last_number: int = -1
     order: list[Tensor] = field(default_factory=list)
 
@@ -71,6 +71,10 @@ class Memory:
         """Of this step for `p`; `draw` tells several of one step apart."""
         number = self.numbers.setdefault(original(p), len(self.numbers))
         return Noise(mix(8 * number + 1), (self.num_steps * _GOLDEN + draw * _ROOT_OF_2) & 0xFFFFFFFF)
+
+
+def _rank_of(memory: Memory) -> int | None:
+    return memory.rank if memory.state_format == "lowrank" else None
 
 
 def memory_of(optimizer: torch.optim.Optimizer) -> Memory:
@@ -216,13 +220,13 @@ def _class_coded(plain: Any) -> Any:
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             memory = memory_of(self)
             one = functools.partial(_step_one, bare_step(memory.plain_class), self)
-            return step_each(self, memory, closure, one)
+            return step_each(self, closure, one)
 
         def state_dict(self) -> dict[str, Any]:
             return _to_disk(self, super().state_dict())
 
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-            layout.check_state_dict(self, state_dict, moments_of(self), memory_of(self).state_format == "lowrank")
+            layout.check_state_dict(self, state_dict, moments_of(self), _rank_of(memory_of(self)))
             super().load_state_dict({**state_dict, "state": {}, "param_groups": layout.groups_for(self, state_dict)})
             _from_disk(self, state_dict)
 

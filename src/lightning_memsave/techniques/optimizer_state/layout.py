@@ -201,12 +201,13 @@ def numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) ->
 
 
 def check_state_dict(
-    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], moments: tuple[str, ...], is_lowrank: bool = False
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], moments: tuple[str, ...], rank: int | None = None
 ) -> None:
-    """Refuse a state dict that does not belong to an optimizer with these moments.
+    """Refuse a state dict that does not belong to an optimizer with these moments, in subspaces of `rank` if one.
 
     Raises:
-        ValueError: parameter groups differ, or the state is of another optimizer, of a subspace, or of a newer version.
+        ValueError: parameter groups differ, or the state is of another optimizer, of another subspace, or of a newer
+            version.
     """
     version = state_dict.get(SIDE_KEY, {"version": VERSION})["version"]
     if version > VERSION:
@@ -214,13 +215,8 @@ def check_state_dict(
     for number, p in numbered(optimizer, state_dict).items():
         saved = state_dict["state"].get(number, {})
         state = plain_state(saved, p.shape) if saved else saved
-        if lowrank.PROJECTION in state and not is_lowrank:
-            raise setting_error(
-                "optimizer_states",
-                "must have moments of whole gradients",
-                "those of a subspace",
-                'Resume with `optimizer_state="lowrank"`.',
-            )
+        if lowrank.PROJECTION in state:
+            _check_subspace(state[lowrank.PROJECTION], p, rank)
         held = {name for name in (*SIGNED, *POSITIVE) if state.get(name) is not None}
         if state and held != set(moments):
             raise setting_error(
@@ -229,6 +225,33 @@ def check_state_dict(
                 sorted(state),
                 "Resume with the optimizer that wrote the checkpoint.",
             )
+
+
+def _check_subspace(projection: Tensor, p: Tensor, rank: int | None) -> None:
+    """A subspace [R, n] or [n, R] of the gradients of `p`."""
+    if rank is None:
+        raise setting_error(
+            "optimizer_states",
+            "must have moments of whole gradients",
+            "those of a subspace",
+            'Resume with `optimizer_state="lowrank"`.',
+        )
+    saved = min(projection.shape)
+    if saved != rank or not lowrank.is_worth_it(p, rank):
+        raise setting_error(
+            "OptimizerState.rank", "must be that of the checkpoint", rank, f"Use `OptimizerState(rank={saved})`."
+        )
+
+
+def check_whole(state_dict: Mapping[str, Any]) -> None:
+    """Refuse moments of subspaces.
+
+    Raises:
+        ValueError: there are some.
+    """
+    for state in state_dict["state"].values():
+        if lowrank.PROJECTION in state:
+            _check_subspace(state[lowrank.PROJECTION], state[lowrank.PROJECTION], None)
 
 
 def _too_new(version: int) -> ValueError:

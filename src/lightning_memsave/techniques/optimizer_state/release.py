@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.optimizers import PENDING, bare_step, check_steps_parameters_alone, step_one
+from lightning_memsave.core.optimizers import IN_BACKWARD, PENDING, bare_step, check_steps_parameters_alone, step_one
 from lightning_memsave.techniques.optimizer_state import into_state
 from lightning_memsave.techniques.optimizer_state.coded import memory_of
 
@@ -38,6 +38,7 @@ class InBackward(ABC):
         self._optimizers = list(map(weakref.ref, optimizers))  # their state must not wait for the garbage collector
         for reference in self._optimizers:
             check_steps_parameters_alone(_alive(reference), "OptimizerState.gradients")
+            vars(_alive(reference))[IN_BACKWARD] = True
         for reference in self._optimizers:
             for gindex, group in enumerate(_alive(reference).param_groups):
                 for p in group["params"]:
@@ -72,6 +73,8 @@ class InBackward(ABC):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        for optimizer in filter(None, (reference() for reference in self._optimizers)):
+            vars(optimizer).pop(IN_BACKWARD, None)
 
 
 def _alive(reference: weakref.ref[torch.optim.Optimizer]) -> torch.optim.Optimizer:

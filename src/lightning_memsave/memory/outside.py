@@ -1,0 +1,76 @@
+"""What a step may leave outside of its module: caches of functions, attributes of classes, globals of their files.
+
+A step that is run for its shapes alone would leave fake tensors there, and later steps would take them for values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_memsave", "builtins", "abc")
+
+
+@contextlib.contextmanager
+def outside_kept(module: nn.Module) -> Iterator[None]:
+    """Caches that grow inside are emptied; classes of `module`, and the files that define them, get back what they had.
+
+    Dictionaries and lists there get back their items. What is kept elsewhere is not known.
+    """
+    before = _num_misses()
+    spaces = [(space, _items(vars(space))) for space in _spaces(module)]
+    try:
+        yield
+    finally:
+        for cache, misses in _num_misses().items():
+            if misses != before.get(cache, 0) and not _is_of_library(getattr(cache, "__module__", None)):
+                cache.cache_clear()
+        for space, items in spaces:
+            _put_back(space, items)
+
+
+def _num_misses() -> dict[Any, int]:
+    kind = functools._lru_cache_wrapper
+    return {each: each.cache_info().misses for each in gc.get_objects() if type(each) is kind}
+
+
+def _is_of_library(name: str | None) -> bool:
+    return name is None or name.partition(".")[0] in _LIBRARIES
+
+
+def _spaces(module: nn.Module) -> list[Any]:
+    classes = {cls for each in module.modules() for cls in type(each).__mro__ if not _is_of_library(cls.__module__)}
+    files = {cls.__module__ for cls in classes}
+    return [*classes, *(sys.modules[name] for name in files if name in sys.modules)]
+
+
+def _items(names: Any) -> dict[str, tuple[Any, Any]]:
+    """Values by name, with a copy of the items of containers."""
+    return {name: (value, type(value)(value) if type(value) in (dict, list) else None) for name, value in names.items()}
+
+
+def _put_back(space: Any, items: dict[str, tuple[Any, Any]]) -> None:
+    for name in set(vars(space)) - set(items):
+        delattr(space, name)
+    for name, (value, copied) in items.items():
+        if vars(space).get(name) is not value:
+            setattr(space, name, value)
+        if isinstance(copied, dict) and not _are_same([*value.items()], [*copied.items()]):
+            value.clear()
+            value.update(copied)
+        elif isinstance(copied, list) and not _are_same(value, copied):
+            value[:] = copied
+
+
+def _are_same(one: list[Any], other: list[Any]) -> bool:
+    """The same objects; values are not compared, as tensors would be."""
+    return len(one) == len(other) and all(
+        a is b or (type(a) is tuple is type(b) and len(a) == 2 and a[0] is b[0] and a[1] is b[1])
+        for a, b in zip(one, other, strict=True)
+    )
