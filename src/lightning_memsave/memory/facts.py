@@ -45,7 +45,7 @@ _lost: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
 
 class ReadsValueError(RuntimeError):
-    """A step reads a value that is not known; the text is the line."""
+    """A step reads a value that is not known; the text tells the line."""
 
 
 class FactsMode(TorchDispatchMode):
@@ -175,7 +175,7 @@ def _read(func: Any, tensor: Tensor) -> Any:
         return func(tensor)
     except DataDependentOutputException:
         if not _is_library(sys._getframe(2)):
-            raise ReadsValueError(line_text(user_line(2))) from None
+            raise ReadsValueError(f"read at {line_text(user_line(2))}") from None
     return True if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
 
 
@@ -197,7 +197,7 @@ def _equals(func: Any, first: Tensor, second: Tensor) -> bool:
             return bool(func(one, other))
     if _is_library(sys._getframe(2)):
         return False
-    raise ReadsValueError(line_text(user_line(2)))
+    raise ReadsValueError(f"read at {line_text(user_line(2))}")
 
 
 # ------------------------------------------------------------------------------- rules: (args, kwargs) -> facts

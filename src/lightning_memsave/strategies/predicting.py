@@ -117,9 +117,7 @@ class Predictor:
                 raise
             except Exception as error:  # a value is read, or there is no kernel for shapes alone
                 text = " ".join(str(error).split())[:200]
-                self._why = (
-                    f"read at {text}" if isinstance(error, ReadsValueError) else f"{type(error).__name__}: {text}"
-                )
+                self._why = text if isinstance(error, ReadsValueError) else f"{type(error).__name__}: {text}"
         return self._measured(recipe, num_samples)
 
     def _fake(self, recipe: Recipe, num_samples: int | None) -> Prediction:
