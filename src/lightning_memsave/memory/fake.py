@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
@@ -223,6 +223,9 @@ def fakes_of(tree: Any, mode: FakeTensorMode, device: torch.device | str = "cpu"
 class Copying(TorchFunctionMode):
     """`copy.deepcopy` of a tensor calls `copied` while this is entered: torch's own way fails among fake tensors.
 
+    So does the conversion of a module, which swaps its parameters: the fake mode remembers what it has made by weak
+    references, and what has some cannot be swapped (`fake_tensor_converter`, private, seen in torch 2.13).
+
     Args:
         copied: by default, another fake tensor like a fake one.
     """
@@ -238,7 +241,10 @@ class Copying(TorchFunctionMode):
             if id(tensor) not in memo:
                 memo[id(tensor)] = self._copied(tensor)
             return memo[id(tensor)]
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func in (Tensor.to, Tensor.detach, Tensor.requires_grad_) and isinstance(out, FakeTensor):
+            out.fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        return out
 
 
 def _copied(tensor: Tensor) -> Tensor:
