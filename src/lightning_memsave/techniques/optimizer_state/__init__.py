@@ -212,8 +212,6 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
         backend, keeps, restore = "own codes", _NAMES[config.format], leave_coded
         become_coded(optimizer, config.format, kept, rank=config.rank, is_compact=is_compact)
     num_changed = sum(p not in kept and _is_changed(p, config) for p in parameters)
-    if not num_changed:
-        warnings.warn(f"{keeps.capitalize()}: no parameter of {name} is large enough.", NoEffectWarning, stacklevel=3)
     reason = _REASONS.get(config.format) if num_changed else None
     loss_class: LossClass = "changed" if reason else "exact"
     return Applied(
