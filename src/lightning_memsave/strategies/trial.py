@@ -91,8 +91,7 @@ class Trial:
         if used is None:
             return self._batch, 0
         part = take(self._batch, 0, used, batch_size(self._batch))
-        # On CPU a part is a view, which holds the whole storage.
-        return part, rest_bytes(self._batch, used, data=self._device.type != "cpu")
+        return part, rest_bytes(self._batch, used)
 
     @property
     def _device(self) -> torch.device:
@@ -146,16 +145,15 @@ def two_microbatches(techniques: Sequence[Config], batch: Any) -> int | None:
     return used if used < num_samples else None
 
 
-def rest_bytes(batch: Any, num_used: int, *, data: bool = True) -> int:
+def rest_bytes(batch: Any, num_used: int) -> int:
     """What the samples of a batch that are not used would add: their bytes, and what is noted of their microbatches.
 
     Args:
         batch: all of it.
         num_used: samples, in two microbatches.
-        data: whether their own bytes are not there.
     """
     num_samples = batch_size(batch)
-    total = sum(tensor.nbytes for tensor in tensors_in(batch)) if data else 0
+    total = sum(tensor.nbytes for tensor in tensors_in(batch))
     num_left_out = -(-num_samples // max(1, num_used // 2)) - 2
     return total - total * num_used // num_samples + _NOTED_BYTES * num_left_out
 
