@@ -63,7 +63,7 @@ class ResidualBlock(nn.Module):
         return x + self.down(self.gelu(self.up(self.norm(x))))
 
 
-def deep_chain(setting: str, num_blocks: int, width: int = 128, num_tokens: int = 1024) -> Subject:
+def deep_chain(setting: str, num_blocks: int, width: int = 256, num_tokens: int = 512) -> Subject:
     """A chain of equal residual blocks; gradients exist before the step, and nothing but them changes."""
     torch.manual_seed(0)
     model = nn.Sequential(*(ResidualBlock(width) for _ in range(num_blocks)))

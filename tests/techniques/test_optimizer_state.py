@@ -215,6 +215,29 @@ def test_bytes_per_parameter_of_the_docstring():
         assert total / 1024**2 == pytest.approx(expected, abs=0.003)
 
 
+@pytest.mark.parametrize(
+    "selector", ["odd", "Lin*", nn.Linear, lambda name, module: name in ("odd", "linear", "small")]
+)
+def test_modules_that_are_named_stay_32bit(selector):
+    model, config = Mixed(), OptimizerState(min_size=0, keep_32bit=selector, backend="bitsandbytes")
+    optimizer = PLAIN["AdamW"](model.parameters())
+    estimate = estimate_optimizer_state(optimizer, config, model)
+    apply_optimizer_state(optimizer, config, model)
+    run_steps(model, optimizer, range(2))
+    kept = {n for n, p in model.named_parameters() if state_dtypes(optimizer, p) == {torch.float32}}
+    assert kept >= {"odd.weight", "odd.bias"}
+    assert ("linear.weight" in kept) == (selector != "odd")
+    assert state_bytes(optimizer) == estimate
+
+
+def test_a_selector_that_matches_nothing_is_refused_before_anything_changes():
+    model = Mixed()
+    optimizer = PLAIN["AdamW"](model.parameters())
+    with pytest.raises(ValueError, match=r"OptimizerState.keep_32bit. must match a module, got 'heads'"):
+        apply_optimizer_state(optimizer, OptimizerState(keep_32bit=("odd", "heads")), model)
+    assert type(optimizer) is torch.optim.AdamW
+
+
 @pytest.mark.parametrize("settings", [{"format": "3bit"}, {"min_size": -1}])
 def test_settings_are_checked(settings):
     with pytest.raises(ValueError, match=r"optimizer_state|OptimizerState\.min_size"):

@@ -365,3 +365,20 @@ def test_adagrad_of_bfloat16_weights_keeps_float32_state():
     apply_low_precision(model, optimizer, LowPrecision())
     run_steps(model, optimizer, range(3))
     assert {state["sum"].dtype for state in optimizer.state.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("first", ["8bit", "fp8", "offload", "bitsandbytes"])
+def test_another_format_replaces_an_earlier_one(first):
+    model = big_model()
+    optimizer = PLAIN["AdamW"](model.parameters())
+    config = OptimizerState(backend="bitsandbytes", **ALL) if first == "bitsandbytes" else FORMATS[first]
+    apply_optimizer_state(optimizer, config, model)
+    run_steps(model, optimizer, range(3))
+    applied = apply_optimizer_state(optimizer, FORMATS["4bit"], model)
+    assert "4-bit" in applied.summary
+    run_steps(model, optimizer, range(3, 4))
+    estimate = estimate_optimizer_state(PLAIN["AdamW"](model.parameters()), FORMATS["4bit"], model)
+    assert bytes_held(optimizer) == estimate
+    assert all(float(state["step"]) == 4 for state in optimizer.state.values())
+    applied.undo()
+    assert type(optimizer) is torch.optim.AdamW

@@ -107,3 +107,25 @@ def test_a_format_that_nothing_is_large_enough_for_says_so(state_format, width):
     applied = apply_optimizer_state(optimizer, OptimizerState(format=state_format), model)
     assert applied.loss_class == "exact"
     assert "for 0 of 4 parameters" in applied.summary
+
+
+def test_the_lower_layer_cannot_be_undone_first():
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    state = apply_optimizer_state(optimizer, OptimizerState(format="fp8", min_size=1), model)
+    precision = apply_low_precision(model, optimizer, LowPrecision(format="bf16-sr"))
+    before = type(optimizer)
+    with pytest.raises(RuntimeError, match=r"AdamWCodedInFloat32 was changed again .* Undo the latest change first"):
+        state.undo()
+    assert type(optimizer) is before
+    precision.undo()
+    state.undo()  # the way back was not lost
+    assert type(optimizer) is torch.optim.AdamW
+
+
+def test_a_format_cannot_change_beneath_a_precision():
+    model = model_of()
+    optimizer = prepared(model, OptimizerState(format="fp8", min_size=1), "bf16-sr")
+    with pytest.raises(ValueError, match=r"cannot change .* got \"'4bit' instead of 'fp8'\".*new optimizer"):
+        apply_optimizer_state(optimizer, OptimizerState(format="4bit", min_size=1), model)
+    assert type(optimizer).__name__ == "AdamWCodedInFloat32"

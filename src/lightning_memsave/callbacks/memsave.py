@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_info
-
 from lightning_memsave.callbacks.monitor import MemoryMonitor
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import MemoryReport
@@ -159,12 +157,6 @@ class MemSave(MemoryMonitor):
         if self.budgeted is not None and meter.tracked is not None:
             self.budgeted.check(trainer, meter.tracked, has_changed)
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Write the final figures, and how the plan turned out."""
-        super().on_fit_end(trainer, pl_module)
-        if self._leader is None and self.plan is not None:
-            rank_zero_info(outcome(self.plan, self.report))
-
     def state_dict(self) -> dict[str, Any]:
         """The plan, and what was learned about this machine's memory: a resumed run starts where this one stopped."""
         planned = {} if self.budgeted is None else self.budgeted.state_dict()
@@ -176,6 +168,9 @@ class MemSave(MemoryMonitor):
             self.budgeted.load_state_dict(state_dict)
         if self._state is not None and state_dict:
             self._state.load_state_dict(state_dict)
+
+    def _outcome(self) -> str | None:
+        return super()._outcome() if self.plan is None else outcome(self.plan, self.report)
 
     def _headlines(self) -> dict[str, float]:
         config = self.recipe.get(Microbatching)

@@ -205,8 +205,12 @@ class MemoryMonitor(Callback):
         """Write the final figures to the loggers that keep summaries, and one line for people."""
         if self._leader is None:
             log_summary(trainer, self.report)
-        if (text := miss_text(self.report)) is not None:
+        if (text := self._outcome()) is not None:
             rank_zero_info(text)
+
+    def _outcome(self) -> str | None:
+        """The line for people, of what this callback was told to expect."""
+        return None if self._prediction is None else miss_text(self.report)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop measuring and keep the figures; when memory has run out, say what is alive and what would help."""

@@ -23,11 +23,13 @@ from lightning_memsave.core.errors import setting_error
 class MadeClass(type):
     """The kind of classes that are made at run time from a plain one: pickled as how they are made.
 
-    Such a class has two attributes: `made_by`, a function of a module, and `made_from`, what it was given.
+    Such a class has three attributes: `made_by`, a function of a module; `made_from`, what it was given; and
+    `memory_name`, the attribute in which its instances remember what is theirs.
     """
 
     made_by: Callable[[Any], type]
     made_from: Any
+    memory_name: str
 
 
 def _make(function: Callable[[Any], Any], plain: Any) -> Any:
@@ -44,6 +46,23 @@ def change_class(optimizer: torch.optim.Optimizer, new: type[torch.optim.Optimiz
     optimizer._patch_step_function()  # torch profiles `step` per class
     if counted is not None:
         _count_steps_for_schedulers(optimizer)
+
+
+def is_latest(optimizer: torch.optim.Optimizer, memory: str) -> bool:
+    """Whether the change to which the attribute `memory` belongs is the latest one of this optimizer's class."""
+    return bool(getattr(type(optimizer), "memory_name", None) == memory)
+
+
+def check_latest(optimizer: torch.optim.Optimizer, memory: str) -> None:
+    """Refuse to undo a change of class beneath another one.
+
+    Raises:
+        RuntimeError: another change came later and is still there.
+    """
+    if not is_latest(optimizer, memory):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} was changed again after what is being undone. Undo the latest change first."
+        )
 
 
 def _count_steps_for_schedulers(optimizer: torch.optim.Optimizer) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.units import format_bytes
 
 LossClass = Literal["exact", "unbiased", "changed"]
 LOSS_CLASSES: tuple[LossClass, ...] = ("exact", "unbiased", "changed")
@@ -46,9 +47,8 @@ class Applied:
 
     def undo(self) -> None:
         """Restore what was changed. Calling it twice is safe."""
-        restore = self.restore
+        self.restore()
         self.keep()
-        restore()
 
     def keep(self) -> None:
         """Leave the change in place for good; frees what the way back holds."""
@@ -79,6 +79,28 @@ class Miss(NamedTuple):
     """The one that was missed most."""
     category_bytes: int
     """By how much, with the same sign."""
+
+    @classmethod
+    def between(
+        cls,
+        predicted_bytes: int,
+        predicted: Mapping[str, int],
+        measured_bytes: int,
+        measured: Mapping[str, int],
+    ) -> Miss:
+        """Of a predicted peak from a measured one, both with their categories."""
+        misses = {name: predicted.get(name, 0) - size for name, size in measured.items()}
+        category = max(misses, key=lambda name: abs(misses[name]), default="")
+        return cls(predicted_bytes / measured_bytes - 1, category, misses.get(category, 0))
+
+    @property
+    def is_much(self) -> bool:
+        """Whether people should be told of it: more than 3 %."""
+        return abs(self.fraction) > 0.03
+
+    def __str__(self) -> str:
+        kind, size = self.category.replace("_", " "), format_bytes(abs(self.category_bytes))
+        return f"{size} too {'much' if self.category_bytes > 0 else 'little'} {kind} predicted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +159,7 @@ class MemoryReport:
         """
         if not self.peak_bytes or self.predicted_peak_bytes is None:
             return None
-        misses = {name: self.predicted_by_category.get(name, 0) - size for name, size in self.by_category.items()}
-        category = max(misses, key=lambda name: abs(misses[name]), default="")
-        return Miss(self.predicted_peak_bytes / self.peak_bytes - 1, category, misses.get(category, 0))
+        return Miss.between(self.predicted_peak_bytes, self.predicted_by_category, self.peak_bytes, self.by_category)
 
     @property
     def loss_class(self) -> LossClass:

@@ -34,7 +34,7 @@ class Budget:
         elif not 0 < self._ratio <= 1:
             raise setting_error(
                 "budget",
-                "must be at most the device's memory, or at most the plain step's peak",
+                "must be above 0, and at most the device's memory or the plain step's peak",
                 self.text,
                 'For example "60%" of the device, or "0.25x" of the plain step.',
             )

@@ -163,9 +163,15 @@ class Plan:
         """The plan that `to_json` wrote.
 
         Raises:
-            ValueError: as `from_dict`.
+            ValueError: it is no JSON; as `from_dict`.
         """
-        return cls.from_dict(json.loads(text))
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise setting_error(
+                "plan", "must be what `Plan.to_json` wrote", text[:40], f"JSON says: {error}."
+            ) from error
+        return cls.from_dict(data)
 
 
 def _split(by_category: Mapping[str, int]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from lightning_memsave.core.report import MemoryReport
+from lightning_memsave.core.report import MemoryReport, Miss
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.memory.alive import Alive
 from lightning_memsave.memory.growth import Growth
@@ -15,7 +15,6 @@ from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.planner.plan import Plan
 
 _MAX_LINES = 12  # of each list: a page, not a book
-_MUCH = 0.03  # of the measured peak
 
 _REMEDIES: Mapping[str, Sequence[tuple[str, str]]] = {
     "activations": (
@@ -44,12 +43,13 @@ def outcome(plan: Plan, report: MemoryReport) -> str:
     if report.peak_bytes is None:
         return f"{predicted}; no step was measured."
     largest = max(report.by_category, key=lambda name: report.by_category[name])
-    miss = report.peak_bytes / plan.peak_bytes - 1
+    miss = Miss.between(plan.peak_bytes, plan.by_category, report.peak_bytes, report.by_category)
+    detail = f": {miss}" if miss.is_much else ""
     factor = "" if report.factor is None else f", {report.factor:.2f}x below the plain step"
     kernels = f" and {format_bytes(plan.workspace_bytes)} in kernels" if plan.workspace_bytes else ""
     return (
-        f"{predicted}, {format_bytes(report.peak_bytes)} measured ({miss:+.1%}){kernels}{factor}; limited by {largest} "
-        f"({report.by_category[largest] / report.peak_bytes:.0%} of the peak)."
+        f"{predicted}, {format_bytes(report.peak_bytes)} measured ({miss.fraction:+.1%}{detail}){kernels}{factor}; "
+        f"limited by {largest} ({report.by_category[largest] / report.peak_bytes:.0%} of the peak)."
     )
 
 
@@ -76,10 +76,7 @@ def miss_text(report: MemoryReport) -> str | None:
         return None
     predicted, measured = format_bytes(report.predicted_peak_bytes), format_bytes(report.peak_bytes)
     text = f"memsave: peak predicted {predicted}, measured {measured} ({miss.fraction:+.1%})"
-    if abs(miss.fraction) <= _MUCH:
-        return f"{text}."
-    kind, size = miss.category.replace("_", " "), format_bytes(abs(miss.category_bytes))
-    return f"{text}: {size} too {'much' if miss.category_bytes > 0 else 'little'} {kind} predicted."
+    return f"{text}: {miss}." if miss.is_much else f"{text}."
 
 
 def post_mortem_text(kinds: Sequence[Alive], applied: Collection[str], measured: Measurement | None, error: str) -> str:

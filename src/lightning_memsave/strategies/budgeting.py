@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.errors import BudgetWarning, setting_error
+from lightning_memsave.core.report import Miss
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.memory.allocator import total_bytes
 from lightning_memsave.memory.ledger import Measurement
@@ -30,9 +31,6 @@ from lightning_memsave.strategies.trial import StepFailedError, Trial, rest_byte
 from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size, why_not_exact
 from lightning_memsave.techniques.registry import Config
-
-MISS = 0.03
-"""A step that takes more or less than predicted by this fraction is told of."""
 
 SMALL_BYTES = 64 * 2**20
 """A plain step of a smaller peak on CPU is run for real: that takes less time than running it for its shapes alone."""
@@ -53,6 +51,7 @@ class BudgetedRun:
     Args:
         budget: as the user wrote it.
         recipe: what may be used.
+        plan: to train with, instead of making one.
     """
 
     def __init__(self, budget: Budget | None, recipe: Recipe, plan: Plan | None = None) -> None:
@@ -103,10 +102,13 @@ class BudgetedRun:
         plan = self.plan
         if plan is None:
             return
-        miss = step.peak_bytes / plan.peak_bytes - 1
-        if abs(miss) > MISS and not self._has_told:
+        miss = Miss.between(plan.peak_bytes, plan.by_category, step.peak_bytes, step.by_category)
+        if miss.is_much and not self._has_told:
             self._has_told = True
-            rank_zero_info(f"memsave: {_miss(plan, step, miss)}")
+            rank_zero_info(
+                f"memsave: a step took {format_bytes(step.peak_bytes)} where {format_bytes(plan.peak_bytes)} was "
+                f"predicted ({miss.fraction:+.1%}): {miss}."
+            )
         over = step.peak_bytes + plan.workspace_bytes - plan.budget_bytes
         if over > 0 and not changed and not self._has_warned:
             self._has_warned = True
@@ -249,13 +251,3 @@ def _refuse(budget: Budget, ways: Sequence[str]) -> None:
                 budget.text,
                 "Set techniques by hand, for example `microbatch=8`.",
             )
-
-
-def _miss(plan: Plan, step: Measurement, miss: float) -> str:
-    differences = {name: size - plan.by_category.get(name, 0) for name, size in step.by_category.items()}
-    name = max(differences, key=lambda each: abs(differences[each]))
-    return (
-        f"a step took {format_bytes(step.peak_bytes)} where {format_bytes(plan.peak_bytes)} was predicted "
-        f"({miss:+.1%}); most of it is {name}: {format_bytes(step.by_category[name])} instead of "
-        f"{format_bytes(plan.by_category.get(name, 0))}."
-    )

@@ -1,6 +1,6 @@
 """A run on paper: Lightning's own loop for two or three steps, watched by a ledger, with nothing around it.
 
-For predictions: no device, no loggers, no checkpoints, no progress bar, and no trace in the random state.
+For predictions: no device, a logger that writes nothing, no checkpoints, no progress bar, no trace in the random state.
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ import contextlib
 import copy
 import functools
 import logging
-import random
-import sys
 import warnings
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -25,7 +22,7 @@ from lightning_memsave.memory.breakdown import Breakdown, BreakdownLedger
 from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.mixin import adopt
-from lightning_memsave.strategies.namespaces import NAMESPACES
+from lightning_memsave.strategies.random_state import random_state_kept
 from lightning_memsave.strategies.run_state import MemSaveState
 from lightning_memsave.techniques.microbatching import Microbatching
 
@@ -56,7 +53,7 @@ def dry_run(
         fake: whether module and batch are of fake tensors.
     """
     watch = _watch_class(namespace)(MemSaveState(recipe), fake)
-    with random_state_kept(), _silence(), warnings.catch_warnings(record=True) as caught:
+    with random_state_kept(), silence(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = import_module(namespace).Trainer(
             strategy=_strategy_class(namespace)(device="cpu"),
@@ -190,31 +187,11 @@ def _strategy_class(namespace: str) -> Any:
 
 
 @contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Whatever is drawn inside, the generators of Python, numpy and torch's CPU go on from here."""
-    state, numpy = random.getstate(), sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """A prediction is no run that anybody wants to read about."""
-    loggers = [
-        logging.getLogger(name)
-        for name in (*NAMESPACES, "lightning.fabric", "lightning_fabric", "torch._subclasses.fake_tensor")
-    ]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)  # what has no kernel for shapes is an error to the fake mode
+def silence() -> Iterator[None]:
+    """Nothing is logged: a run beside the user's is no run that anybody wants to read about."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # what has no kernel for shapes is an error to the fake mode
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.strategies.namespaces import loaders_of
+from lightning_memsave.strategies.random_state import random_state_kept
 
 _REMEDY = "Plan before with `plan_training(module, batch, MemSave(budget=...))` and train with `MemSave(plan)`."
 
@@ -28,7 +27,7 @@ def first_batch(trainer: Any) -> Any:
         ValueError: the loader is an iterator, of which a batch would be missing afterwards, or it is empty.
     """
     found = loaders_of(trainer)
-    with _undrawn(), contextlib.ExitStack() as stack:
+    with random_state_kept(), contextlib.ExitStack() as stack:
         loaders, structure = tree_flatten(getattr(found, "iterables", found))  # of a CombinedLoader
         for loader in loaders:
             stack.enter_context(_generators_of(loader))
@@ -58,20 +57,6 @@ def _collated(loader: DataLoader[Any]) -> Any:
         return loader.collate_fn(loader.dataset[next(iter(loader.sampler))])
     indices = next(iter(loader.batch_sampler))
     return loader.collate_fn([loader.dataset[index] for index in indices])
-
-
-@contextlib.contextmanager
-def _undrawn() -> Iterator[None]:
-    """What was drawn inside is drawn again."""
-    numpy = sys.modules.get("numpy")
-    states = torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        if numpy is not None:
-            numpy.random.set_state(states[2])
 
 
 @contextlib.contextmanager

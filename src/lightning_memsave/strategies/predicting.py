@@ -33,8 +33,9 @@ from lightning_memsave.memory.outside import outside_kept
 from lightning_memsave.memory.predict import Prediction, prediction_of
 from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.strategies.dry_run import dry_run, random_state_kept
+from lightning_memsave.strategies.dry_run import dry_run
 from lightning_memsave.strategies.namespaces import namespace_of
+from lightning_memsave.strategies.random_state import random_state_kept
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
 from lightning_memsave.techniques.microbatching.split import resized, take
 

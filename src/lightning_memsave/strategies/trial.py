@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
-import random
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -28,15 +26,15 @@ from lightning_memsave.memory.ledger import Ledger, Measurement, tensors_in
 from lightning_memsave.memory.predict import Prediction
 from lightning_memsave.memory.verify import AllocationProfile
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.strategies.dry_run import fit, nothing_around
+from lightning_memsave.strategies.dry_run import fit, nothing_around, silence
 from lightning_memsave.strategies.mixin import adopt
 from lightning_memsave.strategies.namespaces import namespace_of
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
+from lightning_memsave.strategies.random_state import random_state_kept
 from lightning_memsave.strategies.run_state import MemSaveState
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
 from lightning_memsave.techniques.microbatching.split import take
 from lightning_memsave.techniques.registry import Config
-from lightning_memsave.vault.state import Randomness
 
 _NOTED_BYTES = 64  # losses and logs of a microbatch, more than they are
 
@@ -68,7 +66,8 @@ class Trial:
         """The peak under these settings."""
         batch, missing_bytes = self._as_much_as_shows(techniques)
         steps = _Steps(Recipe("trial", tuple(techniques)), self._num_batches)
-        with _without_a_trace(self._module), _quietly():
+        with _without_a_trace(self._module), silence(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is said of a trial would be taken for the run's
             try:
                 self._fit(steps, batch)
             except _DoneError:
@@ -233,31 +232,13 @@ class _Steps(pl.Callback):
 
 @contextlib.contextmanager
 def _without_a_trace(module: Any) -> Iterator[None]:
-    """The generators of torch, Python and numpy, and gradient mode, leave as they came."""
+    """Random states and gradient mode leave as they came."""
     devices = {p.device for p in module.parameters()}
     if (accelerator := torch.accelerator.current_accelerator()) is not None and torch.accelerator.is_available():
         devices.add(torch.device(accelerator.type, torch.accelerator.current_device_index()))
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
     is_enabled = torch.is_grad_enabled()
-    with Randomness.untouched(devices):
+    with random_state_kept(devices):
         try:
             yield
         finally:
-            random.setstate(python)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
             torch.set_grad_enabled(is_enabled)
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """What Lightning says of a trial would be taken for the run's."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

@@ -35,7 +35,6 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
+from lightning_memsave.core.selection import is_selected
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.numerics.kbit import coded_bytes
 from lightning_memsave.vault import Rank, Tally, Vault
@@ -236,7 +236,7 @@ def _set_modules(model: nn.Module, vault: Vault, patterns: Mapping[str, str]) ->
     """Hooks that tell the vault which codec holds inside which module."""
     unused, removals = set(patterns), []
     for name, module in model.named_modules():
-        matching = [p for p in patterns if any(fnmatchcase(text, p) for text in (name, type(module).__name__))]
+        matching = [pattern for pattern in patterns if is_selected(pattern, name, module)]
         unused.difference_update(matching)
         if matching:
             hooks = _Within(vault, RANKS[patterns[matching[0]]])

@@ -51,7 +51,7 @@ class CheckpointingPlan:
         return found + peak + budget
 
 
-_MARGIN = 100  # of a budget, one part is left free
+_MARGIN = 100  # of what a budget leaves for the step itself, one part is kept free
 _MEANING = "on CPU: tensors and kernels' workspace; on CUDA: what the allocator reserves"
 
 
@@ -133,7 +133,8 @@ class Planner:
 
     def _fit(self, limit_bytes: int) -> tuple[CheckpointingPlan | None, int]:
         """A plan with a little to spare, as workspace is modelled; to the byte where that is all there is."""
-        with_margin = limit_bytes if self._replay.peak_bytes() <= limit_bytes else limit_bytes - limit_bytes // _MARGIN
+        spare = max(0, limit_bytes - self._replay.live_before(0)) // _MARGIN
+        with_margin = limit_bytes if self._replay.peak_bytes() <= limit_bytes else limit_bytes - spare
         fit, lowest = fit_budget(self._trace, self._replay, with_margin)
         if fit is None and lowest <= limit_bytes:
             fit, lowest = fit_budget(self._trace, self._replay, limit_bytes)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.selection import is_selected
 
 Region = tuple[str, ...]
 """Names of modules that are called one after the other."""
@@ -38,7 +38,7 @@ def select_regions(
     if wanted is None:
         found = repeated_blocks(model)
     else:
-        found = _outermost([(n, m) for n, m in model.named_modules() if n and _matches(wanted, n, m)])
+        found = _outermost([(n, m) for n, m in model.named_modules() if n and is_selected(wanted, n, m)])
     if not found:
         there_is = Counter(type(m).__name__ for n, m in model.named_modules() if n and any(m.children()))
         blocks = ", ".join(f"{kind} ({count})" for kind, count in there_is.items()) or "no module with children"
@@ -69,14 +69,6 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     blocks = [(name, child) for name, child in members if not isinstance(child, _CONTAINERS)]
     # A ModuleList is never called itself, so it cannot be a region.
     return _outermost(blocks or [(n, c) for n, c in members if isinstance(c, nn.Sequential)])
-
-
-def _matches(wanted: Any, name: str, module: nn.Module) -> bool:
-    if isinstance(wanted, str):
-        return any(fnmatchcase(text, wanted) for text in (name, type(module).__name__))
-    if isinstance(wanted, type):
-        return isinstance(module, wanted)
-    return bool(wanted(name, module))
 
 
 def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -45,6 +45,7 @@ from torch import nn
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
+from lightning_memsave.core.selection import Selector, as_selectors
 from lightning_memsave.techniques.low_precision.scaling import LossScaling
 from lightning_memsave.techniques.low_precision.stepping import (
     load_counter,
@@ -76,7 +77,7 @@ class LowPrecision:
 
     format: Literal["bf16-sr", "bf16+8", "bf16-kahan", "fp16-scaled", "bf16-gradients"] = "bf16-sr"
     """How weights are stored."""
-    keep_32bit: tuple[str | type[nn.Module], ...] = ()
+    keep_32bit: tuple[Selector, ...] = ()
     """Modules whose parameters stay float32, besides normalisation layers: classes, or patterns (`*`, `?`) for class
     names or qualified names."""
     seed: int = 0
@@ -106,8 +107,7 @@ class LowPrecision:
             raise setting_error(
                 "LowPrecision.lower_frozen", "needs a format of weights", self.format, 'Use `format="bf16-sr"`.'
             )
-        is_one = isinstance(self.keep_32bit, (str, type))
-        object.__setattr__(self, "keep_32bit", (self.keep_32bit,) if is_one else tuple(self.keep_32bit))
+        object.__setattr__(self, "keep_32bit", as_selectors(self.keep_32bit))
 
     @property
     def rows(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from lightning_memsave.core.optimizers import (
     MadeClass,
     bare_step,
     change_class,
+    check_latest,
     check_steps_parameters_alone,
     original,
     stand_in,
@@ -65,7 +66,12 @@ def step_in_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> None:
 
 
 def step_plainly(optimizer: torch.optim.Optimizer) -> None:
-    """Undo `step_in_float32`."""
+    """Undo `step_in_float32`.
+
+    Raises:
+        RuntimeError: the optimizer was changed again since.
+    """
+    check_latest(optimizer, _MEMORY)
     memory: _Memory = vars(optimizer).pop(_MEMORY)
     for state in optimizer.state.values():
         _lengthen(state)
@@ -75,7 +81,7 @@ def step_plainly(optimizer: torch.optim.Optimizer) -> None:
 @functools.cache
 def _in_float32(plain: Any) -> Any:
     class InFloat32(plain, metaclass=MadeClass):  # type: ignore[misc]  # a base known at run time
-        made_by, made_from = _in_float32, plain
+        made_by, made_from, memory_name = _in_float32, plain, _MEMORY
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             memory: _Memory = vars(self)[_MEMORY]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.selection import Selector, is_norm, select
 from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.numerics.kernels import round_to_bfloat16, round_to_float16
 from lightning_memsave.numerics.master import join, split
@@ -37,36 +37,14 @@ FORMATS: Mapping[str, Format] = {
 }
 
 
-def parameters_kept_32bit(model: nn.Module, keep_32bit: tuple[str | type[nn.Module], ...]) -> set[Tensor]:
+def parameters_kept_32bit(model: nn.Module, keep_32bit: tuple[Selector, ...]) -> set[Tensor]:
     """Parameters of normalisation layers, and of modules that are named.
 
     Raises:
         ValueError: a selector that matches no module.
     """
-    kept: set[Tensor] = set()
-    matched = dict.fromkeys(keep_32bit, False)
-    for name, module in model.named_modules():
-        if "Norm" in type(module).__name__ and not any(module.children()):
-            kept.update(module.parameters(recurse=False))
-        for selector in keep_32bit:
-            if _matches(selector, name, module):
-                matched[selector] = True
-                kept.update(module.parameters())
-    for selector, has_matched in matched.items():
-        if not has_matched:
-            raise setting_error(
-                "LowPrecision.keep_32bit",
-                "must match a module",
-                selector,
-                "Compare it with the names in `model.named_modules()` and their classes.",
-            )
-    return kept
-
-
-def _matches(selector: str | type[nn.Module], name: str, module: nn.Module) -> bool:
-    if isinstance(selector, type):
-        return isinstance(module, selector)
-    return fnmatchcase(name, selector) or fnmatchcase(type(module).__name__, selector)
+    kept = {p for module in select("LowPrecision.keep_32bit", keep_32bit, model) for p in module.parameters()}
+    return kept.union(*(module.parameters(recurse=False) for module in model.modules() if is_norm(module)))
 
 
 @dataclass(frozen=True)
@@ -100,7 +78,7 @@ class Weights:
         self,
         model: nn.Module,
         weight_format: str,
-        keep_32bit: tuple[str | type[nn.Module], ...],
+        keep_32bit: tuple[Selector, ...],
         seed: int,
         lower_frozen: bool = False,
         scaling: LossScaling | None = None,

@@ -40,10 +40,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import NoEffectWarning, setting_error
+from lightning_memsave.core.optimizers import is_latest
 from lightning_memsave.core.report import Applied, LossClass, worst_loss_class
+from lightning_memsave.core.selection import is_norm, select
 from lightning_memsave.numerics.blockwise import num_blocks
 from lightning_memsave.techniques.optimizer_state import lowrank
 from lightning_memsave.techniques.optimizer_state.codecs import codec_of
+from lightning_memsave.techniques.optimizer_state.coded import MEMORY as CODED
 from lightning_memsave.techniques.optimizer_state.coded import (
     become_coded,
     check_coded,
@@ -54,12 +57,14 @@ from lightning_memsave.techniques.optimizer_state.coded import (
 )
 from lightning_memsave.techniques.optimizer_state.conversion import from_plain, to_plain
 from lightning_memsave.techniques.optimizer_state.into_state import check_into_state
+from lightning_memsave.techniques.optimizer_state.kin import MEMORY as KIN
 from lightning_memsave.techniques.optimizer_state.kin import (
     become_8bit,
     become_plain,
     check_paged,
     find_kin,
     is_8bit,
+    is_paged,
 )
 from lightning_memsave.techniques.optimizer_state.layout import check_whole, decoded_state_dict, for_adafactor
 from lightning_memsave.techniques.optimizer_state.release import GradientRelease, GradientsIntoState, InBackward
@@ -113,15 +118,31 @@ def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
     return is_8bit(optimizer) or type(optimizer).__module__.startswith("bitsandbytes")
 
 
+def _format_of(optimizer: torch.optim.Optimizer) -> str:
+    if is_coded(optimizer):
+        return memory_of(optimizer).state_format
+    return "paged" if is_paged(optimizer) else "8bit"
+
+
+def _must_change(optimizer: torch.optim.Optimizer, config: OptimizerState) -> bool:
+    """Whether an earlier call has given it another format."""
+    return (is_coded(optimizer) or is_8bit(optimizer)) and _format_of(optimizer) != config.format
+
+
 def parameters_kept_32bit(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> set[Tensor]:
-    """The parameters whose state stays float32 because of their size or the module they belong to."""
+    """The parameters whose state stays float32, on their device: because of their size, or the module they belong to.
+
+    Raises:
+        ValueError: a selector that matches no module.
+    """
     kept: set[Tensor] = {p for group in optimizer.param_groups for p in group["params"] if p.numel() < config.min_size}
+    for module in select("OptimizerState.keep_32bit", config.keep_32bit, model):
+        kept.update(module.parameters())
     if config.format in _MUST_MOVE:
         return kept
     for module in model.modules():
-        is_norm = "Norm" in type(module).__name__ and not any(module.children())
         is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        if (is_norm and config.keep_norms_32bit) or (is_embedding and config.keep_embeddings_32bit):
+        if (is_norm(module) and config.keep_norms_32bit) or (is_embedding and config.keep_embeddings_32bit):
             kept.update(module.parameters(recurse=False))
     return kept
 
@@ -196,8 +217,11 @@ def gradients_applied(
 
 
 def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> Applied:
-    """The state alone; see `apply_optimizer_state`."""
+    """The state alone; see `apply_optimizer_state`. A format of an earlier time is left for the new one."""
     check_optimizers([optimizer], config, model)
+    if _must_change(optimizer, config):
+        (leave_coded if is_coded(optimizer) else become_plain)(optimizer)
+        check_optimizers([optimizer], config, model)
     if is_coded(optimizer) or is_low_bit(optimizer):
         return _nothing_applied(optimizer)
     name, device = type(optimizer).__name__, _device_of(optimizer)
@@ -249,13 +273,22 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], config: Optimi
     """Refuse what cannot be done with these optimizers, before anything is changed.
 
     Raises:
-        ValueError: an optimizer, or a setting of it, that the format or `gradients` does not know, or sparse gradients.
+        ValueError: an optimizer, or a setting of it, that the format or `gradients` does not know, a selector that
+            matches no module, or sparse gradients.
     """
+    list(select("OptimizerState.keep_32bit", config.keep_32bit, model))
     own: set[Tensor] = set()
     for optimizer in optimizers if needs_format(config) else ():
         if not is_coded(optimizer) and not is_low_bit(optimizer):
             _check_format(optimizer, config)
             own.update(p for group in optimizer.param_groups for p in group["params"])
+        elif _must_change(optimizer, config) and not any(is_latest(optimizer, m) for m in (CODED, KIN)):
+            raise setting_error(
+                "optimizer_state",
+                "cannot change on an optimizer that steps 16-bit weights",
+                f"{config.format!r} instead of {_format_of(optimizer)!r}",
+                "Return a new optimizer from `configure_optimizers`.",
+            )
         if config.gradients == "into-state":
             plain = memory_of(optimizer).plain_class if is_coded(optimizer) else type(optimizer)
             check_into_state(optimizer, plain.__name__)

@@ -22,6 +22,7 @@ from lightning_memsave.core.optimizers import (
     MadeClass,
     bare_step,
     change_class,
+    check_latest,
     check_steps_parameters_alone,
     original,
     step_each,
@@ -32,7 +33,7 @@ from lightning_memsave.techniques.optimizer_state import into_state, layout, low
 from lightning_memsave.techniques.optimizer_state.codecs import Noise, decode, encode, put_back
 from lightning_memsave.techniques.optimizer_state.elsewhere import fetch_ahead
 
-_MEMORY = "_memsave_coded"
+MEMORY = "_memsave_coded"
 MOMENTS: Mapping[str, tuple[str, ...]] = {
     "AdamW": ("exp_avg", "exp_avg_sq"),
     "Adam": ("exp_avg", "exp_avg_sq"),
@@ -79,7 +80,7 @@ def _rank_of(memory: Memory) -> int | None:
 
 def memory_of(optimizer: torch.optim.Optimizer) -> Memory:
     """What an optimizer remembers that `become_coded` has changed."""
-    memory: Memory = vars(optimizer)[_MEMORY]
+    memory: Memory = vars(optimizer)[MEMORY]
     return memory
 
 
@@ -131,7 +132,7 @@ def moments_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 def is_coded(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `become_coded` has changed this optimizer."""
-    return _MEMORY in vars(optimizer)
+    return MEMORY in vars(optimizer)
 
 
 def become_coded(
@@ -150,20 +151,25 @@ def become_coded(
         order=parameters,
     )
     change_class(optimizer, _class_coded(plain_class))
-    vars(optimizer)[_MEMORY] = memory
+    vars(optimizer)[MEMORY] = memory
     for p, state in optimizer.state.items():
         load_state(optimizer, p, state)
 
 
 def leave_coded(optimizer: torch.optim.Optimizer) -> None:
-    """Undo `become_coded`; moments keep the rounding that they have suffered, and the dtype of their parameter."""
+    """Undo `become_coded`; moments keep the rounding that they have suffered, and the dtype of their parameter.
+
+    Raises:
+        RuntimeError: the optimizer was changed again since.
+    """
+    check_latest(optimizer, MEMORY)
     memory = memory_of(optimizer)
     for p, state in optimizer.state.items():
         if lowrank.PROJECTION in state:
             state.clear()  # moments of a subspace say nothing about the others
         for name, value in state.items():
             state[name] = _decoded(memory, name, value, p)
-    del vars(optimizer)[_MEMORY]
+    del vars(optimizer)[MEMORY]
     vars(optimizer).pop(PENDING, None)
     change_class(optimizer, memory.plain_class)
 
@@ -215,7 +221,7 @@ def _next(memory: Memory, p: Tensor) -> Iterator[Tensor]:
 @functools.cache
 def _class_coded(plain: Any) -> Any:
     class Coded(plain, metaclass=MadeClass):  # type: ignore[misc]  # a base known at run time
-        made_by, made_from = _class_coded, plain
+        made_by, made_from, memory_name = _class_coded, plain, MEMORY
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             memory = memory_of(self)
@@ -232,7 +238,7 @@ def _class_coded(plain: Any) -> Any:
 
         def __getstate__(self) -> dict[str, Any]:
             memory = memory_of(self)
-            own: dict[str, Any] = {_MEMORY: replace(memory, numbers=dict(memory.numbers))}
+            own: dict[str, Any] = {MEMORY: replace(memory, numbers=dict(memory.numbers))}
             if PENDING in vars(self):
                 own[PENDING] = vars(self)[PENDING]
             return {**super().__getstate__(), **own}

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.core.optimizers import MadeClass, change_class, original
+from lightning_memsave.core.optimizers import IN_BACKWARD, MadeClass, change_class, check_latest, original
 
-_MEMORY = "_memsave_8bit"
+MEMORY = "_memsave_8bit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +152,14 @@ def check_paged(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def is_paged(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `become_8bit` has paged its state."""
+    return memory_of(optimizer).is_paged
+
+
 def is_8bit(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `become_8bit` has changed this optimizer."""
-    return _MEMORY in vars(optimizer)
+    return MEMORY in vars(optimizer)
 
 
 @dataclass(kw_only=True)
@@ -177,7 +182,7 @@ class Memory:
 
 def memory_of(optimizer: torch.optim.Optimizer) -> Memory:
     """The plain self of an 8-bit optimizer."""
-    memory: Memory = vars(optimizer)[_MEMORY]
+    memory: Memory = vars(optimizer)[MEMORY]
     return memory
 
 
@@ -208,7 +213,7 @@ def _class_8bit(class_name: str) -> Any:
 
     def getstate(self: Any) -> dict[str, Any]:
         """For copies: what torch copies of an optimizer, and what makes this one an 8-bit one."""
-        own = vars(self).keys() - memory_of(self).plain_attributes - {"step"}
+        own = vars(self).keys() - memory_of(self).plain_attributes - {"step", IN_BACKWARD}
         return {**torch.optim.Optimizer.__getstate__(self), **{name: vars(self)[name] for name in own}}
 
     def state_dict(self: Any) -> dict[str, Any]:
@@ -224,6 +229,7 @@ def _class_8bit(class_name: str) -> Any:
     body: dict[str, Any] = {
         "made_by": staticmethod(_class_8bit),
         "made_from": class_name,
+        "memory_name": MEMORY,
         "get_config": get_config,
         "state_dict": state_dict,
         "load_state_dict": load_state_dict,
@@ -285,14 +291,19 @@ def become_8bit(
     )
     change_class(optimizer, kin_class)
     vars(optimizer).update({k: v for k, v in vars(donor).items() if k not in plain_attributes})
-    vars(optimizer)[_MEMORY] = memory
+    vars(optimizer)[MEMORY] = memory
     load_plain_state(optimizer, plain_state)
 
 
 def become_plain(optimizer: torch.optim.Optimizer) -> None:
-    """Undo `become_8bit`; the state is converted back, with the rounding it has suffered."""
+    """Undo `become_8bit`; the state is converted back, with the rounding it has suffered.
+
+    Raises:
+        RuntimeError: the optimizer was changed again since.
+    """
     from lightning_memsave.techniques.optimizer_state.conversion import plain_state
 
+    check_latest(optimizer, MEMORY)
     memory = memory_of(optimizer)
     # In the dtype of the parameter, as the plain optimizer would hold it.
     state = {

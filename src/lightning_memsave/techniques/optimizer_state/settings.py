@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.selection import Selector, as_selectors
 
 Format = Literal["8bit", "4bit", "fp8", "factored", "lowrank", "offload", "paged", "32bit"]
 Gradients = Literal["keep", "release", "into-state"]
@@ -32,6 +33,9 @@ class OptimizerState:
     """Embedding tables keep float32 state; state that is only elsewhere is float32 anyway."""
     keep_norms_32bit: bool = True
     """Parameters of normalisation layers keep float32 state."""
+    keep_32bit: tuple[Selector, ...] = ()
+    """Further modules whose parameters keep float32 state, such as a head: classes, patterns (`*`, `?`) for names of
+    modules or of their classes, or `callable(name, module)`."""
     backend: Backend = "auto"
     """Of `"8bit"`. `"auto"`: bitsandbytes for parameters on CUDA where it has the optimizer, else our own codes."""
     checkpoint: Checkpoint = "plain"
@@ -49,6 +53,7 @@ class OptimizerState:
             if value not in get_args(choices):
                 listed = ", ".join(map(repr, get_args(choices)))
                 raise setting_error(name, f"must be one of {listed}", value, remedy)
+        object.__setattr__(self, "keep_32bit", as_selectors(self.keep_32bit))
         self._check_pairs()
         if self.min_size < 0:
             raise setting_error("OptimizerState.min_size", "must not be negative", self.min_size, "Use 0 for all.")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.selection import Selector, is_selected
 from lightning_memsave.numerics.fakes import is_plain
 
 _KINDS = (
@@ -24,7 +24,7 @@ _KINDS = (
     nn.ConvTranspose3d,
     nn.Embedding,
 )
-Modules = str | type[nn.Module] | Callable[[str, nn.Module], bool] | None
+Modules = Selector | None
 Weights = Mapping[str, nn.Parameter]
 Group = tuple[int, int]
 """(2, 4): two live weights in each group of four."""
@@ -85,11 +85,7 @@ def _matches(modules: Modules, name: str, module: nn.Module) -> bool:
     kind = type(module)
     if not (isinstance(module, _KINDS) or (kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers."))):
         return False
-    if modules is None:
-        return True
-    if isinstance(modules, str):
-        return any(fnmatchcase(text, modules) for text in (name, kind.__name__))
-    return isinstance(module, modules) if isinstance(modules, type) else bool(modules(name, module))
+    return modules is None or is_selected(modules, name, module)
 
 
 def _reason_to_stay_dense(module: nn.Module, min_size: int, group: Group | None) -> str | None:

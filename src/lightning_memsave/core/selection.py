@@ -1,0 +1,66 @@
+"""Which modules a setting means: a pattern, a class, or a callable that is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lightning_memsave.core.errors import setting_error
+
+Selector = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+"""A pattern (`*`, `?`) for the module's name or that of its class, a class, or `callable(name, module)`."""
+
+
+def is_selected(selector: Selector, name: str, module: nn.Module) -> bool:
+    """Whether a module of that name is meant.
+
+    >>> is_selected("Lin*", "head", nn.Linear(1, 1)), is_selected("head", "head", nn.Linear(1, 1))
+    (True, True)
+    >>> is_selected(nn.Conv2d, "head", nn.Linear(1, 1)), is_selected(lambda name, module: True, "head", nn.ReLU())
+    (False, True)
+    """
+    if isinstance(selector, str):
+        return any(fnmatchcase(text, selector) for text in (name, type(module).__name__))
+    return isinstance(module, selector) if isinstance(selector, type) else bool(selector(name, module))
+
+
+def select(setting: str, selectors: tuple[Selector, ...], model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of `model` that any of the selectors means.
+
+    Args:
+        setting: what they are called in errors.
+        selectors: each must mean something.
+        model: is searched, itself included.
+
+    Raises:
+        ValueError: a selector that matches no module.
+    """
+    unused = list(selectors)
+    for name, module in model.named_modules():
+        matching = [selector for selector in selectors if is_selected(selector, name, module)]
+        unused = [selector for selector in unused if selector not in matching]
+        if matching:
+            yield module
+    if unused:
+        known = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+        raise setting_error(setting, "must match a module", unused[0], f"Classes in this model: {known}.")
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether it is a normalisation layer, of torch or of anybody who names it so.
+
+    >>> is_norm(nn.LayerNorm(2)), is_norm(nn.Linear(2, 2))
+    (True, False)
+    """
+    return "Norm" in type(module).__name__ and not any(module.children())
+
+
+def as_selectors(value: object) -> tuple[Selector, ...]:
+    """A setting that takes one selector or several.
+
+    >>> as_selectors("head"), as_selectors(["head", nn.Linear])
+    (('head',), ('head', <class 'torch.nn.modules.linear.Linear'>))
+    """
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)  # type: ignore[return-value]
