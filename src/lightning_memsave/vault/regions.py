@@ -89,7 +89,7 @@ def run(memberships: Sequence[Membership], member: Member, module: nn.Module, ar
     function = member.forward_of(module)
     if not memberships:
         return function(*args, **kwargs)
-    leaves, tree = tree_flatten((args, kwargs))
+    leaves, tree = _flat(args, kwargs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     versions = [tensor._version for tensor in tensors]
     devices = {tensor.device for tensor in tensors}
@@ -112,6 +112,18 @@ def run(memberships: Sequence[Membership], member: Member, module: nn.Module, ar
         for region in regions:
             region.drew(call, before, after)
     return output
+
+
+# Most calls take and return tensors alone, and torch's trees are made in Python.
+def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec | None]:
+    """Leaves, and the tree that they are of; `None` for positional tensors."""
+    if not kwargs and all(type(arg) is Tensor for arg in args):
+        return list(args), None
+    return tree_flatten((args, kwargs))
+
+
+def _leaves(output: Any) -> list[Any]:
+    return [output] if isinstance(output, Tensor) else tree_flatten(output)[0]
 
 
 # ------------------------------------------------------------------------------- which region
@@ -149,7 +161,7 @@ class _Call:
 
     member: Member
     module: nn.Module
-    tree: TreeSpec
+    tree: TreeSpec | None
     weights: Weights
     buffers: Buffers
     surroundings: Surroundings
@@ -160,7 +172,7 @@ class _Call:
         """Note what the call returned, and which buffers it changed."""
         self.outputs = [
             (number, weakref.ref(leaf), leaf._version)
-            for number, leaf in enumerate(tree_flatten(output)[0])
+            for number, leaf in enumerate(_leaves(output))
             if isinstance(leaf, Tensor)
         ]
         self.weights.note()
@@ -246,14 +258,14 @@ class Region(Keeper):
         with Randomness.untouched(devices) if self._randomness else contextlib.nullcontext():
             for number, (call, inner, arguments, place) in enumerate(self._parts):
                 leaves = [_given(a, outputs) for a in arguments]
-                args, kwargs = tree_unflatten(leaves, call.tree)
+                args, kwargs = (tuple(leaves), {}) if call.tree is None else tree_unflatten(leaves, call.tree)
                 outputs = {key: tensor for key, tensor in outputs.items() if last_use[key] > number}
                 del leaves
                 if call in self._randomness:
                     self._randomness[call].restore()
                 inside = contextlib.nullcontext() if vault is None or place is None else vault.again_at(place)
                 with call.surroundings.again(), call.weights.again(), call.buffers.again(), inside:
-                    found = tree_flatten(run(inner, call.member, call.module, args, kwargs))[0]
+                    found = _leaves(run(inner, call.member, call.module, args, kwargs))
                 outputs |= {key: found[key.leaf] for key in last_use if key.call == number}
                 del args, kwargs, found
 

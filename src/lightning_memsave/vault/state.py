@@ -65,11 +65,8 @@ class Surroundings:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._device, self._compiler = torch.get_default_device(), compiler_callback()
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
-            for kind in sorted({"cpu", *(device.type for device in devices)})
-            if torch.amp.is_autocast_available(kind)
-        ]
+        kinds = {"cpu", *(device.type for device in devices)}
+        self._autocast = [_autocast_of(kind) for kind in kinds if torch.amp.is_autocast_available(kind)]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -78,9 +75,15 @@ class Surroundings:
             if torch.get_default_device() != self._device:
                 stack.enter_context(self._device)
             for settings in self._autocast:
-                stack.enter_context(torch.autocast(*settings))
+                if settings != _autocast_of(settings[0]):
+                    stack.enter_context(torch.autocast(*settings))
             with compiling(self._compiler):
                 yield
+
+
+def _autocast_of(kind: str) -> tuple[str, torch.dtype, bool, bool]:
+    enabled, caches = torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+    return kind, torch.get_autocast_dtype(kind), enabled, caches
 
 
 class Weights:
