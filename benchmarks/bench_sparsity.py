@@ -284,12 +284,9 @@ def text() -> None:
         "sparsity_text",
         f"GPT of plain modules, 2 layers, width 96, batch {TEXT_BATCH} x {TEXT_CONTEXT}, AdamW, {TEXT_STEPS} steps",
         "validation loss, nats per byte of unseen files of Python's standard library",
-        TEXT_SPARSITIES,
+        SPARSITIES,
         train_text,
     )
-
-
-TEXT_SPARSITIES = (0.9,)
 
 
 # ---------------------------------------------------------------------------------------------------- both

@@ -182,21 +182,26 @@ def state_errors() -> str:
     return markdown(head, lines)
 
 
-def low_precision_quality() -> str:
-    """Validation loss of three seeds, and how far it is from float32 with the same seed."""
-    head = ("setting", "validation loss", "against float32", "CPU time of training")
+def low_precision_quality(model: str) -> str:
+    """What three seeds reach, and how far it is from float32 with the same seed; of rows whose model starts so."""
+    found = [row for row in rows("low_precision_quality") if row["model"].startswith(model)]
+    if not found:
+        return "No run has ended yet: `python benchmarks/quality_low_precision.py`."
+    is_loss = "loss" in found[0]["quality"]
+    column, scale, unit = ("relative_difference", 100, " %") if is_loss else ("difference", 1, " points")
+    head = ("setting", found[0]["quality"].partition(",")[0], "against float32", "CPU time of training")
     lines = []
     seconds = 0.0
-    for setting, runs in by_setting(rows("low_precision_quality")):
+    for setting, runs in by_setting(found):
         values = [float(run["quality_value"]) for run in runs]
-        differences = [100 * float(run["relative_difference"]) for run in runs]
+        differences = [scale * float(run[column]) for run in runs]
         error = statistics.stdev(differences) / len(differences) ** 0.5
         seconds = seconds or mean(runs, "cpu_seconds_run")
         lines.append(
             (
                 setting,
-                f"{statistics.mean(values):.4f}",
-                f"{statistics.mean(differences):+.2f} % ± {error:.2f}" if lines else "",
+                f"{statistics.mean(values):.{4 if is_loss else 2}f}",
+                f"{statistics.mean(differences):+.2f}{unit} ± {error:.2f}" if lines else "",
                 f"{mean(runs, 'cpu_seconds_run') / seconds:.1f}x",
             )
         )
@@ -448,7 +453,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/techniques/activation_compression.md": {"measured": activations, "codecs": codecs, "quality": quality},
     "docs/techniques/microbatching.md": {"sizes": microbatching, "recovery": recovery, "batchnorm": batchnorm},
     "docs/peft.md": {"measured": peft},
-    "docs/techniques/low_precision.md": {"measured": low_precision, "quality": low_precision_quality},
+    "docs/techniques/low_precision.md": {
+        "measured": low_precision,
+        "quality": partial(low_precision_quality, "GPT"),
+        "digits": partial(low_precision_quality, "WideResNet"),
+    },
     "docs/techniques/optimizer_state.md": {"errors": state_errors, "measured": optimizer_state},
     "docs/techniques/checkpointing.md": {
         "blocks": checkpointing_blocks,

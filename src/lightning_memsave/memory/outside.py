@@ -9,19 +9,23 @@ import contextlib
 import functools
 import gc
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from lightning_memsave.numerics.fakes import is_fake
 
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_memsave", "builtins", "abc")
+_MANY = 100_000  # objects
 
 
 @contextlib.contextmanager
 def outside_kept(module: nn.Module) -> Iterator[None]:
-    """Caches that grow inside are emptied; classes of `module`, and the files that define them, get back what they had.
+    """Classes of `module`, and the files that define them, get back what they had, as do their dictionaries and lists.
 
-    Dictionaries and lists there get back their items. What is kept elsewhere is not known.
+    Caches of functions that grow inside and hold fake tensors are emptied. What is kept elsewhere is not known.
     """
     before = _num_misses()
     spaces = [(space, _items(vars(space))) for space in _spaces(module)]
@@ -29,7 +33,8 @@ def outside_kept(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for cache, misses in _num_misses().items():
-            if misses != before.get(cache, 0) and not _is_of_library(getattr(cache, "__module__", None)):
+            has_grown = misses != before.get(cache, 0) and not _is_of_library(getattr(cache, "__module__", None))
+            if has_grown and _holds_fakes(cache):
                 cache.cache_clear()
         for space, items in spaces:
             _put_back(space, items)
@@ -38,6 +43,21 @@ def outside_kept(module: nn.Module) -> Iterator[None]:
 def _num_misses() -> dict[Any, int]:
     kind = functools._lru_cache_wrapper
     return {each: each.cache_info().misses for each in gc.get_objects() if type(each) is kind}
+
+
+def _holds_fakes(cache: Any) -> bool:
+    """Whether a fake tensor can be reached from what the function returned; taken for granted where that is much."""
+    todo = [each for each in gc.get_referents(cache) if each is not cache.__wrapped__]
+    seen = {id(each) for each in todo}
+    while todo and len(seen) < _MANY:
+        each = todo.pop()
+        if isinstance(each, Tensor) and is_fake(each):
+            return True
+        if not isinstance(each, (type, types.ModuleType, types.FunctionType)):
+            found = [other for other in gc.get_referents(each) if id(other) not in seen]
+            seen.update(map(id, found))
+            todo += found
+    return bool(todo)
 
 
 def _is_of_library(name: str | None) -> bool:
@@ -52,7 +72,10 @@ def _spaces(module: nn.Module) -> list[Any]:
 
 def _items(names: Any) -> dict[str, tuple[Any, Any]]:
     """Values by name, with a copy of the items of containers."""
-    return {name: (value, type(value)(value) if type(value) in (dict, list) else None) for name, value in names.items()}
+    return {
+        name: (value, type(value)(value) if type(value) in (dict, list) and name != "__builtins__" else None)
+        for name, value in names.items()
+    }
 
 
 def _put_back(space: Any, items: dict[str, tuple[Any, Any]]) -> None:
