@@ -24,13 +24,16 @@ from wrn import BATCH_SIZE, COMBINED, Classifier, FractalConfig, fit, load, quie
 DATA = FractalConfig()
 SETTINGS: dict[str, dict[str, Any]] = {
     "baseline": {"recipe": "measure"},
-    "sparsity 0.9, int4-chain, 8-bit momentum, bf16, microbatch 4": {"microbatch": 4, **COMBINED["+ bf16"]},
+    "sparsity 0.85, int4-chain, 8-bit momentum, into-state, bf16, microbatch 4": {
+        "microbatch": 4,
+        **COMBINED["sparsity 0.85, int4-chain, 8-bit momentum, into-state, bf16"],
+    },
     "sparsity 0.95, int4-chain, 4-bit momentum, bf16, microbatch 2": {
         "microbatch": 2,
         **COMBINED["sparsity 0.95, int4-chain, 4-bit momentum, bf16"],
     },
 }
-"""As in `bench_wrn.py`: the first row of 120x, and the largest that leaves BatchNorm something to average."""
+"""As in `bench_wrn.py`: the densest of 120x, and the largest that leaves BatchNorm something to average."""
 SIZES = {
     "short": {"pixels": 16, "num_train": 1500, "epochs": 5, "num_test": 500},
     "medium": {"pixels": 16, "num_train": 6000, "epochs": 5, "num_test": 10_000},

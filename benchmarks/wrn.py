@@ -35,6 +35,7 @@ SIZES = (10, 8, 5, 4, 2, 1)
 """Of microbatches."""
 
 STATE_8BIT = OptimizerState(format="8bit", min_size=256)
+INTO_8BIT = OptimizerState(format="8bit", gradients="into-state", min_size=256)
 STATE_4BIT = OptimizerState(format="4bit", min_size=256)
 ALONE: dict[str, dict[str, Any]] = {
     "sparsity 0.9": {"sparsity": 0.9},
@@ -58,6 +59,13 @@ COMBINED: dict[str, dict[str, Any]] = {
     "+ sparsity 0.9": _CHAIN,
     "+ 8-bit momentum": {**_CHAIN, "optimizer_state": STATE_8BIT},
     "+ bf16": {**_CHAIN, "optimizer_state": STATE_8BIT, "precision": "bf16-sr"},
+    "+ into-state": {**_CHAIN, "optimizer_state": INTO_8BIT, "precision": "bf16-sr"},
+    "sparsity 0.85, int4-chain, 8-bit momentum, into-state, bf16": {
+        "sparsity": 0.85,
+        "activations": "int4-chain",
+        "optimizer_state": INTO_8BIT,
+        "precision": "bf16-sr",
+    },
     "the paper's four: sparsity 0.9, bf16, blocks": _PAPER,
     "the paper's four + 8-bit momentum + int4-chain": {
         **_PAPER,

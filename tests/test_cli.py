@@ -1,3 +1,4 @@
+import functools
 import json
 import subprocess
 import sys
@@ -213,3 +214,108 @@ def test_plan_as_data_and_as_a_picture(users_module, capsys, tmp_path):
     assert sum(found["by_category"].values()) == found["peak_bytes"] == sum(found["by_module"].values())
     assert found["source"] == "fake"
     assert "predicted training step" in page.read_text()
+
+
+CONFIGURED = """
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+class Deep(L.LightningModule):
+    def __init__(self, depth: int = 2, width: int = 32):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+class Data(L.LightningDataModule):
+    def __init__(self, num_samples: int = 8):
+        super().__init__()
+        self.num_samples = num_samples
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(64, 32), self.num_samples)
+
+def batch(length: int = 4):
+    return torch.ones(length, 32)
+"""
+
+
+@pytest.fixture
+def configured(tmp_path, monkeypatch):
+    (tmp_path / "configured.py").write_text(CONFIGURED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))  # LightningCLI imports by itself
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    sys.modules.pop("configured", None)
+    yield tmp_path / "config.yaml"
+    sys.modules.pop("configured", None)
+
+
+def _plan(capsys, *arguments):
+    status = cli.main(["plan", *arguments, "--json"])
+    out = capsys.readouterr()
+    assert status in (0, 1), out.err
+    return json.loads(out.out)
+
+
+def test_plan_of_a_config_file(configured, capsys):
+    configured.write_text(
+        """
+seed_everything: 1
+ckpt_path: null
+trainer:
+  precision: bf16-mixed
+  accelerator: gpu
+  logger: {class_path: lightning.pytorch.loggers.WandbLogger}
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.LearningRateMonitor
+    - {class_path: lightning_memsave.MemSave, init_args: {recipe: lossless, microbatch: 2}}
+model: {class_path: configured.Deep, init_args: {depth: 5}}
+data: {class_path: configured.Data, init_args: {num_samples: 16}}
+optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.001}}
+"""
+    )
+    found = _plan(capsys, "--config", str(configured))
+    weights = 5 * 4 * (32 * 32 + 32)
+    split = found["by_category"]
+    assert split["weights"] == weights
+    assert split["optimizer_state"] == 2 * weights + 10 * 4  # AdamW of the file, with a count for each parameter
+    assert split["data"] == 16 * 32 * 4
+    whole = _plan(capsys, "--config", str(configured), "--microbatch", "16")
+    single = _plan(capsys, "--config", str(configured), "--trainer-precision", "32-true")
+    assert found["peak_bytes"] not in (whole["peak_bytes"], single["peak_bytes"])
+
+
+def test_plan_of_a_config_file_without_classes(configured, capsys):
+    configured.write_text("model: {depth: 3}\n")
+    found = _plan(capsys, "configured:Deep", "--batch", "configured:batch", "--config", str(configured))
+    assert found["by_category"]["weights"] == 3 * 4 * (32 * 32 + 32)
+    assert cli.main(["plan", "configured:Deep", "--config", str(configured)]) == 2
+    assert "`--batch` must be given" in capsys.readouterr().err
+    configured.write_text("- 1\n")
+    assert cli.main(["plan", "--config", str(configured)]) == 2
+    assert "must hold settings by name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["length", "depth"])
+def test_plan_finds_the_largest_value_of_an_argument(configured, capsys, name):
+    subject = ["configured:Deep", "--batch", "configured:batch"]
+    found = _plan(capsys, *subject, "--device-memory", "100KiB", "--largest", name)[f"largest_{name}"]
+    peaks = []
+    for value in (found, found + 1):
+        module = sys.modules["configured"]
+        module.deep = functools.partial(module.Deep, **({"depth": value} if name == "depth" else {}))
+        module.samples = functools.partial(module.batch, **({"length": value} if name == "length" else {}))
+        peaks.append(_plan(capsys, "configured:deep", "--batch", "configured:samples")["peak_bytes"])
+    assert peaks[0] <= 100 * 1024 < peaks[1]
+
+
+def test_plan_names_the_arguments_that_there_are(configured, capsys):
+    arguments = ["configured:Deep", "--batch", "configured:batch", "--device-memory", "1MiB", "--largest", "height"]
+    assert cli.main(["plan", *arguments]) == 2
+    assert "There are: batch, depth, width, length" in capsys.readouterr().err

@@ -46,16 +46,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.add_argument("--seed", type=int, default=0, help="of both steps (default: %(default)s)")
     check.set_defaults(run=_verify)
     plan = commands.add_parser("plan", help="predict the memory of a training step of your module, without running it")
-    plan.add_argument("module", metavar="MODULE:CLASS", help="a LightningModule, or what makes it without arguments")
-    plan.add_argument("--batch", required=True, metavar="MODULE:NAME", help="a batch, a loader, or a function of one")
-    plan.add_argument("--recipe", default="lossless", help="as `MemSave(recipe)` (default: %(default)s)")
+    plan.add_argument(
+        "module", nargs="?", metavar="MODULE:CLASS", help="a LightningModule, or what makes it without arguments"
+    )
+    plan.add_argument("--batch", metavar="MODULE:NAME", help="a batch, a loader, or a function of one")
+    plan.add_argument("--config", type=Path, metavar="FILE", help="of LightningCLI: model, data, precision, MemSave")
+    plan.add_argument("--recipe", help="as `MemSave(recipe)` (default: lossless)")
     _add_slots(plan)
     plan.add_argument("--trainer-precision", help="as `Trainer(precision=...)`, for example bf16-mixed")
     plan.add_argument("--target", choices=("cpu", "cuda"), default="cpu", help="of which device (default: %(default)s)")
     plan.add_argument(
         "--device-memory", metavar="SIZE", help="what it must fit in, for example 8GiB; exit status 1 if not"
     )
-    plan.add_argument("--largest", choices=("batch",), help="find the largest batch that fits in --device-memory")
+    plan.add_argument(
+        "--largest",
+        metavar="NAME",
+        help="find the largest batch that fits in --device-memory (`batch`), or the largest value of an argument of "
+        "the function that makes the batch or the model, such as a length or a depth",
+    )
     plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
     plan.add_argument("--figure", type=Path, metavar="FILE", help="write the timeline as an HTML page")
     plan.set_defaults(run=_plan)
@@ -113,7 +121,7 @@ def _verify(module: str, batch: str, seed: int, **slots: Any) -> int:
     from lightning_memsave.callbacks import MemSave, verify
     from lightning_memsave.reporting.console import print_verification
 
-    result = verify(_made(module), _made(batch), MemSave(**slots), seed=seed)
+    result = verify(_made(_named(module)), _made(_named(batch)), MemSave(**slots), seed=seed)
     print_verification(result, Console())
     return 0 if result.holds else 1
 
@@ -124,9 +132,10 @@ def _add_slots(command: argparse.ArgumentParser) -> None:
 
 
 def _plan(
-    module: str,
-    batch: str,
-    recipe: str,
+    module: str | None,
+    batch: str | None,
+    config: Path | None,
+    recipe: str | None,
     trainer_precision: str | None,
     target: Any,
     device_memory: str | None,
@@ -139,43 +148,66 @@ def _plan(
 
     from rich.console import Console
 
-    from lightning_memsave.callbacks import MemSave
     from lightning_memsave.core.units import parse_bytes
     from lightning_memsave.reporting.prediction import print_prediction, write_figure
-    from lightning_memsave.strategies.predicting import Predictor, largest_batch
+    from lightning_memsave.strategies.predicting import Predictor, largest_batch, largest_value
 
     device_bytes = None if device_memory is None else parse_bytes("--device-memory", device_memory)
     if largest is not None and device_bytes is None:
         raise setting_error("--largest", "needs --device-memory", largest, "For example `--device-memory 8GiB`.")
-    settings = {} if trainer_precision is None else {"precision": trainer_precision}
-    predictor = Predictor(_named(module), _made(batch), target=target, **settings)
-    techniques = MemSave(recipe, **slots).recipe
+    model, samples, settings, techniques = _subject(module, batch, config, recipe, slots)
+    settings |= {"target": target} | ({} if trainer_precision is None else {"precision": trainer_precision})
+    predictor = Predictor(model, _made(samples), **settings)
     prediction = predictor(techniques)
-    found = None
-    if largest is not None and device_bytes is not None:
-        found = largest_batch(predictor, device_bytes, techniques)
     fits = None if device_bytes is None else prediction.fits(device_bytes)
-    if json:
-        print(
-            json_module.dumps(
-                {**prediction.as_dict(), "device_bytes": device_bytes, "fits": fits, "largest_batch": found}
-            )
+    data = {**prediction.as_dict(), "device_bytes": device_bytes, "fits": fits}
+    if largest is not None and device_bytes is not None:
+        data[f"largest_{largest}"] = (
+            largest_batch(predictor, device_bytes, techniques)
+            if largest == "batch"
+            else largest_value(largest, model, samples, device_bytes, techniques, **settings)
         )
+    if json:
+        print(json_module.dumps(data))
     else:
         print_prediction(prediction, Console(), device_bytes)
         if largest is not None:
-            print(f"largest batch that fits: {found} samples")
+            unit = " samples" if largest == "batch" else ""
+            print(f"largest {largest} that fits: {data[f'largest_{largest}']}{unit}")
     if figure is not None:
         print(f"Figure: {write_figure(prediction, figure).resolve()}", file=sys.stderr)
     return 1 if device_bytes is not None and fits is not True else 0
 
 
-def _made(name: str) -> Any:
-    """What `package.module:name` names; called if it can be, and the first batch of a loader."""
+def _subject(
+    module: str | None, batch: str | None, config: Path | None, recipe: str | None, slots: dict[str, Any]
+) -> tuple[Any, Any, dict[str, Any], Any]:
+    """The model or what makes it, the same of the batch, arguments of `Trainer`, and what is switched on."""
+    from lightning_memsave.callbacks import MemSave
+
+    model, samples = (None if name is None else _named(name) for name in (module, batch))
+    settings: dict[str, Any] = {}
+    memsave = None
+    if config is not None:
+        from lightning_memsave.strategies.configured import read_config
+
+        configured = read_config(config, model, with_data=samples is None)
+        model, settings = configured.module, configured.trainer
+        samples = configured.batch if samples is None else samples
+        memsave = next((callback for callback in configured.callbacks if isinstance(callback, MemSave)), None)
+    for name, found in (("MODULE:CLASS", model), ("--batch", samples)):
+        if found is None:
+            raise setting_error(name, "must be given", None, "Name one, or a `--config` that has it.")
+    if memsave is None or recipe is not None or any(value is not None for value in slots.values()):
+        memsave = MemSave(recipe or "lossless", **slots)
+    return model, samples, settings, memsave.recipe
+
+
+def _made(found: Any) -> Any:
+    """Called if it can be, and the first batch of a loader."""
     from torch import nn
     from torch.utils.data import DataLoader
 
-    found = _named(name)
     if callable(found) and not isinstance(found, nn.Module):
         found = found()
     return next(iter(found)) if isinstance(found, DataLoader) else found

@@ -57,6 +57,11 @@ def bytes_held(optimizer):
     return sum(t.nbytes for t in tensors)
 
 
+def places(optimizer):
+    moments = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, tuple)]
+    return {tensor.data_ptr() for moment in moments for tensor in moment}
+
+
 def same(first, second):
     if isinstance(first, (tuple, list)):
         return all(same(a, b) for a, b in zip(first, second, strict=True))
@@ -382,3 +387,27 @@ def test_another_format_replaces_an_earlier_one(first):
     assert all(float(state["step"]) == 4 for state in optimizer.state.values())
     applied.undo()
     assert type(optimizer) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize("gradients", ["keep", "release", "into-state"])
+@pytest.mark.parametrize("name", ["8bit", "factored"])
+def test_codes_are_written_where_they_were_and_counted_as_state(name, gradients):
+    model = big_model()
+    config = replace(FORMATS[name], gradients=gradients)
+    optimizer = PLAIN["AdamW"](model.parameters())
+    estimate = estimate_optimizer_state(optimizer, config, model)
+    apply_optimizer_state(optimizer, config, model)
+    x = torch.ones(4, model[0].in_features)
+
+    def step():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    before = places(optimizer)
+    with Ledger().watching(model, [optimizer], x) as ledger:
+        step()
+    assert before == places(optimizer) != set()
+    counts = sum(state["step"].nbytes for state in optimizer.state.values())
+    assert ledger.measurement.by_category["optimizer_state"] == estimate + counts

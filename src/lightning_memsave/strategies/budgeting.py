@@ -35,13 +35,14 @@ from lightning_memsave.techniques.registry import Config
 SMALL_BYTES = 64 * 2**20
 """A plain step of a smaller peak on CPU is run for real: that takes less time than running it for its shapes alone."""
 
-_STEPS_DEPEND_ON = (
+STEPS_DEPEND_ON = (
     "precision",
     "accumulate_grad_batches",
     "gradient_clip_val",
     "gradient_clip_algorithm",
     "max_epochs",
 )
+"""Arguments of `Trainer`."""
 _REFUSED = ("FSDP", "model parallel (FSDP2)", "DeepSpeed", "dataloader_iter", "torch.compile of the whole module")
 
 
@@ -175,7 +176,7 @@ def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: A
 
 def _predictors(module: Any, batch: Any, trainer: Any) -> tuple[Predict, Predict]:
     """What predicts, for shapes alone where that is possible; and what confirms a choice, by real steps."""
-    options = {} if trainer is None else {name: getattr(trainer, name) for name in _STEPS_DEPEND_ON}
+    options = {} if trainer is None else {name: getattr(trainer, name) for name in STEPS_DEPEND_ON}
     is_cuda = trainer is not None and trainer.strategy.root_device.type == "cuda"
     data = None if trainer is None else trainer.datamodule
     predictor = Predictor(module, lambda: batch, data_module=data, target="cuda" if is_cuda else "cpu", **options)

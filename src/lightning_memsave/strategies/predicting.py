@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +40,7 @@ from lightning_memsave.strategies.random_state import random_state_kept
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
 from lightning_memsave.techniques.microbatching.split import resized, take
 
-_MOST_SAMPLES = 2**30
+_MOST = 2**30
 
 
 class Predictor:
@@ -245,14 +246,58 @@ def largest_batch(predictor: Predictor, device_bytes: int, techniques: Recipe | 
     if predictor.num_samples is None:
         raise setting_error("batch", "must tell its samples", "none", "Its tensors must share their first dimension.")
 
-    def fits(num_samples: int) -> bool:
-        return bool(predictor(techniques, num_samples=num_samples).fits(device_bytes))
+    return _largest(lambda num: bool(predictor(techniques, num_samples=num).fits(device_bytes)))
 
+
+def largest_value(
+    name: str,
+    module: Any,
+    batch: Any,
+    device_bytes: int,
+    techniques: Recipe | Sequence[Any] = (),
+    **settings: Any,
+) -> int:
+    """The largest value of an argument with which a step fits, by bisection; 0 where 1 does not.
+
+    Args:
+        name: of an integer argument of `module`, of `batch`, or of both: a length, a depth, a width.
+        module: what makes the LightningModule.
+        batch: what makes the batch, or the batch.
+        device_bytes: as for `largest_batch`.
+        techniques: as in a prediction.
+        settings: further arguments of `Predictor`.
+
+    Raises:
+        ValueError: neither takes such an argument; as a prediction.
+    """
+    known = [_arguments(each) for each in (module, batch)]
+    if not any(name in arguments for arguments in known):
+        listed = ", ".join(["batch", *dict.fromkeys(argument for arguments in known for argument in arguments)])
+        rule = "must be `batch` or an argument of what makes the model or the batch"
+        raise setting_error("--largest", rule, name, f"There are: {listed}.")
+
+    def fits(value: int) -> bool:
+        made = [
+            functools.partial(make, **{name: value}) if name in arguments else make
+            for make, arguments in zip((module, batch), known, strict=True)
+        ]
+        return bool(Predictor(*made, **settings)(techniques).fits(device_bytes))
+
+    return _largest(fits)
+
+
+def _arguments(make: Any) -> tuple[str, ...]:
+    if not callable(make) or isinstance(make, nn.Module):
+        return ()
+    return tuple(inspect.signature(make).parameters)
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
     low, high = 0, 1  # the first fits, the second has not been seen to fail
     while fits(high):
         low, high = high, 2 * high
-        if high > _MOST_SAMPLES:
-            raise ValueError(f"More than {_MOST_SAMPLES} samples fit: the step takes no memory for them.")
+        if high > _MOST:
+            raise ValueError(f"More than {_MOST} fit: the step takes no memory for them.")
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

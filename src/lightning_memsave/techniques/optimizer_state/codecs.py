@@ -216,8 +216,15 @@ def encode(state_format: str, moment: str, value: Any, shape: torch.Size, noise:
 
 
 def put_back(state_format: str, before: Any, moment: str, value: Any, shape: torch.Size, noise: Noise) -> Any:
-    """Encode what `before` was decoded to and has changed since; what is elsewhere goes where it was."""
+    """Encode what `before` was decoded to and has changed since; it goes where it was, in the same memory."""
     if isinstance(before, Elsewhere) and isinstance(value, Tensor):
         before.put(value)
         return before
-    return encode(state_format, moment, value, shape, noise)
+    found = encode(state_format, moment, value, shape, noise)
+    if not isinstance(found, (Coded, Factored)) or type(before) is not type(found):
+        return found
+    if any(old.shape != new.shape for old, new in zip(before, found, strict=True)):  # sparse weights have moved
+        return found
+    for old, new in zip(before, found, strict=True):
+        old.copy_(new)
+    return before
