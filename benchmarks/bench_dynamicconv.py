@@ -7,18 +7,14 @@ rows that matter, on a generated task: `quality_dynamicconv.py`.
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
-import torch
-
-from harness import environment, known_rows, on_this_device, put_row, ratio
-from translation import LADDER, dynamicconv, microbatch, random_batch
+from ladder import Ladder
+from translation import LADDER as COMBINED
+from translation import dynamicconv, microbatch, random_batch
 from wrn import five_batches, measure
 
-NAME = on_this_device("dynamicconv")
 NUM_SENTENCES, LENGTH = 160, 25
-SIZES = (16, 8, 4)
 
 
 def measured(arguments: dict[str, Any], microbatch_size: int) -> dict[str, Any]:
@@ -28,41 +24,15 @@ def measured(arguments: dict[str, Any], microbatch_size: int) -> dict[str, Any]:
     return measure(lambda: dynamicconv.Translator(config), five_batches(whole, two), arguments)
 
 
-def main(sizes: tuple[int, ...], only: str, resume: bool) -> None:
-    torch.set_num_threads(1)
-    rows = [("baseline", NUM_SENTENCES, {"recipe": "measure"})]
-    rows += [
-        (name, size, {"microbatch": microbatch(size), **options}) for size in sizes for name, options in LADDER.items()
-    ]
-    known = known_rows(NAME) if resume else {}
-    baseline: dict[str, Any] = known.get(rows[0][:2], {})
-    for name, size, arguments in rows:
-        if (name, size) in known or (baseline and only not in name):
-            continue
-        found = measured(arguments, size)
-        baseline = baseline or found
-        row = {
-            "benchmark": NAME,
-            "model": f"DynamicConv, IWSLT'14 shapes, {NUM_SENTENCES} x {LENGTH} tokens, Adam",
-            "setting": name,
-            "microbatch": size,
-            **found,
-            "factor": baseline["peak_bytes"] / found["peak_bytes"],
-            "factor_allocated": ratio(baseline["allocated_bytes"], found["allocated_bytes"]),
-            "baseline": "measured",
-            "cpu_time_ratio": found["cpu_seconds"] / baseline["cpu_seconds"],
-            "quality": "see dynamicconv_quality.csv",
-            "seed": 0,
-            **environment(),
-        }
-        put_row(NAME, row, ("setting", "microbatch"))
-        print(f"{name}, microbatch {size}: {found['peak_bytes'] / 1e6:.1f} MB, {row['factor']:.1f}x", flush=True)
-
+LADDER = Ladder(
+    name="dynamicconv",
+    model=f"DynamicConv, IWSLT'14 shapes, {NUM_SENTENCES} x {LENGTH} tokens, Adam",
+    num_samples=NUM_SENTENCES,
+    sizes=(16, 8, 4),
+    combined=COMBINED,
+    microbatch=microbatch,
+    measure=measured,
+)
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
-    parser.add_argument("--only", default="", help="settings whose name holds this, and the baseline")
-    parser.add_argument("--resume", action="store_true", help="leave rows that are there already")
-    options = parser.parse_args()
-    main(tuple(options.sizes), options.only, options.resume)
+    LADDER.main()
