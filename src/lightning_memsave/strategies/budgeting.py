@@ -80,6 +80,7 @@ class BudgetedRun:
             assert self._budget is not None, "without a plan there is a budget"
             ways = ways_of_training(trainer)
             _refuse(self._budget, ways)
+            rank_zero_info(f"memsave: looking for a plan within {self._budget.text}, by predicting steps")
             self.plan = plan_for(module, first_batch(trainer), self._budget, self._recipe, trainer)
             self._made_for = _shapes(module)
             rank_zero_info(f"memsave: {self.plan}")
