@@ -1,0 +1,239 @@
+"""Recovery with scalers, and with batches and models of odd kinds; and what it leaves as it is without."""
+
+from __future__ import annotations
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
+
+from lightning_memsave import MemSave, Microbatching
+from lightning_memsave.strategies.out_of_memory import OutOfMeasuresError
+from tests.strategies.recovery_runs import Deterministic, limited, train
+from tests.strategies.test_recovery import QUIET, Hungry, Net, assert_same_run, data, fit, logged
+
+
+# ---------------------------------------------------------------------------------------------- precision
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_recovered_run_with_a_grad_scaler_has_the_bits_of_one_with_that_size(where, accumulate):
+    def run(size, limit):
+        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2))
+        options = {"plugins": [plugin], "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
+        return fit(size, limit, where, **options), plugin.scaler.state_dict()
+
+    (recovered, scale), (direct, expected_scale) = run("auto", 8), run(8, 10**9)
+    assert_same_run(recovered, direct)
+    assert scale == expected_scale
+    assert recovered[1].report.num_oom_recovered == 4
+
+
+# ---------------------------------------------------------------------------------------------- odd batches and models
+class OnDicts(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.hungry = nn.Linear(4, 1), Hungry()
+
+    def training_step(self, batch, batch_idx):
+        labels = batch.pop("labels")  # as transformers' examples do
+        batch["more"].append(1)
+        return (self.hungry(self.layer(batch["x"])) - labels).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_batch_whose_containers_were_changed_is_put_back():
+    def run(limit, **slots):
+        batches = [{"x": torch.full((8, 4), float(i)), "labels": torch.ones(8, 1), "more": []} for i in range(3)]
+        module = limited(OnDicts, limit)
+        memsave = MemSave(microbatch=Microbatching(reduction="mean", **slots))
+        train(module, memsave, DataLoader(batches, batch_size=None))
+        return module, memsave
+
+    recovered, memsave = run(4)
+    direct, _ = run(10**9, size=4)
+    assert memsave.report.microbatch_size == 4
+    assert all(torch.equal(a, b) for a, b in zip(recovered.parameters(), direct.parameters(), strict=True))
+
+
+def test_a_batch_whose_tensors_were_edited_is_not_run_again():
+    class Edits(OnDicts):
+        def training_step(self, batch, batch_idx):
+            return self.hungry(self.layer(batch[0].mul_(2))).square().mean()
+
+    with pytest.raises(OutOfMeasuresError, match="edits a tensor of the batch in place"):
+        train(limited(Edits, 4), MemSave(), DataLoader(TensorDataset(torch.randn(8, 4)), 8))
+
+
+class EditsItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.layer(x.mul_(1.5)).tanh() + 0
+
+
+def test_regions_that_the_model_refuses_are_withdrawn(lines):
+    class Refuses(Net):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(*(EditsItsInput() for _ in range(3)))
+
+        def training_step(self, batch, batch_idx):
+            z = self.hungry(self.blocks(batch[0] * 1))
+            return (self.last(self.norm(self.first(z))) - batch[1]).square().mean()
+
+    module, direct, memsave = limited(Refuses), limited(Refuses, 10**9), MemSave()
+    train(module, memsave)
+    assert "cannot be checkpointed that way" in str(lines)
+    assert memsave.report.microbatch_size == 8
+    train(direct, MemSave(microbatch=8))
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), direct.parameters(), strict=True))
+    assert "checkpointing" not in [a.technique for a in memsave.report.applied]
+
+
+def test_regions_that_the_user_asked_for_are_not_withdrawn():
+    module = limited(Net)
+    module.net = nn.Sequential(*(EditsItsInput() for _ in range(2)))
+    module.training_step = lambda batch, batch_idx: module.net(batch[0] * 1).square().mean()
+    with pytest.raises(ValueError, match="edits its input in place"):
+        train(module, MemSave(checkpointing="blocks", microbatch="auto"))
+
+
+def test_memory_that_is_there_again_at_the_last_try_is_used():
+    class Recovers(OnDicts):
+        def training_step(self, batch, batch_idx):
+            self.hungry.limit = 0 if len(self.hungry.tried) < 1 else 10**9
+            return self.hungry(self.layer(batch[0])).square().mean()
+
+    module, memsave = limited(Recovers, 0), MemSave(activations=False, checkpointing=False)
+    expected = copy.deepcopy(module)
+    train(module, memsave, DataLoader(TensorDataset(torch.randn(1, 4, generator=torch.Generator().manual_seed(1))), 1))
+    assert module.hungry.tried == [1]
+    assert not torch.equal(module.layer.weight, expected.layer.weight)
+
+
+# ---------------------------------------------------------------------------------------------- as without
+class Odd(Net):
+    """Does in its steps what plain Lightning allows."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("adjacency", torch.eye(4).to_sparse())
+        self.lazy, self.running, self.read, self.logged = nn.LazyLinear(1), SumMetric(), [], []
+        self.hidden, self.average = (torch.zeros(1),), torch.zeros(())
+
+    def training_step(self, batch, batch_idx):
+        x = self.hungry(self.last(self.norm(self.first(batch[0]))))
+        loss = (x - batch[1]).square().mean() + 0 * self.lazy(batch[0]).sum()
+        self.log("twice", loss)
+        self.log("twice", loss * 2)
+        self.logged.append(float(self.trainer.callback_metrics["twice"]))
+        self.running.update(1.0)
+        self.read.append(float(self.running.compute()))
+        self.hidden, self.average = (self.hidden[0] + 1,), self.average * 0.5 + 1
+        return loss
+
+
+def test_steps_of_odd_kinds_are_as_in_plain_lightning():
+    ours, plain = limited(Odd, 10**9), limited(Odd, 10**9)
+    for module, callbacks in ((ours, [MemSave()]), (plain, [])):
+        torch.manual_seed(1)
+        module.trainer_ = L.Trainer(**QUIET, max_epochs=2, callbacks=callbacks)
+        module.trainer_.fit(module, data())
+    assert ours.read == plain.read == [1, 2, 3, 4, 5, 6]
+    assert ours.logged == plain.logged
+    assert logged(ours.trainer_) == logged(plain.trainer_)
+    assert torch.equal(ours.last.weight, plain.last.weight)
+
+
+def test_a_failed_try_leaves_no_trace_in_attributes_logs_and_metrics():
+    class FailsOnce(Odd):
+        def training_step(self, batch, batch_idx):
+            self.fresh = getattr(self, "fresh", 0) + 1
+            self.running.update(1.0)
+            self.log("early", torch.tensor(float(batch_idx)))
+            if batch_idx == 1 and not self.hungry.tried:
+                self.hidden, self.average = (torch.ones(9),), self.average + 5
+                self.hungry.fail(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    ours, plain = limited(FailsOnce), limited(FailsOnce)
+    plain.hungry.tried, ours.hungry.limit, plain.hungry.limit = [0], 10**9, 10**9
+    memsave = MemSave(checkpointing=False)  # the next try is the same, recomputed
+    trainers = [train(ours, memsave), train(plain, None)]
+    assert memsave.report.num_oom_recovered == 1
+    assert ours.read == plain.read
+    assert ours.average == plain.average
+    assert torch.equal(ours.hidden[0], plain.hidden[0])
+    assert ours.fresh == plain.fresh
+    assert logged(trainers[0])["early"] == logged(trainers[1])["early"]
+
+
+def test_a_hook_before_gradients_are_zeroed_runs_for_a_recovered_batch_too():
+    class Reads(L.Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_before_zero_grad(self, trainer, pl_module, optimizer):
+            self.seen.append((trainer.global_step, pl_module.last.weight.grad is not None))
+
+    class FailsOnce(Deterministic):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1 and not self.hungry.tried:
+                self.hungry.fail(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    ours, plain, hooks = limited(FailsOnce, 10**9), limited(FailsOnce, 10**9), [Reads(), Reads()]
+    plain.hungry.tried = [0]
+    torch.manual_seed(1)
+    for module, hook, callbacks in ((ours, hooks[0], [MemSave()]), (plain, hooks[1], [])):
+        L.Trainer(**QUIET, max_epochs=1, callbacks=[*callbacks, hook]).fit(module, data())
+    assert hooks[0].seen == hooks[1].seen
+
+
+def test_the_batch_size_finder_finds_what_fits(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = limited(Deterministic, 16)
+    module.batch_size = 2
+    dataset = data().dataset
+    module.train_dataloader = lambda: DataLoader(dataset, module.batch_size)
+    trainer = L.Trainer(**QUIET, max_epochs=1, callbacks=[MemSave()])
+    assert L.pytorch.tuner.Tuner(trainer).scale_batch_size(module, max_trials=6, init_val=2) == 16
+
+
+def test_asking_what_the_loss_is_leaves_large_buffers_alone():
+    class Queue(Deterministic):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("queue", torch.zeros(2**19))
+
+        def training_step(self, batch, batch_idx):
+            self.queue.add_(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    module = limited(Queue, 10**9)
+    train(module, MemSave(microbatch=8))  # the probe evaluates three more batches
+    assert module.queue.unique().item() == len(data().dataset)
+
+
+def test_buffers_that_change_for_the_first_time_in_a_failed_try_make_it_final():
+    class Late(Deterministic):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("bank", torch.zeros(2**19))  # too large to be cloned unasked
+
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1:
+                self.bank.add_(1)
+            return super().training_step(batch, batch_idx) if batch_idx != 1 else self.hungry.fail(1)
+
+    with pytest.raises(OutOfMeasuresError, match="changed the buffer bank for the first time"):
+        train(limited(Late, 10**9), MemSave())
