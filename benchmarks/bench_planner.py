@@ -4,6 +4,7 @@ Each model is given budgets from 0.9 of what its plain step takes downwards, und
 trained with, and the run's own measurement (tracked bytes and workspace) is held against the budget; what is refused
 must name the smallest peak, which is then asked for. Time: CPU seconds of steps of the plan against other settings
 that fit the same budget with a loss class no worse: every single technique, and random combinations, taking turns.
+Rows that are there are kept; `--no-times` first makes all the others.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
-from harness import environment, save_rows
+from harness import environment, put_row, read_rows
 from lightning_memsave import MemoryMonitor, MemSave, Plan, Recipe
 from lightning_memsave.core.report import LOSS_CLASSES
 from lightning_memsave.demo.model import WideResNet
@@ -34,6 +35,7 @@ from lightning_memsave.strategies.budgeting import plan_for
 from lightning_memsave.techniques.microbatching import why_not_exact
 from models import PlainGPT, ResidualBlock, next_token_loss
 
+NAME, KEY = "planner", ("model", "setting", "budget")
 FRACTIONS = (0.9, 0.7, 0.5, 0.35, 0.2)
 QUIET = {
     "accelerator": "cpu",
@@ -290,25 +292,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of models, in this order")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows = []
     predictors = budgeting._predictors
     chosen = {name: each for part in options.only for name, each in subjects().items() if part in name}
     for name, (make, batch) in chosen.items():
         budgeting._predictors = kept(predictors)
         for recipe in ("lossless", "balanced"):
-            for fraction in FRACTIONS:
-                row, found = honesty_row(name, make, batch, f"{fraction}x", recipe)
+            for budget in (f"{fraction}x" for fraction in FRACTIONS):
+                has_times = options.times and recipe == "lossless"
+                if is_known(name, recipe, budget, has_times):
+                    continue
+                row, found = honesty_row(name, make, batch, budget, recipe)
                 if isinstance(found, int):  # the smallest that was named must do
                     again, smallest = honesty_row(name, make, batch, found, recipe)
                     row |= {"smallest_is_enough": not isinstance(smallest, int) and again["within_budget"]}
-                elif options.times and recipe == "lossless":
+                elif has_times:
                     row |= quality_row(name, make, batch, found, options.random, options.turns)
                 row |= {"quality": "measured bytes over the budget", **environment()}
                 if row["feasible"]:
                     row["quality_value"] = (row["peak_bytes"] + (row["workspace_bytes"] or 0)) / row["budget_bytes"]
-                rows.append(row)
                 print({k: v for k, v in row.items() if k not in environment()}, flush=True)
-                save_rows("planner", rows)
+                put_row(NAME, row, KEY)
+
+
+def is_known(*pair: str | bool) -> bool:
+    """Whether there is a row of this model, recipe and budget, with times if these are wanted."""
+    *values, has_times = pair
+    same = [row for row in read_rows(NAME) if [row[column] for column in KEY] == values]
+    return bool(same) and not (has_times and same[0]["feasible"] == "True" and not same[0].get("num_rivals"))
 
 
 if __name__ == "__main__":
