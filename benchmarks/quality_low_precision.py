@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench_low_precision import ALL, draw_batches
+from bench_low_precision import ALL
 from bfloat16 import faster_bfloat16
 from harness import Subject, environment, put_row, read_rows
 from lightning_memsave import LowPrecision, OptimizerState, apply_low_precision, apply_optimizer_state
@@ -31,6 +31,8 @@ from quality_activation_compression import source_text
 NAME = "low_precision_quality"
 SEEDS = (0, 1, 2)
 CONTEXT, BATCH, NUM_STEPS, NUM_VALIDATION_BATCHES, LEARNING_RATE = 64, 4, 200, 32, 3e-4
+NUM_DRAWN = 16
+"""Windows of which a batch is the first; the rows so far were drawn so."""
 DIGITS_BATCH, EPOCHS = 50, 5
 SETTINGS: dict[str, tuple[str | None, dict[str, Any] | None]] = {
     "float32": (None, None),
@@ -68,8 +70,15 @@ class Task:
 
 
 # ---------------------------------------------------------------------------------------------------- text
+def draw_batches(text: Tensor, count: int, seed: int) -> Tensor:
+    """[count, batch, context] windows of `text`."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, len(text) - CONTEXT, (count, NUM_DRAWN), generator=generator)[:, :BATCH]
+    return text[starts[..., None] + torch.arange(CONTEXT)].long()
+
+
 def text_batches(seed: int) -> Iterator[Tensor]:
-    return iter(draw_batches(source_text()[0], NUM_STEPS, 1 + seed)[:, :BATCH])
+    return iter(draw_batches(source_text()[0], NUM_STEPS, 1 + seed))
 
 
 def text_subject(setting: str, seed: int) -> Subject:
@@ -84,7 +93,7 @@ def text_loss(model: Any, ids: Tensor) -> Tensor:
 
 
 def text_test(model: Any, seed: int) -> float:
-    unseen = draw_batches(source_text()[1], NUM_VALIDATION_BATCHES, 2)[:, :BATCH]
+    unseen = draw_batches(source_text()[1], NUM_VALIDATION_BATCHES, 2)
     return statistics.mean(float(text_loss(model, ids)) for ids in unseen)
 
 

@@ -143,8 +143,8 @@ def checkpointing_depth() -> str:
 
 
 def low_precision() -> str:
-    """Bytes per parameter by kind, peak, time of the update, loss."""
-    head = ("setting", "weights", "gradients", "state", "together", "peak MB", "update s / 10M", "loss")
+    """Bytes per parameter by kind, peak, time of the update."""
+    head = ("setting", "weights", "gradients", "state", "together", "peak MB", "update s / 10M")
     lines = []
     for row in rows("low_precision"):
         kinds = [f"{kind}bytes_per_parameter" for kind in ("weights_", "gradients_", "state_", "")]
@@ -154,7 +154,6 @@ def low_precision() -> str:
                 *(f"{float(row[kind]):.2f}" for kind in kinds),
                 f"{float(row['peak_bytes']) / MB:.1f}",
                 f"{float(row['update_cpu_seconds_per_10M']):.2f}",
-                f"{float(row['quality_value']):.4f} ({float(row['relative_difference']):+.2%})",
             )
         )
     return markdown(head, lines)
