@@ -227,7 +227,7 @@ class Deep(L.LightningModule):
         self.layers = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))
 
     def training_step(self, batch, batch_idx):
-        return self.layers(batch).square().mean()
+        return self.layers(batch["a"] if isinstance(batch, dict) else batch).square().mean()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
@@ -240,8 +240,15 @@ class Data(L.LightningDataModule):
     def train_dataloader(self):
         return DataLoader(torch.ones(64, 32), self.num_samples)
 
+class Loaders(Data):
+    def train_dataloader(self):
+        return {"a": DataLoader(torch.ones(64, 32), 4), "b": DataLoader(torch.ones(64, 32), 4)}
+
 def batch(length: int = 4):
     return torch.ones(length, 32)
+
+def loader():
+    return DataLoader(torch.ones(64, 32), 8)
 """
 
 
@@ -249,7 +256,6 @@ def batch(length: int = 4):
 def configured(tmp_path, monkeypatch):
     (tmp_path / "configured.py").write_text(CONFIGURED)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))  # LightningCLI imports by itself
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     sys.modules.pop("configured", None)
     yield tmp_path / "config.yaml"
@@ -302,6 +308,44 @@ def test_plan_of_a_config_file_without_classes(configured, capsys):
     assert "must hold settings by name" in capsys.readouterr().err
 
 
+def test_plan_of_a_config_file_with_short_names_and_several_loaders(configured, capsys):
+    text = """
+fit:
+  trainer: {callbacks: %s}
+  model: {class_path: configured.Deep}
+  data: {class_path: configured.Loaders}
+"""
+    peaks = []
+    for callback in ("lightning_memsave.MemSave", "{class_path: MemSave, init_args: {microbatch: 1}}"):
+        configured.write_text(text % callback)
+        found = _plan(capsys, "--config", str(configured))
+        assert found["by_category"]["data"] == 2 * 4 * 32 * 4  # a batch of each loader
+        peaks.append(found["peak_bytes"])
+    assert peaks[0] != peaks[1]
+
+
+def test_plan_of_a_config_file_with_a_budget(configured, capsys):
+    configured.write_text(
+        """
+trainer: {callbacks: {class_path: lightning_memsave.MemSave, init_args: {budget: 0.9x}}}
+model: {class_path: configured.Deep, init_args: {width: 32, depth: 2}}
+data: {class_path: configured.Data, init_args: {num_samples: 64}}
+optimizer: {class_path: torch.optim.AdamW}
+"""
+    )
+    planned = _plan(capsys, "--config", str(configured))["peak_bytes"]
+    plain = _plan(capsys, "--config", str(configured), "--recipe", "measure")["peak_bytes"]
+    assert planned <= 0.9 * plain
+
+
+def test_plan_imports_from_the_current_folder_as_a_program(configured):
+    configured.write_text("{model: {class_path: configured.Deep}, data: {class_path: configured.Data}}")
+    program = [sys.executable, "-P", "-m", "lightning_memsave.cli", "plan", "--config", "config.yaml"]
+    done = subprocess.run(program, cwd=configured.parent, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "predicted peak" in done.stdout
+
+
 @pytest.mark.parametrize("name", ["length", "depth"])
 def test_plan_finds_the_largest_value_of_an_argument(configured, capsys, name):
     subject = ["configured:Deep", "--batch", "configured:batch"]
@@ -313,6 +357,13 @@ def test_plan_finds_the_largest_value_of_an_argument(configured, capsys, name):
         module.samples = functools.partial(module.batch, **({"length": value} if name == "length" else {}))
         peaks.append(_plan(capsys, "configured:deep", "--batch", "configured:samples")["peak_bytes"])
     assert peaks[0] <= 100 * 1024 < peaks[1]
+
+
+def test_plan_finds_the_largest_value_with_a_loader(configured, capsys):
+    subject = ["configured:Deep", "--batch", "configured:loader", "--device-memory", "100KiB"]
+    assert _plan(capsys, *subject, "--largest", "depth")["largest_depth"] > 2
+    assert cli.main(["plan", *subject, "--largest", "width"]) == 2  # the batch has 32 columns
+    assert "width=64 fails: RuntimeError" in capsys.readouterr().err
 
 
 def test_plan_names_the_arguments_that_there_are(configured, capsys):

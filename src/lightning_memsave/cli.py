@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ def _plan(
         data[f"largest_{largest}"] = (
             largest_batch(predictor, device_bytes, techniques)
             if largest == "batch"
-            else largest_value(largest, model, samples, device_bytes, techniques, **settings)
+            else largest_value(largest, model, _maker(samples), device_bytes, techniques, **settings)
         )
     if json:
         print(json_module.dumps(data))
@@ -183,24 +184,27 @@ def _subject(
     module: str | None, batch: str | None, config: Path | None, recipe: str | None, slots: dict[str, Any]
 ) -> tuple[Any, Any, dict[str, Any], Any]:
     """The model or what makes it, the same of the batch, arguments of `Trainer`, and what is switched on."""
-    from lightning_memsave.callbacks import MemSave
+    from lightning_memsave.callbacks import MemSave, plan_training
 
     model, samples = (None if name is None else _named(name) for name in (module, batch))
     settings: dict[str, Any] = {}
     memsave = None
     if config is not None:
-        from lightning_memsave.strategies.configured import read_config
+        from lightning_memsave.callbacks.configured import read_config
 
-        configured = read_config(config, model, with_data=samples is None)
-        model, settings = configured.module, configured.trainer
-        samples = configured.batch if samples is None else samples
-        memsave = next((callback for callback in configured.callbacks if isinstance(callback, MemSave)), None)
+        with _current_folder():
+            configured = read_config(config, model, with_data=samples is None)
+        model, settings, memsave = configured.module, configured.trainer, configured.memsave
+        if samples is None:
+            samples, settings["data_module"] = configured.batch, configured.data_module
     for name, found in (("MODULE:CLASS", model), ("--batch", samples)):
         if found is None:
             raise setting_error(name, "must be given", None, "Name one, or a `--config` that has it.")
     if memsave is None or recipe is not None or any(value is not None for value in slots.values()):
         memsave = MemSave(recipe or "lossless", **slots)
-    return model, samples, settings, memsave.recipe
+    if memsave.budgeted is None:
+        return model, samples, settings, memsave.recipe
+    return model, samples, settings, plan_training(_made(model), _made(samples), memsave).as_recipe()
 
 
 def _made(found: Any) -> Any:
@@ -213,16 +217,38 @@ def _made(found: Any) -> Any:
     return next(iter(found)) if isinstance(found, DataLoader) else found
 
 
+def _maker(found: Any) -> Any:
+    """What makes a batch, with the arguments of `found`; the batch itself where nothing makes it."""
+    from torch import nn
+
+    if not callable(found) or isinstance(found, nn.Module):
+        return _made(found)
+
+    @functools.wraps(found)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return _made(found(*args, **kwargs))
+
+    return make
+
+
 def _named(name: str) -> Any:
     """What `package.module:name` names."""
     where, _, attribute = name.partition(":")
-    sys.path.insert(0, "")  # modules of the current folder, as `python -m` finds them
     try:
-        return getattr(import_module(where), attribute)
+        with _current_folder():
+            return getattr(import_module(where), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise setting_error(
             "MODULE:NAME", "must name what can be imported, as `package.module:name`", name, str(error)
         ) from error
+
+
+@contextmanager
+def _current_folder() -> Iterator[None]:
+    """Modules of the current folder can be imported, as `python -m` finds them."""
+    sys.path.insert(0, "")
+    try:
+        yield
     finally:
         sys.path.remove("")
 

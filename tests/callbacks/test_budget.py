@@ -148,7 +148,7 @@ def test_a_fit_ends_with_one_line_on_its_plan(planned, monkeypatch, caplog):
         train(MemSave(planned[0].plan))
     told = [record.message for record in caplog.records if "predicted" in record.message]
     assert len(told) == 1
-    assert re.search(r"KiB measured \(\+0\.[0-3]%\)", told[0])
+    assert re.search(r"KiB measured \([+-]0\.[0-3]%\)", told[0])
 
 
 def test_steps_that_are_large_are_planned_for_their_shapes_and_confirmed(monkeypatch):

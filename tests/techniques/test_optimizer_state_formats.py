@@ -389,6 +389,49 @@ def test_another_format_replaces_an_earlier_one(first):
     assert type(optimizer) is torch.optim.AdamW
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_an_earlier_format_is_undone_with_the_one_that_replaced_it(order):
+    model = big_model()
+    optimizer = PLAIN["AdamW"](model.parameters())
+    applied = [apply_optimizer_state(optimizer, FORMATS[name], model) for name in ("8bit", "4bit")]
+    for number in order:
+        applied[number].undo()
+    assert type(optimizer) is torch.optim.AdamW
+
+
+def test_a_setting_is_replaced_as_a_format_is():
+    model = big_model()
+    optimizer = PLAIN["AdamW"](model.parameters())
+    apply_optimizer_state(optimizer, FORMATS["8bit"], model)
+    run_steps(model, optimizer, range(1))
+    kept = replace(FORMATS["8bit"], keep_32bit="0")
+    apply_optimizer_state(optimizer, kept, model)
+    run_steps(model, optimizer, range(1, 2))
+    assert isinstance(optimizer.state[model[0].weight]["exp_avg"], torch.Tensor)
+    released = apply_optimizer_state(optimizer, OptimizerState(format="32bit", gradients="release"), model)
+    assert type(optimizer) is torch.optim.AdamW
+    assert released.loss_class == "exact"
+
+
+def test_what_stands_on_a_format_is_not_pulled_away():
+    model = big_model()
+    optimizer = PLAIN["AdamW"](model.parameters())
+    apply_optimizer_state(optimizer, replace(FORMATS["8bit"], gradients="into-state"), model)
+    with pytest.raises(ValueError, match="while its gradients end in backward"):
+        apply_optimizer_state(optimizer, FORMATS["4bit"], model)
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    apply_optimizer_state(sgd, FORMATS["8bit"], model)
+    with pytest.raises(ValueError, match="first and second moments"):
+        apply_optimizer_state(sgd, FORMATS["factored"], model)
+    assert is_coded(sgd)
+
+
+@pytest.mark.parametrize("value", [None, (0,), nn.Linear(1, 1), (nn.Linear(1, 1),), "", int])
+def test_what_is_no_selector_is_refused(value):
+    with pytest.raises(ValueError, match=r"OptimizerState.keep_32bit. must be patterns"):
+        OptimizerState(keep_32bit=value)
+
+
 @pytest.mark.parametrize("gradients", ["keep", "release", "into-state"])
 @pytest.mark.parametrize("name", ["8bit", "factored"])
 def test_codes_are_written_where_they_were_and_counted_as_state(name, gradients):

@@ -6,7 +6,6 @@ gets, and the buffers afterwards, by module. The steps that follow tell peak and
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_memsave.callbacks.memsave import MemSave
+from lightning_memsave.core.copies import copied
 from lightning_memsave.core.verification import Verification
 
 _NUM_STEPS = 8  # the second and the third are measured, the others timed
@@ -103,7 +103,7 @@ def _one_run(module: L.LightningModule, batch: Any, memsave: MemSave, seed: int)
         )
         batches: Any = [batch] * _NUM_STEPS
         data = DataLoader(batches, batch_size=None)
-        trainer.fit(copy.deepcopy(module), data)
+        trainer.fit(copied(module), data)
     return first
 
 

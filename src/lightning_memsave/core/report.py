@@ -74,7 +74,7 @@ class Miss(NamedTuple):
     """How far a prediction was from what was measured."""
 
     fraction: float
-    """Of the measured peak; below 0 where too little was predicted."""
+    """Of the predicted peak; above 0 where more was measured."""
     category: str
     """The one that was missed most."""
     category_bytes: int
@@ -89,9 +89,9 @@ class Miss(NamedTuple):
         measured: Mapping[str, int],
     ) -> Miss:
         """Of a predicted peak from a measured one, both with their categories."""
-        misses = {name: predicted.get(name, 0) - size for name, size in measured.items()}
+        misses = {name: size - predicted.get(name, 0) for name, size in measured.items()}
         category = max(misses, key=lambda name: abs(misses[name]), default="")
-        return cls(predicted_bytes / measured_bytes - 1, category, misses.get(category, 0))
+        return cls(measured_bytes / predicted_bytes - 1, category, misses.get(category, 0))
 
     @property
     def is_much(self) -> bool:
@@ -100,7 +100,7 @@ class Miss(NamedTuple):
 
     def __str__(self) -> str:
         kind, size = self.category.replace("_", " "), format_bytes(abs(self.category_bytes))
-        return f"{size} too {'much' if self.category_bytes > 0 else 'little'} {kind} predicted"
+        return f"{size} too {'little' if self.category_bytes > 0 else 'much'} {kind} predicted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +154,8 @@ class MemoryReport:
         """How far the prediction was off; `None` without a prediction or a measurement.
 
         >>> MemoryReport(peak_bytes=50, by_category={"weights": 20, "data": 30},
-        ...              predicted_peak_bytes=45, predicted_by_category={"weights": 20, "data": 25}).miss
-        Miss(fraction=-0.09999999999999998, category='data', category_bytes=-5)
+        ...              predicted_peak_bytes=40, predicted_by_category={"weights": 20, "data": 20}).miss
+        Miss(fraction=0.25, category='data', category_bytes=10)
         """
         if not self.peak_bytes or self.predicted_peak_bytes is None:
             return None

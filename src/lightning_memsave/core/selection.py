@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -57,10 +57,21 @@ def is_norm(module: nn.Module) -> bool:
     return "Norm" in type(module).__name__ and not any(module.children())
 
 
-def as_selectors(value: object) -> tuple[Selector, ...]:
+def as_selectors(setting: str, value: object) -> tuple[Selector, ...]:
     """A setting that takes one selector or several.
 
-    >>> as_selectors("head"), as_selectors(["head", nn.Linear])
+    Raises:
+        ValueError: something is no selector.
+
+    >>> as_selectors("keep", "head"), as_selectors("keep", ["head", nn.Linear])
     (('head',), ('head', <class 'torch.nn.modules.linear.Linear'>))
     """
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)  # type: ignore[return-value]
+    is_one = isinstance(value, str) or callable(value) or not isinstance(value, Iterable)
+    found = (value,) if is_one else tuple(value)  # type: ignore[arg-type]  # an iterable, then
+    for each in found:
+        is_pattern, is_module = isinstance(each, str) and bool(each), isinstance(each, nn.Module)
+        is_class = isinstance(each, type) and issubclass(each, nn.Module)
+        if not (is_pattern or is_class or (callable(each) and not is_module and not isinstance(each, type))):
+            rule = "must be patterns, classes of modules, or `callable(name, module)`"
+            raise setting_error(setting, rule, each, 'For example "head", or `nn.Linear`.')
+    return found  # type: ignore[return-value]  # checked

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_memsave.core.copies import copied
 from lightning_memsave.memory.facts import FactsMode, note_values
 
 _FLAT_WEIGHTS = "_flat_weights"
@@ -212,7 +213,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
     for fake in memo.values():
         fake.grad = None
     with Copying(exchange.of):
-        return copy.deepcopy(model, memo)
+        return copied(model, memo)
 
 
 def fakes_of(tree: Any, mode: FakeTensorMode, device: torch.device | str = "cpu") -> Any:

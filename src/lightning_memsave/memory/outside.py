@@ -53,11 +53,17 @@ def _holds_fakes(cache: Any) -> bool:
         each = todo.pop()
         if isinstance(each, Tensor) and is_fake(each):
             return True
-        if not isinstance(each, (type, types.ModuleType, types.FunctionType)):
-            found = [other for other in gc.get_referents(each) if id(other) not in seen]
-            seen.update(map(id, found))
-            todo += found
+        found = [other for other in _reachable(each) if id(other) not in seen]
+        seen.update(map(id, found))
+        todo += found
     return bool(todo)
+
+
+def _reachable(each: Any) -> list[Any]:
+    """What `each` refers to; of a function what belongs to it alone, and nothing of classes and files."""
+    if isinstance(each, types.FunctionType):
+        return [each.__closure__, each.__defaults__, each.__kwdefaults__, vars(each)]
+    return [] if isinstance(each, (type, types.ModuleType)) else gc.get_referents(each)
 
 
 def _is_of_library(name: str | None) -> bool:

@@ -190,7 +190,7 @@ def _strategy_class(namespace: str) -> Any:
 def silence() -> Iterator[None]:
     """Nothing is logged: a run beside the user's is no run that anybody wants to read about."""
     before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # what has no kernel for shapes is an error to the fake mode
+    logging.disable(max(before, logging.CRITICAL))  # what has no kernel for shapes is an error to the fake mode
     try:
         yield
     finally:

@@ -23,8 +23,9 @@ from lightning_memsave.techniques.optimizer_state import (
     decoded_state_dict,
     for_adafactor,
     gradients_applied,
+    inherited,
     is_low_bit,
-    needs_format,
+    is_ours,
 )
 
 
@@ -39,8 +40,9 @@ def change_optimizers(trainer: Any, recipe: Recipe, weights: Weights | None) -> 
     config = recipe.get(OptimizerState)
     if config is not None:
         check_optimizers(optimizers, config, module)  # all of them, before the first is changed
-        if needs_format(config):
-            done += [apply_format(optimizer, config, module) for optimizer in optimizers]
+        done += filter(None, [apply_format(optimizer, config, module) for optimizer in optimizers])
+    else:  # of an earlier fit
+        done += [inherited(optimizer, was_asked=False) for optimizer in optimizers if is_ours(optimizer)]
     if weights is not None:
         for optimizer in optimizers:
             step_in_float32(optimizer, weights)

@@ -10,7 +10,6 @@ extended to the whole batch.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import os
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
+from lightning_memsave.core.copies import copied
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.memory.allocations import Allocations
 from lightning_memsave.memory.breakdown import Breakdown
@@ -145,7 +145,7 @@ class Predictor:
         self._make_real()
         present, why = self.num_samples, f"the step cannot be run without values ({self._why})"
         if present is None:
-            watch = self._train(copy.deepcopy(self._module), self._batch, recipe, fake=False)
+            watch = self._train(copied(self._module), self._batch, recipe, fake=False)
             return self._prediction(watch, watch.breakdown.allocations, f"{why}: measured")
         wanted = num_samples or present
         config = recipe.get(Microbatching)
@@ -169,7 +169,7 @@ class Predictor:
             batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
         elif num_samples > present:
             batch = resized(batch, present, num_samples)
-        return self._train(copy.deepcopy(self._module), batch, recipe, fake=False)
+        return self._train(copied(self._module), batch, recipe, fake=False)
 
     def _make_real(self) -> None:
         """Make module and batch for good, where they are only fake so far.
@@ -267,12 +267,14 @@ def largest_value(
         techniques: as in a prediction.
         settings: further arguments of `Predictor`.
 
+    The search begins at the argument's default, and doubles or halves from there.
+
     Raises:
-        ValueError: neither takes such an argument; as a prediction.
+        ValueError: neither takes such an argument, or a step with one of its values cannot be predicted.
     """
     known = [_arguments(each) for each in (module, batch)]
     if not any(name in arguments for arguments in known):
-        listed = ", ".join(["batch", *dict.fromkeys(argument for arguments in known for argument in arguments)])
+        listed = ", ".join(dict.fromkeys(["batch", *(argument for arguments in known for argument in arguments)]))
         rule = "must be `batch` or an argument of what makes the model or the batch"
         raise setting_error("--largest", rule, name, f"There are: {listed}.")
 
@@ -281,19 +283,27 @@ def largest_value(
             functools.partial(make, **{name: value}) if name in arguments else make
             for make, arguments in zip((module, batch), known, strict=True)
         ]
-        return bool(Predictor(*made, **settings)(techniques).fits(device_bytes))
+        try:
+            return bool(Predictor(*made, **settings)(techniques).fits(device_bytes))
+        except Exception as error:  # of the user's code: not every number is a width
+            rule = "must be an argument whose values, by doubling and bisection, all make a step"
+            remedy = f"{name}={value} fails: {type(error).__name__}: {error}"
+            raise setting_error("--largest", rule, name, remedy) from error
 
-    return _largest(fits)
+    defaults = [arguments[name] for arguments in known if name in arguments]
+    return _largest(fits, next((each for each in defaults if type(each) is int and each > 0), 1))
 
 
-def _arguments(make: Any) -> tuple[str, ...]:
+def _arguments(make: Any) -> dict[str, Any]:
+    """Those that can be given by name, and their defaults."""
     if not callable(make) or isinstance(make, nn.Module):
-        return ()
-    return tuple(inspect.signature(make).parameters)
+        return {}
+    parameters = inspect.signature(make).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
-def _largest(fits: Callable[[int], bool]) -> int:
-    low, high = 0, 1  # the first fits, the second has not been seen to fail
+def _largest(fits: Callable[[int], bool], start: int = 1) -> int:
+    low, high = 0, start  # the first fits, the second has not been seen to fail
     while fits(high):
         low, high = high, 2 * high
         if high > _MOST:

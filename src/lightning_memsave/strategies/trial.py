@@ -20,6 +20,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_memsave.core.copies import copied
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.memory import allocator
 from lightning_memsave.memory.ledger import Ledger, Measurement, tensors_in
@@ -98,7 +99,7 @@ class Trial:
 
     def _fit(self, steps: Any, batch: Any) -> None:
         data = None if self._trainer is None else self._trainer.datamodule
-        fit(self._new_trainer(steps), copy.deepcopy(self._module), batch, data)
+        fit(self._new_trainer(steps), copied(self._module), batch, data)
 
     def _new_trainer(self, steps: Any) -> Any:
         if self._trainer is None:

@@ -107,7 +107,7 @@ class LowPrecision:
             raise setting_error(
                 "LowPrecision.lower_frozen", "needs a format of weights", self.format, 'Use `format="bf16-sr"`.'
             )
-        object.__setattr__(self, "keep_32bit", as_selectors(self.keep_32bit))
+        object.__setattr__(self, "keep_32bit", as_selectors("LowPrecision.keep_32bit", self.keep_32bit))
 
     @property
     def rows(self) -> tuple[str, ...]:

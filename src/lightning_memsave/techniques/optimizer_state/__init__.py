@@ -32,39 +32,43 @@ the trust ratio that bitsandbytes' 8-bit LAMB drops.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.core.errors import NoEffectWarning, setting_error
-from lightning_memsave.core.optimizers import is_latest
+from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied, LossClass, worst_loss_class
 from lightning_memsave.core.selection import is_norm, select
 from lightning_memsave.numerics.blockwise import num_blocks
 from lightning_memsave.techniques.optimizer_state import lowrank
 from lightning_memsave.techniques.optimizer_state.codecs import codec_of
-from lightning_memsave.techniques.optimizer_state.coded import MEMORY as CODED
 from lightning_memsave.techniques.optimizer_state.coded import (
     become_coded,
     check_coded,
-    is_coded,
     leave_coded,
     memory_of,
     moments_of,
 )
 from lightning_memsave.techniques.optimizer_state.conversion import from_plain, to_plain
+from lightning_memsave.techniques.optimizer_state.earlier import (
+    as_plain,
+    check_replaceable,
+    inherited,
+    is_as_asked,
+    is_low_bit,
+    is_ours,
+    leave,
+    memory,
+)
 from lightning_memsave.techniques.optimizer_state.into_state import check_into_state
-from lightning_memsave.techniques.optimizer_state.kin import MEMORY as KIN
 from lightning_memsave.techniques.optimizer_state.kin import (
     become_8bit,
     become_plain,
     check_paged,
     find_kin,
     is_8bit,
-    is_paged,
 )
 from lightning_memsave.techniques.optimizer_state.layout import check_whole, decoded_state_dict, for_adafactor
 from lightning_memsave.techniques.optimizer_state.release import GradientRelease, GradientsIntoState, InBackward
@@ -84,8 +88,10 @@ __all__ = [
     "for_adafactor",
     "from_plain",
     "gradients_applied",
+    "inherited",
     "is_8bit",
     "is_low_bit",
+    "is_ours",
     "needs_format",
     "to_plain",
 ]
@@ -109,24 +115,6 @@ _REASONS = {
 }
 """What is lost, for the formats that are not exact."""
 _MUST_MOVE = ("offload",)  # whatever it belongs to, as nothing is rounded
-
-
-def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its state is something smaller already: ours, or one of bitsandbytes' own."""
-    if is_coded(optimizer):
-        return memory_of(optimizer).state_format != "32bit"
-    return is_8bit(optimizer) or type(optimizer).__module__.startswith("bitsandbytes")
-
-
-def _format_of(optimizer: torch.optim.Optimizer) -> str:
-    if is_coded(optimizer):
-        return memory_of(optimizer).state_format
-    return "paged" if is_paged(optimizer) else "8bit"
-
-
-def _must_change(optimizer: torch.optim.Optimizer, config: OptimizerState) -> bool:
-    """Whether an earlier call has given it another format."""
-    return (is_coded(optimizer) or is_8bit(optimizer)) and _format_of(optimizer) != config.format
 
 
 def parameters_kept_32bit(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> set[Tensor]:
@@ -174,7 +162,7 @@ def apply_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerSta
         ValueError: what the format does not know: an optimizer, or a setting of it.
         ModuleNotFoundError: bitsandbytes is not installed.
     """
-    parts = [apply_format(optimizer, config, model)] if needs_format(config) else []
+    parts = [part for part in [apply_format(optimizer, config, model)] if part is not None]
     if config.gradients == "release":
         parts.append(gradients_applied(config, [optimizer], GradientRelease([optimizer])))
     elif config.gradients == "into-state":
@@ -216,14 +204,19 @@ def gradients_applied(
     )
 
 
-def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> Applied:
-    """The state alone; see `apply_optimizer_state`. A format of an earlier time is left for the new one."""
+def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> Applied | None:
+    """The state alone; see `apply_optimizer_state`. A format of an earlier time is left for the new one.
+
+    Returns:
+        What was done; `None` for nothing.
+    """
     check_optimizers([optimizer], config, model)
-    if _must_change(optimizer, config):
-        (leave_coded if is_coded(optimizer) else become_plain)(optimizer)
-        check_optimizers([optimizer], config, model)
-    if is_coded(optimizer) or is_low_bit(optimizer):
-        return _nothing_applied(optimizer)
+    if is_ours(optimizer) and not _is_as_asked(optimizer, config, model):
+        leave(optimizer)
+    if is_ours(optimizer) or is_low_bit(optimizer):
+        return inherited(optimizer, was_asked=needs_format(config))
+    if not needs_format(config):
+        return None
     name, device = type(optimizer).__name__, _device_of(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kept = parameters_kept_32bit(optimizer, config, model)
@@ -236,6 +229,12 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
         backend, keeps, restore = "own codes", _NAMES[config.format], leave_coded
         become_coded(optimizer, config.format, kept, rank=config.rank, is_compact=is_compact)
     num_changed = sum(p not in kept and _is_changed(p, config) for p in parameters)
+    made = memory(optimizer)
+
+    def undo() -> None:
+        if memory(optimizer) is made:  # else another format has replaced it
+            restore(optimizer)
+
     reason = _REASONS.get(config.format) if num_changed else None
     loss_class: LossClass = "changed" if reason else "exact"
     return Applied(
@@ -243,7 +242,7 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
         summary=f"{name} keeps {keeps} for {num_changed} of {len(parameters)} parameters ({backend}, {device})",
         loss_class=loss_class,
         reasons=(f"{name}'s {reason}",) if reason else (),
-        restore=lambda: restore(optimizer),
+        restore=undo,
     )
 
 
@@ -256,19 +255,6 @@ def _device_of(optimizer: torch.optim.Optimizer) -> str:
     return ", ".join(sorted(devices)) or "cpu"
 
 
-def _nothing_applied(optimizer: torch.optim.Optimizer) -> Applied:
-    name = type(optimizer).__name__
-    if not is_low_bit(optimizer):  # float32, of an earlier fit with gradients that went into it
-        return Applied(technique="optimizer_state", summary=f"{name} as it was")
-    warnings.warn(f"{name} is a low-bit optimizer already.", NoEffectWarning, stacklevel=3)
-    return Applied(
-        technique="optimizer_state",
-        summary=f"{name} is low-bit already",
-        loss_class="changed",
-        reasons=(f"the state of {name} is low-bit",),
-    )
-
-
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], config: OptimizerState, model: nn.Module) -> None:
     """Refuse what cannot be done with these optimizers, before anything is changed.
 
@@ -278,20 +264,16 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], config: Optimi
     """
     list(select("OptimizerState.keep_32bit", config.keep_32bit, model))
     own: set[Tensor] = set()
-    for optimizer in optimizers if needs_format(config) else ():
-        if not is_coded(optimizer) and not is_low_bit(optimizer):
-            _check_format(optimizer, config)
+    for optimizer in optimizers:
+        is_new = not is_ours(optimizer) and not is_low_bit(optimizer)
+        if is_ours(optimizer) and not _is_as_asked(optimizer, config, model):
+            check_replaceable(optimizer, config)
+            is_new = True
+        if is_new and needs_format(config):
+            _check_format(as_plain(optimizer), config)
             own.update(p for group in optimizer.param_groups for p in group["params"])
-        elif _must_change(optimizer, config) and not any(is_latest(optimizer, m) for m in (CODED, KIN)):
-            raise setting_error(
-                "optimizer_state",
-                "cannot change on an optimizer that steps 16-bit weights",
-                f"{config.format!r} instead of {_format_of(optimizer)!r}",
-                "Return a new optimizer from `configure_optimizers`.",
-            )
         if config.gradients == "into-state":
-            plain = memory_of(optimizer).plain_class if is_coded(optimizer) else type(optimizer)
-            check_into_state(optimizer, plain.__name__)
+            check_into_state(optimizer, type(as_plain(optimizer)).__name__)
     for name, module in model.named_modules():
         is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         if is_sparse and own.intersection(module.parameters(recurse=False)):
@@ -301,6 +283,11 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], config: Optimi
                 f"{name}.sparse=True",
                 "Use `sparse=False`, or `optimizer_state=False`.",
             )
+
+
+def _is_as_asked(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> bool:
+    kept = parameters_kept_32bit(optimizer, config, model)
+    return needs_format(config) and is_as_asked(optimizer, config, kept, uses_bitsandbytes(as_plain(optimizer), config))
 
 
 def _check_format(optimizer: torch.optim.Optimizer, config: OptimizerState) -> None:

@@ -223,8 +223,8 @@ def put_back(state_format: str, before: Any, moment: str, value: Any, shape: tor
     found = encode(state_format, moment, value, shape, noise)
     if not isinstance(found, (Coded, Factored)) or type(before) is not type(found):
         return found
-    if any(old.shape != new.shape for old, new in zip(before, found, strict=True)):  # sparse weights have moved
-        return found
+    if any((old.shape, old.device) != (new.shape, new.device) for old, new in zip(before, found, strict=True)):
+        return found  # sparse weights, or the parameter, have moved
     for old, new in zip(before, found, strict=True):
         old.copy_(new)
     return before

@@ -152,11 +152,6 @@ def check_paged(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def is_paged(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `become_8bit` has paged its state."""
-    return memory_of(optimizer).is_paged
-
-
 def is_8bit(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `become_8bit` has changed this optimizer."""
     return MEMORY in vars(optimizer)

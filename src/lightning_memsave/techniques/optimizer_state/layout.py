@@ -75,7 +75,11 @@ def _blocks_of(state_format: str, name: str) -> Blocks:
 
 def means_of(state: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
     """Row and column means, from which a moment is found again exactly."""
-    return {name: tuple(value) for name, value in state.items() if isinstance(value, Factored)}  # type: ignore[misc]
+    return {
+        name: (value.rows.clone(), value.columns.clone())
+        for name, value in state.items()
+        if isinstance(value, Factored)
+    }
 
 
 def read(state_format: str, name: str, value: Any, *, p: Tensor, means: Mapping[str, Any]) -> Any:

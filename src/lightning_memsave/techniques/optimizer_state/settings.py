@@ -53,7 +53,7 @@ class OptimizerState:
             if value not in get_args(choices):
                 listed = ", ".join(map(repr, get_args(choices)))
                 raise setting_error(name, f"must be one of {listed}", value, remedy)
-        object.__setattr__(self, "keep_32bit", as_selectors(self.keep_32bit))
+        object.__setattr__(self, "keep_32bit", as_selectors("OptimizerState.keep_32bit", self.keep_32bit))
         self._check_pairs()
         if self.min_size < 0:
             raise setting_error("OptimizerState.min_size", "must not be negative", self.min_size, "Use 0 for all.")
