@@ -65,6 +65,8 @@ class Task:
     """Of training, for a seed."""
     loss: Callable[[Any, Any], Tensor]
     """(model, batch) -> mean loss."""
+    cosine_steps: int | None = None
+    """Over which the learning rate falls to zero along a cosine; without, it stays."""
     test: Callable[[Any, int], float]
     """(function of a batch's inputs, seed) -> quality."""
 
@@ -142,9 +144,10 @@ TASKS = {
         test=text_test,
     ),
     "digits": Task(
-        model=f"WideResNet-28-2, digits 8x8, batch {DIGITS_BATCH}, SGD momentum, {EPOCHS} epochs",
+        model=f"WideResNet-28-2, digits 8x8, batch {DIGITS_BATCH}, SGD momentum, {EPOCHS} epochs, cosine",
         quality="test accuracy, per cent of 360 images",
         settings=WITHOUT_SECOND_MOMENTS,
+        cosine_steps=EPOCHS * (1437 // DIGITS_BATCH),
         make=digits_subject,
         batches=digits_batches,
         loss=digits_loss,
@@ -172,6 +175,7 @@ def train(task: Task, setting: str, seed: int) -> dict[str, float]:
     precision = SETTINGS[setting][0]
     is_16bit = setting == "plain bf16" or (precision is not None and precision != "bf16-gradients")
     dtype = torch.float16 if precision == "fp16-scaled" else torch.bfloat16
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.cosine_steps) if task.cosine_steps else None
     start = time.process_time()
     with faster_bfloat16(), torch.autocast("cpu", dtype, enabled=is_16bit):
         for batch in task.batches(seed):
@@ -179,6 +183,8 @@ def train(task: Task, setting: str, seed: int) -> dict[str, float]:
             loss = task.loss(model, batch)
             (loss if precision is None else optimizer.scale_loss(loss)).backward()  # type: ignore[attr-defined]
             optimizer.step()
+            if schedule is not None:
+                schedule.step()
         seconds = time.process_time() - start
         model.eval()
         with torch.no_grad():

@@ -33,6 +33,7 @@ HEADLINE = (
     ("microbatch alone", 4),
     ("the paper's four: sparsity 0.9, bf16, blocks", 4),
     ("+ bf16", 4),
+    ("sparsity 0.85, int4-chain, 8-bit momentum, into-state, bf16", 4),
     ("sparsity 0.95, int4-chain, 4-bit momentum, bf16", 4),
     ("sparsity 0.95, int4-chain, 4-bit momentum, bf16", 2),
 )

@@ -30,6 +30,11 @@ def mean(some_rows: list[Row], column: str) -> float:
     return statistics.mean(float(row[column]) for row in some_rows)
 
 
+def standard_error(values: Sequence[float]) -> float:
+    """Of their mean; not known of one, which is written as 0."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+
+
 def markdown(head: Sequence[str], lines: list[Sequence[str]], num_text: int = 1) -> str:
     rule = ["---"] * num_text + ["---:"] * (len(head) - num_text)
     return "\n".join("|".join(["", *(f" {cell} " for cell in line), ""]) for line in (head, *lines)).replace(

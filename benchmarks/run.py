@@ -26,7 +26,7 @@ QUALITY = ("quality_wrn", "quality_dynamicconv")
 """Studies in parts; the other `quality_*.py` run whole, from minutes to an hour each."""
 KEY = (
     *("case", "model", "setting", "implementation", "sparsity", "microbatch", "seed"),
-    *("n", "budget_bytes", "pixels", "num_train", "epochs"),
+    *("n", "budget", "budget_bytes", "pixels", "num_train", "epochs"),
 )
 MOST_OFF = 0.005
 Row = dict[str, str]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import record_tables
-from rows import MB, MIB, ROOT, Row, by_setting, markdown, mean, rows
+from rows import MB, MIB, ROOT, Row, by_setting, markdown, mean, rows, standard_error
 
 
 def demo() -> str:
@@ -194,7 +194,7 @@ def low_precision_quality(model: str) -> str:
     for setting, runs in by_setting(found):
         values = [float(run["quality_value"]) for run in runs]
         differences = [scale * float(run[column]) for run in runs]
-        error = statistics.stdev(differences) / len(differences) ** 0.5
+        error = standard_error(differences)
         seconds = seconds or mean(runs, "cpu_seconds_run")
         lines.append(
             (
@@ -386,14 +386,14 @@ def sparsity_text() -> str:
     lines = []
     for setting, runs in by_setting(found):
         cells = [[float(r["quality_value"]) for r in runs if r["sparsity"] in (s, "0.0")] for s in sparsities]
-        losses = (f"{statistics.mean(c):.3f} ± {statistics.stdev(c) / len(c) ** 0.5:.3f}" for c in cells)
+        losses = (f"{statistics.mean(c):.3f} ± {standard_error(c):.3f}" for c in cells)
         held = [r for r in runs if r["sparsity"] in ("0.9", "0.0")]
         lines.append((setting, *losses, f"{mean(held, 'held_bytes') / MB:.2f}"))
     return markdown(head, lines)
 
 
 def _mean_and_error(values: list[float]) -> str:
-    error = statistics.stdev(values) / len(values) ** 0.5
+    error = standard_error(values)
     return f"{statistics.mean(values):.1%} ± {error * 100:.1f}"
 
 
