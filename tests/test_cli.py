@@ -370,3 +370,11 @@ def test_plan_names_the_arguments_that_there_are(configured, capsys):
     arguments = ["configured:Deep", "--batch", "configured:batch", "--device-memory", "1MiB", "--largest", "height"]
     assert cli.main(["plan", *arguments]) == 2
     assert "There are: batch, depth, width, length" in capsys.readouterr().err
+
+
+def test_a_class_of_a_config_file_that_cannot_be_imported_is_named(configured, capsys):
+    configured.write_text("{model: {class_path: nowhere.Deep}, data: {class_path: configured.Data}}")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", "--config", str(configured)])
+    assert stopped.value.code == 2
+    assert "nowhere" in capsys.readouterr().err

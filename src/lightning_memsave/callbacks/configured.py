@@ -5,6 +5,7 @@ Nothing is trained, and no logger, device or checkpoint of the file is touched. 
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -110,7 +111,8 @@ def _namespace(model_class: Any, config: Mapping[str, Any]) -> str:
     """Of the Lightning that the model is made for."""
     if model_class is None and isinstance(config.get("model"), Mapping):
         module, _, last = str(config["model"].get("class_path", "")).rpartition(".")
-        model_class = getattr(import_module(module), last, None) if module else None
+        with contextlib.suppress(ImportError):  # LightningCLI will say so, with the setting's name
+            model_class = getattr(import_module(module), last, None) if module else None
     known = [name for name in NAMESPACES if find_spec(name.partition(".")[0]) is not None]
     bases = [cls.__module__ for cls in getattr(model_class, "__mro__", ())]
     return next((name for name in known if any(base.startswith(f"{name}.") for base in bases)), known[0])
