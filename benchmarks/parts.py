@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -44,11 +44,11 @@ class Study:
         """Those of this size."""
         return [row for row in read_rows(self.name) if all(row[c] == str(v) for c, v in self.size.items())]
 
-    def missing(self) -> Iterator[tuple[int, str]]:
-        """Seed after seed, what has no row yet; without end."""
+    def missing(self, settings: Collection[str]) -> Iterator[tuple[int, str]]:
+        """Seed after seed, which of these settings has no row yet; without end."""
         done = {(row["seed"], row["setting"]) for row in self.rows()}
         for seed in count():
-            yield from ((seed, setting) for setting in self.settings if (str(seed), setting) not in done)
+            yield from ((seed, setting) for setting in settings if (str(seed), setting) not in done)
 
     def run(self, seed: int, setting: str) -> None:
         """One part."""
@@ -68,10 +68,11 @@ class Study:
         parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--parts", type=int, default=len(self.settings), help="runs to make")
         parser.add_argument("--minutes", type=float, help="instead: the time to fill")
+        parser.add_argument("--only", nargs="*", default=self.settings, choices=self.settings, help="settings")
         options = parser.parse_args()
         torch.set_num_threads(1)
         start, longest = time.monotonic(), 0.0
-        for number, (seed, setting) in enumerate(self.missing()):
+        for number, (seed, setting) in enumerate(self.missing(options.only)):
             passed = time.monotonic() - start
             if number >= options.parts if options.minutes is None else passed + longest > 60 * options.minutes:
                 break

@@ -84,6 +84,18 @@ def test_a_study_goes_on_where_it_stopped(results, monkeypatch):
     assert line == "lean: -1.00, half-width 0.00, 3 pairs: worse by more than 0.4 is not excluded"
 
 
+def test_a_study_of_some_settings(results, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["quality", "--parts", "2", "--only", "lean"])
+    seen = []
+
+    def train(seed, arguments):
+        seen.append((seed, arguments))
+        return {"quality_value": 90.0, "cpu_seconds_run": 0.1}
+
+    make_study(train).main()
+    assert seen == [(0, {"microbatch": 1}), (1, {"microbatch": 1})]
+
+
 def test_a_part_that_fails_leaves_the_others(results, monkeypatch):
     monkeypatch.setattr("sys.argv", ["quality", "--parts", "2"])
 
@@ -94,7 +106,7 @@ def test_a_part_that_fails_leaves_the_others(results, monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         make_study(train).main()
-    assert next(make_study(train).missing()) == (0, "lean")
+    assert next(make_study(train).missing(["lean"])) == (0, "lean")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.csv")), ids=lambda path: path.stem)
