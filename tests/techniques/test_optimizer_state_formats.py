@@ -16,7 +16,6 @@ from lightning_memsave.techniques.optimizer_state import (
     apply_optimizer_state,
     elsewhere,
     estimate_optimizer_state,
-    lowrank,
 )
 from lightning_memsave.techniques.optimizer_state.codecs import CODECS, Coded, Elsewhere, Factored
 from lightning_memsave.techniques.optimizer_state.coded import is_coded
@@ -30,6 +29,7 @@ FORMATS = {
     "fp8": OptimizerState(format="fp8", **ALL),
     "factored": OptimizerState(format="factored", **ALL),
     "lowrank": OptimizerState(format="lowrank", rank=16, **ALL),
+    "apollo": OptimizerState(format="apollo", rank=16, **ALL),
     "offload": OptimizerState(format="offload", **ALL),
 }
 OPTIMIZERS = {
@@ -38,8 +38,8 @@ OPTIMIZERS = {
     "RMSprop": PLAIN["RMSprop"],
 }
 # Relative L2 error of the distance travelled over 20 steps, about twice what is measured.
-BOUNDS = {"8bit": 0.05, "4bit": 0.6, "fp8": 0.2, "factored": 0.6, "lowrank": 1.0, "offload": 0.0}
-CASES = [(f, o) for f in FORMATS for o in OPTIMIZERS if not (f == "factored" and o != "AdamW")]
+BOUNDS = {"8bit": 0.05, "4bit": 0.6, "fp8": 0.2, "factored": 0.6, "lowrank": 1.0, "apollo": 1.2, "offload": 0.0}
+CASES = [(f, o) for f in FORMATS for o in OPTIMIZERS if not (f in ("factored", "apollo") and o != "AdamW")]
 every_case = pytest.mark.parametrize(("name", "optimizer_name"), CASES)
 every_format = pytest.mark.parametrize("name", FORMATS)
 
@@ -53,7 +53,8 @@ def changed(name, optimizer_name="AdamW", model=None, **settings):
 def bytes_held(optimizer):
     counts = ("step", "mu_product")
     moments = (v for state in optimizer.state.values() for k, v in state.items() if k not in counts)
-    tensors = (t for v in moments if not isinstance(v, Elsewhere) for t in (v if isinstance(v, tuple) else (v,)))
+    on_device = (v for v in moments if not isinstance(v, (Elsewhere, int)))
+    tensors = (t for v in on_device for t in (v if isinstance(v, tuple) else (v,)))
     return sum(t.nbytes for t in tensors)
 
 
@@ -115,6 +116,7 @@ def test_bytes_per_parameter_of_means_and_subspaces():
     assert means == 2**21 + 4 * 2**21 // 256 + 4 * (1024 + 2048)
     subspace = estimate_optimizer_state(optimizer, FORMATS["lowrank"], model)
     assert subspace == 4 * 16 * (2 * 2048 + 1024)
+    assert estimate_optimizer_state(optimizer, FORMATS["apollo"], model) == 4 * 16 * 2 * 2048
 
 
 @pytest.mark.parametrize("name", ["8bit", "4bit", "fp8", "factored"])
@@ -160,49 +162,6 @@ def test_means_are_adafactors():
     for ours_mean, theirs_mean in ((means.rows, theirs["row_var"]), (means.columns, theirs["col_var"])):
         scaled = theirs_mean.flatten() * 0.001  # 1 - beta2 of AdamW; Adafactor's first step takes the square whole
         torch.testing.assert_close(ours_mean.double(), scaled.double(), rtol=1e-5, atol=0)
-
-
-def test_a_gradient_inside_of_the_subspace_loses_nothing():
-    torch.manual_seed(0)
-    basis = torch.linalg.qr(torch.randn(40, 3)).Q
-    models = [nn.Linear(60, 40, bias=False), nn.Linear(60, 40, bias=False)]
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, weight_decay=0.0) for m in models]
-    apply_optimizer_state(optimizers[1], OptimizerState(format="lowrank", rank=3, min_size=0), models[1])
-    start = flat(models[0])
-    for _ in range(6):
-        gradient = basis @ torch.randn(3, 60)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            model.weight.grad = gradient.clone()
-            optimizer.step()
-    assert optimizers[1].state[models[1].weight]["momentum_buffer"].shape == (3, 60)
-    assert (flat(models[1]) - flat(models[0])).norm() < 1e-5 * (flat(models[0]) - start).norm()
-
-
-@pytest.mark.parametrize("shape", [(40, 60), (60, 40)])
-def test_the_subspace_is_that_of_the_singular_vectors(shape):
-    torch.manual_seed(0)
-    left, right = torch.linalg.qr(torch.randn(shape[0], 40)).Q, torch.linalg.qr(torch.randn(shape[1], 40)).Q
-    gradient = left @ torch.diag(0.5 ** torch.arange(40.0)) @ right.T
-    found = lowrank.subspace(gradient, 5, 3)
-    exact = (left if shape[0] <= shape[1] else right)[:, :5]
-    assert torch.allclose(found.T @ found, torch.eye(5), atol=1e-5)
-    assert (exact @ exact.T - found @ found.T).norm() < 1e-3
-
-
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_weight_decay_stays_outside_of_the_subspace(decoupled):
-    model = nn.Linear(60, 40, bias=False)
-    build = torch.optim.AdamW if decoupled else torch.optim.SGD
-    settings = {} if decoupled else {"momentum": 0.9}
-    optimizer = build(model.parameters(), 0.1, weight_decay=0.5, **settings)
-    apply_optimizer_state(optimizer, OptimizerState(format="lowrank", rank=39, min_size=0), model)
-    before = model.weight.detach().clone()
-    model.weight.grad = torch.zeros_like(before)
-    optimizer.step()
-    exact = 0.95 * before
-    error = (model.weight - exact).norm() / (0.05 * before).norm()
-    assert error < (1e-5 if decoupled else 0.2)  # L2 decay is a part of the gradient
 
 
 # ------------------------------------------------------------------------------- elsewhere
@@ -260,7 +219,7 @@ def test_a_checkpoint_continues_bit_for_bit(name, optimizer_name, checkpoint, lo
     assert same(resumed.state_dict()["state"], optimizer.state_dict()["state"])
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("lowrank", "offload")])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("lowrank", "apollo", "offload")])
 def test_a_compact_checkpoint_takes_no_memory_of_its_own(name):
     model = big_model()
     optimizer = OPTIMIZERS["AdamW"](model.parameters())

@@ -10,7 +10,8 @@ What shrinks: each float32 moment, 4 bytes per parameter, and gradients, 4 or 2 
 | RMSprop, Adagrad     |                         4.0 | 1.016 | 0.516 | 1.016 |          |              0 |
 | LAMB                 |                         8.0 | 2.031 |       |       |          |                |
 
-`"lowrank"`: 4 * R * (k * max(N, M) + min(N, M)) bytes for k moments of a parameter [N, M] (`lowrank.py`).
+`"lowrank"`: 4 * R * (k * max(N, M) + min(N, M)) bytes for k moments of a parameter [N, M] (`galore.py`);
+`"apollo"`: 4 * R * k * max(N, M) (`apollo.py`).
 
 Codes of our own stand between the steps of the optimizer (`codecs.py`, `coded.py`); on CUDA, 8 bits are bitsandbytes'
 fused kernels where it has the optimizer (`kin.py`), as are pages. `gradients="release"` steps each parameter inside of
@@ -42,7 +43,7 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied, LossClass, worst_loss_class
 from lightning_memsave.core.selection import is_norm, select
 from lightning_memsave.numerics.blockwise import num_blocks
-from lightning_memsave.techniques.optimizer_state import lowrank
+from lightning_memsave.techniques.optimizer_state import projection
 from lightning_memsave.techniques.optimizer_state.codecs import codec_of
 from lightning_memsave.techniques.optimizer_state.coded import (
     become_coded,
@@ -103,6 +104,7 @@ _NAMES = {
     "fp8": "fp8 state",
     "factored": "8-bit first and factored second moments",
     "lowrank": "state of low rank",
+    "apollo": "state of random projections",
     "offload": "state in host memory",
     "32bit": "its state",
 }
@@ -112,6 +114,7 @@ _REASONS = {
     "fp8": "moments are rounded to floats of 8 bits",
     "factored": "first moments are rounded to 8 bits, its second ones are means of rows and columns",
     "lowrank": "moments are those of the gradient in a subspace",
+    "apollo": "moments only set how far each column moves along its gradient",
 }
 """What is lost, for the formats that are not exact."""
 _MUST_MOVE = ("offload",)  # whatever it belongs to, as nothing is rounded
@@ -247,7 +250,7 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
 
 
 def _is_changed(p: Tensor, config: OptimizerState) -> bool:
-    return config.format != "lowrank" or lowrank.is_worth_it(p, config.rank)
+    return config.format not in projection.METHODS or projection.is_worth_it(p, config.rank)
 
 
 def _device_of(optimizer: torch.optim.Optimizer) -> str:
@@ -321,9 +324,9 @@ def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: Optimizer
 
 
 def _coded_bytes(p: Tensor, moments: tuple[str, ...], config: OptimizerState) -> int:
-    if config.format == "lowrank":
-        if lowrank.is_worth_it(p, config.rank):
-            return lowrank.num_bytes(p.shape, config.rank, len(moments))
+    if config.format in projection.METHODS:
+        if projection.is_worth_it(p, config.rank):
+            return projection.num_bytes(config.format, p.shape, config.rank, len(moments))
         return len(moments) * 4 * p.numel()
     codecs = [codec_of(config.format, name) for name in moments]
     return sum(codec.num_bytes(p.shape) for codec in codecs if codec is not None)

@@ -2,7 +2,7 @@
 
 Any optimizer that is known, with its own `step`. Before a parameter steps its moments are decoded, as the optimizer
 itself would hold them, and afterwards they are encoded again (`codecs.py`), so that the transient is of one parameter.
-With `"lowrank"` they are moments of the gradient in a subspace (`lowrank.py`).
+With `"lowrank"` and `"apollo"` they are moments of the gradient in a subspace (`projection.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_memsave.core.optimizers import (
     step_one,
 )
 from lightning_memsave.numerics.kbit import mix
-from lightning_memsave.techniques.optimizer_state import into_state, layout, lowrank
+from lightning_memsave.techniques.optimizer_state import into_state, layout, projection
 from lightning_memsave.techniques.optimizer_state.codecs import Noise, decode, encode, put_back
 from lightning_memsave.techniques.optimizer_state.elsewhere import fetch_ahead
 
@@ -46,6 +46,7 @@ MOMENTS: Mapping[str, tuple[str, ...]] = {
 }
 """The optimizers that are known, by the name of their class, and their moments."""
 _GOLDEN, _ROOT_OF_2 = 0x9E3779B9, 0x6A09E667  # the fractions of the golden ratio and of the square root, times 2**32
+_OF_SECOND_MOMENTS = ("factored", "apollo")
 _MUST_BE_OFF = ("amsgrad", "centered", "capturable", "differentiable")
 
 
@@ -74,8 +75,12 @@ class Memory(Counts):
         return Noise(mix(8 * number + 1), (self.num_steps * _GOLDEN + draw * _ROOT_OF_2) & 0xFFFFFFFF)
 
 
-def _rank_of(memory: Memory) -> int | None:
-    return memory.rank if memory.state_format == "lowrank" else None
+def _subspaces_of(memory: Memory) -> tuple[str, int] | None:
+    return (memory.state_format, memory.rank) if memory.state_format in projection.METHODS else None
+
+
+def _is_projected(memory: Memory, p: Tensor) -> bool:
+    return memory.format_of(p) in projection.METHODS
 
 
 def memory_of(optimizer: torch.optim.Optimizer) -> Memory:
@@ -92,7 +97,8 @@ def check_coded(optimizer: torch.optim.Optimizer, state_format: str) -> None:
     """
     name = type(optimizer).__name__
     check_steps_parameters_alone(optimizer, "optimizer_state")
-    known = [n for n in MOMENTS if not (state_format == "lowrank" and n == "Adagrad")]  # makes its state at once
+    makes_state_at_once = ("Adagrad",) if state_format in projection.METHODS else ()
+    known = [n for n in MOMENTS if n not in makes_state_at_once]
     if name not in known:
         known += ["LAMB"] if state_format == "8bit" else []  # bitsandbytes'
         raise setting_error(
@@ -101,10 +107,10 @@ def check_coded(optimizer: torch.optim.Optimizer, state_format: str) -> None:
             name,
             "Use one of these, or `optimizer_state=False`.",
         )
-    if state_format == "factored" and "exp_avg_sq" not in MOMENTS[name]:
+    if state_format in _OF_SECOND_MOMENTS and "exp_avg_sq" not in MOMENTS[name]:
         raise setting_error(
             "optimizer_state",
-            "in 'factored' needs an optimizer with first and second moments",
+            f"in {state_format!r} needs an optimizer with first and second moments",
             name,
             'Use AdamW, or `optimizer_state="8bit"`.',
         )
@@ -165,7 +171,7 @@ def leave_coded(optimizer: torch.optim.Optimizer) -> None:
     check_latest(optimizer, MEMORY)
     memory = memory_of(optimizer)
     for p, state in optimizer.state.items():
-        if lowrank.PROJECTION in state:
+        if projection.PROJECTION in state:
             state.clear()  # moments of a subspace say nothing about the others
         for name, value in state.items():
             state[name] = _decoded(memory, name, value, p)
@@ -177,8 +183,8 @@ def leave_coded(optimizer: torch.optim.Optimizer) -> None:
 def load_state(optimizer: torch.optim.Optimizer, p: Tensor, state: dict[str, Any]) -> None:
     """Encode the moments of `p` in place, to the nearest, which finds codes again exactly."""
     memory = memory_of(optimizer)
-    if memory.format_of(p) == "lowrank" and lowrank.PROJECTION not in state:
-        lowrank.project_state(state, p, memory.rank)
+    if _is_projected(memory, p) and projection.PROJECTION not in state:
+        projection.project_state(state, p, memory.state_format, memory.rank)
     for name, value in state.items():
         state[name] = encode(memory.format_of(p), name, value, p.shape, None)
 
@@ -194,8 +200,8 @@ def _step_one(step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any],
     if original(p) in vars(optimizer).get(PENDING, ()):
         into_state.move(optimizer, memory, group, p)
         return
-    if memory.format_of(p) == "lowrank" and lowrank.is_worth_it(p, memory.rank):
-        lowrank.step_projected(step, optimizer, group, p, memory)
+    if _is_projected(memory, p) and projection.is_worth_it(p, memory.rank):
+        projection.step_projected(step, optimizer, group, p, memory)
         return
     state = optimizer.state.get(p, {})
     before = dict(state)
@@ -232,7 +238,7 @@ def _class_coded(plain: Any) -> Any:
             return _to_disk(self, super().state_dict())
 
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-            layout.check_state_dict(self, state_dict, moments_of(self), _rank_of(memory_of(self)))
+            layout.check_state_dict(self, state_dict, moments_of(self), _subspaces_of(memory_of(self)))
             super().load_state_dict({**state_dict, "state": {}, "param_groups": layout.groups_for(self, state_dict)})
             _from_disk(self, state_dict)
 

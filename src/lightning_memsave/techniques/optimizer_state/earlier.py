@@ -12,6 +12,7 @@ from lightning_memsave.core.errors import NoEffectWarning, setting_error
 from lightning_memsave.core.optimizers import IN_BACKWARD, is_latest
 from lightning_memsave.core.report import Applied
 from lightning_memsave.techniques.optimizer_state import coded, kin
+from lightning_memsave.techniques.optimizer_state.projection import METHODS
 from lightning_memsave.techniques.optimizer_state.settings import OptimizerState
 
 _EXACT = ("32bit", "offload", "paged")
@@ -57,7 +58,7 @@ def is_as_asked(
     found = memory(optimizer)
     present = format_of(optimizer), found.is_compact, found.kept, kin.is_8bit(optimizer)
     asked = config.format, config.checkpoint == "compact", kept, uses_bitsandbytes
-    return present == asked and (config.format != "lowrank" or found.rank == config.rank)
+    return present == asked and (config.format not in METHODS or found.rank == config.rank)
 
 
 def check_replaceable(optimizer: torch.optim.Optimizer, config: OptimizerState) -> None:

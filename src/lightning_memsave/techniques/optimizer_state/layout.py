@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.numerics.kernels import dequantize_from_map
-from lightning_memsave.techniques.optimizer_state import lowrank
+from lightning_memsave.techniques.optimizer_state import projection
 from lightning_memsave.techniques.optimizer_state.codecs import (
     POSITIVE,
     SIGNED,
@@ -205,9 +205,12 @@ def numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) ->
 
 
 def check_state_dict(
-    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], moments: tuple[str, ...], rank: int | None = None
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    moments: tuple[str, ...],
+    subspaces: tuple[str, int] | None = None,
 ) -> None:
-    """Refuse a state dict that does not belong to an optimizer with these moments, in subspaces of `rank` if one.
+    """Refuse a state dict that does not belong to an optimizer with these moments, in these subspaces.
 
     Raises:
         ValueError: parameter groups differ, or the state is of another optimizer, of another subspace, or of a newer
@@ -219,8 +222,8 @@ def check_state_dict(
     for number, p in numbered(optimizer, state_dict).items():
         saved = state_dict["state"].get(number, {})
         state = plain_state(saved, p.shape) if saved else saved
-        if lowrank.PROJECTION in state:
-            _check_subspace(state[lowrank.PROJECTION], p, rank)
+        if projection.PROJECTION in state:
+            _check_subspace(state, p, subspaces)
         held = {name for name in (*SIGNED, *POSITIVE) if state.get(name) is not None}
         if state and held != set(moments):
             raise setting_error(
@@ -231,19 +234,20 @@ def check_state_dict(
             )
 
 
-def _check_subspace(projection: Tensor, p: Tensor, rank: int | None) -> None:
-    """A subspace [R, n] or [n, R] of the gradients of `p`."""
-    if rank is None:
+def _check_subspace(state: Mapping[str, Any], p: Tensor | None, subspaces: tuple[str, int] | None) -> None:
+    """Saved moments of `p` in a subspace, against the format and rank of the optimizer."""
+    saved_format, saved = projection.format_of(state), projection.rank_of(state)
+    own_format, own = subspaces or (None, 0)
+    if own_format != saved_format:
         raise setting_error(
             "optimizer_states",
-            "must have moments of whole gradients",
-            "those of a subspace",
-            'Resume with `optimizer_state="lowrank"`.',
+            "must have moments of whole gradients, or of the same subspaces",
+            f"those of a subspace of {saved_format!r}",
+            f'Resume with `optimizer_state="{saved_format}"`.',
         )
-    saved = min(projection.shape)
-    if saved != rank or not lowrank.is_worth_it(p, rank):
+    if saved != own or (p is not None and not projection.is_worth_it(p, saved)):
         raise setting_error(
-            "OptimizerState.rank", "must be that of the checkpoint", rank, f"Use `OptimizerState(rank={saved})`."
+            "OptimizerState.rank", "must be that of the checkpoint", own, f"Use `OptimizerState(rank={saved})`."
         )
 
 
@@ -254,8 +258,8 @@ def check_whole(state_dict: Mapping[str, Any]) -> None:
         ValueError: there are some.
     """
     for state in state_dict["state"].values():
-        if lowrank.PROJECTION in state:
-            _check_subspace(state[lowrank.PROJECTION], state[lowrank.PROJECTION], None)
+        if projection.PROJECTION in state:
+            _check_subspace(state, None, None)
 
 
 def _too_new(version: int) -> ValueError:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.selection import Selector, as_selectors
 
-Format = Literal["8bit", "4bit", "fp8", "factored", "lowrank", "offload", "paged", "32bit"]
+Format = Literal["8bit", "4bit", "fp8", "factored", "lowrank", "apollo", "offload", "paged", "32bit"]
 Gradients = Literal["keep", "release", "into-state"]
 Backend = Literal["auto", "bitsandbytes", "own"]
 Checkpoint = Literal["plain", "compact"]
@@ -41,7 +41,7 @@ class OptimizerState:
     checkpoint: Checkpoint = "plain"
     """`"plain"`: float32 moments, which load anywhere. `"compact"`: codes, so that saving takes no memory."""
     rank: int = 128
-    """Of `"lowrank"`."""
+    """Of `"lowrank"` and `"apollo"`."""
 
     def __post_init__(self) -> None:
         for name, value, choices, remedy in (
@@ -72,7 +72,8 @@ class OptimizerState:
             raise setting_error(
                 "OptimizerState.backend", "is of 8-bit state alone", self.format, 'Use `format="8bit"`, or no backend.'
             )
-        if self.gradients == "into-state" and (self.format in ("lowrank", "paged") or self.backend == "bitsandbytes"):
+        of_others = self.format in ("lowrank", "apollo", "paged") or self.backend == "bitsandbytes"
+        if self.gradients == "into-state" and of_others:
             raise setting_error(
                 "OptimizerState.gradients",
                 '="into-state" needs moments of whole gradients that we can add to',
