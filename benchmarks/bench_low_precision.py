@@ -1,7 +1,7 @@
 """Bytes per parameter of weights, gradients and optimizer state, and the time of an update; a GPT of plain modules.
 
 It is small, because a CPU without bfloat16 instructions emulates them: there the time of the update is what says
-something. One thread, about 4 minutes. `nothing kept` means that embeddings, norms and small tensors have low-bit state
+something. One thread, about 8 minutes. `nothing kept` means that embeddings, norms and small tensors have low-bit state
 too. What becomes of the training: `quality_low_precision.py`.
 """
 
@@ -41,7 +41,7 @@ SETTINGS: dict[str, tuple[str | None, dict[str, Any] | None]] = {
 
 
 def large(setting: str) -> Subject:
-    subject = plain_gpt(setting, batch_size=2, context=128)
+    subject = plain_gpt(setting, batch_size=2, context=128, num_layers=12)
     if setting.startswith("SGD"):
         subject.optimizer = torch.optim.SGD(subject.model.parameters(), 1e-3, momentum=0.9)
     return subject
@@ -126,7 +126,7 @@ def main() -> None:
         plain = "SGD: float32" if setting.startswith("SGD") else "float32"
         row = {
             "benchmark": "low_precision",
-            "model": "GPT of plain modules, 6 layers, width 256, batch 2 x 128, AdamW or SGD with momentum",
+            "model": "GPT of plain modules, 12 layers, width 256, batch 2 x 128, AdamW or SGD with momentum",
             "setting": setting,
             **memory[setting],
             "factor": memory[plain]["peak_bytes"] / memory[setting]["peak_bytes"],

@@ -24,6 +24,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fp8": {"format": "fp8"},
     "factored": {"format": "factored"},
     "lowrank, rank 64": {"format": "lowrank", "rank": 64},
+    "apollo, rank 64": {"format": "apollo", "rank": 64},
     "offload": {"format": "offload"},
     "32bit, released": {"format": "32bit", "gradients": "release"},
     "8bit, released": {"gradients": "release"},

@@ -48,6 +48,8 @@ SETTINGS: dict[str, tuple[str | None, dict[str, Any] | None]] = {
     "fp8": (None, ALL | {"format": "fp8"}),
     "factored": (None, ALL | {"format": "factored"}),
     "lowrank 16": (None, ALL | {"format": "lowrank", "rank": 16}),
+    "apollo 16": (None, ALL | {"format": "apollo", "rank": 16}),
+    "apollo 1": (None, ALL | {"format": "apollo", "rank": 1}),
 }
 Batch = tuple[Tensor, Tensor]
 
@@ -131,7 +133,8 @@ def digits_test(model: Any, seed: int) -> float:
     return 100 * float((model(images).argmax(1) == labels).double().mean())
 
 
-ON_DIGITS = tuple(name for name in SETTINGS if name not in ("fp16-scaled", "factored", "lowrank 16"))
+_OF_SECOND_MOMENTS = ("factored", "apollo 16", "apollo 1")
+ON_DIGITS = tuple(name for name in SETTINGS if name not in ("fp16-scaled", "lowrank 16", *_OF_SECOND_MOMENTS))
 """Convolutions of float16 take minutes for a step on a CPU; SGD has no second moments."""
 TASKS = {
     "text": Task(

@@ -33,6 +33,7 @@ OURS = {
     "fp8": OptimizerState(format="fp8", **ALL),
     "factored": OptimizerState(format="factored", **ALL),
     "lowrank, rank 64": OptimizerState(format="lowrank", rank=64, **ALL),
+    "apollo, rank 64": OptimizerState(format="apollo", rank=64, **ALL),
     "offload": OptimizerState(format="offload", **ALL),
     "32bit, into-state": OptimizerState(format="32bit", gradients="into-state", **ALL),
 }

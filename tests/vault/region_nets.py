@@ -145,6 +145,7 @@ GROUPS = {
     "two": [names(2), names(4, 2)],
     "a pair inside": [names(3, 1)],
     "three deep": laminar(0, 4),
+    "from the start": [names(4), names(3), names(2)],
     "uneven": [names(4), names(4, 1), names(4, 2), ["blocks.3"]],
 }
 

@@ -53,6 +53,31 @@ def test_only_some_blocks_draw(groups):
     assert_same_steps(plain, with_regions(plain, GROUPS[groups]), samples())
 
 
+class View(nn.Module):
+    def forward(self, x):
+        return x.view_as(x)
+
+
+class OfMean(nn.Module):
+    def forward(self, x):
+        return x.mean(1, keepdim=True).expand_as(x)
+
+
+KEEP_NOTHING = {"itself": nn.Identity, "dropout of 0": lambda: nn.Dropout(0.0), "view": View, "another": OfMean}
+
+
+@pytest.mark.parametrize("order", ["NBNB", "BNNB", "NNBB", "BNBB"])
+@pytest.mark.parametrize("sums", [{}, {1}, {1, 2}], ids=str)
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("kind", KEEP_NOTHING)
+def test_calls_that_keep_nothing(kind, groups, sums, order):
+    plain = Loop(between=lambda self, i, x: x + self.pos if i in sums else x)
+    for i, each in enumerate(order):
+        if each == "N":
+            plain.blocks[i] = KEEP_NOTHING[kind]()
+    assert_same_steps(plain, with_regions(plain, GROUPS[groups]), samples())
+
+
 @dataclass
 class Pair:
     y: torch.Tensor
@@ -248,7 +273,8 @@ def test_random_chains_and_random_groups(data):
         return [names(b, a), *(group for group in inner if group != names(b, a))]
 
     groups = random_groups(0, num_blocks) or [["blocks.0"]]
-    kinds = data.draw(st.lists(st.sampled_from(["block", "draws", *KINDS]), min_size=num_blocks, max_size=num_blocks))
+    every_kind = st.sampled_from(["block", "draws", *KINDS, *KEEP_NOTHING.values()])
+    kinds = data.draw(st.lists(every_kind, min_size=num_blocks, max_size=num_blocks))
     does = data.draw(st.lists(st.sampled_from(sorted(BETWEEN)), min_size=num_blocks, max_size=num_blocks))
     torch.manual_seed(data.draw(st.integers(0, 99)))
 
