@@ -45,6 +45,8 @@ class Situation:
     """The memory of the device; `None` where it is not told."""
     ways: tuple[str, ...] = ()
     """Of training, in the words of `core.compatibility`."""
+    noted_bytes: int = 0
+    """What recovery notes of a batch's start, which is in no prediction."""
 
 
 def make_plan(
@@ -73,9 +75,10 @@ def make_plan(
     """
     budget_bytes = budget.in_bytes(needed_bytes(plain), situation.device_bytes)
     search = _search(budget_bytes, recipe, situation, predict, recipe.name)
-    found, smallest = _fit(search, budget_bytes - budget_bytes // _MARGIN, confirm)
+    room = budget_bytes - situation.noted_bytes
+    found, smallest = _fit(search, room - budget_bytes // _MARGIN, confirm)
     if found is None:  # to the byte where that is all there is
-        found, smallest = _fit(search, budget_bytes, confirm)
+        found, smallest = _fit(search, room, confirm)
     if found is None:
         raise _infeasible(budget, budget_bytes, recipe, situation, predict, search, smallest)
     return _plan(budget, budget_bytes, recipe, situation, plain, search, found)
@@ -146,8 +149,8 @@ def _plan(
     search: Search,
     found: Found,
 ) -> Plan:
-    prediction = found.prediction
-    free_bytes = budget_bytes - needed_bytes(prediction)
+    prediction, workspace_bytes = found.prediction, found.prediction.workspace_bytes + situation.noted_bytes
+    free_bytes = budget_bytes - needed_bytes(prediction) - situation.noted_bytes
     steps = _steps(search, found, budget_bytes)
     flags = list(dict.fromkeys((*plain.flags, *prediction.flags)))
     if not found.is_complete:
@@ -162,7 +165,7 @@ def _plan(
         baseline_by_category=dict(plain.by_category),
         peak_bytes=prediction.peak_bytes,
         by_category=dict(prediction.by_category),
-        workspace_bytes=prediction.workspace_bytes,
+        workspace_bytes=workspace_bytes,
         steps=steps,
         next_step=_next_step(search, found, free_bytes),
         source=prediction.source,
@@ -224,7 +227,7 @@ def _techniques(
         own,
         size="auto",
         start=chosen.size if chosen is not None and chosen.size != "auto" else None,
-        max_bytes=max(1, budget_bytes - found.prediction.workspace_bytes),
+        max_bytes=max(1, budget_bytes - found.prediction.workspace_bytes - situation.noted_bytes),
         growth_interval=None,
     )
     others = tuple(t for t in techniques if t is not chosen)
@@ -255,13 +258,13 @@ def _infeasible(
     prediction = smallest.prediction if smallest is not None else search.predict(choice)
     if prediction is None:
         return setting_error("budget", "cannot be planned: no setting can be predicted", budget.text, "Set it by hand.")
-    lowest = needed_bytes(prediction)
+    lowest = needed_bytes(prediction) + situation.noted_bytes
     category = max(prediction.by_category, key=lambda name: prediction.by_category[name], default="activations")
     share = prediction.by_category.get(category, 0) / max(1, lowest)
     offers = []
     for tier in TIERS[TIERS.index(recipe.name) + 1 if recipe.name in TIERS else 1 :]:
         other = _search(budget_bytes, recipe, situation, predict, tier)
-        peak = other.peak(other.lowest())
+        peak = other.peak(other.lowest()) + situation.noted_bytes
         if peak < lowest:
             fits = "fits" if peak <= budget_bytes else "too much as well"
             offers.append(f'"{tier}" reaches {format_bytes(int(peak))} ({fits})')

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parameter import is_lazy
 
@@ -228,15 +229,15 @@ def _situation(module: Any, batch: Any, trainer: Any) -> Situation:
         num_samples: int | None = batch_size(batch)
     except UnsplittableBatchError:
         num_samples = None
-    if trainer is None:
-        return Situation(num_samples=num_samples, is_cut_exact=not why_not_exact(module), device_bytes=machine_bytes())
-    device = trainer.strategy.root_device
+    device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
+    is_cpu = device.type == "cpu"
     return Situation(
         num_samples=num_samples,
         is_cut_exact=not why_not_exact(module),
         device_type=device.type,
-        device_bytes=machine_bytes() if device.type == "cpu" else total_bytes(device),
-        ways=tuple(ways_of_training(trainer)),
+        device_bytes=machine_bytes() if is_cpu else total_bytes(device),
+        ways=() if trainer is None else tuple(ways_of_training(trainer)),
+        noted_bytes=torch.get_rng_state().nbytes if is_cpu else 0,
     )
 
 
