@@ -470,11 +470,12 @@ def test_a_checkpoint_takes_no_memory_but_float32_weights_where_they_are_made(we
         ({}, {"accumulate_grad_batches": 3}),
         ({}, {"precision": "bf16-mixed"}),
         ({"microbatch": 4, "recipe": "measure"}, {}),
+        ({"microbatch": 4, "recipe": "measure", "checkpointing": "sqrt"}, {}),
         ({"optimizer_state": "8bit"}, {}),
         ({"optimizer_state": OptimizerState(format="32bit", gradients="release"), "recipe": "measure"}, {}),
     ],
 )
-@pytest.mark.filterwarnings("ignore:Microbatches change the result")
+@pytest.mark.filterwarnings("ignore:Microbatches change the result", "ignore:checkpointing='sqrt' had no effect")
 def test_bfloat16_gradients(settings, options):
     start, during = Net(), During()
     start.net[1] = nn.Identity()

@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memsave.vault import Rank, Vault
 from lightning_memsave.vault.forms import Coded, Mask, Raw, Recipe, TwoValues
@@ -80,6 +81,18 @@ def test_places_in_the_file_are_used_again():
         assert file._end == 5 * size
     finally:
         gc.enable()
+
+
+def test_a_fake_tensor_leaves_no_place_behind():
+    offloader = Offloader()
+    taken = offloader.take(Raw(torch.full((LARGE,), 1.0)))
+    with FakeTensorMode():
+        fake = offloader.take(Raw(torch.empty(LARGE)))
+        assert fake.flat().shape == (LARGE,)
+    del fake
+    other = offloader.take(Raw(torch.full((LARGE,), 2.0)))
+    assert taken.flat().eq(1).all()
+    assert other.flat().eq(2).all()
 
 
 def test_a_file_without_a_name_in_the_folder_that_was_given(tmp_path):

@@ -8,10 +8,13 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_memsave import (
     Checkpointing,
+    OptimizerState,
     apply_checkpointing,
+    apply_optimizer_state,
 )
 from tests.vault.region_nets import (
     BETWEEN,
@@ -220,3 +223,50 @@ def test_compiled_blocks(groups, p):
             block.compile(backend="aot_eager")
     apply_checkpointing(ours, Checkpointing(regions=GROUPS[groups]))
     assert_same_steps(plain, ours, samples())
+
+
+class Added(nn.Module):
+    """Its bias has a gradient before anything kept is needed, and what is kept hangs on the bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        y = self.up(x)
+        return y * (y + self.bias).detach() + self.bias
+
+
+@pytest.mark.parametrize("order", ["ABAB", "AAAA", "BBAA"])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_parameters_that_are_stepped_in_backward(groups, order):
+    plain = Loop()
+    for i, each in enumerate(order):
+        if each == "A":
+            plain.blocks[i] = Added()
+    ours = with_regions(plain, GROUPS[groups])
+    optimizers = [torch.optim.AdamW(model.parameters(), 0.1) for model in (plain, ours)]
+    release = OptimizerState(format="32bit", gradients="release")
+    applied = apply_optimizer_state(optimizers[1], release, ours)
+    for _ in range(3):
+        x = samples()
+        for model, optimizer in zip((plain, ours), optimizers, strict=True):
+            torch.manual_seed(1)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    applied.undo()
+    assert_same(plain.state_dict(), ours.state_dict())
+
+
+def test_each_region_is_repeated_once_though_parameters_step(monkeypatch):
+    plain = Loop()
+    ours = with_regions(plain, laminar(0, 4))
+    repeated = count_repetitions(monkeypatch)
+    ours(samples()).sum().backward()
+    expected = len(repeated)
+    optimizer = torch.optim.SGD(ours.parameters(), 0.1)
+    apply_optimizer_state(optimizer, OptimizerState(format="32bit", gradients="release"), ours)
+    repeated.clear()
+    ours(samples()).sum().backward()
+    assert len(repeated) == expected

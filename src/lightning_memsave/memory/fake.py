@@ -92,6 +92,8 @@ class _Exchange:
     def _fake_of(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._fakes:
             fake = self._made(tensor)
+            if tensor.is_leaf and tensor.grad_dtype != fake.grad_dtype:
+                fake.grad_dtype = tensor.grad_dtype
             if tensor.is_leaf and tensor.grad is not None:
                 fake.grad = self._fake_of(tensor.grad)
             self._fakes[id(tensor)] = tensor, fake

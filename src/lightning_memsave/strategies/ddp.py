@@ -69,7 +69,7 @@ def _average_gradients(ddp: nn.parallel.DistributedDataParallel) -> None:
 
 def _gradient_of(parameter: Any) -> Tensor:
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     elif parameter.grad.is_sparse:
         parameter.grad = parameter.grad.to_dense()  # processes differ in the rows that they have
     gradient: Tensor = parameter.grad

@@ -184,7 +184,8 @@ def _bring_gradients(trainer: Any, module: nn.Module) -> None:
     """What a later batch finds: the rehearsal is of the step at its highest, not of the first one."""
     is_freed_first = trainer.strategy.memsave.loop.zero_grad_first and not _adds_up_gradients(trainer)
     for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad and not is_freed_first else None
+        is_there = parameter.requires_grad and not is_freed_first
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype) if is_there else None
 
 
 def _forward_and_backward(trainer: Any, args: tuple[Any, ...]) -> None:

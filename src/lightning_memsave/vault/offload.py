@@ -106,8 +106,6 @@ class File:
     def write(self, tensor: Tensor) -> int:
         """Write a tensor's bytes; returns where they lie."""
         with self._lock:
-            if is_fake(tensor):
-                return 0  # nothing to write
             if free := self._free[tensor.nbytes]:
                 offset = free.pop()
             else:
@@ -119,8 +117,6 @@ class File:
 
     def read(self, offset: int, out: Tensor) -> None:
         """Fill `out` with the bytes at `offset`."""
-        if is_fake(out):
-            return
         with self._lock:
             self._file.seek(offset)
             count = self._file.readinto(_bytes(out))
@@ -143,13 +139,16 @@ class InFile:
 
     def __init__(self, tensor: Tensor, file: File) -> None:
         self._shape, self._dtype, self._file = tensor.shape, tensor.dtype, file
-        self._offset = file.write(tensor.contiguous())
-        weakref.finalize(self, file.give_back, self._offset, tensor.nbytes)
+        self._offset: int | None = None  # of a fake tensor, which has no bytes
+        if not is_fake(tensor):
+            self._offset = file.write(tensor.contiguous())
+            weakref.finalize(self, file.give_back, self._offset, tensor.nbytes)
 
     def get(self) -> Tensor:
         """Read it."""
         out = torch.empty(self._shape, dtype=self._dtype)
-        self._file.read(self._offset, out)
+        if self._offset is not None:
+            self._file.read(self._offset, out)
         return out
 
 

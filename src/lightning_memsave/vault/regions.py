@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_memsave.vault.calls import Place
 from lightning_memsave.vault.entries import Passed
@@ -165,6 +166,32 @@ def _let_go(regions: list[Region]) -> None:
     """What held them is gone."""
 
 
+# ------------------------------------------------------------------------------- parameters that change in backward
+_USERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Parameters that are stepped inside of backward, and the regions that compute with them."""
+
+
+def expect_changes(parameters: Iterable[Tensor]) -> None:
+    """Somebody will call `before_change` whenever one of these parameters changes inside of backward."""
+    for parameter in parameters:
+        _USERS.setdefault(parameter, weakref.WeakSet())
+
+
+def expect_no_changes(parameters: Iterable[Tensor]) -> None:
+    """Undo `expect_changes`."""
+    for parameter in parameters:
+        _USERS.pop(parameter, None)
+
+
+def before_change(parameter: Tensor) -> None:
+    """Repeat, while it is still as it was, what computes with `parameter` and waits.
+
+    A gradient may be complete before its region had to be repeated: of a bias that is added last, for example.
+    """
+    for region in list(_USERS.get(parameter, ())):
+        region.repeat_if_never()
+
+
 # ------------------------------------------------------------------------------- a region
 class _Output(NamedTuple):
     """In place of an argument: what an earlier call of the region returned."""
@@ -222,6 +249,7 @@ class Region(Keeper):
         """For calls that drew numbers and did not go on where the one before stopped: where they start."""
         self._drawn: Randomness | None = None
         self._holders: list[weakref.ref[Holder]] = []
+        self._was_repeated = False
 
     # --------------------------------------------------------------------------- forward
     def begin(self, call: _Call, leaves: list[Any], inner: Sequence[Membership]) -> None:
@@ -229,6 +257,9 @@ class Region(Keeper):
         arguments = [self._kept(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         place = None if self.vault is None else self.vault.place
         self._parts.append(_Part(call, inner, arguments, place))
+        for parameter in call.weights if _USERS else ():
+            if (users := _USERS.get(parameter)) is not None:
+                users.add(self)
 
     def _kept(self, tensor: Tensor) -> Input | _Output:
         for number in range(len(self._parts) - 1, -1, -1):  # mostly the latest
@@ -258,6 +289,7 @@ class Region(Keeper):
         Raises:
             RegionError: they keep other tensors than before.
         """
+        self._was_repeated = True
         collector = Collector(self._holders)
         vault = None if self.vault is None else self.vault.branch()
         token = _OPEN.set(weakref.WeakKeyDictionary())
@@ -268,6 +300,11 @@ class Region(Keeper):
         finally:
             _OPEN.reset(token)
         collector.check()
+
+    def repeat_if_never(self) -> None:
+        """Repeat, if that has not been done and somebody waits."""
+        if not self._was_repeated and any(reference() is not None for reference in self._holders):
+            self.repeat()
 
     def _call_again(self, vault: Vault | None) -> None:
         last_use = {a: n for n, part in enumerate(self._parts) for a in part.arguments if isinstance(a, _Output)}

@@ -105,6 +105,9 @@ class Weights:
         ]
         self._versions: list[int] = []
 
+    def __iter__(self) -> Iterator[Tensor]:
+        return (value for _, _, value in self._owned)
+
     def note(self) -> None:
         """They may not be changed in place from now on."""
         self._versions = [value._version for _, _, value in self._owned]

@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_memsave.core.optimizers import IN_BACKWARD, PENDING, bare_step, check_steps_parameters_alone, step_one
 from lightning_memsave.techniques.optimizer_state import into_state
 from lightning_memsave.techniques.optimizer_state.coded import memory_of
+from lightning_memsave.vault.regions import before_change, expect_changes, expect_no_changes
 
 
 class InBackward(ABC):
@@ -99,6 +100,7 @@ class GradientRelease(InBackward):
     ) -> None:
         super().__init__(optimizers)
         self._before_step, self._stepped = before_step, set[Tensor]()
+        expect_changes(self._parameters())
         for reference in self._optimizers:
             self._hooks.append(_alive(reference).register_step_post_hook(self._step_is_over))
 
@@ -110,8 +112,14 @@ class GradientRelease(InBackward):
             )
         if self._before_step is not None:
             self._before_step(p)
+        before_change(p)
         step_one(bare_step(type(optimizer)), optimizer, group, p)
         self._stepped.add(p)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for optimizer in filter(None, (reference() for reference in self._optimizers)):
+            for group in optimizer.param_groups:
+                yield from group["params"]
 
     def _step_is_over(self, *_: Any) -> None:
         self._stepped.clear()
@@ -119,6 +127,7 @@ class GradientRelease(InBackward):
     def remove(self) -> None:
         """Backward only computes gradients again."""
         super().remove()
+        expect_no_changes(self._parameters())
         self._before_step = None
         self._stepped.clear()
 
