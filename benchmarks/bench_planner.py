@@ -208,6 +208,7 @@ def others(plan: Plan, num_samples: int, is_cut_exact: bool, count: int) -> list
     """Single settings and random combinations of what the plan might have used, no worse in loss class."""
     table = knobs(
         plan.budget_bytes,
+        plan.baseline_bytes,
         tier=plan.recipe if plan.recipe in TIERS else TIERS[0],
         num_samples=num_samples,
         is_cut_exact=is_cut_exact,

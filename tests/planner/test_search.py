@@ -11,7 +11,7 @@ import pytest
 from lightning_memsave import Checkpointing, EarlyZeroGrad, Microbatching, OptimizerState
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.memory.predict import CudaBytes, Prediction
-from lightning_memsave.planner.ladder import TIERS, knobs, levels
+from lightning_memsave.planner.ladder import OVERHEAD, TIERS, knobs, levels, overhead_of
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.planner.search import Search, describe, in_order, needed_bytes, time_factor
 from lightning_memsave.techniques.activation_compression import ActivationCompression
@@ -58,7 +58,7 @@ class Model:
 
 
 def table(tier, is_cut_exact=True):
-    return knobs(1000, tier=tier, num_samples=64, is_cut_exact=is_cut_exact)
+    return knobs(1000, 2000, tier=tier, num_samples=64, is_cut_exact=is_cut_exact)
 
 
 def everything(model, tier, is_cut_exact=True):
@@ -122,6 +122,44 @@ def test_microbatches_that_change_a_result_are_not_lossless():
     assert len(table("lossless", is_cut_exact=False)[Microbatching]) == 1
     sizes = [o.config.size for o in table("lossless")[Microbatching] if o.config is not None]
     assert sizes == [32, 22, 16, 11, 8, 6, 4, 3, 2, 1]
+
+
+def times(table, kind):
+    return {option.text: option.time_factor for option in table[kind]}
+
+
+def test_settings_cost_what_the_model_makes_them_cost():
+    small, large = (
+        knobs(1000, 2000, tier="balanced", num_samples=64, is_cut_exact=True, overhead=each) for each in (0.25, 0.006)
+    )
+    for kind, text in (
+        (Microbatching, "microbatch=32"),
+        (ActivationCompression, 'activations="exact"'),
+        (OptimizerState, 'optimizer_state=OptimizerState(format="32bit", gradients="release")'),
+    ):
+        assert times(small, kind)[text] > times(large, kind)[text] > 1
+    assert times(small, Microbatching)["microbatch=16"] == 1.75  # four parts
+    tight, wide = (
+        knobs(size, 2000, tier="lossless", num_samples=64, is_cut_exact=True)[Checkpointing][1] for size in (500, 1900)
+    )
+    assert tight.time_factor > wide.time_factor > 1
+    beyond = knobs(3000, 2000, tier="lossless", num_samples=64, is_cut_exact=True)[Checkpointing][1]
+    assert beyond.time_factor == 1.05
+
+
+@pytest.mark.parametrize(
+    ("num_operations", "seconds", "expected"),
+    [
+        (1000, 0.014, 0.25),
+        (1000, 0.015, 0.25),  # the nearest power of two
+        (1000, 35.0, OVERHEAD),
+        (1000, 1e-6, 1.0),
+        (None, 1.0, OVERHEAD),
+        (10, None, OVERHEAD),
+    ],
+)
+def test_how_much_of_a_step_starts_operations(num_operations, seconds, expected):
+    assert overhead_of(num_operations, seconds) == expected
 
 
 def test_settings_that_exclude_each_other_are_never_predicted():

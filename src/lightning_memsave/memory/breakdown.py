@@ -47,6 +47,8 @@ class Breakdown:
     """The largest kinds of tensors."""
     seconds: float
     """Of the whole step, modelled (`memory.cost`)."""
+    num_operations: int
+    """Of modules and of backward, without views: each microbatch has as many."""
     allocations: Allocations
     """All of the step."""
 
@@ -60,7 +62,7 @@ class BreakdownLedger(Ledger):
         self._running: list[str] = []
         self._owners: dict[Tensor, str] = {}
         self._owned: dict[Entry, tuple[torch.Size, torch.dtype]] = {}
-        self._seconds = 0.0
+        self._seconds, self._num_operations = 0.0, 0
 
     def watching(
         self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), batch: object = ()
@@ -105,6 +107,7 @@ class BreakdownLedger(Ledger):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._seconds += cost_of(func, args, kwargs or {}, out, inputs, outputs)[0]
+        self._num_operations += not func.is_view and (bool(self._running) or autograd_is_running())
         return out
 
     def __enter__(self) -> Ledger:
@@ -147,6 +150,7 @@ class BreakdownLedger(Ledger):
                 for (category, module, shape, dtype, line), sizes in largest
             ),
             seconds=self._seconds,
+            num_operations=self._num_operations,
             allocations=self._allocations(),
         )
         self._owners.clear()

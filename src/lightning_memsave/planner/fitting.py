@@ -11,7 +11,7 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.memory.predict import Prediction
 from lightning_memsave.planner.budget import MEANINGS, Budget
-from lightning_memsave.planner.ladder import TIERS, Knob, Option, knobs
+from lightning_memsave.planner.ladder import OVERHEAD, TIERS, Knob, Option, knobs
 from lightning_memsave.planner.plan import Plan, PlanStep
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.planner.search import Found, Search, describe, in_order, needed_bytes
@@ -47,6 +47,8 @@ class Situation:
     """Of training, in the words of `core.compatibility`."""
     noted_bytes: int = 0
     """What recovery notes of a batch's start, which is in no prediction."""
+    overhead: float = OVERHEAD
+    """The part of a plain step's time that goes into starting operations."""
 
 
 def make_plan(
@@ -74,24 +76,26 @@ def make_plan(
             would come to.
     """
     budget_bytes = budget.in_bytes(needed_bytes(plain), situation.device_bytes)
-    search = _search(budget_bytes, recipe, situation, predict, recipe.name)
+    sizes = budget_bytes, needed_bytes(plain)
+    search = _search(sizes, recipe, situation, predict, recipe.name)
     room = budget_bytes - situation.noted_bytes
     found, smallest = _fit(search, room - budget_bytes // _MARGIN, confirm)
     if found is None:  # to the byte where that is all there is
         found, smallest = _fit(search, room, confirm)
     if found is None:
-        raise _infeasible(budget, budget_bytes, recipe, situation, predict, search, smallest)
+        raise _infeasible(budget, sizes, recipe, situation, predict, search, smallest)
     return _plan(budget, budget_bytes, recipe, situation, plain, search, found)
 
 
-def _search(budget_bytes: int, recipe: Recipe, situation: Situation, predict: Predict, tier: str) -> Search:
+def _search(sizes: tuple[int, int], recipe: Recipe, situation: Situation, predict: Predict, tier: str) -> Search:
     fixed = [t for t in recipe.techniques if not _is_open(recipe, t)]
     table = knobs(
-        budget_bytes,
+        *sizes,
         tier=tier if tier in TIERS else TIERS[0],
         num_samples=situation.num_samples,
         is_cut_exact=situation.is_cut_exact,
         device_type=situation.device_type,
+        overhead=situation.overhead,
     )
     taken = {type(t) for t in fixed} | set(recipe.switched_off)
     left: dict[type[Config], Knob] = {kind: knob for kind, knob in table.items() if kind not in taken}
@@ -246,7 +250,7 @@ def _is_free(config: Config, others: Sequence[Config], ways: Sequence[str]) -> b
 # ---------------------------------------------------------------------------------------------------- no plan
 def _infeasible(
     budget: Budget,
-    budget_bytes: int,
+    sizes: tuple[int, int],
     recipe: Recipe,
     situation: Situation,
     predict: Predict,
@@ -263,16 +267,16 @@ def _infeasible(
     share = prediction.by_category.get(category, 0) / max(1, lowest)
     offers = []
     for tier in TIERS[TIERS.index(recipe.name) + 1 if recipe.name in TIERS else 1 :]:
-        other = _search(budget_bytes, recipe, situation, predict, tier)
+        other = _search(sizes, recipe, situation, predict, tier)
         peak = other.peak(other.lowest()) + situation.noted_bytes
         if peak < lowest:
-            fits = "fits" if peak <= budget_bytes else "too much as well"
+            fits = "fits" if peak <= sizes[0] else "too much as well"
             offers.append(f'"{tier}" reaches {format_bytes(int(peak))} ({fits})')
     others = f"Of the other recipes {', '.join(offers)}." if offers else "No recipe reaches less."
     return setting_error(
         "budget",
         f'must be at least {format_bytes(lowest)} ({lowest} bytes) for this step under "{recipe.name}", which '
         f"{describe(choice)} would come to",
-        f"{budget.text!r} ({format_bytes(budget_bytes)})",
+        f"{budget.text!r} ({format_bytes(sizes[0])})",
         f"What is left is {category} for {share:.0%}: {_REMEDIES[category]} would lower it. {others}",
     )

@@ -1,12 +1,14 @@
 """What a planner may choose from: for each knob its settings, with what each does to the result and to the time.
 
-Time factors are medians of this project's own benchmarks (`benchmarks/results`, CPU); they order the settings, and are
-no promise. A level is what may be used together: first what is exact, then what is unbiased, then what changes what is
-optimised, mild before severe, as far as the recipe goes.
+Time factors are medians of this project's own benchmarks (`benchmarks/results`, CPU), and on top what hangs on how much
+of a step goes into starting operations; they order the settings, and are no promise. A level is what may be used
+together: first what is exact, then what is unbiased, then what changes what is optimised, mild before severe, as far as
+the recipe goes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,21 +49,44 @@ class Option:
 
 
 Knob = tuple[Option, ...]
+OVERHEAD = 0.006
+"""What starting operations takes of a step's time, where nothing else is known (WideResNet-28-2, batch 100)."""
+_OPERATION_SECONDS = 3.5e-6
+"""What one operation of modules and backward takes besides its kernel (CPU, from what a second microbatch adds)."""
+_VAULT_OVERHEAD = 3
+"""What a vault adds, in such overheads."""
+
+
+def overhead_of(num_operations: int | None, seconds: float | None) -> float:
+    """The part of a step's time that goes into starting operations, to a power of two: plans are to stay the same."""
+    if not num_operations or not seconds:
+        return OVERHEAD
+    share = min(1.0, _OPERATION_SECONDS * num_operations / seconds)
+    return max(OVERHEAD, 2.0 ** round(math.log2(share)))
 
 
 def knobs(
-    budget_bytes: int, *, tier: str, num_samples: int | None, is_cut_exact: bool, device_type: str = "cpu"
+    budget_bytes: int,
+    plain_bytes: int,
+    *,
+    tier: str,
+    num_samples: int | None,
+    is_cut_exact: bool,
+    device_type: str = "cpu",
+    overhead: float = OVERHEAD,
 ) -> dict[type[Config], Knob]:
     """Every knob with its settings, off first.
 
     Args:
         budget_bytes: for regions that are chosen to fit.
+        plain_bytes: what the plain step needs: the more of it has to go, the more is computed again.
         tier: one of `TIERS`.
         num_samples: of the batch; `None` when it cannot be cut.
         is_cut_exact: whether microbatches leave the model's result as it is.
         device_type: where time is spent: bfloat16 is emulated on CPU.
+        overhead: the part of a plain step's time that goes into starting its operations.
     """
-    is_cpu = device_type == "cpu"
+    is_cpu, vault = device_type == "cpu", _VAULT_OVERHEAD * overhead
     table: dict[type[Config], Knob] = {
         Sparsity: (
             Option(text="dense", strength=0),
@@ -71,19 +96,19 @@ def knobs(
             Option(text="precision as it is", strength=0),
             _changed('precision="bf16-sr"', LowPrecision(), "extreme", 19.0 if is_cpu else 1.0, 1),
         ),
-        Microbatching: tuple(_parts(num_samples, is_cut_exact)),
+        Microbatching: tuple(_parts(num_samples, is_cut_exact, overhead)),
         ActivationCompression: (
             Option(text="activations as they are", strength=0),
-            Option(text='activations="exact"', config=ActivationCompression(), time_factor=1.07, strength=1),
-            _unbiased("int8", 1.12, 2),
-            _unbiased("int4", 1.13, 3),
+            Option(text='activations="exact"', config=ActivationCompression(), time_factor=1.05 + vault, strength=1),
+            _unbiased("int8", 1.1 + vault, 2),
+            _unbiased("int4", 1.11 + vault, 3),
         ),
         Checkpointing: (
             Option(text="no regions", strength=0),
             Option(
                 text=f"checkpointing=Checkpointing(budget={budget_bytes})",
                 config=Checkpointing(budget=budget_bytes),
-                time_factor=1.15,
+                time_factor=1.05 + 0.35 * max(0.0, 1 - budget_bytes / plain_bytes),
             ),
             Option(text='checkpointing="blocks"', config=Checkpointing(), time_factor=1.27),
             Option(text='checkpointing="sqrt"', config=Checkpointing(method="sqrt"), time_factor=1.35),
@@ -94,14 +119,14 @@ def knobs(
             Option(
                 text='optimizer_state=OptimizerState(format="32bit", gradients="release")',
                 config=OptimizerState(format="32bit", gradients="release"),
-                time_factor=1.02,
+                time_factor=1.01 + overhead,
             ),
-            _changed('optimizer_state="8bit"', OptimizerState(), "balanced", 1.18 if is_cpu else 1.0),
+            _changed('optimizer_state="8bit"', OptimizerState(), "balanced", 1.17 + overhead if is_cpu else 1.0),
             _changed(
                 'optimizer_state=OptimizerState(gradients="release")',
                 OptimizerState(gradients="release"),
                 "balanced",
-                1.2 if is_cpu else 1.02,
+                1.18 + 2 * overhead if is_cpu else 1.01 + overhead,
             ),
             _changed('optimizer_state="4bit"', OptimizerState(format="4bit"), "extreme", 1.9),
             _changed(
@@ -132,11 +157,7 @@ def _unbiased(codec: str, time_factor: float, strength: int) -> Option:
     )
 
 
-PART_OVERHEAD = 0.006
-"""What one more microbatch adds to a step's time, as a fraction of it (WideResNet-28-2, batch 100)."""
-
-
-def _parts(num_samples: int | None, is_exact: bool) -> Iterator[Option]:
+def _parts(num_samples: int | None, is_exact: bool, overhead: float) -> Iterator[Option]:
     """Whole batches, then ever smaller microbatches: 2, 3, 4, 6, 8, 12, ... of them, down to single samples."""
     yield Option(text="whole batches")
     sizes = [] if num_samples is None else [-(-num_samples // n) for n in _counts(num_samples)]
@@ -147,7 +168,7 @@ def _parts(num_samples: int | None, is_exact: bool) -> Iterator[Option]:
             config=Microbatching(size=size),
             loss_class="exact" if is_exact else "changed",
             tier="lossless" if is_exact else "balanced",
-            time_factor=1 + PART_OVERHEAD * (num_parts - 1),
+            time_factor=1 + overhead * (num_parts - 1),
             strength=num_parts,
         )
 

@@ -6,10 +6,10 @@ takes besides what was predicted is told by category; what goes beyond the budge
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.memory.predict import Prediction
 from lightning_memsave.planner.budget import Budget, machine_bytes
 from lightning_memsave.planner.fitting import Predict, Situation, make_plan
+from lightning_memsave.planner.ladder import overhead_of
 from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.first_batch import first_batch
@@ -166,9 +167,12 @@ def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: A
     situation = _situation(module, batch, trainer)
     try:
         plain = on_paper(())
-        if situation.device_type == "cpu" and plain.peak_bytes <= SMALL_BYTES:
-            return make_plan(budget, recipe, situation, by_trial(()), by_trial)
-        return make_plan(budget, recipe, situation, plain, on_paper, by_trial)
+        if situation.device_type != "cpu" or plain.peak_bytes > SMALL_BYTES:
+            situation = replace(situation, overhead=overhead_of(plain.num_operations, plain.seconds))
+            return make_plan(budget, recipe, situation, plain, on_paper, by_trial)
+        real = by_trial(())
+        situation = replace(situation, overhead=overhead_of(plain.num_operations, real.seconds))
+        return make_plan(budget, recipe, situation, real, by_trial)
     except StepFailedError as error:
         raise ValueError(
             f"The step of {type(module).__name__} cannot be planned, as it cannot be run on a copy of the module: "
@@ -221,7 +225,7 @@ def _agreed(trainer: Any, predict: Predict) -> Predict:
 def _with_bytes(prediction: Prediction, category: str, num_bytes: int) -> Prediction:
     split = dict(prediction.by_category)
     split[category] = split.get(category, 0) + num_bytes
-    return dataclasses.replace(prediction, peak_bytes=prediction.peak_bytes + num_bytes, by_category=split)
+    return replace(prediction, peak_bytes=prediction.peak_bytes + num_bytes, by_category=split)
 
 
 def _situation(module: Any, batch: Any, trainer: Any) -> Situation:

@@ -208,6 +208,7 @@ class Predictor:
             has_cuda=self._target == "cuda",
             top=found.top if is_whole else (),
             seconds=found.seconds if is_whole else None,
+            num_operations=found.num_operations,
             source="measured" if is_measured else "fake",
             flags=(*watch.flags, *flags),
         )

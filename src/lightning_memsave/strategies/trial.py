@@ -3,8 +3,8 @@
 Lightning's own loop trains the copy, so that whatever a run does is in the figure: microbatches, the optimizer's state
 and its temporaries, gradients that are held through the next forward pass, regions that are planned from the first
 batch. As in a run, the first step creates state and is not measured, the second and the third are; on CPU the fifth is
-profiled for what kernels take inside. Of a batch that is cut, two microbatches are enough, as later ones meet what the
-second meets.
+profiled for what kernels take inside, and further plain steps are timed. Of a batch that is cut, two microbatches are
+enough, as later ones meet what the second meets.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -37,6 +38,7 @@ from lightning_memsave.techniques.microbatching import Microbatching, Unsplittab
 from lightning_memsave.techniques.microbatching.split import take
 from lightning_memsave.techniques.registry import Config
 
+_NUM_TIMED = 3
 _NOTED_BYTES = 64  # losses and logs of a microbatch, more than they are
 
 
@@ -66,7 +68,7 @@ class Trial:
     def __call__(self, techniques: Sequence[Config]) -> Prediction:
         """The peak under these settings."""
         batch, missing_bytes = self._as_much_as_shows(techniques)
-        steps = _Steps(Recipe("trial", tuple(techniques)), self._num_batches)
+        steps = _Steps(Recipe("trial", tuple(techniques)), self._num_batches, num_timed=0 if techniques else _NUM_TIMED)
         with _without_a_trace(self._module), silence(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is said of a trial would be taken for the run's
             try:
@@ -161,10 +163,12 @@ def rest_bytes(batch: Any, num_used: int) -> int:
 class _Steps(pl.Callback):
     """Adopts the trial's strategy and measures some steps."""
 
-    def __init__(self, recipe: Recipe, num_batches: int) -> None:
+    def __init__(self, recipe: Recipe, num_batches: int, num_timed: int) -> None:
         self._state, self._num_batches = MemSaveState(recipe), num_batches
+        self._last, self._began_seconds, self._seconds = 4 + num_timed, 0.0, list[float]()
         self._ledger: Ledger | None = None
         self._profile: AllocationProfile | None = None
+        self._profiled_bytes: int | None = None
         self._highest: Measurement | None = None
         self._latest: Measurement | None = None
         self._allocated: allocator.AllocatorBytes | None = None
@@ -182,17 +186,27 @@ class _Steps(pl.Callback):
         elif position == 0 and step == 3:
             self._profile = AllocationProfile()
             self._profile.__enter__()
-        elif position == 0 and self._profile is not None:
+        elif position == 0 and step == 4:
+            assert self._profile is not None, "it was opened a step before"
             self._profile.mark()
+        elif position == 0:
+            self._began_seconds = time.thread_time()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step, position = divmod(batch_idx, self._num_batches)
         if position < self._num_batches - 1 or step in (0, 3):
             return
         device = trainer.strategy.root_device
-        if self._profile is not None:
+        if step > 4:
+            self._seconds.append(time.thread_time() - self._began_seconds)
+        elif step == 4:
+            assert self._profile is not None, "it was opened a step before"
             self._profile.__exit__(None, None, None)
+            self._profiled_bytes, self._profile = self._profile.peak_bytes, None
+        if step == self._last:
             raise _DoneError
+        if step >= 4:
+            return
         assert self._ledger is not None, "it was opened at the start of the step"
         self._ledger.__exit__(None, None, None)
         self._keep_highest(self._ledger.measurement, allocator.read_peak(device))
@@ -224,10 +238,14 @@ class _Steps(pl.Callback):
         if self._allocated is not None:  # what the ledger did not see, and what lies between tensors
             split["temporary"] += self._allocated.allocated_bytes - measured.peak_bytes
             workspace = self._allocated.reserved_bytes - self._allocated.allocated_bytes
-        elif self._profile is not None:
-            workspace = max(0, latest.held_bytes + self._profile.peak_bytes - latest.peak_bytes)
+        elif self._profiled_bytes is not None:
+            workspace = max(0, latest.held_bytes + self._profiled_bytes - latest.peak_bytes)
         return Prediction(
-            peak_bytes=sum(split.values()), by_category=split, workspace_bytes=workspace, source="measured"
+            peak_bytes=sum(split.values()),
+            by_category=split,
+            workspace_bytes=workspace,
+            source="measured",
+            seconds=min(self._seconds, default=None),
         )
 
 
