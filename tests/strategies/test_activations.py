@@ -135,15 +135,20 @@ def test_each_microbatch_has_noise_of_its_own():
     assert bias < 2 * four / 12**0.5
 
 
-def test_noise_repeats_and_goes_on_after_a_resume(tmp_path):
-    _, straight = train(MemSave(activations=INT4), epochs=3)
-    _, again = train(MemSave(activations=INT4), epochs=3)
-    _, other = train(MemSave(activations=ActivationCompression(codecs=("int4",), min_numel=64, seed=1)), epochs=3)
+@pytest.mark.parametrize("checkpointing", [False, "blocks", "recursive"])
+def test_noise_repeats_and_goes_on_after_a_resume(checkpointing, tmp_path):
+    def memsave(seed=0):
+        codec = ActivationCompression(codecs=("int4",), min_numel=64, seed=seed)
+        return MemSave(activations=codec, checkpointing=checkpointing)
+
+    _, straight = train(memsave(), epochs=3)
+    _, again = train(memsave(), epochs=3)
+    _, other = train(memsave(seed=1), epochs=3)
     assert torch.equal(straight, again)
     assert not torch.equal(straight, other)
-    trainer, _ = train(MemSave(activations=INT4), epochs=1)
+    trainer, _ = train(memsave(), epochs=1)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
-    _, resumed = train(MemSave(activations=INT4), epochs=3, ckpt=tmp_path / "one.ckpt")
+    _, resumed = train(memsave(), epochs=3, ckpt=tmp_path / "one.ckpt")
     assert torch.equal(straight, resumed)
     train(epochs=3, ckpt=tmp_path / "one.ckpt")  # nothing in it is ours
 

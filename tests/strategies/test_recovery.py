@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_memsave import MemSave, Microbatching
+from lightning_memsave import ActivationCompression, MemSave, Microbatching
 from lightning_memsave.strategies.out_of_memory import OutOfMeasuresError, is_out_of_memory
 
 QUIET = {
@@ -80,11 +80,11 @@ def data(num_samples=96):
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 32)
 
 
-def fit(size, limit=10**9, where="forward", *, module=None, make=Net, **options):
+def fit(size, limit=10**9, where="forward", *, module=None, make=Net, slots=None, **options):
     L.seed_everything(0, verbose=False)
     module = module or make()
     module.hungry.limit, module.hungry.where = limit, where
-    memsave, outputs = MemSave(microbatch=Microbatching(size=size, reduction="mean")), Outputs()
+    memsave, outputs = MemSave(microbatch=Microbatching(size=size, reduction="mean"), **(slots or {})), Outputs()
     trainer = L.Trainer(**{**QUIET, "max_epochs": 2, **options}, callbacks=[memsave, outputs])
     L.seed_everything(1, verbose=False)
     trainer.fit(module, data())
@@ -120,6 +120,16 @@ def test_a_recovered_run_has_the_bits_of_one_with_that_size_from_the_start(where
     assert report.num_oom_recovered == 4
     assert report.metrics()["memsave/num_oom_recovered"] == 4
     assert recovered[0].seen == direct[0].seen  # lists that training_step appends to are put back
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_noise_of_codes_is_that_of_a_run_with_that_size_from_the_start(where):
+    slots = {"activations": ActivationCompression(codecs=("int4",), min_numel=16), "checkpointing": False}
+    recovered, direct = fit("auto", 8, where, slots=slots), fit(8, slots=slots)
+    assert_same_run(recovered, direct)
+    assert recovered[1].report.num_oom_recovered > 0
+    with pytest.raises(AssertionError):
+        assert_same_run(fit(8), direct)  # there is noise
 
 
 def test_memory_that_runs_out_while_the_loss_is_probed_says_nothing_about_the_loss():

@@ -11,6 +11,7 @@ from lightning_memsave.core.errors import NoEffectWarning
 from lightning_memsave.core.report import Applied
 from lightning_memsave.techniques.activation_compression import ActivationCompression, open_vault, summarize
 from lightning_memsave.vault import refuses_hooks
+from lightning_memsave.vault.noise import Noise
 
 
 class ForwardScope:
@@ -51,6 +52,11 @@ class ForwardScope:
             stacklevel=2,
         )
         return step()
+
+    @property
+    def noise(self) -> Noise:
+        """Of the codes."""
+        return self._vault.noise
 
     @property
     def applied(self) -> Applied:

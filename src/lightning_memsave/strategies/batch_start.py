@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_memsave.memory.ledger import tensors_in
 from lightning_memsave.strategies.ddp import num_collectives
+from lightning_memsave.vault.noise import Noise
 from lightning_memsave.vault.state import Buffers, Randomness
 
 
@@ -27,6 +28,7 @@ class BatchStart:
         gradients: what may happen to them: `"made"` (there are none yet), `"added to"` (those of earlier batches stay:
             a copy is kept), `"watched"` (the same without a copy: a try that has added to them is final).
         batch: its containers are put back, its tensors are watched.
+        noise: of codes, whose stream is put back.
         small_bytes: while it is not known which buffers change, those up to this size are cloned, larger ones watched.
     """
 
@@ -37,9 +39,11 @@ class BatchStart:
         changing: set[str] | None,
         gradients: str = "made",
         batch: Any = None,
+        noise: Noise | None = None,
         small_bytes: float = 2**20,
     ) -> None:
         self._module = module
+        self._noise, self._place = noise, None if noise is None else noise.place
         parameters = list(module.parameters())
         self._torch, self._python = Randomness({p.device for p in parameters}), random.getstate()
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
@@ -97,6 +101,8 @@ class BatchStart:
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
+        if self._noise is not None and self._place is not None:
+            self._noise.go_to(self._place)
         for module, mode in self._modes:
             module.training = mode
         self._module._current_fx_name = self._fx_name

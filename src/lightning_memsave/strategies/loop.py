@@ -78,7 +78,8 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             exchange = LateReduction(ddp, self._loop.steps) if ddp is not None else None
             while True:
                 gradients = "made" if not accumulates else "watched" if state.is_default else "added to"
-                start = BatchStart(trainer.lightning_module, recovery.changing, gradients, batch)
+                noise = trainer.strategy.memsave.noise
+                start = BatchStart(trainer.lightning_module, recovery.changing, gradients, batch, noise)
                 held = read_current(device)
                 try:
                     parts = state.microbatches(trainer, self._kwargs)

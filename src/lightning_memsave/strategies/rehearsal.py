@@ -19,7 +19,9 @@ def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[None]:
 
     So do the containers of the batch, of which a step may take things away.
     """
-    start, metrics = BatchStart(module, changing=None, batch=batch, small_bytes=math.inf), MergedMetrics(module)
+    noise = trainer.strategy.memsave.noise
+    start = BatchStart(module, changing=None, batch=batch, noise=noise, small_bytes=math.inf)
+    metrics = MergedMetrics(module)
     metrics.set_aside()
     gradients = {p: p.grad for p in module.parameters()}
     for parameter in gradients:

@@ -26,6 +26,7 @@ from lightning_memsave.techniques.optimizer_state import InBackward, OptimizerSt
 from lightning_memsave.techniques.registry import TECHNIQUES, Config, technique_of
 from lightning_memsave.techniques.sparsity import Sparsity
 from lightning_memsave.vault.inputs import keeping_inputs_in
+from lightning_memsave.vault.noise import Noise
 from lightning_memsave.vault.vault import Vault
 
 if TYPE_CHECKING:
@@ -96,6 +97,11 @@ class MemSaveState:
     def open_scope(self, trainer: Any, config: ActivationCompression) -> None:
         """See to it that what autograd keeps goes to a vault."""
         self.forward_scope = ForwardScope(trainer, config)
+
+    @property
+    def noise(self) -> Noise | None:
+        """Of codes, if there are any."""
+        return None if self.forward_scope is None else self.forward_scope.noise
 
     @staticmethod
     def check_optimizers(trainer: Any, config: OptimizerState) -> None:

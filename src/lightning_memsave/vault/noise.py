@@ -16,6 +16,15 @@ class Noise:
         if step != self._step:
             self._step, self._num_drawn = step, 0
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where the stream is; a try that is made again starts at the same place."""
+        return self._step, self._num_drawn
+
+    def go_to(self, place: tuple[int, int]) -> None:
+        """Go on from a `place`."""
+        self._step, self._num_drawn = place
+
     def next_seed(self) -> int:
         """The next one of this step."""
         self._num_drawn += 1

@@ -98,7 +98,7 @@ class Vault:
         self.lossy, self.recompute, self.fuse, self.min_numel = lossy, recompute, fuse, min_numel
         self.overrides, self.offloader = dict(overrides or {}), offloader
         self.chunk_loss = chunk_loss
-        self._noise = Noise(seed)
+        self.noise = Noise(seed)
         self.tally = Tally()
         """What the latest scope kept."""
         self._start()
@@ -279,7 +279,7 @@ class Vault:
             return False
         x, argument = source.get(), self._calls.current.argument(0, "input")
         is_z = isinstance(argument, Tensor) and argument.grad_fn is norm and argument.shape == y.shape
-        found = chain(y, x, norm, argument if is_z else None, self.lossy, self._noise.next_seed(), self._calls.operands)
+        found = chain(y, x, norm, argument if is_z else None, self.lossy, self.noise.next_seed(), self._calls.operands)
         if found is None:
             return False
         entry.become(found[0])
@@ -321,12 +321,12 @@ class Vault:
         if need == Rank.EXACT:
             return forms.TwoValues.of(flat)
         if need == Rank.BF16:
-            return forms.Cast.of(flat, self._noise.next_seed())
-        return forms.Coded.of(flat, need, self._noise.next_seed(), entry.keeps_sign)
+            return forms.Cast.of(flat, self.noise.next_seed())
+        return forms.Coded.of(flat, need, self.noise.next_seed(), entry.keeps_sign)
 
     def draw_for(self, step: int) -> None:
         """Draw the dither from a stream of this step's own, in which several scopes go on; repeats when resumed."""
-        self._noise.begin(step)
+        self.noise.begin(step)
 
     def _settle(self) -> None:
         """Code what still waits; give back what coding did not free; count."""
