@@ -423,8 +423,17 @@ def _factor_and_time(row: Row) -> tuple[str, str]:
 
 
 def planner() -> str:
-    """Budgets kept and refused, for each model and recipe."""
-    head = ("model", "recipe", "budgets", "feasible", "within the budget", "smallest named is enough", "predictions")
+    """Budgets kept and refused, and time against other settings that fit, for each model and recipe."""
+    head = (
+        "model",
+        "recipe",
+        "budgets",
+        "feasible",
+        "within the budget",
+        "smallest named is enough",
+        "predictions",
+        "time against the fastest of others",
+    )
     lines = []
     for model in dict.fromkeys(row["model"] for row in rows("planner")):
         for recipe in ("lossless", "balanced"):
@@ -442,9 +451,20 @@ def planner() -> str:
                 f"{kept}",
                 f"{enough} of {len(refused)}" if refused else "none refused",
                 f"up to {most}",
+                _against_others(feasible),
             )
             lines.append((model, recipe, *cells))
     return markdown(head, lines, num_text=2)
+
+
+def _against_others(feasible: list[Row]) -> str:
+    """The plans' times over that of the fastest other setting, and how many others there were."""
+    timed = [row for row in feasible if row.get("num_rivals")]
+    if not timed:
+        return ""
+    ratios = sorted(float(row["time_against_fastest"]) for row in timed)
+    num_others = sum(int(row["num_rivals"]) for row in timed)
+    return f"{ratios[0]:.2f}x to {ratios[-1]:.2f}x, {num_others} others"
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
