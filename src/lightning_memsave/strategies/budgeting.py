@@ -31,7 +31,7 @@ from lightning_memsave.strategies.first_batch import first_batch
 from lightning_memsave.strategies.predicting import Predictor
 from lightning_memsave.strategies.trial import StepFailedError, Trial, rest_bytes, two_microbatches
 from lightning_memsave.strategies.ways import ways_of_training
-from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size, why_not_exact
+from lightning_memsave.techniques.microbatching import UnsplittableBatchError, batch_size, why_not_exact
 from lightning_memsave.techniques.registry import Config
 
 SMALL_BYTES = 64 * 2**20
@@ -203,15 +203,15 @@ def _predictors(module: Any, batch: Any, trainer: Any) -> tuple[Predict, Predict
 def _agreed(trainer: Any, predict: Predict) -> Predict:
     """Every process asks, as a step may wait for the others; rank 0's answer holds.
 
-    On top come DDP's buckets, and where a batch is cut the gradients that add up beside them.
+    On top come DDP's buckets, and as many bytes again while they are rebuilt or gradients add up beside them: the second
+    step takes that much more than in one process, with every technique that was measured.
     """
     buckets = sum(p.nbytes for p in trainer.lightning_module.parameters() if p.requires_grad)
 
     def agreed(techniques: Sequence[Config]) -> Prediction:
         answer: Prediction | ValueError
         try:
-            num_copies = 2 if any(isinstance(t, Microbatching) for t in techniques) else 1
-            answer = _with_bytes(predict(techniques), "gradients", num_copies * buckets)
+            answer = _with_bytes(predict(techniques), "gradients", 2 * buckets)
         except ValueError as error:
             answer = error
         answer = trainer.strategy.broadcast(answer)
