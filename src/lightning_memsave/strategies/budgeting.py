@@ -203,8 +203,8 @@ def _predictors(module: Any, batch: Any, trainer: Any) -> tuple[Predict, Predict
 def _agreed(trainer: Any, predict: Predict) -> Predict:
     """Every process asks, as a step may wait for the others; rank 0's answer holds.
 
-    On top come DDP's buckets, and as many bytes again while they are rebuilt or gradients add up beside them: the second
-    step takes that much more than in one process, with every technique that was measured.
+    On top come DDP's buckets, and as many bytes again while they are rebuilt or gradients add up beside them: by that
+    much the second step takes more than in one process, with every technique that was measured.
     """
     buckets = sum(p.nbytes for p in trainer.lightning_module.parameters() if p.requires_grad)
 
