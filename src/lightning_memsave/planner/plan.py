@@ -65,7 +65,7 @@ class Plan:
     """Predicted peak of tracked tensors with the plan."""
     by_category: Mapping[str, int] = field(default_factory=dict)
     workspace_bytes: int = 0
-    """What kernels take on top of it, where that was measured."""
+    """What kernels take on top of it, where that was measured, and what recovery notes of a batch's start."""
     steps: tuple[PlanStep, ...] = ()
     next_step: str = ""
     """What would have come next, and why it was not needed."""

@@ -49,7 +49,7 @@ def matrix(kept: int, gradient: Tensor, rank: int) -> Tensor:
     return signs.view(-1)[: rows * rank].view(rows, rank).mul_(2).sub_(1).div_(math.sqrt(rank))
 
 
-def update(projection: Tensor, step: Tensor, projected: Tensor, gradient: Tensor) -> Tensor:
+def update(projection: Tensor, step: Tensor, gradient: Tensor) -> Tensor:
     """-`gradient` [N, M] with columns as long as those of the step in the subspace, for as many elements."""
     rows, rank = projection.shape
     dim = None if rank == 1 else int(gradient.shape[0] > gradient.shape[1])

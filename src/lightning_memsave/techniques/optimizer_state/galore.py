@@ -48,6 +48,6 @@ def matrix(kept: Tensor, gradient: Tensor, rank: int) -> Tensor:
     return kept
 
 
-def update(projection: Tensor, step: Tensor, projected: Tensor, gradient: Tensor) -> Tensor:
+def update(projection: Tensor, step: Tensor, gradient: Tensor) -> Tensor:
     """The step in the subspace as one of the weights, [N, M]."""
     return projection @ step if gradient.shape[0] <= gradient.shape[1] else step @ projection.T

@@ -30,7 +30,7 @@ class _Method(Protocol):
 
     def matrix(self, kept: Any, gradient: Tensor, rank: int) -> Tensor: ...
 
-    def update(self, projection: Tensor, step: Tensor, projected: Tensor, gradient: Tensor) -> Tensor: ...
+    def update(self, projection: Tensor, step: Tensor, gradient: Tensor) -> Tensor: ...
 
 
 METHODS: Mapping[str, _Method] = {"lowrank": galore, "apollo": apollo}
@@ -116,7 +116,7 @@ def step_projected(
     optimizer.state[p][PROJECTION] = kept
     if decay and _is_decoupled(optimizer, group):
         p.mul_(1 - lr * decay)
-    p.add_(method.update(projection, small.detach(), projected, gradient).view(p.shape))
+    p.add_(method.update(projection, small.detach(), gradient).view(p.shape))
 
 
 def _is_decoupled(optimizer: Any, group: dict[str, Any]) -> bool:
