@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 
@@ -16,6 +17,7 @@ from lightning_memsave import (
     apply_checkpointing,
     apply_optimizer_state,
 )
+from lightning_memsave.vault import regions
 from tests.vault.region_nets import (
     BETWEEN,
     GROUPS,
@@ -270,3 +272,33 @@ def test_each_region_is_repeated_once_though_parameters_step(monkeypatch):
     repeated.clear()
     ours(samples()).sum().backward()
     assert len(repeated) == expected
+
+
+class ReturnsItsOwn(nn.Module):
+    """Hands out a buffer and a parameter, which outlive every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos = nn.Parameter(torch.randn(WIDTH))
+        self.register_buffer("mask", torch.ones(WIDTH))
+
+    def forward(self, x):
+        return self.mask, self.pos, x * 2
+
+
+class Masked(Loop):
+    def forward(self, x):
+        mask, pos, x = self.blocks[0](x)
+        return self.head(self.blocks[2](self.blocks[1](x * mask + pos)))
+
+
+def test_what_outlives_the_step_holds_no_region():
+    plain = Masked()
+    plain.blocks[0] = ReturnsItsOwn()
+    ours = with_regions(plain, laminar(0, 3))
+    alive = []
+    for _ in range(3):
+        ours(samples()).sum().backward()
+        gc.collect()
+        alive.append(sum(isinstance(each, regions.Region) for each in gc.get_objects()))
+    assert alive[0] == alive[1] == alive[2]

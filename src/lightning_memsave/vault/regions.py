@@ -109,7 +109,7 @@ def run(memberships: Sequence[Membership], member: Member, module: nn.Module, ar
         raise EditsInputError(type(module).__name__)
     call.end(output)
     if any(membership.group.num_members > 1 for membership in memberships):
-        _live_with(output, tensors, regions)
+        _live_with(output, regions)
     after = Randomness(devices)
     if not after.equals(before):
         for region in regions:
@@ -150,16 +150,15 @@ def _region_of(membership: Membership, around: Region | None) -> Region:
     return region
 
 
-def _live_with(output: Any, inputs: list[Tensor], regions: list[Region]) -> None:
+def _live_with(output: Any, regions: list[Region]) -> None:
     """Regions live as long as what a call of theirs returned, for the later call that may be given it.
 
     In forward the graph mostly holds a region. In a repetition the graph behind an output dies with it, and calls such
     as dropout of 0 keep nothing at all. A region that ended in one of the two only would keep other inputs than before.
     """
     for leaf in _leaves(output):
-        if not isinstance(leaf, Tensor) or (leaf.grad_fn is None and any(leaf is each for each in inputs)):
-            continue  # regions hold inputs without a graph: such an output would hold itself
-        weakref.finalize(leaf, _let_go, regions).atexit = False
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # else it may be a buffer, which lives for ever
+            weakref.finalize(leaf, _let_go, regions).atexit = False
 
 
 def _let_go(regions: list[Region]) -> None:
