@@ -73,6 +73,12 @@ RUNS = {
         9,
     ),
     "gpt": ("GPT of plain modules, 6 layers, width 256, batch 8 x 256, dropout 0.1, AdamW", plain_gpt, COMMON, 15),
+    "gpt_wide": (
+        "GPT of plain modules, 6 layers, width 384, 6 heads, batch 8 x 256, dropout 0.1, AdamW",
+        functools.partial(plain_gpt, width=384, num_heads=6),
+        COMMON,
+        15,
+    ),
     "llama": ("Llama, 4 layers, width 256, batch 8 x 128, AdamW", llama, COMMON, 15),
     "vocabulary": (
         "Llama, 2 layers, width 256, 16,000 words, batch 8 x 128, AdamW",

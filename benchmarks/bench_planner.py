@@ -4,12 +4,14 @@ Each model is given budgets from 0.9 of what its plain step takes downwards, und
 trained with, and the run's own measurement (tracked bytes and workspace) is held against the budget; what is refused
 must name the smallest peak, which is then asked for. Time: CPU seconds of steps of the plan against other settings
 that fit the same budget with a loss class no worse: every single technique, and random combinations, taking turns.
+What needs twice as long as the plan for one step is not trained further (`num_slow`).
 Rows that are there are kept; `--no-times` first makes all the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import re
 import time
@@ -138,10 +140,28 @@ def made(make: Callable[[], Step]) -> Step:
     return make().train()
 
 
-def trained(make: Callable[[], Step], batch: Any, memsave: MemSave, steps: int = 5) -> Any:
+class Clock(L.Callback):
+    """CPU seconds of every step; training ends where one after the first takes longer than `limit`."""
+
+    def __init__(self, limit: float = math.inf) -> None:
+        self.limit, self.taken = limit, list[float]()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.start = time.process_time()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.taken.append(time.process_time() - self.start)
+        trainer.should_stop = self.is_slow
+
+    @property
+    def is_slow(self) -> bool:
+        return any(seconds > self.limit for seconds in self.taken[1:])
+
+
+def trained(make: Callable[[], Step], batch: Any, memsave: MemSave, *callbacks: L.Callback, steps: int = 5) -> Any:
     """A run of some steps, the last of which is profiled."""
     monitor = MemoryMonitor(workspace=True)
-    trainer = L.Trainer(max_steps=steps, callbacks=[memsave, monitor], **QUIET)
+    trainer = L.Trainer(max_steps=steps, callbacks=[memsave, monitor, *callbacks], **QUIET)
     trainer.fit(made(make), DataLoader([batch] * steps, batch_size=None))
     return memsave.report
 
@@ -233,53 +253,44 @@ def others(plan: Plan, num_samples: int, is_cut_exact: bool, count: int) -> list
     return list(found.items())
 
 
-class Timed:
-    """Takes steps of a run one by one, in turn with others."""
-
-    def __init__(self, make: Callable[[], Step], batch: Any, memsave: MemSave) -> None:
-        self.make, self.batch, self.memsave = make, batch, memsave
-
-    def seconds(self, num_steps: int) -> list[float]:
-        taken: list[float] = []
-
-        class Clock(L.Callback):
-            def on_train_batch_start(self, *_: Any) -> None:
-                self.start = time.process_time()
-
-            def on_train_batch_end(self, *_: Any) -> None:
-                taken.append(time.process_time() - self.start)
-
-        trainer = L.Trainer(max_steps=num_steps + 3, callbacks=[self.memsave, Clock()], **QUIET)
-        trainer.fit(made(self.make), DataLoader([self.batch] * (num_steps + 3), batch_size=None))
-        return taken[3:]  # the first plans, the next two are measured
+def step_seconds(make: Callable[[], Step], batch: Any, memsave: MemSave, num_steps: int) -> list[float]:
+    """Of the last `num_steps` steps: the first plans, the next two are measured."""
+    clock = Clock()
+    trainer = L.Trainer(max_steps=num_steps + 3, callbacks=[memsave, clock], **QUIET)
+    trainer.fit(made(make), DataLoader([batch] * (num_steps + 3), batch_size=None))
+    return clock.taken[3:]
 
 
 def quality_row(name: str, make: Callable[[], Step], batch: Any, plan: Plan, count: int, turns: int) -> dict[str, Any]:
     """The plan against the fastest of the others that fit."""
     num_samples = len(batch if isinstance(batch, Tensor) else batch[0])
+    too_long = 2 * min(step_seconds(make, batch, MemSave(plan), 3))
     rivals: list[tuple[str, MemSave]] = []
-    num_random = 0
+    num_random = num_slow = 0
     for text, recipe in others(plan, num_samples, not why_not_exact(made(make)), count):
         if text.startswith("random") and num_random >= count:
             continue
-        memsave = MemSave(recipe)
+        clock = Clock(too_long)
         try:
-            report = trained(make, batch, memsave, steps=5)
+            report = trained(make, batch, MemSave(recipe), clock)
         except ValueError:
             continue
-        if report.peak_bytes + (report.workspace_bytes or 0) <= plan.budget_bytes:
+        if clock.is_slow:
+            num_slow += 1
+        elif report.peak_bytes + (report.workspace_bytes or 0) <= plan.budget_bytes:
             rivals.append((text, MemSave(recipe)))
             num_random += text.startswith("random")
     contestants = [("plan", MemSave(plan)), *rivals]
     taken: dict[str, list[float]] = {text: [] for text, _ in contestants}
     for _ in range(turns):
         for text, memsave in contestants:
-            taken[text] += Timed(make, batch, memsave).seconds(3)
+            taken[text] += step_seconds(make, batch, memsave, 3)
     best = {text: min(seconds) for text, seconds in taken.items()}
     fastest = min(best, key=lambda text: best[text] if text != "plan" else float("inf"), default="plan")
     ratio = best["plan"] / best[fastest] if len(best) > 1 else 1.0
     return {
         "num_rivals": len(rivals),
+        "num_slow": num_slow,
         "fastest_rival": fastest if len(best) > 1 else "",
         "time_against_fastest": ratio,
     }
