@@ -1,9 +1,9 @@
 """The optimizer's step alone: the error of every format of state against float64 AdamW, its time and its temporaries.
 
 Beside bitsandbytes, torchao and optimi where they are installed. Errors: 65,536 parameters, 200 steps of fixed
-gradients; `even`: all of one size; `uneven`: each element's gradient has a size of its own, spread over two decades.
-Times: 10 x 1024 x 1024 parameters, one thread, CPU seconds, taking turns with torch's AdamW. Temporaries: the largest
-number of bytes alive during a step of one parameter of 2**22 elements, besides what is held before and after.
+gradients; `even`: all of one size; `uneven`, `wide`: each element's gradient has a size of its own, over two or four
+decades. Times: 10 x 1024 x 1024 parameters, one thread, CPU seconds, taking turns with torch's AdamW. Temporaries: the
+largest number of bytes alive during a step of one parameter of 2**22 elements, besides what is held before and after.
 """
 
 from __future__ import annotations
@@ -77,9 +77,12 @@ BUILDS: dict[str, Build] = {
 
 
 # ------------------------------------------------------------------------------- errors
-def gradients(is_even: bool, num_steps: int) -> list[Tensor]:
+DECADES = {"even": 0, "uneven": 2, "wide": 4}
+
+
+def gradients(decades: int, num_steps: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    sizes = torch.ones(256, 256) if is_even else 10 ** (2 * torch.rand(256, 256, generator=generator) - 2)
+    sizes = 10 ** (decades * torch.rand(256, 256, generator=generator) - decades) if decades else torch.ones(256, 256)
     return [torch.randn(256, 256, generator=generator) * sizes for _ in range(num_steps)]
 
 
@@ -162,20 +165,18 @@ def main() -> None:
     torch.set_num_threads(1)
     timed = {name: build for name, build in BUILDS.items() if "into-state" not in name}
     seconds = step_seconds(timed)
-    even, uneven = gradients(True, 200), gradients(False, 200)
-    exact_even, exact_uneven = exact(even), exact(uneven)
+    given = {kind: gradients(decades, 200) for kind, decades in DECADES.items()}
+    expected = {kind: exact(each) for kind, each in given.items()}
     rows = []
     for name, build in BUILDS.items():
-        errors = error_of(build, even, exact_even), error_of(build, uneven, exact_uneven)
         row = {
             "benchmark": "optimizer_state_error",
             "setting": name,
             "state_bytes_per_parameter": state_bytes_per_parameter(build),
-            "even_relative_error": errors[0][0],
-            "even_largest_error": errors[0][1],
-            "uneven_relative_error": errors[1][0],
-            "uneven_largest_error": errors[1][1],
         }
+        for kind in DECADES:
+            relative, largest = error_of(build, given[kind], expected[kind])
+            row |= {f"{kind}_relative_error": relative, f"{kind}_largest_error": largest}
         if name in seconds:
             ratios = [a / b for a, b in zip(seconds[name], seconds["float32"], strict=True)]
             row |= {

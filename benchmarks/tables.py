@@ -170,10 +170,10 @@ def optimizer_state() -> str:
 
 def state_errors() -> str:
     """Errors, time and temporaries of the optimizer's step."""
-    head = ("state", "bytes per parameter", "even", "uneven", "CPU time", "temporary bytes per element")
+    head = ("state", "bytes per parameter", "even", "uneven", "wide", "CPU time", "temporary bytes per element")
     lines = []
     for row in rows("optimizer_state_error"):
-        errors = (f"{float(row[f'{kind}_relative_error']):.2g}" for kind in ("even", "uneven"))
+        errors = (f"{float(row[f'{kind}_relative_error']):.2g}" for kind in ("even", "uneven", "wide"))
         time = f"{float(row['cpu_time_ratio']):.1f}x" if row["cpu_time_ratio"] else ""
         transient = row["transient_bytes_per_element"]
         most = f"{float(transient):.1f}" if transient else ""

@@ -3,13 +3,14 @@
 | format | first moments (signed), times the largest magnitude of the block | second moments (not negative) |
 |---|---|---|
 | `"4bit"` | +-(i / 7)**2, i = 0 to 7 | (i / 16)**2, i = 1 to 16 |
-| `"8bit"` | +-(i / 127)**2, i = 0 to 127 | (i / 256)**2.5, i = 1 to 256 |
-| `"fp8"` | e4m3: 4 bits of exponent, 3 of the significand, over 448 | e5m2 without zero, over 57344 |
+| `"8bit"` | +-(i / 127)**2.5, i = 0 to 127 | (i / 256)**5, i = 1 to 256 |
+| `"fp8"` | e4m3: 4 bits of exponent, 3 of the significand, over 448 | (i / 256)**8, i = 1 to 256 |
 | `"factored"` | as `"8bit"` | the means of its rows and columns; parameters with one dimension: as `"8bit"` |
 | `"offload"` | as it is, in host memory | as it is, in host memory |
 
 Codes have one float32 scale per block of 256. Second moments have no zero, because something is divided by them:
-elements below the lowest value of a block count as that, which makes their steps smaller.
+elements below the lowest value of a block count as that, which makes their steps smaller. They have no sign either, so
+no float of 8 bits suits them: powers are as close as its values far down, and closer near the top of a block.
 
 Rounding is stochastic. An average that decays by a tenth or a thousandth per step never leaves a code whose neighbours
 are further away when it is rounded to the nearest: a weight without gradient would drift for ever. The noise of an
@@ -176,11 +177,11 @@ def _powers(num: int, exponent: float) -> Tensor:
     return (torch.arange(1, num + 1) / num) ** exponent
 
 
-_IN_8BIT = Blocks(_both_signs(_powers(127, 2)), 8), Blocks(_powers(256, 2.5), 8)
+_IN_8BIT = Blocks(_both_signs(_powers(127, 2.5)), 8), Blocks(_powers(256, 5), 8)
 CODECS: Mapping[str, tuple[Codec, Codec]] = {
     "4bit": (Blocks(_both_signs(_powers(7, 2)), 4), Blocks(_powers(16, 2), 4)),
     "8bit": _IN_8BIT,
-    "fp8": (Blocks(_both_signs(_float_map(4, 3, 448.0)), 8), Blocks(_float_map(5, 2, 57344.0), 8)),
+    "fp8": (Blocks(_both_signs(_float_map(4, 3, 448.0)), 8), Blocks(_powers(256, 8), 8)),
     "factored": (_IN_8BIT[0], Means(_IN_8BIT[1])),
     "offload": (Away(), Away()),
 }
