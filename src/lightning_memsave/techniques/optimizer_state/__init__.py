@@ -131,11 +131,18 @@ def parameters_kept_32bit(optimizer: torch.optim.Optimizer, config: OptimizerSta
         kept.update(module.parameters())
     if config.format in _MUST_MOVE:
         return kept
+    heads = _output_embeddings(model)
     for module in model.modules():
-        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module in heads
         if (is_norm(module) and config.keep_norms_32bit) or (is_embedding and config.keep_embeddings_32bit):
             kept.update(module.parameters(recurse=False))
     return kept
+
+
+def _output_embeddings(model: nn.Module) -> set[nn.Module]:
+    """The heads that the models of `transformers` inside of `model` name: one score for each row of a table."""
+    named = (getattr(module, "get_output_embeddings", None) for module in model.modules())
+    return {head for find in named if callable(find) and isinstance(head := find(), nn.Module)}
 
 
 def uses_bitsandbytes(optimizer: torch.optim.Optimizer, config: OptimizerState) -> bool:

@@ -30,11 +30,12 @@ class OptimizerState:
     min_size: int = 4096
     """Parameters with fewer elements keep float32 state, on their device."""
     keep_embeddings_32bit: bool = True
-    """Embedding tables keep float32 state; state that is only elsewhere is float32 anyway."""
+    """Embedding tables keep float32 state, and so does what a model's `get_output_embeddings()` returns, as the heads
+    of `transformers` for language; state that is only elsewhere is float32 anyway."""
     keep_norms_32bit: bool = True
     """Parameters of normalisation layers keep float32 state."""
     keep_32bit: tuple[Selector, ...] = ()
-    """Further modules whose parameters keep float32 state, such as a head: classes, patterns (`*`, `?`) for names of
+    """Further modules whose parameters keep float32 state, such as other heads: classes, patterns (`*`, `?`) for names of
     modules or of their classes, or `callable(name, module)`."""
     backend: Backend = "auto"
     """Of `"8bit"`. `"auto"`: bitsandbytes for parameters on CUDA where it has the optimizer, else our own codes."""

@@ -1,0 +1,128 @@
+"""Which state stays float32, and how many bytes the rest has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+from lightning_memsave.techniques.optimizer_state import (
+    OptimizerState,
+    apply_optimizer_state,
+    estimate_optimizer_state,
+)
+
+from .optimizer_state_subjects import ALL_32BIT, CONFIG, PLAIN, every_kin, run_steps, state_bytes, state_dtypes
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(100, 64)
+        self.bag = nn.EmbeddingBag(100, 64)
+        self.linear = nn.Linear(64, 64)  # exactly 4096 elements
+        self.small = nn.Linear(64, 63)
+        self.norm = nn.LayerNorm(5000)
+        self.group_norm = nn.GroupNorm(2, 5000)
+        self.odd = nn.Linear(71, 67)  # the last block is not full
+
+
+@every_kin
+def test_state_bytes_equal_the_estimate(name):
+    model = Mixed()
+    optimizer = PLAIN[name](model.parameters())
+    estimate = estimate_optimizer_state(optimizer, CONFIG, model)
+    apply_optimizer_state(optimizer, CONFIG, model)
+    run_steps(model, optimizer, range(2))
+    assert state_bytes(optimizer) == estimate
+    in_8bit = [n for n, p in model.named_parameters() if state_dtypes(optimizer, p) == {torch.uint8}]
+    assert in_8bit == ["linear.weight", "odd.weight"]
+
+
+@pytest.mark.parametrize(
+    ("config", "in_8bit"),
+    [
+        (
+            OptimizerState(backend="bitsandbytes", min_size=0),
+            {"linear.weight", "linear.bias", "small.weight", "small.bias", "odd.weight"},
+        ),
+        (
+            OptimizerState(backend="bitsandbytes", keep_embeddings_32bit=False),
+            {"embedding.weight", "bag.weight", "linear.weight"},
+        ),
+        (
+            OptimizerState(backend="bitsandbytes", keep_norms_32bit=False),
+            {"linear.weight", "norm.weight", "group_norm.bias"},
+        ),
+        (OptimizerState(backend="bitsandbytes", min_size=4097), {"odd.weight"}),
+        (ALL_32BIT, set()),
+    ],
+)
+def test_settings_decide_what_is_kept(config, in_8bit):
+    model = Mixed()
+    optimizer = PLAIN["AdamW"](model.parameters())
+    estimate = estimate_optimizer_state(optimizer, config, model)
+    apply_optimizer_state(optimizer, config, model)
+    run_steps(model, optimizer, range(1))
+    found = {n for n, p in model.named_parameters() if state_dtypes(optimizer, p) == {torch.uint8}}
+    assert found >= in_8bit
+    assert bool(found) == bool(in_8bit)
+    if config.min_size != 0 and config.keep_norms_32bit:
+        assert not any("norm" in n for n in found)
+    if config.keep_embeddings_32bit:
+        assert not found & {"embedding.weight", "bag.weight"}
+    assert state_bytes(optimizer) == estimate
+
+
+def test_bytes_per_parameter_of_the_docstring():
+    for name, expected in (("AdamW", 2.031), ("SGD", 1.016), ("Lion", 1.016), ("RMSprop", 1.016), ("LAMB", 2.031)):
+        model = nn.Linear(1024, 1024, bias=False)
+        total = estimate_optimizer_state(PLAIN[name](model.parameters()), CONFIG, model)
+        assert total / 1024**2 == pytest.approx(expected, abs=0.003)
+
+
+@pytest.mark.parametrize(
+    "selector", ["odd", "Lin*", nn.Linear, lambda name, module: name in ("odd", "linear", "small")]
+)
+def test_modules_that_are_named_stay_32bit(selector):
+    model, config = Mixed(), OptimizerState(min_size=0, keep_32bit=selector, backend="bitsandbytes")
+    optimizer = PLAIN["AdamW"](model.parameters())
+    estimate = estimate_optimizer_state(optimizer, config, model)
+    apply_optimizer_state(optimizer, config, model)
+    run_steps(model, optimizer, range(2))
+    kept = {n for n, p in model.named_parameters() if state_dtypes(optimizer, p) == {torch.float32}}
+    assert kept >= {"odd.weight", "odd.bias"}
+    assert ("linear.weight" in kept) == (selector != "odd")
+    assert state_bytes(optimizer) == estimate
+
+
+def test_a_selector_that_matches_nothing_is_refused_before_anything_changes():
+    model = Mixed()
+    optimizer = PLAIN["AdamW"](model.parameters())
+    with pytest.raises(ValueError, match=r"OptimizerState.keep_32bit. must match a module, got 'heads'"):
+        apply_optimizer_state(optimizer, OptimizerState(keep_32bit=("odd", "heads")), model)
+    assert type(optimizer) is torch.optim.AdamW
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 100}
+HEADS = {
+    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SMALL, num_attention_heads=2)), "lm_head"),
+    "bert": (
+        lambda: BertForMaskedLM(BertConfig(**SMALL, num_attention_heads=2, tie_word_embeddings=False)),
+        "cls.predictions.decoder",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("keep", [True, False])
+def test_heads_that_transformers_names_are_kept_with_embeddings(name, keep):
+    make, head = HEADS[name]
+    model = make()
+
+    def state_bytes_with(**settings):
+        config = OptimizerState(backend="own", keep_embeddings_32bit=keep, **settings)
+        return estimate_optimizer_state(PLAIN["AdamW"](model.parameters()), config, model)
+
+    assert (state_bytes_with(keep_32bit=head) == state_bytes_with()) == keep
