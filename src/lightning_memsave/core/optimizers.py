@@ -1,4 +1,4 @@
-"""Optimizers that change their class, and an optimizer's own step taken for one parameter at a time.
+"""Optimizers that change their class, and an optimizer's own step taken for one parameter, or a part of it, at a time.
 
 The one place for torch's private names of optimizers (seen in 2.13): `_patch_step_function`, `step.hooked`,
 `_opt_called` and `_wrapped_by_lr_sched`.
@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,10 @@ class Counts:
     num_steps: int = 0
     """Whole steps: noise is made from it."""
 
+    def may_cut(self, p: Tensor) -> bool:
+        """Whether the state of `p` belongs to its elements one by one."""
+        return True
+
 
 IN_BACKWARD = "_memsave_in_backward"
 """An optimizer's attribute, true while gradients end in backward: nobody can look at all of them."""
@@ -129,11 +133,14 @@ def step_each(
             loss = closure()
     if not is_ready():
         return loss
-    groups, pending = optimizer.param_groups, vars(optimizer).get(PENDING, ())
+    groups, pending = optimizer.param_groups, vars(optimizer).get(PENDING, {})
     for group in groups:
         for p in group["params"]:
             if p.grad is not None or original(p) in pending:
-                one(group, p)
+                for part in in_parts(optimizer, p):
+                    one(group, part)
+                if pending:
+                    pending.pop(p, None)
     if not isinstance(groups, OneParameter):  # else this is an inner layer's part of a step
         for counts in [each for each in vars(optimizer).values() if isinstance(each, Counts)]:
             counts.num_steps += 1
@@ -174,14 +181,109 @@ def stand_in(p: Tensor, values: Tensor) -> nn.Parameter:
     `p.data` itself must not change its dtype for a step: torch would drop the node that accumulates its gradient, and
     with it DDP's hooks.
     """
-    parameter = nn.Parameter(values)
-    parameter.stands_for = p  # type: ignore[attr-defined]  # read by `original`
-    return parameter
+    parameter: Any = nn.Parameter(values)
+    parameter.stands_for, parameter.span = original(p), span_of(p)
+    return parameter  # type: ignore[no-any-return]  # attributes of our own
 
 
 def original(p: Tensor) -> Tensor:
     """The parameter that `p` stands in for; `p` itself if it is none."""
     return getattr(p, "stands_for", p)
+
+
+# ------------------------------------------------------------------------------- large parameters, part by part
+_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+PART_NUMEL = {"cpu": 2**20}
+"""Elements that step at a time, by type of device: bounds what a step allocates besides."""
+_PART_NUMEL_ELSEWHERE = 2**24  # launching kernels takes longer there, and memory is faster
+
+
+class Divisible(Protocol):
+    """What is kept for each element of a parameter, in a form that can be cut; copies are made by iterating."""
+
+    def part(self, span: slice, num_elements: int) -> Divisible:
+        """A view of what belongs to the elements `span` of all."""
+
+    def made_for(self, num_elements: int) -> Divisible:
+        """As this, for more elements and not filled yet."""
+
+    def __iter__(self) -> Iterator[Tensor]: ...
+
+
+def span_of(p: Tensor) -> slice:
+    """Which elements of its original `p` stands for."""
+    return getattr(p, "span", slice(None))
+
+
+def in_parts(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[Tensor]:
+    """`p`; or where it is large, stand-ins for one part after the other, with their gradient and state.
+
+    Steps that treat each element by itself need their float32 copies of one part at a time.
+    """
+    size = PART_NUMEL.get(p.device.type, _PART_NUMEL_ELSEWHERE)
+    if p.numel() <= size or not _may_cut(optimizer, p):
+        yield p
+        return
+    flat, gradient = p.detach().view(-1), None if p.grad is None else p.grad.view(-1)
+    whole = optimizer.state[p]
+    at_first = dict(whole)
+    for start in range(0, p.numel(), size):
+        span = slice(start, min(start + size, p.numel()))
+        part = stand_in(p, flat[span])
+        part.span = span  # type: ignore[attr-defined]  # read by `span_of`
+        if gradient is not None:
+            part.grad_dtype = gradient.dtype
+            part.grad = gradient[span]
+        before = {name: _cut(value, span, p) for name, value in at_first.items()}
+        if before:
+            optimizer.state[part] = before.copy()
+        yield part
+        for name, value in optimizer.state.pop(part, {}).items():
+            is_in_place = value is before.get(name) and _is_divisible(at_first[name], p)
+            if not is_in_place:
+                whole[name] = _joined(whole.get(name), value, span, p)
+
+
+def _may_cut(optimizer: torch.optim.Optimizer, p: Tensor) -> bool:
+    plain: Any = type(optimizer)
+    while isinstance(plain, MadeClass):
+        plain = plain.made_from
+    return (
+        getattr(plain, "__name__", "") in _ELEMENTWISE
+        and original(p) is p
+        and not hasattr(p, "__tensor_flatten__")  # a subclass, such as DTensor
+        and p.is_contiguous()
+        and (p.grad is None or p.grad.is_contiguous())
+        and all(each.may_cut(p) for each in vars(optimizer).values() if isinstance(each, Counts))
+    )
+
+
+def _is_divisible(value: Any, p: Tensor) -> bool:
+    """Whether there is some of it for each element."""
+    return value.shape == p.shape if isinstance(value, Tensor) else hasattr(value, "part")
+
+
+def _cut(value: Any, span: slice, p: Tensor) -> Any:
+    if not _is_divisible(value, p):
+        return value.clone() if isinstance(value, Tensor) else value  # a count, which every part raises
+    return value.view(-1)[span] if isinstance(value, Tensor) else value.part(span, p.numel())
+
+
+def _joined(whole: Any, value: Any, span: slice, p: Tensor) -> Any:
+    """What is kept of all of `p`, with the new `value` of a part of it."""
+    num_elements = span.stop - span.start
+    if isinstance(value, Tensor) and value.dim() == 1 and len(value) == num_elements:
+        if whole is None or whole.dtype != value.dtype:
+            whole = value.new_empty(p.shape)
+        whole.view(-1)[span].copy_(value)
+        return whole
+    if hasattr(value, "part"):
+        if not hasattr(whole, "part"):
+            whole = value.made_for(p.numel())
+        for old, new in zip(whole.part(span, p.numel()), value, strict=True):
+            old.copy_(new)
+        return whole
+    return value
 
 
 @contextlib.contextmanager

@@ -14,7 +14,8 @@ What shrinks, in bytes per parameter:
 A weight in plain bfloat16 has 8 significant bits, so an update below 1/512 of it is lost by rounding, and training
 stalls. Here the step itself, the user's own optimizer with whatever it does, runs on a float32 copy of one parameter
 and its gradient; its state is float32, or low-bit with `optimizer_state`. Only the result is rounded. The copies are
-the transient: 8 bytes per element of the largest parameter, besides what the optimizer itself takes for it.
+the transient: 8 bytes per element of one parameter, or of one part of it where optimizers treat elements separately
+(`PART_NUMEL`), besides what the optimizer itself takes.
 
 Float16 has eight times finer weights than bfloat16 but a range of 6e-8 to 65,504, so `"fp16-scaled"` scales the loss
 (`scaling.py`) and skips steps whose gradients overflow.

@@ -115,7 +115,7 @@ def _in_float32(plain: Any) -> Any:
 def _step_in_float32(
     step: Callable[[Any], Any], optimizer: Any, memory: _Memory, group: dict[str, Any], p: Tensor
 ) -> None:
-    if p not in memory.weights:
+    if original(p) not in memory.weights:
         step_one(step, optimizer, group, p)
         return
     scaling = memory.weights.scaling

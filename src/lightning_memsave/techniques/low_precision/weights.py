@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.optimizers import original, span_of
 from lightning_memsave.core.selection import Selector, is_norm, select
 from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.numerics.kernels import round_to_bfloat16, round_to_float16
@@ -124,20 +125,23 @@ class Weights:
         place.owner.register_buffer(place.buffer, correction, persistent=False)
 
     def _correction(self, p: Tensor) -> Tensor | None:
-        place = self._places[p]
-        return getattr(place.owner, place.buffer, None)
+        place = self._places[original(p)]
+        correction: Tensor | None = getattr(place.owner, place.buffer, None)
+        return correction if correction is None or p is original(p) else correction.view(-1)[span_of(p)]
 
     def whole(self, p: Tensor) -> Tensor:
         """The weights of `p` in float32; a copy, unless they are float32 anyway."""
         return p.detach() if self._is_whole else join(p.detach(), self._correction(p))
 
     def write(self, p: Tensor, whole: Tensor, num_steps: int) -> None:
-        """Round `whole` into `p`, with the noise of step `num_steps`."""
+        """Round `whole` into `p`, or what stands in for a part of it, with the noise of step `num_steps`."""
         if self._is_whole:
             return  # it has been changed in place
         correction = self._correction(p)
         if correction is None:
-            seed = mix(mix(mix(self._seed & 0xFFFFFFFF) ^ (num_steps & 0xFFFFFFFF)) ^ self._places[p].index)
+            seed = mix(mix(mix(self._seed & 0xFFFFFFFF) ^ (num_steps & 0xFFFFFFFF)) ^ self._places[original(p)].index)
+            if start := span_of(p).start:
+                seed = mix(seed ^ start)
             to_nearby = round_to_bfloat16 if self.format.dtype == torch.bfloat16 else round_to_float16
             rounded = to_nearby(whole.reshape(-1), seed)
             p.copy_(whole if rounded is None else rounded.view(whole.shape))  # not finite: nothing to be exact about

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.numerics.bits import pack
-from lightning_memsave.numerics.blockwise import num_blocks, quantize_blockwise
+from lightning_memsave.numerics.blockwise import BLOCK_SIZE, num_blocks, quantize_blockwise
 from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.numerics.kernels import dequantize_from_map, quantize_to_map
 from lightning_memsave.techniques.optimizer_state.elsewhere import Elsewhere
@@ -51,6 +51,21 @@ class Coded(NamedTuple):
 
     codes: Tensor
     absmax: Tensor
+
+    def part(self, span: slice, num_elements: int) -> Coded:
+        """A view of the codes of the elements `span` of all, which are whole blocks."""
+        per_byte = -(-num_elements // self.codes.numel())
+        return Coded(
+            self.codes[span.start // per_byte : -(-span.stop // per_byte)],
+            self.absmax[span.start // BLOCK_SIZE : num_blocks(span.stop)],
+        )
+
+    def made_for(self, num_elements: int) -> Coded:
+        """As these, which are of whole blocks, for more elements and not filled yet."""
+        per_byte = self.absmax.numel() * BLOCK_SIZE // self.codes.numel()
+        return Coded(
+            self.codes.new_empty(-(-num_elements // per_byte)), self.absmax.new_empty(num_blocks(num_elements))
+        )
 
 
 class Factored(NamedTuple):

@@ -1,7 +1,8 @@
 """Optimizers whose moments are something smaller between their steps: codes, means, or tensors in host memory.
 
 Any optimizer that is known, with its own `step`. Before a parameter steps its moments are decoded, as the optimizer
-itself would hold them, and afterwards they are encoded again (`codecs.py`), so that the transient is of one parameter.
+itself would hold them, and afterwards they are encoded again (`codecs.py`), so that the transient is of one parameter;
+with codes of one part of it, where it is large (`core/optimizers.py`).
 With `"lowrank"` and `"apollo"` they are moments of the gradient in a subspace (`projection.py`).
 """
 
@@ -25,6 +26,7 @@ from lightning_memsave.core.optimizers import (
     check_latest,
     check_steps_parameters_alone,
     original,
+    span_of,
     step_each,
     step_one,
 )
@@ -47,6 +49,7 @@ MOMENTS: Mapping[str, tuple[str, ...]] = {
 """The optimizers that are known, by the name of their class, and their moments."""
 _GOLDEN, _ROOT_OF_2 = 0x9E3779B9, 0x6A09E667  # the fractions of the golden ratio and of the square root, times 2**32
 _OF_SECOND_MOMENTS = ("factored", "apollo")
+_CODES_OR_FLOATS = ("8bit", "4bit", "fp8", "32bit")
 _MUST_BE_OFF = ("amsgrad", "centered", "capturable", "differentiable")
 
 
@@ -69,10 +72,17 @@ class Memory(Counts):
         """How the state of `p` is kept."""
         return "32bit" if original(p) in self.kept else self.state_format
 
+    def may_cut(self, p: Tensor) -> bool:
+        """Whether the state of `p` belongs to its elements one by one."""
+        return self.format_of(p) in _CODES_OR_FLOATS
+
     def noise_of(self, p: Tensor, draw: int = 0) -> Noise:
         """Of this step for `p`; `draw` tells several of one step apart."""
         number = self.numbers.setdefault(original(p), len(self.numbers))
-        return Noise(mix(8 * number + 1), (self.num_steps * _GOLDEN + draw * _ROOT_OF_2) & 0xFFFFFFFF)
+        seed = mix(8 * number + 1)
+        if start := span_of(p).start:
+            seed = mix(seed ^ start)
+        return Noise(seed, (self.num_steps * _GOLDEN + draw * _ROOT_OF_2) & 0xFFFFFFFF)
 
 
 def _subspaces_of(memory: Memory) -> tuple[str, int] | None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.core.optimizers import PENDING, original
+from lightning_memsave.core.optimizers import PENDING, in_parts
 from lightning_memsave.techniques.optimizer_state.codecs import Noise, decode, put_back
 
 _MOMENTS = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq")}
@@ -85,7 +85,18 @@ def add(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor) ->
     """Put the gradient of `p` into its moments."""
     assert p.grad is not None
     pending: dict[Tensor, Pending] = vars(optimizer)[PENDING]
-    dtype = torch.promote_types(p.dtype, torch.float32)
+    known = pending.get(p)
+    has_momentum = optimizer.state.get(p, {}).get("momentum_buffer") is not None
+    factor = known.factor if known else _factor(group, is_first=not has_momentum)
+    now = Pending(factor, known.num_parts + 1 if known else 1)
+    for part in in_parts(optimizer, p):
+        _add(optimizer, memory, group, part, now)
+    pending[p] = now
+
+
+def _add(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, now: Pending) -> None:
+    assert p.grad is not None
+    dtype, is_first = torch.promote_types(p.dtype, torch.float32), now.num_parts == 1
     gradient = p.grad.to(dtype)
     if group.get("maximize"):
         gradient = gradient.neg()
@@ -95,19 +106,15 @@ def add(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor) ->
         stored = before.get(name)
         found = torch.zeros_like(gradient) if stored is None else decode(memory.format_of(p), name, stored, p.shape)
         moments[name] = found.to(dtype)
-    known = pending.get(p)
-    factor = known.factor if known else _factor(group, is_first=before.get("momentum_buffer") is None)
     if "momentum_buffer" in moments:
-        _add_to_momentum(moments["momentum_buffer"], gradient, group, p, factor, is_first=known is None)
+        _add_to_momentum(moments["momentum_buffer"], gradient, group, p, now.factor, is_first)
     else:
         first, second = moments.values()
-        _add_to_moments(first, second, gradient, group, is_first=known is None)
+        _add_to_moments(first, second, gradient, group, is_first)
         state.setdefault("step", torch.zeros((), dtype=torch.float32))
-    num_parts = known.num_parts + 1 if known else 1
-    noise = memory.noise_of(p, num_parts)
+    noise = memory.noise_of(p, now.num_parts)
     for name, moment in moments.items():
         state[name] = put_back(memory.format_of(p), before.get(name), name, moment, p.shape, noise)
-    pending[p] = Pending(factor, num_parts)
 
 
 def _factor(group: Mapping[str, Any], is_first: bool) -> float:
@@ -135,7 +142,6 @@ def _add_to_moments(first: Tensor, second: Tensor, gradient: Tensor, group: Mapp
 
 def move(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor) -> None:
     """The step of `p`, or of what stands in for it, whose gradient is in its moments; these stay as they are."""
-    del vars(optimizer)[PENDING][original(p)]
     state, lr = optimizer.state[p], float(group["lr"])
     names = _MOMENTS[memory.plain_class.__name__]
     moments = [decode(memory.format_of(p), name, state[name], p.shape) for name in names]

@@ -35,8 +35,8 @@ class OptimizerState:
     keep_norms_32bit: bool = True
     """Parameters of normalisation layers keep float32 state."""
     keep_32bit: tuple[Selector, ...] = ()
-    """Further modules whose parameters keep float32 state, such as other heads: classes, patterns (`*`, `?`) for names of
-    modules or of their classes, or `callable(name, module)`."""
+    """Further modules whose parameters keep float32 state, such as other heads: classes, patterns (`*`, `?`) for names
+    of modules or of their classes, or `callable(name, module)`."""
     backend: Backend = "auto"
     """Of `"8bit"`. `"auto"`: bitsandbytes for parameters on CUDA where it has the optimizer, else our own codes."""
     checkpoint: Checkpoint = "plain"

@@ -1,0 +1,166 @@
+"""Large parameters step part by part: the same numbers, and temporaries of one part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_memsave import Ledger, LowPrecision, OptimizerState, apply_low_precision, apply_optimizer_state
+from lightning_memsave.core import optimizers
+from lightning_memsave.techniques.optimizer_state import estimate_optimizer_state
+
+from .optimizer_state_subjects import Lamb, flat, through_disk
+
+PART = 512
+WIDTH = 47  # 47 * 47 is no multiple of a part or a block
+ALL = {"min_size": 0, "keep_embeddings_32bit": False, "keep_norms_32bit": False}
+ELEMENTWISE = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-2),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Adamax": torch.optim.Adamax,
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "Adagrad": torch.optim.Adagrad,
+    "Adadelta": torch.optim.Adadelta,
+    "Rprop": torch.optim.Rprop,
+}
+OTHERS = {"Adafactor": torch.optim.Adafactor, "LAMB": Lamb}
+
+
+@pytest.fixture
+def in_small_parts(monkeypatch):
+    monkeypatch.setitem(optimizers.PART_NUMEL, "cpu", PART)
+    cut = []
+    stand_in = optimizers.stand_in
+
+    def noted(p, values):
+        cut.append(values.numel() < p.numel())
+        return stand_in(p, values)
+
+    monkeypatch.setattr(optimizers, "stand_in", noted)
+    return cut
+
+
+def subject(make, precision=None, **state):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
+    optimizer = make(model.parameters())
+    if state:
+        apply_optimizer_state(optimizer, OptimizerState(**(ALL | state)), model)
+    if precision is not None:
+        apply_low_precision(model, optimizer, LowPrecision(format=precision))
+    return model, optimizer
+
+
+def run(model, optimizer, steps, parts=1):
+    dtype = model[0].weight.dtype
+    for step in steps:
+        for part in range(parts):
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + part))
+            with torch.autocast(
+                "cpu", dtype if dtype != torch.float32 else torch.bfloat16, enabled=dtype != torch.float32
+            ):
+                loss = model(x).float().square().mean()
+            getattr(optimizer, "scale_loss", lambda loss: loss)(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+def both(monkeypatch, *args, parts=1, **settings):
+    """Weights after some steps whole, and in small parts."""
+    whole = run(*subject(*args, **settings), range(4), parts)
+    monkeypatch.setitem(optimizers.PART_NUMEL, "cpu", PART)
+    return whole, run(*subject(*args, **settings), range(4), parts)
+
+
+@pytest.mark.parametrize("precision", ["bf16+8", "bf16-kahan", "bf16-gradients"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_steps_in_float32_are_the_same_bits(monkeypatch, name, precision):
+    whole, cut = both(monkeypatch, ELEMENTWISE[name], precision)
+    assert torch.equal(whole, cut)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_gradients_into_32bit_state_are_the_same_bits(monkeypatch, name):
+    plain = {"SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "AdamW": ELEMENTWISE["AdamW"]}[name]
+    whole, cut = both(monkeypatch, plain, format="32bit", gradients="into-state", parts=3)
+    assert torch.equal(whole, cut)
+
+
+@pytest.mark.parametrize("settings", [{"format": "factored"}, {"format": "lowrank", "rank": 4}, {"format": "offload"}])
+def test_state_that_is_of_a_whole_parameter_is_not_cut(in_small_parts, settings):
+    run(*subject(ELEMENTWISE["AdamW"], **settings), range(2))
+    assert not any(in_small_parts)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_optimizers_that_look_at_a_whole_parameter_are_not_cut(in_small_parts, name):
+    run(*subject(OTHERS[name], "bf16+8"), range(2))
+    assert not any(in_small_parts)
+
+
+def test_parameters_that_are_not_contiguous_are_not_cut(in_small_parts):
+    model = nn.Conv2d(32, 32, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters())
+    apply_optimizer_state(optimizer, OptimizerState(backend="own", **ALL), model)
+    model(torch.randn(2, 32, 4, 4)).sum().backward()
+    optimizer.step()
+    assert not any(in_small_parts)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16-sr", "fp16-scaled"])
+@pytest.mark.parametrize("state_format", ["8bit", "4bit", "fp8"])
+def test_codes_in_parts_are_of_the_same_size_and_resume_to_the_bit(in_small_parts, state_format, precision):
+    if precision == "fp16-scaled" and state_format != "8bit":
+        pytest.skip("one is enough")
+    settings = {"format": state_format, "backend": "own" if state_format == "8bit" else "auto"}
+    make = ELEMENTWISE["AdamW"]
+    model, optimizer = subject(make, precision, **settings)
+    run(model, optimizer, range(3))
+    assert any(in_small_parts)
+    plain_model, plain = subject(make)
+    estimate = estimate_optimizer_state(plain, OptimizerState(**(ALL | settings)), plain_model)
+    held = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if leaf.dim()]
+    assert sum(leaf.nbytes for leaf in held) == estimate
+    again, other = subject(make, precision, **settings)
+    again.load_state_dict(through_disk(model.state_dict()))
+    other.load_state_dict(through_disk(optimizer.state_dict()))
+    assert torch.equal(run(model, optimizer, range(3, 5)), run(again, other, range(3, 5)))
+
+
+@pytest.mark.parametrize("state_format", ["8bit", "4bit", "fp8"])
+def test_noise_of_parts_differs(in_small_parts, state_format):
+    values = nn.Parameter(torch.zeros(2 * PART))
+    optimizer = torch.optim.AdamW([values])
+    config = OptimizerState(format=state_format, backend="own" if state_format == "8bit" else "auto", **ALL)
+    apply_optimizer_state(optimizer, config, nn.ParameterList([values]))
+    values.grad = torch.randn(PART).repeat(2)
+    optimizer.step()
+    codes = optimizer.state[values]["exp_avg"].codes
+    first, second = codes.view(2, -1)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(("precision", "bytes_per_element"), [(None, 16), ("bf16-sr", 24)])
+def test_temporaries_are_those_of_one_part_however_large_the_parameter(monkeypatch, precision, bytes_per_element):
+    monkeypatch.setitem(optimizers.PART_NUMEL, "cpu", 2**14)
+
+    def temporaries(num_parts):
+        model = nn.Linear(128, 128 * num_parts, bias=False)
+        optimizer = torch.optim.AdamW(model.parameters())
+        apply_optimizer_state(optimizer, OptimizerState(backend="own", **ALL), model)
+        if precision is not None:
+            apply_low_precision(model, optimizer, LowPrecision(format=precision))
+        for _ in range(2):
+            model.weight.grad = torch.randn_like(model.weight)
+            with Ledger().watching(model, [optimizer]) as ledger:
+                optimizer.step()
+        return ledger.measurement.peak_bytes - ledger.measurement.held_bytes
+
+    counts = 8  # the parameter's own and the part's
+    assert temporaries(2) == temporaries(5) == bytes_per_element * 2**14 + counts
