@@ -24,6 +24,10 @@ BATCH_TOKENS = 2000
 SHAPE = {"width": 128, "hidden_width": 256, "encoder_kernels": (3, 7, 15), "decoder_kernels": (3, 7, 15)}
 SETTINGS: dict[str, dict[str, Any]] = {
     "baseline": {"recipe": "measure"},
+    "microbatch 8, dense: exact, int4, 4-bit moments, into-state, bf16": {
+        "microbatch": microbatch(8),
+        **LADDER["dense: exact, int4, 4-bit moments, into-state, bf16"],
+    },
     "microbatch 8, exact, int4, sparsity 0.9, 8-bit moments": {
         "microbatch": microbatch(8),
         **LADDER["+ 8-bit moments"],
