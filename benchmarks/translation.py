@@ -43,6 +43,12 @@ LADDER: dict[str, dict[str, Any]] = {
         "optimizer_state": STATE_8BIT,
         "precision": "bf16-sr",
     },
+    "sparsity 0.3, exact, int4, 4-bit moments, into-state, bf16": {
+        **_INT4,
+        "sparsity": 0.3,
+        "optimizer_state": INTO_4BIT,
+        "precision": "bf16-sr",
+    },
     "dense: exact, int4, 4-bit moments, into-state, bf16": {
         **_INT4,
         "optimizer_state": INTO_4BIT,
