@@ -1,7 +1,8 @@
 """Fake tensors: run a training step for its shapes alone, without memory and without a device's time.
 
 The model is not copied: its parameters, buffers and gradients are exchanged for fake ones in place, and come back.
-Private names of torch (seen in 2.13): `torch._subclasses.fake_tensor` and the `_flat_weights` of recurrent layers.
+Private names of torch (seen in 2.13): `torch._subclasses.fake_tensor`, `_flat_weights` and `_flat_weight_refs` of
+recurrent layers.
 
 A step that reads values (`.item()`, a branch on a sum) raises, unless they follow from the batch's integers (`facts`).
 """
@@ -12,6 +13,7 @@ import contextlib
 import copy
 import dataclasses
 import sys
+import weakref
 from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_memsave.core.copies import copied
 from lightning_memsave.memory.facts import FactsMode, note_values
 
-_FLAT_WEIGHTS = "_flat_weights"
+_FLAT_WEIGHTS, _FLAT_REFERENCES = "_flat_weights", "_flat_weight_refs"
 
 
 @contextlib.contextmanager
@@ -121,10 +123,11 @@ class _Exchange:
                     self._put(owner, key)
             if _FLAT_WEIGHTS in vars(module):
                 self._put(vars(module), _FLAT_WEIGHTS)
+                self._put(vars(module), _FLAT_REFERENCES, _weakly)
 
-    def _put(self, owner: dict[str, Any], key: str) -> None:
+    def _put(self, owner: dict[str, Any], key: str, how: Callable[[Any, Any], Any] = tree_map) -> None:
         self._before.append((owner, key, owner[key]))
-        owner[key] = self.of(owner[key])
+        owner[key] = how(self._leaf, owner[key])
 
     def leave(self) -> None:
         """Put the real ones back, and with them the attributes of every module as they were.
@@ -137,6 +140,11 @@ class _Exchange:
         for container, before in self._containers:
             container.clear()
             container.extend(before) if isinstance(container, list) else container.update(before)
+
+
+def _weakly(exchange: Callable[[Any], Any], references: list[Any]) -> list[Any]:
+    """Weak references to what takes the place of what these refer to."""
+    return [reference and weakref.ref(exchange(reference())) for reference in references]
 
 
 def _containers(module: nn.Module) -> Iterator[dict[str, Any] | list[Any]]:
