@@ -230,3 +230,18 @@ def test_step_hooks_of_the_real_optimizer_do_not_run():
     optimizer.register_step_post_hook(lambda *_: called.append(1))
     assert optimizer_state_bytes(optimizer) == 3 * 4 * 2 + 4
     assert called == []
+
+
+def test_what_shapes_alone_cannot_compute_is_not_logged_as_an_error(caplog):
+    """A handler would keep the frames that raised, and all tensors in them."""
+
+    def grouped():
+        return torch.nn.functional.grouped_mm(torch.empty(4, 8), torch.empty(2, 8, 8), offs=torch.tensor([2, 4]).int())
+
+    with pytest.raises(RuntimeError), torch._subclasses.fake_tensor.FakeTensorMode():
+        grouped()
+    assert "failed" in caplog.text
+    caplog.clear()
+    with pytest.raises(RuntimeError), fake_tensors(nn.Linear(1, 1)):
+        grouped()
+    assert not caplog.text

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import logging
 import sys
 import weakref
 from collections import UserDict, defaultdict
@@ -47,7 +48,7 @@ def fake_tensors(model: nn.Module) -> Iterator[Callable[[Any], Any]]:
     exchange = _Exchange()
     try:
         exchange.enter(model)
-        with exchange.mode, FactsMode(), hidden_from_transformers():
+        with exchange.mode, FactsMode(), hidden_from_transformers(), unlogged():
             yield exchange.of_known
     finally:
         exchange.leave()
@@ -261,6 +262,20 @@ class Copying(TorchFunctionMode):
 def _copied(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         return _like(tensor, tensor.detach().clone())
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Torch logs what has no kernel for shapes alone as an error, and a handler may keep its frames and their tensors.
+
+    Whoever tries fake tensors first has another way then.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextlib.contextmanager

@@ -21,8 +21,9 @@ _STEPS = 64
 
 
 def _with_float_statistics(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-    """On CPU the statistics of a batch in half precision have the dtype of a float32 weight."""
-    x, weight = args[:2]
+    """On CPU a normalisation's statistics of an input in half precision have the dtype of a float32 weight."""
+    names = [argument.name for argument in func._schema.arguments]
+    x, weight = args[0], args[names.index("weight")]
     if weight is None or weight.dtype == x.dtype or x.device.type != "cpu" or not out[1].numel():
         return out
     return (out[0], *(torch.empty_like(each, dtype=weight.dtype) for each in out[1:]))
@@ -55,5 +56,7 @@ def _workspace_bytes(func: Any, shapes: Any, plain: Any, num_steps: int) -> int:
 CORRECTIONS: Mapping[Any, Callable[[Any, Any, Any, Any], Any]] = {
     torch.ops.aten.mkldnn_rnn_layer.default: _with_workspace,
     torch.ops.aten.native_batch_norm.default: _with_float_statistics,
+    torch.ops.aten.native_group_norm.default: _with_float_statistics,
+    torch.ops.aten.native_layer_norm.default: _with_float_statistics,
 }
 """By kernel, a function of it, its arguments and its fake outputs that gives outputs as large as the real ones."""

@@ -28,7 +28,7 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.memory.allocations import Allocations
 from lightning_memsave.memory.breakdown import Breakdown
 from lightning_memsave.memory.facts import FactsMode, ReadsValueError
-from lightning_memsave.memory.fake import Copying, fake_copy, fakes_of, hidden_from_transformers
+from lightning_memsave.memory.fake import Copying, fake_copy, fakes_of, hidden_from_transformers, unlogged
 from lightning_memsave.memory.ledger import tensors_in
 from lightning_memsave.memory.outside import outside_kept
 from lightning_memsave.memory.predict import Prediction, prediction_of
@@ -134,6 +134,7 @@ class Predictor:
             FactsMode(),
             Copying(),
             hidden_from_transformers(),
+            unlogged(),
             self._as_on_target(),
         ):
             if num_samples is not None:
