@@ -37,6 +37,8 @@ from lightning_memsave.techniques.microbatching import why_not_exact
 from models import PlainGPT, ResidualBlock, next_token_loss
 
 NAME, KEY = "planner", ("model", "setting", "budget")
+TURN_SECONDS = 0.5
+"""Of steps of one setting before the next one's turn, and at least three steps."""
 FRACTIONS = (0.9, 0.7, 0.5, 0.35, 0.2)
 QUIET = {
     "accelerator": "cpu",
@@ -281,11 +283,12 @@ def quality_row(name: str, make: Callable[[], Step], batch: Any, plan: Plan, cou
         elif report.peak_bytes + (report.workspace_bytes or 0) <= plan.budget_bytes:
             rivals.append((text, MemSave(recipe)))
             num_random += text.startswith("random")
+    num_steps = max(3, min(50, int(TURN_SECONDS / min(own.taken))))
     contestants = [("plan", MemSave(plan)), *rivals]
     taken: dict[str, list[float]] = {text: [] for text, _ in contestants}
     for _ in range(turns):
         for text, memsave in contestants:
-            taken[text] += step_seconds(make, batch, memsave, 3)
+            taken[text] += step_seconds(make, batch, memsave, num_steps)
     best = {text: min(seconds) for text, seconds in taken.items()}
     fastest = min(best, key=lambda text: best[text] if text != "plan" else float("inf"), default="plan")
     ratio = best["plan"] / best[fastest] if len(best) > 1 else 1.0
