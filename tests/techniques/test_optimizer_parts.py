@@ -113,6 +113,17 @@ def test_parameters_that_are_not_contiguous_are_not_cut(in_small_parts):
     assert not any(in_small_parts)
 
 
+def test_sparse_gradients_are_not_cut(in_small_parts):
+    table = nn.Embedding(100, 8, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), 0.1)
+    apply_low_precision(table, optimizer, LowPrecision(format="bf16+8"))
+    before = table.weight.detach().clone()
+    table(torch.tensor([3, 5])).float().sum().backward()
+    optimizer.step()
+    assert not any(in_small_parts)
+    assert (table.weight != before).any(1).nonzero().view(-1).tolist() == [3, 5]
+
+
 @pytest.mark.parametrize("precision", [None, "bf16-sr", "fp16-scaled"])
 @pytest.mark.parametrize("state_format", ["8bit", "4bit", "fp8"])
 def test_codes_in_parts_are_of_the_same_size_and_resume_to_the_bit(in_small_parts, state_format, precision):

@@ -253,7 +253,7 @@ def _may_cut(optimizer: torch.optim.Optimizer, p: Tensor) -> bool:
         and original(p) is p
         and not hasattr(p, "__tensor_flatten__")  # a subclass, such as DTensor
         and p.is_contiguous()
-        and (p.grad is None or p.grad.is_contiguous())
+        and (p.grad is None or (p.grad.layout is torch.strided and p.grad.is_contiguous()))
         and all(each.may_cut(p) for each in vars(optimizer).values() if isinstance(each, Counts))
     )
 
