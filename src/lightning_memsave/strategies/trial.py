@@ -35,7 +35,7 @@ from lightning_memsave.strategies.out_of_memory import is_out_of_memory
 from lightning_memsave.strategies.random_state import random_state_kept
 from lightning_memsave.strategies.run_state import MemSaveState
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
-from lightning_memsave.techniques.microbatching.split import take
+from lightning_memsave.techniques.microbatching.split import even_sizes, take
 from lightning_memsave.techniques.registry import Config
 
 _NUM_TIMED = 3
@@ -143,8 +143,8 @@ def two_microbatches(techniques: Sequence[Config], batch: Any) -> int | None:
         num_samples = batch_size(batch)
     except UnsplittableBatchError:
         return None
-    used = 2 * -(-num_samples // -(-num_samples // config.size))
-    return used if used < num_samples else None
+    sizes = even_sizes(num_samples, config.size) if num_samples else []
+    return sum(sizes[:2]) if len(sizes) > 2 else None
 
 
 def rest_bytes(batch: Any, num_used: int) -> int:
@@ -156,7 +156,7 @@ def rest_bytes(batch: Any, num_used: int) -> int:
     """
     num_samples = batch_size(batch)
     total = sum(tensor.nbytes for tensor in tensors_in(batch))
-    num_left_out = -(-num_samples // max(1, num_used // 2)) - 2
+    num_left_out = -(-num_samples // -(-num_used // 2)) - 2  # the first of two is the larger
     return total - total * num_used // num_samples + _NOTED_BYTES * num_left_out
 
 

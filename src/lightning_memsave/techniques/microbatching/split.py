@@ -130,10 +130,19 @@ def split(batch: Any, size: int) -> list[tuple[Any, int]]:
     num_samples = batch_size(batch)
     if num_samples == 0:
         return [(batch, 0)]
-    num_parts = -(-num_samples // size)
-    if num_parts == 1:
+    sizes = even_sizes(num_samples, size)
+    if len(sizes) == 1:
         return [(batch, num_samples)]
-    smallest, larger = divmod(num_samples, num_parts)
-    sizes = [smallest + (part < larger) for part in range(num_parts)]
-    starts = [sum(sizes[:part]) for part in range(num_parts)]
+    starts = [sum(sizes[:part]) for part in range(len(sizes))]
     return [(take(batch, start, start + n, num_samples), n) for start, n in zip(starts, sizes, strict=True)]
+
+
+def even_sizes(num_samples: int, size: int) -> list[int]:
+    """The sizes of as few microbatches of at most `size` samples as possible, the larger ones first.
+
+    >>> even_sizes(10, 4)
+    [4, 3, 3]
+    """
+    num_parts = -(-num_samples // size)
+    smallest, larger = divmod(num_samples, num_parts)
+    return [smallest + (part < larger) for part in range(num_parts)]
