@@ -13,7 +13,7 @@ from .conftest import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
-ROWS_OF_TABLES_ARE_READ = [("byte GPT", "everything"), ("DynamicConv", "everything")]
+ROWS_OF_TABLES_ARE_READ = [("byte GPT", "everything")]
 """A sparse embedding makes only the rows dense that a batch names; shapes do not tell which."""
 
 

@@ -1,6 +1,7 @@
 """Fake tensors: the same peaks without memory, and a model that has noticed nothing."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -230,6 +231,14 @@ def test_step_hooks_of_the_real_optimizer_do_not_run():
     optimizer.register_step_post_hook(lambda *_: called.append(1))
     assert optimizer_state_bytes(optimizer) == 3 * 4 * 2 + 4
     assert called == []
+
+
+def test_a_recurrent_layer_whose_weights_were_replaced():
+    layer = nn.LSTM(4, 4)
+    layer._flat_weight_refs[0] = weakref.ref(nn.Parameter(torch.zeros(1)))  # dies at once
+    with fake_tensors(layer) as fake:
+        assert layer(fake(torch.zeros(2, 3, 4)))[0].shape == (2, 3, 4)
+    assert layer(torch.zeros(2, 3, 4))[0].isfinite().all()
 
 
 def test_what_shapes_alone_cannot_compute_is_not_logged_as_an_error(caplog):

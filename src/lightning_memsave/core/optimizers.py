@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -198,6 +198,7 @@ PART_NUMEL = {"cpu": 2**20}
 _PART_NUMEL_ELSEWHERE = 2**24  # launching kernels takes longer there, and memory is faster
 
 
+@runtime_checkable
 class Divisible(Protocol):
     """What is kept for each element of a parameter, in a form that can be cut; copies are made by iterating."""
 
@@ -237,11 +238,16 @@ def in_parts(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[Tensor]:
         before = {name: _cut(value, span, p) for name, value in at_first.items()}
         if before:
             optimizer.state[part] = before.copy()
-        yield part
-        for name, value in optimizer.state.pop(part, {}).items():
-            is_in_place = value is before.get(name) and _is_divisible(at_first[name], p)
+        try:
+            yield part
+        finally:  # also where its step has failed: nothing else knows what stands in
+            after = optimizer.state.pop(part, {})
+        for name, value in after.items():
+            is_in_place = value is before.get(name) and _is_divisible(at_first.get(name), p)
             if not is_in_place:
                 whole[name] = _joined(whole.get(name), value, span, p)
+    if not whole:
+        del optimizer.state[p]  # SGD without momentum keeps nothing
 
 
 def _may_cut(optimizer: torch.optim.Optimizer, p: Tensor) -> bool:
@@ -260,7 +266,7 @@ def _may_cut(optimizer: torch.optim.Optimizer, p: Tensor) -> bool:
 
 def _is_divisible(value: Any, p: Tensor) -> bool:
     """Whether there is some of it for each element."""
-    return value.shape == p.shape if isinstance(value, Tensor) else hasattr(value, "part")
+    return value.shape == p.shape if isinstance(value, Tensor) else isinstance(value, Divisible)
 
 
 def _cut(value: Any, span: slice, p: Tensor) -> Any:
@@ -277,8 +283,8 @@ def _joined(whole: Any, value: Any, span: slice, p: Tensor) -> Any:
             whole = value.new_empty(p.shape)
         whole.view(-1)[span].copy_(value)
         return whole
-    if hasattr(value, "part"):
-        if not hasattr(whole, "part"):
+    if isinstance(value, Divisible):
+        if not isinstance(whole, Divisible):
             whole = value.made_for(p.numel())
         for old, new in zip(whole.part(span, p.numel()), value, strict=True):
             old.copy_(new)

@@ -122,9 +122,9 @@ class _Exchange:
             for owner in (module._parameters, module._buffers):
                 for key in owner:
                     self._put(owner, key)
-            if _FLAT_WEIGHTS in vars(module):
-                self._put(vars(module), _FLAT_WEIGHTS)
-                self._put(vars(module), _FLAT_REFERENCES, _weakly)
+            for name, how in ((_FLAT_WEIGHTS, tree_map), (_FLAT_REFERENCES, _weakly)):
+                if name in vars(module):
+                    self._put(vars(module), name, how)
 
     def _put(self, owner: dict[str, Any], key: str, how: Callable[[Any, Any], Any] = tree_map) -> None:
         self._before.append((owner, key, owner[key]))
@@ -145,7 +145,8 @@ class _Exchange:
 
 def _weakly(exchange: Callable[[Any], Any], references: list[Any]) -> list[Any]:
     """Weak references to what takes the place of what these refer to."""
-    return [reference and weakref.ref(exchange(reference())) for reference in references]
+    held = [reference and reference() for reference in references]  # one may have died: its weight was replaced
+    return [r if t is None else weakref.ref(exchange(t)) for r, t in zip(references, held, strict=True)]
 
 
 def _containers(module: nn.Module) -> Iterator[dict[str, Any] | list[Any]]:
