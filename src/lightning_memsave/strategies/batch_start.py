@@ -44,13 +44,14 @@ class BatchStart:
     ) -> None:
         self._module = module
         self._noise, self._place = noise, None if noise is None else noise.place
-        parameters = list(module.parameters())
+        owners = list(module.named_modules())  # once, as this happens before each batch
+        parameters = list(dict.fromkeys(p for _, m in owners for p in m._parameters.values() if p is not None))
         self._torch, self._python = Randomness({p.device for p in parameters}), random.getstate()
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        self._modes = [(m, m.training) for m in module.modules()]
+        self._modes = [(m, m.training) for _, m in owners]
         self._fx_name = module._current_fx_name
         self._attributes = {key: _kept(value) for key, value in vars(module).items() if _is_plain(key, value)}
-        self._buffers = Buffers(module, changing, small_bytes)
+        self._buffers = Buffers(owners, changing, small_bytes)
         self._gradients: list[tuple[nn.Parameter, Tensor | None]] | None = None
         self._watched = [(t, t._version, "the batch") for t in tensors_in(batch) if not t.is_inference()]
         self._watched += [

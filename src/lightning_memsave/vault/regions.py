@@ -94,7 +94,8 @@ def run(memberships: Sequence[Membership], member: Member, module: nn.Module, ar
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     versions = [tensor._version for tensor in tensors]
     devices = {tensor.device for tensor in tensors}
-    buffers, surroundings = Buffers(module, member.changing.get(module.training)), Surroundings(devices)
+    buffers = Buffers(module.named_modules(), member.changing.get(module.training))
+    surroundings = Surroundings(devices)
     before = Randomness(devices)
     call = _Call(member, module, tree, Weights(module), buffers, surroundings, before.devices)
     regions: list[Region] = []

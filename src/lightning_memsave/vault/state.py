@@ -142,16 +142,20 @@ class Buffers:
     statistics are updated once (https://github.com/pytorch/pytorch/issues/96136), spectral norm iterates once.
 
     Args:
-        module: whose buffers.
+        owners: whose buffers: modules by name, as `named_modules` tells them.
         changing: names of those that change, which the first call finds out; normalisation layers' always do.
         small_bytes: up to this size buffers are cloned while it is not known which of them change.
     """
 
-    def __init__(self, module: nn.Module, changing: set[str] | None, small_bytes: float = math.inf) -> None:
+    def __init__(
+        self, owners: Iterable[tuple[str, nn.Module]], changing: set[str] | None, small_bytes: float = math.inf
+    ) -> None:
         self._before: dict[str, _Buffer] = {}
         self._marks: dict[str, tuple[bool, int, int]] = {}  # always changed, or if this is no longer so
         self._others: list[tuple[str, Tensor, int]] = []
-        for prefix, owner in module.named_modules():
+        for prefix, owner in owners:
+            if not owner._buffers:
+                continue
             always = isinstance(owner, nn.modules.batchnorm._NormBase) and owner.training
             for key, value in owner._buffers.items():
                 name = f"{prefix}.{key}"
