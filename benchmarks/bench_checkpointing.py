@@ -46,7 +46,7 @@ from lightning_memsave import (
 )
 from lightning_memsave.demo.model import WideBlock
 from lightning_memsave.memory.fake import fake_tensors, optimizer_state_bytes
-from lightning_memsave.memory.ledger import tensors_in
+from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.memory.trace import Trace, trace_step
 from lightning_memsave.planner.checkpointing import CheckpointingPlan, Planner
 from models import (

@@ -6,8 +6,9 @@ must name the smallest peak, which is then asked for.
 
 Time: CPU seconds of steps of the plan against other settings that fit the same budget with a loss class no worse: every
 single technique, and random combinations. What needs twice as long as the plan for one step is not trained further
-(`num_slow`). Two turns choose the fastest, which then take turns with the plan: the smallest of many noisy times is too
-small, so it is no measure of who won.
+(`num_slow`). Some turns choose the fastest, which then take turns with the plan: the smallest of many noisy times is no
+measure of who won. A turn is a few hundredths of a second, so that whatever else the machine does meets all alike, and
+every contestant waits for its turns in a process of its own.
 Rows that are there are kept; `--no-times` first makes all the others.
 """
 
@@ -19,6 +20,8 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import lightning as L
@@ -41,8 +44,9 @@ from lightning_memsave.techniques.microbatching import why_not_exact
 from models import PlainGPT, ResidualBlock, next_token_loss
 
 NAME, KEY = "planner", ("model", "setting", "budget")
-TURN_SECONDS = 0.5
-"""Of steps of one setting before the next one's turn, and at least three steps."""
+TURN_SECONDS = 0.04
+"""Of steps of one setting before the next one's turn, and at least one step."""
+SCREENING_TURNS = 15
 NUM_FINALISTS = 3
 """Rivals whose times are measured against the plan's."""
 FRACTIONS = (0.9, 0.7, 0.5, 0.35, 0.2)
@@ -232,7 +236,10 @@ def _took(start: float) -> dict[str, float]:
 
 # ---------------------------------------------------------------------------------------------------- time
 def others(plan: Plan, num_samples: int, is_cut_exact: bool, count: int) -> list[tuple[str, Recipe]]:
-    """Single settings and random combinations of what the plan might have used, no worse in loss class."""
+    """Single settings and random combinations of what the plan might have used, no worse in loss class.
+
+    As somebody would set them by hand: what "lossless" has and they do not replace stays.
+    """
     table = knobs(
         plan.budget_bytes,
         plan.baseline_bytes,
@@ -249,24 +256,67 @@ def others(plan: Plan, num_samples: int, is_cut_exact: bool, count: int) -> list
     draw = random.Random(0)
     mixed = [[draw.choice(knob) for knob in allowed] for _ in range(20 * count)]
     found: dict[str, Recipe] = {}
-    base = RECIPES["lossless"].techniques[:1]
+    base = RECIPES["lossless"].techniques
     for kind, choices in (("single", singles), ("random", mixed)):
         for choice in choices:
             text = f"{kind}: " + ", ".join(o.text for o in choice if o.config is not None)
+            configs = [o.config for o in choice if o.config is not None]
             try:
-                found[text] = Recipe("other", (*base, *(o.config for o in choice if o.config is not None)))
+                found[text] = Recipe("other", (*(t for t in base if type(t) not in map(type, configs)), *configs))
             except ValueError:
                 continue
     own = sorted(map(repr, plan.techniques))
     return [(text, each) for text, each in found.items() if sorted(map(repr, each.techniques)) != own]
 
 
-def turn_seconds(make: Callable[[], Step], batch: Any, memsave: MemSave, num_steps: int) -> float:
-    """Median of the last `num_steps` steps of a run: the first plans, the next two are measured."""
-    clock = Clock()
-    trainer = L.Trainer(max_steps=num_steps + 3, callbacks=[memsave, clock], **QUIET)
-    trainer.fit(made(make), DataLoader([batch] * (num_steps + 3), batch_size=None))
-    return statistics.median(clock.taken[3:])
+class Turns(Clock):
+    """Sends the times of its steps and waits until it is told how many to take."""
+
+    def __init__(self, pipe: Connection) -> None:
+        super().__init__()
+        self.pipe, self.left = pipe, 0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        if not self.left:
+            self.pipe.send(self.taken)
+            self.taken, self.left = [], self.pipe.recv()
+        super().on_train_batch_start(*args)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        self.left -= 1
+
+
+def contend(pipe: Connection, make: Callable[[], Step], batch: Any, memsave: MemSave) -> None:
+    """Train in turns until the process is ended."""
+    trainer = L.Trainer(max_steps=10**6, callbacks=[memsave, Turns(pipe)], **QUIET)
+    trainer.fit(made(make), DataLoader([batch] * 10**6, batch_size=None))
+
+
+def taking_turns(
+    contestants: dict[str, MemSave], make: Callable[[], Step], batch: Any, turns: int, num_steps: int
+) -> dict[str, list[float]]:
+    """Seconds of a step, for each turn of each contestant."""
+    context = get_context("fork")
+    processes, pipes = [], {}
+    for text, memsave in contestants.items():
+        pipes[text], theirs = context.Pipe()
+        processes.append(context.Process(target=contend, args=(theirs, make, batch, memsave), daemon=True))
+        processes[-1].start()
+    for pipe in pipes.values():
+        for steps in (3, num_steps):  # the first plans, the next two are measured; then as many as in a turn
+            pipe.recv()
+            pipe.send(steps)
+        pipe.recv()
+    taken: dict[str, list[float]] = {text: [] for text in contestants}
+    for _ in range(turns):
+        for text, pipe in pipes.items():
+            pipe.send(num_steps)
+            taken[text].append(statistics.median(pipe.recv()))
+    for process in processes:
+        process.kill()
+        process.join()
+    return taken
 
 
 def rivals_of(
@@ -297,18 +347,11 @@ def quality_row(make: Callable[[], Step], batch: Any, plan: Plan, count: int, tu
     own = Clock()
     trained(make, batch, MemSave(plan), own)
     rivals, num_slow = rivals_of(plan, make, batch, count, [2 * seconds for seconds in own.taken])
-    num_steps = max(3, min(50, int(TURN_SECONDS / min(own.taken))))
-
-    def taking_turns(contestants: dict[str, MemSave], turns: int) -> dict[str, list[float]]:
-        taken: dict[str, list[float]] = {text: [] for text in contestants}
-        for _ in range(turns):
-            for text, memsave in contestants.items():
-                taken[text].append(turn_seconds(make, batch, memsave, num_steps))
-        return taken
-
-    screened = taking_turns(rivals, turns=2)
-    finalists = sorted(screened, key=lambda text: min(screened[text]))[:NUM_FINALISTS]
-    taken = taking_turns({"plan": MemSave(plan)} | {text: rivals[text] for text in finalists}, turns)
+    num_steps = max(1, int(TURN_SECONDS / min(own.taken)))
+    screened = taking_turns(rivals, make, batch, SCREENING_TURNS, num_steps)
+    finalists = sorted(screened, key=lambda text: statistics.median(screened[text]))[:NUM_FINALISTS]
+    contestants = {"plan": MemSave(plan)} | {text: rivals[text] for text in finalists}
+    taken = taking_turns(contestants, make, batch, turns, num_steps)
     against = {text: time_columns(taken["plan"], taken[text]) for text in finalists}
     row = {"num_rivals": len(rivals), "num_slow": num_slow, "fastest_rival": ""}
     if finalists:
@@ -321,7 +364,7 @@ def quality_row(make: Callable[[], Step], batch: Any, plan: Plan, count: int, tu
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--random", type=int, default=10, help="random rivals of each plan")
-    parser.add_argument("--turns", type=int, default=11)
+    parser.add_argument("--turns", type=int, default=101)
     parser.add_argument("--no-times", dest="times", action="store_false")
     parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of models, in this order")
     options = parser.parse_args(arguments)
