@@ -199,6 +199,9 @@ def test_verify(users_module, capsys, arguments, status, says):
         (["--largest", "batch"], 2, "needs --device-memory"),
         (["--target", "cuda"], 0, "reserved"),
         (["--recipe", "nothing"], 2, "must be one of"),
+        (["--devices", "2", "--target", "cuda"], 0, "NCCL's buffers"),
+        (["--devices", "0"], 2, "must be an integer of at least 1"),
+        (["--strategy", "deepspeed_stage_3"], 2, "must be one device's, DDP or FSDP2"),
     ],
 )
 def test_plan(users_module, capsys, arguments, status, says):
@@ -336,6 +339,44 @@ optimizer: {class_path: torch.optim.AdamW}
     planned = _plan(capsys, "--config", str(configured))["peak_bytes"]
     plain = _plan(capsys, "--config", str(configured), "--recipe", "measure")["peak_bytes"]
     assert planned <= 0.9 * plain
+
+
+@pytest.mark.parametrize(
+    ("trainer", "num_buckets"),
+    [
+        ("{}", 0),
+        ("{devices: auto, strategy: auto}", 0),
+        ("{devices: [0]}", 0),
+        ("{devices: 2}", 1),
+        ("{devices: '0,1', num_nodes: 2}", 1),
+        ("{strategy: {class_path: lightning.pytorch.strategies.DDPStrategy}, devices: 2}", 1),
+    ],
+)
+def test_plan_of_a_config_file_with_several_processes(configured, capsys, trainer, num_buckets):
+    configured.write_text(f"{{trainer: {trainer}, model: {{class_path: configured.Deep}}}}")
+    arguments = ("--batch", "configured:batch", "--config", str(configured), "--recipe", "measure")
+    split = _plan(capsys, *arguments)["by_category"]
+    assert split["gradients"] == (1 + num_buckets) * split["weights"]
+    assert (
+        _plan(capsys, *arguments, "--devices", "1", "--strategy", "auto", "--num-nodes", "1")["by_category"][
+            "gradients"
+        ]
+        == split["weights"]
+    )
+
+
+def test_plan_of_a_config_file_with_a_strategy_that_cannot_be_made(configured, capsys):
+    strategy = "{class_path: lightning.pytorch.strategies.NoStrategy}"
+    configured.write_text(f"{{trainer: {{strategy: {strategy}}}, model: {{class_path: configured.Deep}}}}")
+    assert cli.main(["plan", "--batch", "configured:batch", "--config", str(configured)]) == 2
+    assert "`strategy` must be a class that can be made" in capsys.readouterr().err
+
+
+def test_a_budget_is_not_planned_for_several_processes(configured, capsys):
+    memsave = "{class_path: lightning_memsave.MemSave, init_args: {budget: 0.9x}}"
+    configured.write_text(f"{{trainer: {{devices: 2, callbacks: {memsave}}}, model: {{class_path: configured.Deep}}}}")
+    assert cli.main(["plan", "--batch", "configured:batch", "--config", str(configured)]) == 2
+    assert "`devices` must be 1 where a budget" in capsys.readouterr().err
 
 
 def test_plan_imports_from_the_current_folder_as_a_program(configured):

@@ -55,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_argument("--recipe", help="as `MemSave(recipe)` (default: lossless)")
     _add_slots(plan)
     plan.add_argument("--trainer-precision", help="as `Trainer(precision=...)`, for example bf16-mixed")
+    plan.add_argument("--strategy", help="as `Trainer(strategy=...)`: one device, DDP or FSDP2 (memsave_fsdp)")
+    plan.add_argument("--devices", type=int, help="of the run, of which one process is predicted (default: 1)")
+    plan.add_argument("--num-nodes", type=int, help="of the run (default: 1)")
     plan.add_argument("--target", choices=("cpu", "cuda"), default="cpu", help="of which device (default: %(default)s)")
     plan.add_argument(
         "--device-memory", metavar="SIZE", help="what it must fit in, for example 8GiB; exit status 1 if not"
@@ -138,6 +141,9 @@ def _plan(
     config: Path | None,
     recipe: str | None,
     trainer_precision: str | None,
+    strategy: str | None,
+    devices: int | None,
+    num_nodes: int | None,
     target: Any,
     device_memory: str | None,
     largest: str | None,
@@ -156,8 +162,10 @@ def _plan(
     device_bytes = None if device_memory is None else parse_bytes("--device-memory", device_memory)
     if largest is not None and device_bytes is None:
         raise setting_error("--largest", "needs --device-memory", largest, "For example `--device-memory 8GiB`.")
-    model, samples, settings, techniques = _subject(module, batch, config, recipe, slots)
-    settings |= {"target": target} | ({} if trainer_precision is None else {"precision": trainer_precision})
+    given = {"precision": trainer_precision, "strategy": strategy, "devices": devices, "num_nodes": num_nodes}
+    given = {name: value for name, value in given.items() if value is not None}
+    model, samples, settings, techniques = _subject(module, batch, config, recipe, slots, given)
+    settings |= {"target": target}
     predictor = Predictor(model, _made(samples), **settings)
     prediction = predictor(techniques)
     fits = None if device_bytes is None else prediction.fits(device_bytes)
@@ -181,10 +189,16 @@ def _plan(
 
 
 def _subject(
-    module: str | None, batch: str | None, config: Path | None, recipe: str | None, slots: dict[str, Any]
+    module: str | None,
+    batch: str | None,
+    config: Path | None,
+    recipe: str | None,
+    slots: dict[str, Any],
+    given: dict[str, Any],
 ) -> tuple[Any, Any, dict[str, Any], Any]:
     """The model or what makes it, the same of the batch, arguments of `Trainer`, and what is switched on."""
     from lightning_memsave.callbacks import MemSave, plan_training
+    from lightning_memsave.strategies.on_paper import num_processes_of
 
     model, samples = (None if name is None else _named(name) for name in (module, batch))
     settings: dict[str, Any] = {}
@@ -202,8 +216,12 @@ def _subject(
             raise setting_error(name, "must be given", None, "Name one, or a `--config` that has it.")
     if memsave is None or recipe is not None or any(value is not None for value in slots.values()):
         memsave = MemSave(recipe or "lossless", **slots)
+    settings |= given
     if memsave.budgeted is None:
         return model, samples, settings, memsave.recipe
+    if (num := num_processes_of(settings)) > 1:
+        remedy = "The run plans for all of them itself: start it, or name techniques instead of a budget."
+        raise setting_error("devices", "must be 1 where a budget is to be planned before the run", num, remedy)
     return model, samples, settings, plan_training(_made(model), _made(samples), memsave).as_recipe()
 
 

@@ -95,3 +95,22 @@ def test_ddp_buckets_are_gradients(process_group, as_view, set_to_none):
     assert measured.by_category["weights"] == parameters
     assert measured.by_category["optimizer_state"] == parameters
     assert parameters <= measured.by_category["gradients"] <= (1 if as_view else 2) * parameters
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_ddp_orders_its_buckets_anew_without_a_second_set(process_group, as_view):
+    """They die before the new ones are made, in the forward of the second step."""
+    inner = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU())))
+    model = nn.parallel.DistributedDataParallel(inner, gradient_as_bucket_view=as_view)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x = torch.randn(512, 256)
+
+    def step():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    step()
+    second, third = measure(step, model, [optimizer], x), measure(step, model, [optimizer], x)
+    assert second.peak_bytes == third.peak_bytes
+    assert second.by_category == third.by_category

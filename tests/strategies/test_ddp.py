@@ -65,3 +65,18 @@ def test_sparse_gradients_become_dense_as_processes_differ_in_rows():
     assert gradient[:, 0].tolist() == [0, 2, 0, 1, 0]
     frozen = nn.Parameter(torch.ones(3))
     assert torch.equal(ddp._gradient_of(frozen), torch.zeros(3))
+
+
+def test_what_ddp_takes_on_top():
+    """Buckets beside what was the peak, or the exchange where it becomes the peak."""
+    module = nn.Linear(9, 10)
+    gradients = 400
+    assert ddp.bytes_on_top(module, peak_bytes=10_000, lasting_bytes=800) == gradients
+    assert 1200 + ddp.bytes_on_top(module, peak_bytes=1200, lasting_bytes=800) == 800 + 3 * gradients
+    module.requires_grad_(False)
+    assert ddp.bytes_on_top(module, peak_bytes=1200, lasting_bytes=800) == 0
+
+
+def test_the_flat_copy_is_no_larger_than_a_bucket(monkeypatch):
+    monkeypatch.setattr(ddp, "_BUCKET_BYTES", 100)
+    assert ddp.bytes_on_top(nn.Linear(9, 10), peak_bytes=0, lasting_bytes=800) == 800 + 2 * 400 + 100

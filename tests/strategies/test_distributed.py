@@ -16,10 +16,11 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
         ((), ("ddp_sparsity_program.py",)),
         ((), ("ddp_budget_program.py",)),
         ((), ("fsdp_program.py",)),
+        ((), ("prediction_program.py",)),
         (TORCHRUN, ("ddp_recovery_program.py",)),
         ((), ("ddp_recovery_program.py", "spawn")),
     ],
-    ids=["ddp", "sparsity", "budget", "fsdp", "recovery under torchrun", "recovery in spawned processes"],
+    ids=["ddp", "sparsity", "budget", "fsdp", "prediction", "recovery under torchrun", "recovery in spawned processes"],
 )
 def test_two_processes_equal_plain_lightning(launcher, program):
     name, *arguments = program

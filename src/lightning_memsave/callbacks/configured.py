@@ -1,6 +1,7 @@
 """A config file of LightningCLI, read for a prediction: the model, a batch, `MemSave`, and what steps depend on.
 
-Nothing is trained, and no logger, device or checkpoint of the file is touched. The model is made for real.
+Nothing is trained, and no logger, device or checkpoint of the file is touched: of several processes only the number
+and the strategy count. The model is made for real.
 """
 
 from __future__ import annotations
@@ -73,13 +74,14 @@ def read_config(path: Path, model_class: Any = None, *, with_data: bool = True) 
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # that there is a command line too
         warnings.filterwarnings("ignore", message=".*will be overridden by `LightningCLI")  # as in the run
         cli = import_module(f"{_namespace(model_class, config)}.cli").LightningCLI(
-            model_class, run=False, save_config_callback=None, args=args
+            model_class, run=False, save_config_callback=None, seed_everything_default=False, args=args
         )
     return Configured(
         module=cli.model,
         batch=_first_of(cli.datamodule) if with_data and cli.datamodule is not None else None,
         data_module=cli.datamodule,
-        trainer={name: trainer[name] for name in STEPS_DEPEND_ON if trainer.get(name) is not None},
+        trainer={name: trainer[name] for name in STEPS_DEPEND_ON if trainer.get(name) is not None}
+        | _processes(trainer),
         memsave=next((callback for callback in cli.trainer.callbacks if isinstance(callback, MemSave)), None),
     )
 
@@ -93,6 +95,25 @@ def _settings(path: Path) -> Mapping[str, Any]:
         raise setting_error("--config", "must hold settings by name", str(path), "See LightningCLI's `--print_config`.")
     fit = config.get("fit")
     return fit if isinstance(fit, Mapping) else config
+
+
+def _processes(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Strategy and numbers of devices and nodes; what is left to the machine is one device."""
+    found = {name: trainer[name] for name in ("strategy", "devices", "num_nodes") if trainer.get(name) is not None}
+    if isinstance(strategy := found.get("strategy"), Mapping):
+        module, _, last = str(strategy.get("class_path")).rpartition(".")
+        try:
+            found["strategy"] = getattr(import_module(module), last)(**(strategy.get("init_args") or {}))
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            raise setting_error("strategy", "must be a class that can be made", strategy, str(error)) from error
+    devices = found.get("devices", 1)
+    if isinstance(devices, list):
+        found["devices"] = len(devices)
+    elif devices in ("auto", "-1", -1):
+        del found["devices"]
+    elif isinstance(devices, str):
+        found["devices"] = int(devices) if devices.isdigit() else sum(bool(part.strip()) for part in devices.split(","))
+    return found
 
 
 def _is_memsave(callback: Any) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from lightning_memsave.memory.ledger import storages, tensors_in
+from lightning_memsave.memory.storages import storages, tensors_in
 from lightning_memsave.vault.graph import Node, kept_by
 
 

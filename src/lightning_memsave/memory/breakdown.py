@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.memory.allocations import Allocations
 from lightning_memsave.memory.cost import cost_of
-from lightning_memsave.memory.ledger import Entry, Ledger, autograd_is_running, storages, tensors_in
+from lightning_memsave.memory.ledger import Entry, Ledger, autograd_is_running
 from lightning_memsave.memory.origins import line_text
+from lightning_memsave.memory.storages import storages, tensors_in
 
 _NUM_SHOWN = 10
 BACKWARD, BATCH, ELSEWHERE = "(backward)", "(batch)", "(outside of modules)"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lightning_memsave.memory.ledger import storages
+from lightning_memsave.memory.storages import storages
 from lightning_memsave.numerics.fakes import with_values
 
 _OVERHEAD_SECONDS = 5e-6

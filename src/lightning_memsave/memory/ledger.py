@@ -29,6 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.core.report import CATEGORIES, Timeline
 from lightning_memsave.memory.origins import Line, Survivor, line_text, user_line
+from lightning_memsave.memory.resizing import resizes_seen
+from lightning_memsave.memory.storages import storages, tensors_in
 from lightning_memsave.memory.timeline import timeline
 from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.vault.graph import WeakStorage
@@ -37,37 +39,6 @@ from lightning_memsave.vault.graph import WeakStorage
 def autograd_is_running() -> bool:
     """Whether this thread executes a backward pass (private name of torch, seen in 2.13)."""
     return torch._C._current_graph_task_id() != -1
-
-
-def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Every storage behind a tensor: one for a plain tensor, several for sparse ones and for wrapper subclasses."""
-    any_tensor: Any = tensor
-    if is_traceable_wrapper_subclass(any_tensor):
-        for inner in (getattr(any_tensor, name) for name in any_tensor.__tensor_flatten__()[0]):
-            if isinstance(inner, Tensor):  # DTensor lists its mesh as well
-                yield from storages(inner)
-    elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
-    elif tensor.layout is torch.sparse_coo:
-        yield tensor._indices().untyped_storage()
-        yield tensor._values().untyped_storage()
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()):
-            yield part.untyped_storage()
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        for part in (tensor.ccol_indices(), tensor.row_indices(), tensor.values()):
-            yield part.untyped_storage()
-
-
-def tensors_in(tree: object, _seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor in a nest of containers, dataclasses and plain objects with a `__dict__` (a batch of any shape)."""
-    seen = set() if _seen is None else _seen
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)) and id(leaf) not in seen:
-            seen.add(id(leaf))
-            yield from tensors_in(vars(leaf), seen)
 
 
 class Entry:
@@ -127,8 +98,11 @@ class Ledger(TorchDispatchMode):
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._hooks: list[Any] = []
         self._stance: Any = None
-        self._has_buckets = False
+        self._resizes: Any = None
+        self._ddp: list[nn.parallel.DistributedDataParallel] = []
+        self._has_buckets = self._is_in_ddp = False
         self._gradients_are_buckets = False
+        self._gathers = False
         self.measurement: Measurement | None = None
 
     # ------------------------------------------------------------------ what exists
@@ -215,9 +189,14 @@ class Ledger(TorchDispatchMode):
             if grown:  # resize_ keeps the storage
                 entry.num_bytes += grown
                 self._change(grown, entry)
+        elif self._is_in_ddp and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(inputs)):
+            self._book(storage, "gradients", reserved=True)  # in the second step buckets are ordered anew
         elif self._came_in(storage, inputs):
             if self._has_buckets and autograd_is_running():
                 self._was_there(self._book(storage, "gradients", reserved=True))
+            elif self._gathers and autograd_is_running():  # gloo works on copies, which no operation returns
+                entry = self._book(storage, "temporary")
+                self._change(entry.num_bytes, entry)
             else:
                 self._was_there(self._book(storage, "data"))
         else:
@@ -227,12 +206,28 @@ class Ledger(TorchDispatchMode):
                 self._recorded.append(entry)
             self._change(entry.num_bytes, entry)
 
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """What a storage had ends, what it has begins. Only gathered parameters were there before without memory."""
+        if storage.device.type != ("meta" if self._fake else self._device_type):
+            return
+        self._gathers = True
+        entry = self._live.pop(storage._cdata, None)
+        if entry is not None:
+            entry.reference = None  # with its callback
+            self._change(-entry.num_bytes, entry)
+        again = self._book(storage, "weights" if entry is None else entry.category)
+        again.made = None if entry is None else entry.made
+        self._recorded.append(again)
+        self._change(again.num_bytes, again)
+
     def _came_in(self, storage: torch.UntypedStorage, inputs: Any) -> bool:
         """Whether an operation returned memory that it was given: a view or an update of a tensor not booked yet."""
         address = storage._cdata
-        given = [a for a in tree_leaves(inputs) if isinstance(a, Tensor)]
+        given: list[Any] = [a for a in tree_leaves(inputs) if isinstance(a, Tensor)]
         # Real numbers that became a fake tensor are the same memory, too.
-        became = self._fake and any(not is_fake(a) and a.nbytes == storage.nbytes() for a in given)
+        became = self._fake and any(
+            not is_fake(a) and not is_traceable_wrapper_subclass(a) and a.nbytes == storage.nbytes() for a in given
+        )
         return became or any(s._cdata == address for a in given for s in storages(a))
 
     def _backward_begins(self) -> None:
@@ -251,7 +246,8 @@ class Ledger(TorchDispatchMode):
         self.hold("weights", model.parameters())
         self.hold("weights", (t for p in model.parameters() for t in tensors_in(vars(p))))  # scales of a quantised one
         self.hold("weights", model.buffers())
-        for ddp in (m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)):
+        self._ddp = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
+        for ddp in self._ddp:
             self._hold_buckets(ddp)
         self.hold("gradients", (p.grad for p in model.parameters()))
         self._hold_optimizer_state()
@@ -283,11 +279,17 @@ class Ledger(TorchDispatchMode):
                 for p in self._model.parameters()
                 if p.requires_grad and p.is_leaf
             ]
+        for ddp in self._ddp:  # from its own forward to that of what it wraps
+            self._hooks.append(ddp.register_forward_pre_hook(lambda *_: setattr(self, "_is_in_ddp", True)))
+            self._hooks.append(ddp.module.register_forward_pre_hook(lambda *_: setattr(self, "_is_in_ddp", False)))
+        self._resizes = resizes_seen(self._resized)
+        self._resizes.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]  # untyped in torch
+        self._resizes.__exit__(None, None, None)
         self._stance.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
@@ -308,7 +310,7 @@ class Ledger(TorchDispatchMode):
         self._at_start.clear()
         self._events.clear()
         self._recorded.clear()
-        self._hooks, self._model, self._optimizers = [], None, ()
+        self._hooks, self._model, self._optimizers, self._ddp = [], None, (), []
 
     def _split_at_peak(self) -> tuple[dict[str, int], dict[str, int]]:
         split: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.memory.cost import cost_of
-from lightning_memsave.memory.ledger import autograd_is_running, storages, tensors_in
+from lightning_memsave.memory.ledger import autograd_is_running
+from lightning_memsave.memory.storages import storages, tensors_in
 from lightning_memsave.vault.state import Attributes
 
 

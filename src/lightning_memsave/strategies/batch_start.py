@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.memory.ledger import tensors_in
+from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.strategies.ddp import num_collectives
 from lightning_memsave.vault.noise import Noise
 from lightning_memsave.vault.state import Buffers, Randomness

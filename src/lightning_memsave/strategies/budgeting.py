@@ -27,6 +27,7 @@ from lightning_memsave.planner.fitting import Predict, Situation, make_plan
 from lightning_memsave.planner.ladder import overhead_of
 from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.strategies.ddp import bytes_on_top
 from lightning_memsave.strategies.first_batch import first_batch
 from lightning_memsave.strategies.predicting import Predictor
 from lightning_memsave.strategies.trial import StepFailedError, Trial, rest_bytes, two_microbatches
@@ -201,17 +202,15 @@ def _predictors(module: Any, batch: Any, trainer: Any) -> tuple[Predict, Predict
 
 
 def _agreed(trainer: Any, predict: Predict) -> Predict:
-    """Every process asks, as a step may wait for the others; rank 0's answer holds.
-
-    On top come DDP's buckets, and as many bytes again while they are rebuilt or gradients add up beside them: by that
-    much the second step takes more than in one process, with every technique that was measured.
-    """
-    buckets = sum(p.nbytes for p in trainer.lightning_module.parameters() if p.requires_grad)
+    """Every process asks, as a step may wait for the others; rank 0's answer holds, with what DDP takes on top."""
 
     def agreed(techniques: Sequence[Config]) -> Prediction:
         answer: Prediction | ValueError
         try:
-            answer = _with_bytes(predict(techniques), "gradients", 2 * buckets)
+            answer = predict(techniques)
+            lasting = sum(answer.by_category[name] for name in ("weights", "optimizer_state", "data"))
+            on_top = bytes_on_top(trainer.lightning_module, answer.peak_bytes, lasting)
+            answer = _with_bytes(answer, "gradients", on_top)
         except ValueError as error:
             answer = error
         answer = trainer.strategy.broadcast(answer)

@@ -45,9 +45,20 @@ class LateReduction:
             _average_gradients(self._ddp)
 
 
+def bytes_on_top(module: nn.Module, peak_bytes: int, lasting_bytes: int) -> int:
+    """What a process of DDP takes more than one alone, which has a peak of `peak_bytes`.
+
+    Its buckets, one copy of all gradients; or more, where the exchange after backward becomes the peak: a flat copy of
+    as many gradients as are exchanged at once, beside what lasts (`lasting_bytes`: weights, optimizer state, data).
+    """
+    gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    exchange = lasting_bytes + 2 * gradients + min(gradients, _BUCKET_BYTES)
+    return max(gradients, exchange - peak_bytes)
+
+
 def num_collectives() -> int:
-    """How many collectives this process has taken part in; 0 without a process group."""
-    if not (dist.is_available() and dist.is_initialized()):
+    """How many collectives this process has taken part in; 0 where no other process waits in them."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
         return 0
     world: Any = dist.group.WORLD
     return int(world._get_sequence_number_for_group())

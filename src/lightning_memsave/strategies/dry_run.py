@@ -22,6 +22,7 @@ from lightning_memsave.memory.breakdown import Breakdown, BreakdownLedger
 from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.mixin import adopt
+from lightning_memsave.strategies.on_paper import on_paper
 from lightning_memsave.strategies.random_state import random_state_kept
 from lightning_memsave.strategies.run_state import MemSaveState
 from lightning_memsave.techniques.microbatching import Microbatching
@@ -48,21 +49,19 @@ def dry_run(
         module: is trained.
         batch: of each step.
         recipe: what is switched on.
-        settings: further arguments of `Trainer`.
+        settings: further arguments of `Trainer`; of `devices` on `num_nodes`, all but one are left out.
         data_module: of the run, which a step may ask.
         fake: whether module and batch are of fake tensors.
     """
     watch = _watch_class(namespace)(MemSaveState(recipe), fake)
-    with random_state_kept(), silence(), warnings.catch_warnings(record=True) as caught:
+    with (
+        on_paper(namespace, settings) as options,
+        random_state_kept(),
+        silence(),
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
-        trainer = import_module(namespace).Trainer(
-            strategy=_strategy_class(namespace)(device="cpu"),
-            accelerator="cpu",
-            devices=1,
-            callbacks=[watch],
-            **nothing_around(namespace),
-            **settings,
-        )
+        trainer = import_module(namespace).Trainer(callbacks=[watch], **nothing_around(namespace), **options)
         with contextlib.suppress(_DoneError):
             fit(trainer, module, batch, data_module)
     watch.flags = tuple(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, _TOLD)))
@@ -170,20 +169,6 @@ def _watch_class(namespace: str) -> Any:  # noqa: C901  # one class, counted as 
                 self.measured, self.breakdown = found, ledger.breakdown
 
     return Watch
-
-
-@functools.cache
-def _strategy_class(namespace: str) -> Any:
-    class OnPaper(import_module(f"{namespace}.strategies").SingleDeviceStrategy):  # type: ignore[misc]  # as above
-        """Neither moves a module, which torch refuses for fake parameters, nor brings it back."""
-
-        def model_to_device(self) -> None:
-            pass
-
-        def teardown(self) -> None:
-            pass
-
-    return OnPaper
 
 
 @contextlib.contextmanager

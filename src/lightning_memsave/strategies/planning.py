@@ -18,7 +18,7 @@ from lightning_memsave.core.errors import BudgetWarning, NoEffectWarning, settin
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.memory.fake import fake_tensors, optimizer_state_bytes
-from lightning_memsave.memory.ledger import tensors_in
+from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.memory.trace import Trace, trace_step
 from lightning_memsave.numerics.fakes import is_fake, with_values
 from lightning_memsave.planner.checkpointing import CheckpointingPlan, Planner, no_plan

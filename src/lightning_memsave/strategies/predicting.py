@@ -29,13 +29,14 @@ from lightning_memsave.memory.allocations import Allocations
 from lightning_memsave.memory.breakdown import Breakdown
 from lightning_memsave.memory.facts import FactsMode, ReadsValueError
 from lightning_memsave.memory.fake import Copying, fake_copy, fakes_of, hidden_from_transformers, unlogged
-from lightning_memsave.memory.ledger import tensors_in
 from lightning_memsave.memory.outside import outside_kept
 from lightning_memsave.memory.predict import Prediction, prediction_of
+from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.dry_run import dry_run
 from lightning_memsave.strategies.namespaces import namespace_of
+from lightning_memsave.strategies.on_paper import num_processes_of
 from lightning_memsave.strategies.random_state import random_state_kept
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
 from lightning_memsave.techniques.microbatching.split import resized, take
@@ -51,12 +52,13 @@ class Predictor:
             It is copied, not changed.
         batch: what `training_step` takes, or a function that makes it.
         trainer: arguments of the `Trainer` that steps depend on: `precision`, `accumulate_grad_batches`,
-            `gradient_clip_val`, `gradient_clip_algorithm`.
+            `gradient_clip_val`, `gradient_clip_algorithm`; `strategy`, `devices` and `num_nodes`: of these processes
+            the first is predicted, which has the largest shards.
         data_module: of the run, which a step may ask.
         target: `"cuda"`: what a CUDA device would hold, besides; dropout then keeps its mask as it does there.
 
     Raises:
-        ValueError: `module` is no LightningModule.
+        ValueError: `module` is no LightningModule, or `devices` is no number.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Predictor:
         except TypeError as error:
             kind = type(self._module).__name__
             raise setting_error("module", "must be a LightningModule", kind, "Predict its training step.") from error
-        self._data_module = data_module
+        self._data_module, self._num_processes = data_module, num_processes_of(trainer)
         self._why: str | None = None  # not on fake tensors
 
     def _made_of_fakes(self, make: Callable[[], Any]) -> Any:
@@ -202,6 +204,8 @@ class Predictor:
             flags = (*flags, "whether the loss of a batch is the mean over its parts is not known: taken to be")
         if self._target == "cuda":
             flags = (*flags, "CUDA: reserved bytes are a replay that no device has confirmed")
+            if self._num_processes > 1:
+                flags = (*flags, "CUDA: NCCL's buffers, and pools of streams that only collectives use, come on top")
         found: Breakdown = watch.breakdown
         is_whole = step is found.allocations
         return prediction_of(

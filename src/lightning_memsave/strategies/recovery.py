@@ -24,7 +24,8 @@ from lightning_utilities.core import rank_zero
 
 from lightning_memsave.core.units import format_bytes, parse_bytes
 from lightning_memsave.memory.allocator import read_peak, total_bytes
-from lightning_memsave.memory.ledger import Measurement, tensors_in
+from lightning_memsave.memory.ledger import Measurement
+from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
 

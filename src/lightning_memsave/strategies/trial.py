@@ -24,8 +24,9 @@ import torch
 from lightning_memsave.core.copies import copied
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.memory import allocator
-from lightning_memsave.memory.ledger import Ledger, Measurement, tensors_in
+from lightning_memsave.memory.ledger import Ledger, Measurement
 from lightning_memsave.memory.predict import Prediction
+from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.memory.verify import AllocationProfile
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.dry_run import fit, nothing_around, silence

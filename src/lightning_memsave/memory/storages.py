@@ -1,0 +1,42 @@
+"""The storages behind a tensor, and the tensors in a nest of containers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+
+def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """Every storage behind a tensor: one for a plain tensor, several for sparse ones and for wrapper subclasses."""
+    any_tensor: Any = tensor
+    if is_traceable_wrapper_subclass(any_tensor):
+        for inner in (getattr(any_tensor, name) for name in any_tensor.__tensor_flatten__()[0]):
+            if isinstance(inner, Tensor):  # DTensor lists its mesh as well
+                yield from storages(inner)
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+    elif tensor.layout is torch.sparse_coo:
+        yield tensor._indices().untyped_storage()
+        yield tensor._values().untyped_storage()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()):
+            yield part.untyped_storage()
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        for part in (tensor.ccol_indices(), tensor.row_indices(), tensor.values()):
+            yield part.untyped_storage()
+
+
+def tensors_in(tree: object, _seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Every tensor in a nest of containers, dataclasses and plain objects with a `__dict__` (a batch of any shape)."""
+    seen = set() if _seen is None else _seen
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            yield from tensors_in(vars(leaf), seen)
