@@ -484,7 +484,7 @@ def planner() -> str:
 
 def _against_others(feasible: list[Row]) -> str:
     """The plans' times over that of the fastest other setting, and how many others there were."""
-    timed = [row for row in feasible if row.get("num_rivals")]
+    timed = [row for row in feasible if row.get("time_against_fastest")]
     if not timed:
         return ""
     ratios = sorted(float(row["time_against_fastest"]) for row in timed)

@@ -48,7 +48,7 @@ class Prediction:
     """What makes the figure uncertain, one line each; empty where nothing is known to."""
     seconds: float | None = None
     """A modelled time of the step (roofline, one thread), good for comparing predictions, not as a promise; of a trial
-    of the plain step on CPU, the time that it took."""
+    on CPU, the time that it took."""
     num_operations: int | None = None
     """Of modules and of backward, without views."""
     cuda: CudaBytes | None = None

@@ -172,10 +172,18 @@ def _plan(
         workspace_bytes=workspace_bytes,
         steps=steps,
         next_step=_next_step(search, found, free_bytes),
+        measured_time_factor=_measured_time_factor(plain, prediction),
         source=prediction.source,
         flags=tuple(flags),
         num_predictions=search.num_predictions + 1,
     )
+
+
+def _measured_time_factor(plain: Prediction, planned: Prediction) -> float | None:
+    are_measured = plain.source == planned.source == "measured"
+    if not are_measured or plain.seconds is None or planned.seconds is None:
+        return None
+    return planned.seconds / plain.seconds
 
 
 def _steps(search: Search, found: Found, budget_bytes: int) -> tuple[PlanStep, ...]:

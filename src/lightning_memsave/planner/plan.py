@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +70,8 @@ class Plan:
     steps: tuple[PlanStep, ...] = ()
     next_step: str = ""
     """What would have come next, and why it was not needed."""
+    measured_time_factor: float | None = None
+    """Of real steps on CPU, where it was planned with such: the time of the planned step over that of the plain one."""
     source: str = "fake"
     """How it was predicted: `"fake"` for shapes alone, `"measured"` from real steps."""
     flags: tuple[str, ...] = ()
@@ -87,11 +90,10 @@ class Plan:
 
     @property
     def time_factor(self) -> float:
-        """Modelled, against the plain step."""
-        factor = 1.0
-        for step in self.steps:
-            factor *= step.time_factor
-        return factor
+        """Against the plain step: measured where that is known, else modelled."""
+        if self.measured_time_factor is not None:
+            return self.measured_time_factor
+        return math.prod(step.time_factor for step in self.steps)
 
     def as_recipe(self) -> Recipe:
         """The settings, for `MemSave`."""
@@ -99,6 +101,7 @@ class Plan:
 
     def __str__(self) -> str:
         """The plan for people."""
+        how = "about" if self.measured_time_factor is None else "measured"
         fixed = [t for t in self.techniques if technique_of(t).stem not in {step.technique for step in self.steps}]
         lines = [
             f'Plan for a budget of {format_bytes(self.budget_bytes)} ("{self.recipe}"'
@@ -109,7 +112,7 @@ class Plan:
             f"  planned step: {format_bytes(self.needed_bytes)}{_split(self.by_category)}"
             + (f", of which kernels {format_bytes(self.workspace_bytes)}" if self.workspace_bytes else ""),
             f"  {self.baseline_bytes / max(1, self.needed_bytes):.2f}x below the plain step, {self.loss_class}, time "
-            f"about x{self.time_factor:.2f}; {self.num_predictions} predictions ({self.source})",
+            f"{how} x{self.time_factor:.2f}; {self.num_predictions} predictions ({self.source})",
         ]
         lines += [f"  next: {self.next_step}"] if self.next_step else []
         return "\n".join([*lines, *(f"  uncertain: {flag}" for flag in self.flags)])

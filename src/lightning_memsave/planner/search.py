@@ -3,7 +3,8 @@
 Level by level (`ladder`), so that a result is never changed where an exact setting would do; within a level, the least
 time. For each choice of the other knobs, in the order of their time, the fewest microbatches that fit are found by
 bisection; the search ends at the first choice that could no longer beat the best one. Predictions are kept; what is
-weaker in every knob than a choice that did not fit is not asked for.
+weaker in every knob than a choice that did not fit is not asked for. Where predictions are real steps on CPU, they were
+timed as well, and the fastest of all that fit is taken.
 
 The smallest peak of a level is found by coordinate descent: from strong settings of every knob, once with microbatches
 chosen first and once last, one knob after the other, until none lowers the peak. That is exact where the best setting
@@ -27,6 +28,9 @@ from lightning_memsave.techniques.registry import TECHNIQUES, Config
 
 MAX_PREDICTIONS = 100
 """More are not made; then the best choice that is known is taken, and the plan says so."""
+
+_SCATTER = 0.1
+"""Of measured times: what is faster by less is not known to be."""
 
 Choice = tuple[Option, ...]
 """A setting for each knob."""
@@ -151,8 +155,26 @@ class Search:
         for level in self._levels:
             start = self._lowest(level, limit_bytes)
             if self.peak(start) <= limit_bytes:
-                return self._found(self._cheapest(level, start, limit_bytes), limit_bytes)
+                best = self._cheapest(level, start, limit_bytes)
+                return self._found(self._fastest(level, best, limit_bytes), limit_bytes)
         return None
+
+    def _fastest(self, level: tuple[int, int], best: Choice, limit_bytes: int) -> Choice:
+        """Of all that is known to fit, what was measured to be faster than the choice by the model."""
+        own = self.predict(best)
+        measured = [
+            (prediction.seconds, choice)
+            for choice, prediction in self._known.values()
+            if prediction is not None
+            and prediction.source == "measured"
+            and prediction.seconds is not None
+            and needed_bytes(prediction) <= limit_bytes
+            and all(option.level <= level for option in choice)
+        ]
+        if not measured or own is None or own.seconds is None:
+            return best
+        seconds, fastest = min(measured, key=lambda pair: pair[0])
+        return fastest if own.seconds > (1 + _SCATTER) * seconds else best
 
     def _found(self, choice: Choice, limit_bytes: int) -> Found:
         prediction = self.predict(choice)
@@ -224,13 +246,22 @@ class Search:
         others = [knob if number != position else knob[:1] for number, knob in enumerate(allowed)]
         best = start
         for other in sorted(itertools.product(*others), key=_cost):
-            if _cost(other) >= _cost(best):
+            if not self._is_worth_asking(other, best):
                 break
             tries = [other if part is None else _with(other, position, part) for part in parts]
-            tries = [choice for choice in tries if _cost(choice) < _cost(best)]
-            if (fewest := self._first_that_fits(tries, limit_bytes)) is not None:
+            tries = [choice for choice in tries if self._is_worth_asking(choice, best)]
+            fewest = self._first_that_fits(tries, limit_bytes)
+            if fewest is not None and _cost(fewest) < _cost(best):
                 best = fewest
         return best
+
+    def _is_worth_asking(self, choice: Choice, best: Choice) -> bool:
+        """Whether it may be faster; with real steps, also where the model has it a little slower."""
+        if _cost(choice) < _cost(best):
+            return True
+        plain = self.predict(self.nothing)
+        is_timed = plain is not None and plain.source == "measured" and plain.seconds is not None
+        return is_timed and time_factor(choice) < (1 + _SCATTER) * time_factor(best)
 
     def _first_that_fits(self, tries: Sequence[Choice], limit_bytes: int) -> Choice | None:
         """Whole batches, else by bisection: more microbatches need no more memory than two, which hold gradients."""

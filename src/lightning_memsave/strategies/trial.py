@@ -3,8 +3,8 @@
 Lightning's own loop trains the copy, so that whatever a run does is in the figure: microbatches, the optimizer's state
 and its temporaries, gradients that are held through the next forward pass, regions that are planned from the first
 batch. As in a run, the first step creates state and is not measured, the second and the third are; on CPU the fifth is
-profiled for what kernels take inside, and further plain steps are timed. Of a batch that is cut, two microbatches are
-enough, as later ones meet what the second meets.
+profiled for what kernels take inside, and further ones are timed. Of a batch that is cut, two microbatches are enough,
+as later ones meet what the second meets; their time is extended by the number of samples.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lightning_memsave.techniques.microbatching import Microbatching, Unsplittab
 from lightning_memsave.techniques.microbatching.split import even_sizes, take
 from lightning_memsave.techniques.registry import Config
 
-_NUM_TIMED = 3
+_NUM_TIMED = 3  # steps; the fastest counts
 _NOTED_BYTES = 64  # losses and logs of a microbatch, more than they are
 
 
@@ -68,8 +68,8 @@ class Trial:
 
     def __call__(self, techniques: Sequence[Config]) -> Prediction:
         """The peak under these settings."""
-        batch, missing_bytes = self._as_much_as_shows(techniques)
-        steps = _Steps(Recipe("trial", tuple(techniques)), self._num_batches, num_timed=0 if techniques else _NUM_TIMED)
+        batch, missing_bytes, whole = self._as_much_as_shows(techniques)
+        steps = _Steps(Recipe("trial", tuple(techniques)), self._num_batches, whole)
         with _without_a_trace(self._module), silence(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is said of a trial would be taken for the run's
             try:
@@ -88,13 +88,13 @@ class Trial:
     def _num_batches(self) -> int:
         return 1 if self._trainer is None else int(self._trainer.accumulate_grad_batches)
 
-    def _as_much_as_shows(self, techniques: Sequence[Config]) -> tuple[Any, int]:
-        """Two microbatches of the batch, and the bytes of the rest."""
+    def _as_much_as_shows(self, techniques: Sequence[Config]) -> tuple[Any, int, float]:
+        """Two microbatches of the batch, the bytes of the rest, and how many times as many samples there are."""
         used = two_microbatches(techniques, self._batch)
         if used is None:
-            return self._batch, 0
-        part = take(self._batch, 0, used, batch_size(self._batch))
-        return part, rest_bytes(self._batch, used)
+            return self._batch, 0, 1.0
+        num_samples = batch_size(self._batch)
+        return take(self._batch, 0, used, num_samples), rest_bytes(self._batch, used), num_samples / used
 
     @property
     def _device(self) -> torch.device:
@@ -164,9 +164,11 @@ def rest_bytes(batch: Any, num_used: int) -> int:
 class _Steps(pl.Callback):
     """Adopts the trial's strategy and measures some steps."""
 
-    def __init__(self, recipe: Recipe, num_batches: int, num_timed: int) -> None:
+    def __init__(self, recipe: Recipe, num_batches: int, whole: float) -> None:
         self._state, self._num_batches = MemSaveState(recipe), num_batches
-        self._last, self._began_seconds, self._seconds = 4 + num_timed, 0.0, list[float]()
+        self._whole = whole  # times as many samples as are used
+        self._began_seconds = self._updates_seconds = 0.0
+        self._seconds: list[float] = []
         self._ledger: Ledger | None = None
         self._profile: AllocationProfile | None = None
         self._profiled_bytes: int | None = None
@@ -193,18 +195,23 @@ class _Steps(pl.Callback):
         elif position == 0:
             self._began_seconds = time.thread_time()
 
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._updates_seconds = time.thread_time()
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step, position = divmod(batch_idx, self._num_batches)
         if position < self._num_batches - 1 or step in (0, 3):
             return
         device = trainer.strategy.root_device
         if step > 4:
-            self._seconds.append(time.thread_time() - self._began_seconds)
+            forward_and_backward = self._updates_seconds - self._began_seconds
+            update = time.thread_time() - self._updates_seconds
+            self._seconds.append(self._whole * forward_and_backward + update)
         elif step == 4:
             assert self._profile is not None, "it was opened a step before"
             self._profile.__exit__(None, None, None)
             self._profiled_bytes, self._profile = self._profile.peak_bytes, None
-        if step == self._last:
+        if len(self._seconds) == _NUM_TIMED:
             raise _DoneError
         if step >= 4:
             return
