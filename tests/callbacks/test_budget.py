@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import re
+import time
 
 import lightning as L
 import pytest
@@ -322,3 +324,12 @@ def test_a_trial_leaves_nothing_behind():
     assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
     with pytest.raises(ValueError, match="gradient release"):
         Trial(module, batch)((Microbatching(size=8), OptimizerState(format="32bit", gradients="release")))
+
+
+def test_a_trial_times_two_microbatches_as_all_and_the_update_once(monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: float(next(ticks)))  # one from each reading to the next
+    module, batch = Net(), next(iter(data()))
+    num_samples = len(batch[0])
+    assert Trial(module, batch)(()).seconds == 1 + 1
+    assert Trial(module, batch)((Microbatching(size=4),)).seconds == num_samples / 8 + 1

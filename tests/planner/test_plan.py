@@ -123,6 +123,10 @@ def test_a_plan_explains_itself():
     assert "uncertain: a guess" in text
     assert plan().loss_class == "exact"
     assert plan().time_factor == 1.2
+    timed = plan(measured_time_factor=1.5)
+    assert timed.time_factor == 1.5
+    assert "exact, time measured x1.50; " in str(timed)
+    assert Plan.from_json(timed.to_json()) == timed
 
 
 def test_a_plan_stands_alone():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -108,6 +109,59 @@ def test_no_more_than_the_allowed_predictions_are_made_and_the_search_says_so():
     search.cheapest(1)
     assert model.num_calls == 5
     assert search.is_exhausted
+
+
+class Timed(Model):
+    """Its predictions are real steps, whose times are those of the ladder but for one text."""
+
+    def __init__(self, seed, factors):
+        super().__init__(seed)
+        self.factors, self.refused = factors, None
+
+    def __call__(self, techniques):
+        kinds = {type(t): t for t in techniques}
+        seconds = 1.0
+        for kind, options in table("balanced").items():
+            option = next((o for o in options if o.config is not None and o.config == kinds.get(kind)), options[0])
+            seconds *= self.factors.get(option.text, option.time_factor)
+        return dataclasses.replace(super().__call__(techniques), source="measured", seconds=seconds)
+
+
+def chosen(factors, seed=1, fraction=0.5):
+    model = Timed(seed, factors)
+    search = Search(table("balanced"), model, [EarlyZeroGrad()])
+    limit = int(fraction * search.peak(search.nothing))
+    found = search.cheapest(limit)
+    assert found.prediction.peak_bytes <= limit
+    return describe(found.choice), search
+
+
+def test_measured_times_that_agree_with_the_model_change_nothing():
+    expected = Search(table("balanced"), Timed(1, {}), [EarlyZeroGrad()])
+    plain = expected.peak(expected.nothing)
+    modelled = Search(table("balanced"), Model(1), [EarlyZeroGrad()]).cheapest(int(0.5 * plain))
+    assert chosen({})[0] == describe(modelled.choice)
+
+
+def test_of_what_fits_the_one_that_was_measured_to_be_fastest_is_taken():
+    by_the_model, search = chosen({})
+    slow = {text: 5.0 for text in by_the_model.split(", ")}
+    assert all(text in {option.text for option in search.options()} for text in slow)
+    by_the_clock, _ = chosen(slow)
+    assert by_the_clock != by_the_model
+    assert not set(slow) & set(by_the_clock.split(", "))
+
+
+def test_what_is_faster_by_no_more_than_times_scatter_is_not():
+    by_the_model, search = chosen({})
+    factors = {o.text: o.time_factor for o in search.options()}
+    assert chosen({text: 1.05 * factors[text] for text in by_the_model.split(", ")})[0] == by_the_model
+
+
+def test_a_faster_setting_of_a_worse_loss_class_is_not_taken():
+    found, search = chosen({'activations=["exact", "int8"]': 0.01, 'optimizer_state="8bit"': 0.01})
+    texts = {option.text for option in search.options() if option.loss_class == "exact"}
+    assert set(found.split(", ")) <= texts
 
 
 def test_a_recipe_never_uses_what_a_later_one_may():
