@@ -1,10 +1,8 @@
 """Others' headline rows on the same shapes, with their figure beside ours.
 
-Measured: forward and backward onto gradients that exist, at two sizes of batch (for BERT-large also at two depths),
-by the ledger. Between them the peak is a fixed part and a part per sample; a third measurement says how far off that
-is (column `check`). Optimizer state is added by arithmetic. So the peak at the paper's batch, and the largest batch
-in the memory that the plain step takes at the paper's baseline batch, are predictions from measurements at small
-batches, in float32.
+Each row is a prediction of a whole step at the paper's batch, in float32 where nothing else is said: forward, backward
+and update, by the code that trains, on fake tensors. The largest batch is the one that fits into what the plain step
+takes at the paper's baseline batch. A real step of few samples says how far off predictions are (column `check`).
 
 Their figures are their GPU's and their framework's; ours are tracked bytes on CPU. Names of cases as arguments run
 only these.
@@ -12,29 +10,45 @@ only these.
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from harness import Subject, environment, measure_memory, put_row
-from lightning_memsave import (
-    ActivationCompression,
-    Checkpointing,
-    apply_activation_compression,
-    apply_checkpointing,
-)
+from harness import environment, put_row
+from lightning_memsave import ActivationCompression, Checkpointing, MemSave, OptimizerState
+from lightning_memsave.strategies.predicting import Predictor, largest_batch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from examples.models.unrolled_lstm import Chunk, UnrolledLSTM
 
 NAME = "papers"
-Loss = Callable[[], Tensor]
+
+
+class Step(L.LightningModule):
+    """A model, its loss, and the paper's optimizer."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], optimizer: str) -> None:
+        super().__init__()
+        self.model, self.loss, self.optimizer = model, loss, optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.model, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.optimizer == "SGD":
+            return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
+        return torch.optim.AdamW(self.parameters())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,231 +57,232 @@ class Case:
 
     paper: str
     model: str
-    make: Callable[[int, int], tuple[nn.Module, Loss]]
-    """(batch size, layers) -> model and loss."""
+    make: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Any], Tensor]
+    samples: Callable[[int], Any]
     batch: int
     """At which the paper's baseline runs."""
-    state_bytes: int
-    """Of the optimizer, per parameter: 8 for Adam, 4 for momentum."""
-    settings: dict[str, tuple[ActivationCompression | None, Checkpointing | None]]
+    optimizer: str
+    settings: dict[str, Callable[[], MemSave]]
     theirs: str
     quantity: str
     """What of ours is to be compared: a column."""
-    batches: tuple[int, int, int]
-    """To measure, the third as a check."""
-    layers: int = 0
-    """Of the paper's model, where fewer are measured."""
-    depths: tuple[int, int] | None = None
+    check: int | None = 2
+    """Samples of a step that is taken for real; `None` where the model is too large."""
 
 
-def compression(*codecs: str) -> ActivationCompression:
-    return ActivationCompression(codecs=codecs)
+def codecs(*names: str, **slots: Any) -> Callable[[], MemSave]:
+    return lambda: MemSave("measure", activations=ActivationCompression(codecs=names), **slots)
 
 
-PLAIN: dict[str, Any] = {"plain": (None, None)}
-EXACT: dict[str, Any] = {"exact": (compression("exact"), None)}
-INT8: dict[str, Any] = {"int8": (compression("int8"), None), "exact, int8": (compression("exact", "int8"), None)}
-INT4: dict[str, Any] = {"exact, int4": (compression("exact", "int4"), None)}
-CHAIN: dict[str, Any] = {"int4-chain": (compression("int4-chain"), None)}
-BLOCKS: dict[str, Any] = {
-    "blocks": (None, Checkpointing()),
-    "blocks + exact, int4": (compression("exact", "int4"), Checkpointing()),
+PLAIN = {"plain": lambda: MemSave("measure")}
+EXACT = {"exact": codecs("exact")}
+INT8 = {"int8": codecs("int8"), "exact, int8": codecs("exact", "int8")}
+INT4 = {"exact, int4": codecs("exact", "int4")}
+CHAIN = {"int4-chain": codecs("int4-chain")}
+BLOCKS = {
+    "blocks": lambda: MemSave("measure", checkpointing="blocks"),
+    "blocks + exact, int4": codecs("exact", "int4", checkpointing="blocks"),
+}
+RELEASED = OptimizerState(gradients="release")
+STEPWISE = {
+    "linear-cross-entropy": codecs("linear-cross-entropy"),
+    "+ blocks": codecs("linear-cross-entropy", checkpointing="blocks"),
+    "+ 8-bit state": codecs("linear-cross-entropy", checkpointing="blocks", optimizer_state="8bit"),
+    "+ released gradients": codecs("linear-cross-entropy", checkpointing="blocks", optimizer_state=RELEASED),
 }
 
 
 # ---------------------------------------------------------------------------------------------------- models
-def _images(model: nn.Module, batch_size: int) -> tuple[nn.Module, Loss]:
-    images, labels = torch.randn(batch_size, 3, 224, 224), torch.randint(0, 1000, (batch_size,))
-    return model, lambda: F.cross_entropy(model(images).logits, labels)
+def classify(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]).logits, batch[1])
 
 
-def resnet50(batch_size: int, layers: int) -> tuple[nn.Module, Loss]:
+def images(num_samples: int) -> Any:
+    return torch.randn(num_samples, 3, 224, 224), torch.randint(0, 1000, (num_samples,))
+
+
+def resnet50() -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    return _images(ResNetForImageClassification(ResNetConfig(num_labels=1000)), batch_size)
+    return ResNetForImageClassification(ResNetConfig(num_labels=1000))
 
 
-def swin_tiny(batch_size: int, layers: int) -> tuple[nn.Module, Loss]:
+def swin_tiny() -> nn.Module:
     from transformers import SwinConfig, SwinForImageClassification
 
-    return _images(SwinForImageClassification(SwinConfig(num_labels=1000)), batch_size)
+    return SwinForImageClassification(SwinConfig(num_labels=1000))
 
 
-def deit(width: int, heads: int) -> Callable[[int, int], tuple[nn.Module, Loss]]:
-    def make(batch_size: int, layers: int) -> tuple[nn.Module, Loss]:
-        from transformers import ViTConfig, ViTForImageClassification
+def deit(width: int, heads: int) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
 
-        shape = {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": heads}
-        return _images(ViTForImageClassification(ViTConfig(**shape, num_labels=1000)), batch_size)
-
-    return make
+    shape = {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": heads}
+    return ViTForImageClassification(ViTConfig(**shape, num_labels=1000))
 
 
-def bert_large(length: int) -> Callable[[int, int], tuple[nn.Module, Loss]]:
-    def make(batch_size: int, layers: int) -> tuple[nn.Module, Loss]:
-        from transformers import BertConfig, BertForSequenceClassification
+def bert_large() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
 
-        shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
-        config = BertConfig(**shape, num_hidden_layers=layers, attn_implementation="eager")
-        model = BertForSequenceClassification(config)
-        ids, labels = torch.randint(0, 30_000, (batch_size, length)), torch.randint(0, 2, (batch_size,))
-        return model, lambda: F.cross_entropy(model(input_ids=ids).logits, labels)
-
-    return make
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24}
+    return BertForSequenceClassification(BertConfig(**shape, attn_implementation="eager"))
 
 
-def lstm(batch_size: int, layers: int) -> tuple[nn.Module, Loss]:
-    model = UnrolledLSTM()
-    tokens = torch.randint(0, 1000, (batch_size, 65))
-    return model, lambda: model(tokens)
+def sentences(length: int, num_samples: int) -> Any:
+    return torch.randint(0, 30_000, (num_samples, length)), torch.randint(0, 2, (num_samples,))
+
+
+def llama_3b() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24}
+    config = LlamaConfig(**shape, num_key_value_heads=8, vocab_size=128_256, tie_word_embeddings=True, use_cache=False)
+    return LlamaForCausalLM(config).bfloat16()
+
+
+def next_token(model: nn.Module, ids: Tensor) -> Tensor:
+    logits = model(input_ids=ids).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 CASES = {
     "chen-lstm": Case(
         paper="Chen et al., 2016",
         model="LSTM, 4 x 1024, 64 steps",
-        make=lstm,
+        make=UnrolledLSTM,
+        loss=lambda model, tokens: model(tokens),
+        samples=lambda n: torch.randint(0, 1000, (n, 65)),
         batch=64,
-        state_bytes=4,
-        settings={**PLAIN, "chunks of 8 steps": (None, Checkpointing(modules=Chunk)), **EXACT},
+        optimizer="SGD",
+        settings={
+            **PLAIN,
+            "chunks of 8 steps": lambda: MemSave("measure", checkpointing=Checkpointing(modules=Chunk)),
+            **EXACT,
+        },
         theirs="> 4x less",
-        quantity="factor_beyond_fixed",
-        batches=(4, 8, 16),
+        quantity="activations_factor",
     ),
     "tempo-bert": Case(
         paper="Tempo, 2022",
         model="BERT-large, length 384",
-        make=bert_large(384),
+        make=bert_large,
+        loss=classify,
+        samples=functools.partial(sentences, 384),
         batch=8,
-        state_bytes=8,
+        optimizer="AdamW",
         settings={**PLAIN, **EXACT, **INT4},
         theirs="batch 8 -> 13 (1.6x; up to 2x)",
         quantity="batch_ratio",
-        batches=(1, 2, 3),
-        layers=24,
-        depths=(2, 4),
+        check=1,
     ),
     "gact-bert": Case(
         paper="GACT, 2022",
         model="BERT-large, length 128",
-        make=bert_large(128),
+        make=bert_large,
+        loss=classify,
+        samples=functools.partial(sentences, 128),
         batch=24,
-        state_bytes=8,
+        optimizer="AdamW",
         settings={**PLAIN, **INT4, **BLOCKS},
         theirs="batch 24 -> 592 (24.7x, with checkpointing)",
         quantity="batch_ratio",
-        batches=(4, 8, 12),
-        layers=24,
-        depths=(2, 4),
+        check=1,
     ),
     "gact-resnet": Case(
         paper="ActNN, 2021; GACT, 2022",
         model="ResNet-50, 224x224",
         make=resnet50,
+        loss=classify,
+        samples=images,
         batch=160,
-        state_bytes=4,
+        optimizer="SGD",
         settings={**PLAIN, **EXACT, **INT4, **CHAIN},
         theirs="batch 160 -> 1056 (6.6x, 2 bits); 688 (4.3x, 4 bits)",
         quantity="batch_ratio",
-        batches=(2, 4, 6),
     ),
     "gact-swin": Case(
         paper="GACT, 2022",
         model="Swin-T, 224x224",
         make=swin_tiny,
+        loss=classify,
+        samples=images,
         batch=112,
-        state_bytes=8,
+        optimizer="AdamW",
         settings={**PLAIN, **EXACT, **INT4},
         theirs="batch 112 -> 632 (5.6x)",
         quantity="batch_ratio",
-        batches=(2, 4, 6),
     ),
     **{
         f"mesa-{name.lower()}": Case(
             paper="Mesa, 2021",
             model=f"{name}, 224x224",
             make=make,
+            loss=classify,
+            samples=images,
             batch=128,
-            state_bytes=8,
+            optimizer="AdamW",
             settings={**PLAIN, **EXACT, **INT8, **INT4},
             theirs=theirs,
             quantity="factor",
-            batches=(2, 4, 6),
         )
         for name, make, theirs in (
-            ("DeiT-Ti", deit(192, 3), "4171 -> 1858 MB (2.2x)"),
-            ("DeiT-S", deit(384, 6), "8459 -> 3840 MB (2.2x)"),
+            ("DeiT-Ti", functools.partial(deit, 192, 3), "4171 -> 1858 MB (2.2x)"),
+            ("DeiT-S", functools.partial(deit, 384, 6), "8459 -> 3840 MB (2.2x)"),
             ("Swin-Ti", swin_tiny, "11812 -> 5371 MB (2.2x)"),
         )
     },
+    "torchtune-llama": Case(
+        paper="torchtune's README; batch and length are ours",
+        model="Llama 3.2 3B, bfloat16, length 2048",
+        make=llama_3b,
+        loss=next_token,
+        samples=lambda n: torch.randint(0, 128_256, (n, 2048)),
+        batch=2,
+        optimizer="AdamW",
+        settings={**PLAIN, **STEPWISE},
+        theirs="81.9 % less, step by step",
+        quantity="saved",
+        check=None,
+    ),
 }
 
 
-# ---------------------------------------------------------------------------------------------------- measuring
-def peak(case: Case, setting: str, batch_size: int, layers: int) -> int:
-    """Tracked peak of forward and backward onto gradients that exist."""
+# ---------------------------------------------------------------------------------------------------- rows
+def measured(case: Case, memsave: MemSave, num_samples: int) -> int:
+    """The peak of real steps."""
     torch.manual_seed(0)
-    model, loss = case.make(batch_size, layers)
-    model.train()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    activations, checkpointing = case.settings[setting]
-    if checkpointing is not None:
-        apply_checkpointing(model, checkpointing)
-    if activations is not None:
-        apply_activation_compression(model, activations)
-    subject = Subject(setting, model, torch.optim.SGD(model.parameters(), lr=0.0), None, lambda: loss().backward())
-    return measure_memory(subject, warm_up=False, workspace=False)["peak_bytes"]
-
-
-@dataclass(frozen=True)
-class Law:
-    """Peak = fixed + per_sample * batch."""
-
-    fixed_bytes: float
-    sample_bytes: float
-
-    def peak_bytes(self, batch_size: int) -> float:
-        return self.fixed_bytes + self.sample_bytes * batch_size
-
-    def largest_batch(self, budget_bytes: float) -> int:
-        return int((budget_bytes - self.fixed_bytes) / self.sample_bytes)
-
-
-def law(case: Case, setting: str, layers: int) -> Law:
-    first, second, _ = case.batches
-    low, high = (peak(case, setting, size, layers) for size in (first, second))
-    slope = (high - low) / (second - first)
-    return Law(low - slope * first, slope)
-
-
-def full_law(case: Case, setting: str) -> tuple[Law, float]:
-    """The law of the paper's model, optimizer state included, and how far the measured third batch is off."""
-    depths = case.depths or (case.layers, case.layers)
-    shallow = law(case, setting, depths[0])
-    deep = law(case, setting, depths[1]) if case.depths else shallow
-    third = case.batches[2]
-    check = deep.peak_bytes(third) / peak(case, setting, third, depths[1]) - 1
-    more = (case.layers - depths[1]) / (depths[1] - depths[0]) if case.depths else 0.0
-    with torch.device("meta"):
-        model, _ = case.make(1, case.layers)
-        state = case.state_bytes * sum(p.numel() for p in model.parameters())
-    return (
-        Law(
-            deep.fixed_bytes + more * (deep.fixed_bytes - shallow.fixed_bytes) + state,
-            deep.sample_bytes + more * (deep.sample_bytes - shallow.sample_bytes),
-        ),
-        check,
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        callbacks=[memsave],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
+    step = Step(case.make().train(), case.loss, case.optimizer)
+    trainer.fit(step, DataLoader([case.samples(num_samples)] * 3, batch_size=None))
+    report = memsave.report
+    assert report is not None
+    return report.peak_bytes
 
 
 def run(name: str) -> None:
     case = CASES[name]
-    plain: Law | None = None
-    for setting in case.settings:
-        found, check = full_law(case, setting)
+    predictor = Predictor(
+        lambda: Step(case.make().train(), case.loss, case.optimizer), lambda: case.samples(case.batch)
+    )
+    plain: Any = None
+    for setting, memsave in case.settings.items():
+        recipe = memsave().recipe
+        found = predictor(recipe)
         plain = plain or found
-        budget = plain.peak_bytes(case.batch)
+        is_asked = case.quantity == "batch_ratio" and found is not plain
+        largest = largest_batch(predictor, plain.peak_bytes, recipe) if is_asked else case.batch
+        check: float | str = ""
+        if case.check is not None:
+            few = predictor(recipe, num_samples=case.check).peak_bytes
+            check = few / measured(case, memsave(), case.check) - 1
         row = {
             "benchmark": NAME,
             "case": name,
@@ -275,25 +290,27 @@ def run(name: str) -> None:
             "model": case.model,
             "setting": setting,
             "batch": case.batch,
-            "peak_bytes": round(found.peak_bytes(case.batch)),
-            "sample_bytes": round(found.sample_bytes),
-            "fixed_bytes": round(found.fixed_bytes),
+            "peak_bytes": found.peak_bytes,
+            "activations_bytes": found.by_category["activations"],
             "check": check,
-            "factor": budget / found.peak_bytes(case.batch),
-            "factor_beyond_fixed": plain.sample_bytes / found.sample_bytes,
-            "largest_batch": found.largest_batch(budget),
-            "batch_ratio": found.largest_batch(budget) / case.batch,
+            "factor": plain.peak_bytes / found.peak_bytes,
+            "saved": 1 - found.peak_bytes / plain.peak_bytes,
+            "activations_factor": plain.by_category["activations"] / found.by_category["activations"],
+            **({"largest_batch": largest, "batch_ratio": largest / case.batch} if is_asked else {}),
             "quantity": case.quantity,
             "theirs": case.theirs,
-            "baseline": "predicted from measurements at smaller batches",
+            "baseline": "predicted",
+            "source": found.source,
             "seed": 0,
             **environment(),
         }
         put_row(NAME, row, ("case", "setting"))
-        print(f"{name}, {setting}: {row[case.quantity]:.2f} (check {check:+.1%}), theirs {case.theirs}", flush=True)
+        print(f"{name}, {setting}: {row.get(case.quantity, 1):.3f} (check {check}), theirs {case.theirs}", flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
     for wanted in sys.argv[1:] or CASES:
         run(wanted)

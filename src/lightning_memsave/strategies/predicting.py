@@ -239,7 +239,7 @@ class Predictor:
 
 
 def largest_batch(predictor: Predictor, device_bytes: int, techniques: Recipe | Sequence[Any] = ()) -> int:
-    """The largest number of samples that fits, by bisection; 0 where one does not.
+    """The largest number of samples that fits; 0 where one does not.
 
     Args:
         predictor: of the step, with a batch whose samples can be told.
@@ -249,10 +249,9 @@ def largest_batch(predictor: Predictor, device_bytes: int, techniques: Recipe | 
     Raises:
         ValueError: the samples of the batch cannot be told, or more than a thousand million fit.
     """
-    if predictor.num_samples is None:
+    if (present := predictor.num_samples) is None:
         raise setting_error("batch", "must tell its samples", "none", "Its tensors must share their first dimension.")
-
-    return _largest(lambda num: bool(predictor(techniques, num_samples=num).fits(device_bytes)))
+    return _largest(lambda num: predictor(techniques, num_samples=num).needed_bytes[1], device_bytes, max(1, present))
 
 
 def largest_value(
@@ -263,7 +262,7 @@ def largest_value(
     techniques: Recipe | Sequence[Any] = (),
     **settings: Any,
 ) -> int:
-    """The largest value of an argument with which a step fits, by bisection; 0 where 1 does not.
+    """The largest value of an argument with which a step fits; 0 where 1 does not.
 
     Args:
         name: of an integer argument of `module`, of `batch`, or of both: a length, a depth, a width.
@@ -284,20 +283,20 @@ def largest_value(
         rule = "must be `batch` or an argument of what makes the model or the batch"
         raise setting_error("--largest", rule, name, f"There are: {listed}.")
 
-    def fits(value: int) -> bool:
+    def needed_bytes(value: int) -> int:
         made = [
             functools.partial(make, **{name: value}) if name in arguments else make
             for make, arguments in zip((module, batch), known, strict=True)
         ]
         try:
-            return bool(Predictor(*made, **settings)(techniques).fits(device_bytes))
+            return Predictor(*made, **settings)(techniques).needed_bytes[1]
         except Exception as error:  # of the user's code: not every number is a width
             rule = "must be an argument whose values, by doubling and bisection, all make a step"
             remedy = f"{name}={value} fails: {type(error).__name__}: {error}"
             raise setting_error("--largest", rule, name, remedy) from error
 
     defaults = [arguments[name] for arguments in known if name in arguments]
-    return _largest(fits, next((each for each in defaults if type(each) is int and each > 0), 1))
+    return _largest(needed_bytes, device_bytes, next((each for each in defaults if type(each) is int and each > 0), 1))
 
 
 def _arguments(make: Any) -> dict[str, Any]:
@@ -308,13 +307,22 @@ def _arguments(make: Any) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
-def _largest(fits: Callable[[int], bool], start: int = 1) -> int:
-    low, high = 0, start  # the first fits, the second has not been seen to fail
-    while fits(high):
-        low, high = high, 2 * high
+def _largest(needed_bytes: Callable[[int], int], limit: int, start: int = 1) -> int:
+    """By doubling, then along the line between the two nearest, in turn with halves, as needs may bend."""
+    low, high, above = 0, start, needed_bytes(start)
+    below = 0
+    while above <= limit:
+        low, below, high = high, above, 2 * high
         if high > _MOST:
             raise ValueError(f"More than {_MOST} fit: the step takes no memory for them.")
+        above = needed_bytes(high)
+    along_the_line = low > 0
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        guess = low + (high - low) * (limit - below) // (above - below) if along_the_line else (low + high) // 2
+        middle = min(max(guess, low + 1), high - 1)
+        if (needed := needed_bytes(middle)) <= limit:
+            low, below = middle, needed
+        else:
+            high, above = middle, needed
+        along_the_line = not along_the_line
     return low
