@@ -29,8 +29,10 @@ from lightning_memsave.techniques.registry import TECHNIQUES, Config
 MAX_PREDICTIONS = 100
 """More are not made; then the best choice that is known is taken, and the plan says so."""
 
-_SCATTER = 0.1
+_SCATTER = 0.05
 """Of measured times: what is faster by less is not known to be."""
+_MODEL_SCATTER = 0.1
+"""Of the model's: what is slower by less may be faster."""
 
 Choice = tuple[Option, ...]
 """A setting for each knob."""
@@ -261,7 +263,7 @@ class Search:
             return True
         plain = self.predict(self.nothing)
         is_timed = plain is not None and plain.source == "measured" and plain.seconds is not None
-        return is_timed and time_factor(choice) < (1 + _SCATTER) * time_factor(best)
+        return is_timed and time_factor(choice) < (1 + _MODEL_SCATTER) * time_factor(best)
 
     def _first_that_fits(self, tries: Sequence[Choice], limit_bytes: int) -> Choice | None:
         """Whole batches, else by bisection: more microbatches need no more memory than two, which hold gradients."""
