@@ -54,7 +54,7 @@ WAYS: dict[str, tuple[type[Llama], dict[str, Any]]] = {
     "FSDP2, 8 processes": (ShardedLlama, sharded(8)),
     "FSDP2, 64 processes": (ShardedLlama, sharded(64)),
 }
-SETTINGS = {"plain": lambda: MemSave("measure"), "checkpointed": lambda: MemSave(checkpointing="blocks")}
+SETTINGS = {"plain": lambda: MemSave("measure"), "checkpointed": lambda: MemSave("measure", checkpointing="blocks")}
 
 
 def row(way: str, setting: str) -> dict[str, Any]:

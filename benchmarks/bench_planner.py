@@ -303,6 +303,7 @@ def taking_turns(
         pipes[text], theirs = context.Pipe()
         processes.append(context.Process(target=contend, args=(theirs, make, batch, memsave), daemon=True))
         processes[-1].start()
+        theirs.close()  # so that the end of a process ends its pipe
     for pipe in pipes.values():
         for steps in (3, num_steps):  # the first plans, the next two are measured; then as many as in a turn
             pipe.recv()

@@ -347,9 +347,11 @@ optimizer: {class_path: torch.optim.AdamW}
         ("{}", 0),
         ("{devices: auto, strategy: auto}", 0),
         ("{devices: [0]}", 0),
+        ("{devices: [-1]}", 0),
         ("{devices: 2}", 1),
-        ("{devices: '0,1', num_nodes: 2}", 1),
+        ("{devices: '0,1', num_nodes: '2'}", 1),
         ("{strategy: {class_path: lightning.pytorch.strategies.DDPStrategy}, devices: 2}", 1),
+        ("{strategy: {class_path: DDPStrategy}, devices: 2}", 1),
     ],
 )
 def test_plan_of_a_config_file_with_several_processes(configured, capsys, trainer, num_buckets):

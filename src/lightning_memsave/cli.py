@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_argument("--recipe", help="as `MemSave(recipe)` (default: lossless)")
     _add_slots(plan)
     plan.add_argument("--trainer-precision", help="as `Trainer(precision=...)`, for example bf16-mixed")
-    plan.add_argument("--strategy", help="as `Trainer(strategy=...)`: one device, DDP or FSDP2 (memsave_fsdp)")
+    plan.add_argument("--strategy", help="as `Trainer(strategy=...)`, for example ddp")
     plan.add_argument("--devices", type=int, help="of the run, of which one process is predicted (default: 1)")
     plan.add_argument("--num-nodes", type=int, help="of the run (default: 1)")
     plan.add_argument("--target", choices=("cpu", "cuda"), default="cpu", help="of which device (default: %(default)s)")

@@ -124,7 +124,7 @@ class Timed(Model):
         for kind, options in table("balanced").items():
             option = next((o for o in options if o.config is not None and o.config == kinds.get(kind)), options[0])
             seconds *= self.factors.get(option.text, option.time_factor)
-        return dataclasses.replace(super().__call__(techniques), source="measured", seconds=seconds)
+        return dataclasses.replace(super().__call__(techniques), seconds=seconds, is_timed=True)
 
 
 def chosen(factors, seed=1, fraction=0.5):
@@ -156,6 +156,19 @@ def test_what_is_faster_by_no_more_than_times_scatter_is_not():
     by_the_model, search = chosen({})
     factors = {o.text: o.time_factor for o in search.options()}
     assert chosen({text: 1.02 * factors[text] for text in by_the_model.split(", ")})[0] == by_the_model
+
+
+def test_modelled_times_do_not_choose():
+    """A step that reads values is measured as well, but its time is a model's."""
+    by_the_model, _ = chosen({})
+    slow = {text: 5.0 for text in by_the_model.split(", ")}
+
+    class Modelled(Timed):
+        def __call__(self, techniques):
+            return dataclasses.replace(super().__call__(techniques), source="measured", is_timed=False)
+
+    search = Search(table("balanced"), Modelled(1, slow), [EarlyZeroGrad()])
+    assert describe(search.cheapest(int(0.5 * search.peak(search.nothing))).choice) == by_the_model
 
 
 def test_a_faster_setting_of_a_worse_loss_class_is_not_taken():

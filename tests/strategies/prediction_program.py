@@ -53,6 +53,8 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
+MOST_HELD = 512
+"""Bytes of single numbers that gloo's threads may hold a moment longer."""
 BATCH = torch.randn(48, 6), torch.randint(0, 3, (48,))
 SHARDED = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
 CASES = [
@@ -99,7 +101,10 @@ def main() -> None:
         trainer.fit(module, DataLoader([BATCH] * 8, batch_size=None))
         if dist.get_rank() == 0:
             assert predicted[number].source == "fake", (case, predicted[number].flags)
-            assert predicted[number].by_category == memsave.report.by_category, case
+            took, expected = dict(memsave.report.by_category), dict(predicted[number].by_category)
+            held = took.pop("temporary") - expected.pop("temporary")
+            assert 0 <= held <= MOST_HELD, (case, held)
+            assert took == expected, case
     if dist.get_rank() == 0:
         print("ok", file=sys.stderr)
 

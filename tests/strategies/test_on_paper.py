@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_memsave import MemSave, predict
+from lightning_memsave import MemSave, MemSaveStrategy, predict
 from lightning_memsave.numerics.fakes import is_fake
 
 
@@ -76,14 +76,15 @@ def test_fsdp_of_one_process():
     assert found.by_category["data"] == batch.nbytes
 
 
-@pytest.mark.parametrize("strategy", ["auto", "memsave", "ddp", "memsave_ddp", DDPStrategy()])
+@pytest.mark.parametrize("strategy", ["auto", "memsave", MemSaveStrategy(), "ddp", "memsave_ddp", DDPStrategy()])
 def test_ddp_has_gradients_in_buckets_as_well(strategy):
     batch = torch.ones(8, 64)
     alone = predict(Layers(), batch, MemSave("measure"))
     found = predict(Layers(), batch, MemSave("measure"), strategy=strategy, devices=16)
     assert alone.by_category["gradients"] == WEIGHTS
     assert found.by_category["gradients"] == 2 * WEIGHTS
-    assert alone == predict(Layers(), batch, MemSave("measure"), strategy="memsave", devices=1)
+    for single in ("memsave", MemSaveStrategy(), SingleDeviceStrategy(device="cpu")):
+        assert alone == predict(Layers(), batch, MemSave("measure"), strategy=single, devices=1)
 
 
 def test_a_step_that_reads_values_is_measured_in_a_group_of_one():

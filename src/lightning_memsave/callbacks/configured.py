@@ -103,13 +103,17 @@ def _processes(trainer: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(strategy := found.get("strategy"), Mapping):
         module, _, last = str(strategy.get("class_path")).rpartition(".")
         try:
-            found["strategy"] = getattr(import_module(module), last)(**(strategy.get("init_args") or {}))
+            found["strategy"] = getattr(import_module(module or "lightning.pytorch.strategies"), last)(
+                **(strategy.get("init_args") or {})
+            )
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise setting_error("strategy", "must be a class that can be made", strategy, str(error)) from error
     devices = found.get("devices", 1)
-    if isinstance(devices, list):
+    if isinstance(found.get("num_nodes"), str):
+        found["num_nodes"] = int(found["num_nodes"])
+    if isinstance(devices, list) and devices != [-1]:
         found["devices"] = len(devices)
-    elif devices in ("auto", "-1", -1):
+    elif devices in ("auto", "-1", -1, [-1]):
         del found["devices"]
     elif isinstance(devices, str):
         found["devices"] = int(devices) if devices.isdigit() else sum(bool(part.strip()) for part in devices.split(","))

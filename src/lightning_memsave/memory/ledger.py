@@ -16,6 +16,7 @@ Cost: some tens of microseconds for each operation, so callers measure some step
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -102,7 +103,7 @@ class Ledger(TorchDispatchMode):
         self._ddp: list[nn.parallel.DistributedDataParallel] = []
         self._has_buckets = self._is_in_ddp = False
         self._gradients_are_buckets = False
-        self._gathers = False
+        self._is_sharded = False
         self.measurement: Measurement | None = None
 
     # ------------------------------------------------------------------ what exists
@@ -194,7 +195,7 @@ class Ledger(TorchDispatchMode):
         elif self._came_in(storage, inputs):
             if self._has_buckets and autograd_is_running():
                 self._was_there(self._book(storage, "gradients", reserved=True))
-            elif self._gathers and autograd_is_running():  # gloo works on copies, which no operation returns
+            elif self._is_sharded and autograd_is_running():  # gloo works on copies, which no operation returns
                 entry = self._book(storage, "temporary")
                 self._change(entry.num_bytes, entry)
             else:
@@ -207,15 +208,15 @@ class Ledger(TorchDispatchMode):
             self._change(entry.num_bytes, entry)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """What a storage had ends, what it has begins. Only gathered parameters were there before without memory."""
+        """What a storage had ends, what it has begins. FSDP2 keeps gathered parameters without memory."""
         if storage.device.type != ("meta" if self._fake else self._device_type):
             return
-        self._gathers = True
         entry = self._live.pop(storage._cdata, None)
         if entry is not None:
             entry.reference = None  # with its callback
             self._change(-entry.num_bytes, entry)
-        again = self._book(storage, "weights" if entry is None else entry.category)
+        category = entry.category if entry is not None else "weights" if self._is_sharded else None
+        again = self._book(storage, category)
         again.made = None if entry is None else entry.made
         self._recorded.append(again)
         self._change(again.num_bytes, again)
@@ -246,6 +247,7 @@ class Ledger(TorchDispatchMode):
         self.hold("weights", model.parameters())
         self.hold("weights", (t for p in model.parameters() for t in tensors_in(vars(p))))  # scales of a quantised one
         self.hold("weights", model.buffers())
+        self._is_sharded = any(is_traceable_wrapper_subclass(p) for p in model.parameters())
         self._ddp = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
         for ddp in self._ddp:
             self._hold_buckets(ddp)
@@ -280,8 +282,10 @@ class Ledger(TorchDispatchMode):
                 if p.requires_grad and p.is_leaf
             ]
         for ddp in self._ddp:  # from its own forward to that of what it wraps
-            self._hooks.append(ddp.register_forward_pre_hook(lambda *_: setattr(self, "_is_in_ddp", True)))
-            self._hooks.append(ddp.module.register_forward_pre_hook(lambda *_: setattr(self, "_is_in_ddp", False)))
+            enter = functools.partial(setattr, self, "_is_in_ddp", True)
+            self._hooks.append(ddp.register_forward_pre_hook(lambda *_, enter=enter: enter()))
+            leave = functools.partial(setattr, self, "_is_in_ddp", False)
+            self._hooks.append(ddp.module.register_forward_pre_hook(lambda *_, leave=leave: leave(), prepend=True))
         self._resizes = resizes_seen(self._resized)
         self._resizes.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch

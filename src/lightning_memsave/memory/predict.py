@@ -49,6 +49,8 @@ class Prediction:
     seconds: float | None = None
     """A modelled time of the step (roofline, one thread), good for comparing predictions, not as a promise; of a trial
     on CPU, the time that it took."""
+    is_timed: bool = False
+    """Whether it took these seconds."""
     num_operations: int | None = None
     """Of modules and of backward, without views."""
     cuda: CudaBytes | None = None

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 _watchers: list[Callable[[torch.UntypedStorage], None]] = []
+_before = torch.UntypedStorage.resize_
 
 
 @contextmanager
@@ -21,7 +22,9 @@ def resizes_seen(by: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
         >>> sizes
         [0]
     """
+    global _before
     if not _watchers:
+        _before = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]  # torch has no hook
     _watchers.append(by)
     try:
@@ -29,14 +32,11 @@ def resizes_seen(by: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     finally:
         _watchers.remove(by)
         if not _watchers:
-            torch.UntypedStorage.resize_ = _BEFORE  # type: ignore[method-assign]  # as it was
-
-
-_BEFORE = torch.UntypedStorage.resize_
+            torch.UntypedStorage.resize_ = _before  # type: ignore[method-assign]  # as it was
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-    _BEFORE(storage, size)
+    _before(storage, size)
     for watcher in _watchers:
         watcher(storage)
     return storage

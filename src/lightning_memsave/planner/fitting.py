@@ -180,8 +180,7 @@ def _plan(
 
 
 def _measured_time_factor(plain: Prediction, planned: Prediction) -> float | None:
-    are_measured = plain.source == planned.source == "measured"
-    if not are_measured or plain.seconds is None or planned.seconds is None:
+    if not (plain.is_timed and planned.is_timed) or plain.seconds is None or planned.seconds is None:
         return None
     return planned.seconds / plain.seconds
 

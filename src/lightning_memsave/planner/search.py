@@ -168,12 +168,12 @@ class Search:
             (prediction.seconds, choice)
             for choice, prediction in self._known.values()
             if prediction is not None
-            and prediction.source == "measured"
+            and prediction.is_timed
             and prediction.seconds is not None
             and needed_bytes(prediction) <= limit_bytes
             and all(option.level <= level for option in choice)
         ]
-        if not measured or own is None or own.seconds is None:
+        if not measured or own is None or not own.is_timed or own.seconds is None:
             return best
         seconds, fastest = min(measured, key=lambda pair: pair[0])
         return fastest if own.seconds > (1 + _SCATTER) * seconds else best
@@ -262,8 +262,7 @@ class Search:
         if _cost(choice) < _cost(best):
             return True
         plain = self.predict(self.nothing)
-        is_timed = plain is not None and plain.source == "measured" and plain.seconds is not None
-        return is_timed and time_factor(choice) < (1 + _MODEL_SCATTER) * time_factor(best)
+        return plain is not None and plain.is_timed and time_factor(choice) < (1 + _MODEL_SCATTER) * time_factor(best)
 
     def _first_that_fits(self, tries: Sequence[Choice], limit_bytes: int) -> Choice | None:
         """Whole batches, else by bisection: more microbatches need no more memory than two, which hold gradients."""

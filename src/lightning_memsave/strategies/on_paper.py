@@ -73,10 +73,10 @@ def num_processes_of(settings: Mapping[str, Any]) -> int:
 
 def _strategy(namespace: str, strategy: Any, num_processes: int) -> Any:
     strategies = import_module(f"{namespace}.strategies")
-    if strategy in ("auto", "memsave") and num_processes > 1:
+    if strategy in ("auto", "memsave") or isinstance(strategy, strategies.SingleDeviceStrategy):
+        if num_processes == 1:
+            return _single_device(namespace)(device="cpu")
         strategy = "ddp"
-    if strategy in ("auto", "memsave") or type(strategy) is strategies.SingleDeviceStrategy:
-        return _single_device(namespace)(device="cpu")
     named = strategies.StrategyRegistry
     if isinstance(strategy, str) and strategy not in named:
         raise setting_error("strategy", "must be one that Lightning knows", strategy, "For example 'ddp'.")

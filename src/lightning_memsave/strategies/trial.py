@@ -254,6 +254,7 @@ class _Steps(pl.Callback):
             workspace_bytes=workspace,
             source="measured",
             seconds=min(self._seconds, default=None),
+            is_timed=bool(self._seconds),
         )
 
 
