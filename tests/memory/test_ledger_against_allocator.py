@@ -97,6 +97,14 @@ def test_ddp_buckets_are_gradients(process_group, as_view, set_to_none):
     assert parameters <= measured.by_category["gradients"] <= (1 if as_view else 2) * parameters
 
 
+def test_what_a_hook_of_the_wrapped_module_makes_is_no_bucket(process_group):
+    inner, made = nn.Linear(4, 4), []
+    inner.register_forward_pre_hook(lambda *_: made.append(torch.zeros(1000)))
+    model = nn.parallel.DistributedDataParallel(inner)
+    measured = measure(lambda: model(torch.ones(2, 4)).sum().backward(), model, [])
+    assert measured.by_category["activations"] >= made[0].nbytes
+
+
 @pytest.mark.parametrize("as_view", [False, True])
 def test_ddp_orders_its_buckets_anew_without_a_second_set(process_group, as_view):
     """They die before the new ones are made, in the forward of the second step."""

@@ -16,7 +16,6 @@ Cost: some tens of microseconds for each operation, so callers measure some step
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -282,10 +281,10 @@ class Ledger(TorchDispatchMode):
                 if p.requires_grad and p.is_leaf
             ]
         for ddp in self._ddp:  # from its own forward to that of what it wraps
-            enter = functools.partial(setattr, self, "_is_in_ddp", True)
-            self._hooks.append(ddp.register_forward_pre_hook(lambda *_, enter=enter: enter()))
-            leave = functools.partial(setattr, self, "_is_in_ddp", False)
-            self._hooks.append(ddp.module.register_forward_pre_hook(lambda *_, leave=leave: leave(), prepend=True))
+            self._hooks += [
+                ddp.register_forward_pre_hook(lambda *_: setattr(self, "_is_in_ddp", True)),
+                ddp.module.register_forward_pre_hook(lambda *_: setattr(self, "_is_in_ddp", False), prepend=True),
+            ]
         self._resizes = resizes_seen(self._resized)
         self._resizes.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch

@@ -193,7 +193,7 @@ class _Steps(pl.Callback):
             assert self._profile is not None, "it was opened a step before"
             self._profile.mark()
         elif position == 0:
-            self._began_seconds = time.thread_time()
+            self._began_seconds = self._updates_seconds = time.thread_time()  # the latter where nothing is updated
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self._updates_seconds = time.thread_time()
