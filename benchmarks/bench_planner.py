@@ -178,13 +178,17 @@ def trained(make: Callable[[], Step], batch: Any, memsave: MemSave, *callbacks: 
 
 
 def kept(predictors: Callable[..., Any]) -> Callable[..., Any]:
-    """Predictions of one model are made once for all its budgets."""
+    """Predictions of one model are made once for all its budgets; what one plan asks for twice, it wants timed again."""
     known: dict[str, Any] = {}
 
     def once(predict: Callable[[Any], Any], which: int) -> Callable[[Any], Any]:
+        asked: set[str] = set()
+
         def predicted(techniques: Any) -> Any:
             key = f"{which} {techniques!r}"
-            if key not in known:
+            is_again = key in asked
+            asked.add(key)
+            if is_again or key not in known:
                 try:
                     known[key] = predict(techniques)
                 except ValueError as error:

@@ -103,6 +103,7 @@ def test_slots_shorthands_configs_and_false():
     ("arguments", "message"),
     [
         ({"recipe": "magic"}, r"`recipe` must be one of 'measure', 'lossless'.*got 'magic'"),
+        ({"recipe": [Microbatching()]}, r"`recipe` must be one of 'measure', 'lossless'.*got \[Microbatching"),
         ({"microbatch": 0}, r"`microbatch` must be a positive integer or .auto., got 0"),
         ({"microbatch": "all"}, r"`microbatch` must be a positive integer"),
         ({"microbatch": 2.5}, r"`microbatch` must be a positive integer"),

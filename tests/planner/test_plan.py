@@ -120,7 +120,7 @@ def test_a_plan_explains_itself():
     assert "plain step: 4.0 MiB (activations 3.0 MiB, weights 1.0 MiB)" in text
     assert "regions: saves 1.0 MiB, time about x1.20, exact" in text
     assert "planned step: 513.0 KiB (weights 512.0 KiB), of which kernels 1.0 KiB" in text
-    assert "uncertain: a guess" in text
+    assert "note: a guess" in text
     assert plan().loss_class == "exact"
     assert plan().time_factor == 1.2
     timed = plan(measured_time_factor=1.5)

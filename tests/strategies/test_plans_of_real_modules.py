@@ -12,7 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memsave import MemSave, predict
+from lightning_memsave import Checkpointing, MemSave, predict
 
 WIDTH, SAMPLES, BATCH = 64, 256, 128
 
@@ -139,6 +139,27 @@ def test_a_step_that_changes_its_batch_meets_the_data_as_it_is():
     planned = MemSave(budget="1x")
     _, ours = train(ChangesItsBatch, planned, ready())
     assert torch.equal(ours, train(ChangesItsBatch, MemSave(planned.plan), ready())[1])
+    _, plain = train(ChangesItsBatch, None, ready())
+    cut = MemSave(microbatch=86)
+    torch.testing.assert_close(train(ChangesItsBatch, cut, ready())[1], plain, rtol=1e-4, atol=1e-6)
+    assert any(applied.technique == "microbatching" for applied in cut.report.applied)
+
+
+@pytest.mark.parametrize("checkpointing", [Checkpointing(budget="1MiB"), "sqrt"])
+def test_a_rehearsal_with_values_leaves_the_data_as_it_is(checkpointing):
+    class ReadsAndChanges(ChangesItsBatch):
+        def training_step(self, batch, batch_idx):
+            self.largest = max(0.0, batch[0].abs().max().item())
+            return super().training_step(batch, batch_idx)
+
+    def ready():
+        return {"train_dataloaders": DataLoader([[part.clone() for part in tensors()]], batch_size=None)}
+
+    seen = [
+        train(ReadsAndChanges, memsave, ready())[0].lightning_module.largest
+        for memsave in (None, MemSave(checkpointing=checkpointing))
+    ]
+    assert seen[0] == seen[1]
 
 
 class Data(L.LightningDataModule):

@@ -14,6 +14,13 @@ def setting_error(name: str, rule: str, value: object, remedy: str) -> ValueErro
     return ValueError(f"`{name}` {rule}, got {value!r}. {remedy}")
 
 
+class BudgetTooSmallError(ValueError):
+    """No set of checkpoint regions meets a budget."""
+
+    lowest_bytes: int
+    """The smallest budget that one does meet."""
+
+
 class NoEffectWarning(UserWarning):
     """A technique was switched on by default and found nothing to work on."""
 

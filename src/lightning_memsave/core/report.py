@@ -135,7 +135,7 @@ class MemoryReport:
     """Median over the same steps; `None` where the size of a batch cannot be told."""
     num_steps_measured: int = 0
     applied: tuple[Applied, ...] = ()
-    timeline: Timeline | None = None
+    timeline: Timeline | None = field(default=None, repr=False)
     """The step with the highest peak, as the ledger saw it (on CUDA, without what only the allocator sees)."""
 
     @property

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_memsave.core.compatibility import check_compatibility, costs_of
-from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.errors import BudgetTooSmallError, setting_error
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.memory.predict import Prediction
 from lightning_memsave.planner.budget import MEANINGS, Budget
-from lightning_memsave.planner.ladder import OVERHEAD, TIERS, Knob, Option, knobs
+from lightning_memsave.planner.ladder import OVERHEAD, TIERS, Knob, Option, knobs, with_regions_for
 from lightning_memsave.planner.plan import Plan, PlanStep
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.planner.search import Found, Search, describe, in_order, needed_bytes
@@ -38,6 +38,8 @@ class Situation:
 
     num_samples: int | None = None
     """Of the batch; `None` when it cannot be cut."""
+    why_whole: str = ""
+    """Why it will not be, where its samples can be told."""
     is_cut_exact: bool = True
     """Whether microbatches leave the model's result as it is."""
     device_type: str = "cpu"
@@ -127,14 +129,21 @@ def _fit(search: Search, budget_bytes: int, confirm: Predict | None) -> tuple[Fo
     for _ in range(_MAX_CONFIRMATIONS):
         if found is None:
             break
-        real = confirm(search.techniques(found.choice))
-        over = needed_bytes(real) - budget_bytes
+        try:
+            real = confirm(search.techniques(found.choice))
+            over = needed_bytes(real) - budget_bytes
+        except BudgetTooSmallError as error:
+            over = error.lowest_bytes - budget_bytes
         if over <= 0:
             return dataclasses.replace(found, prediction=_with_flags(real, found.prediction)), None
         limit = min(limit, needed_bytes(found.prediction)) - over
         found = search.cheapest(limit) if limit > 0 else None
     smallest = search.lowest()
-    real = confirm(search.techniques(smallest))
+    try:
+        real = confirm(search.techniques(smallest))
+    except BudgetTooSmallError as error:  # real steps may take more than predicted ones
+        smallest = with_regions_for(smallest, error.lowest_bytes)
+        real = confirm(search.techniques(smallest))
     last = Found(smallest, real, budget_bytes, not search.is_exhausted)
     return (last, None) if needed_bytes(real) <= budget_bytes else (None, last)
 
@@ -156,7 +165,7 @@ def _plan(
     prediction, workspace_bytes = found.prediction, found.prediction.workspace_bytes + situation.noted_bytes
     free_bytes = budget_bytes - needed_bytes(prediction) - situation.noted_bytes
     steps = _steps(search, found, budget_bytes)
-    flags = list(dict.fromkeys((*plain.flags, *prediction.flags)))
+    flags = [flag for flag in dict.fromkeys((situation.why_whole, *plain.flags, *prediction.flags)) if flag]
     if not found.is_complete:
         flags.append(f"the search ended after {search.num_predictions} predictions: there may be a cheaper plan")
     return Plan(
@@ -285,5 +294,6 @@ def _infeasible(
         f'must be at least {format_bytes(lowest)} ({lowest} bytes) for this step under "{recipe.name}", which '
         f"{describe(choice)} would come to",
         f"{budget.text!r} ({format_bytes(sizes[0])})",
-        f"What is left is {category} for {share:.0%}: {_REMEDIES[category]} would lower it. {others}",
+        f"What is left is {category} for {share:.0%}: {_REMEDIES[category]} would lower it. {others} "
+        f"{situation.why_whole}".rstrip(),
     )

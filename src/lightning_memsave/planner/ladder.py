@@ -107,11 +107,7 @@ def knobs(
         ),
         Checkpointing: (
             Option(text="no regions", strength=0),
-            Option(
-                text=f"checkpointing=Checkpointing(budget={budget_bytes})",
-                config=Checkpointing(budget=budget_bytes),
-                time_factor=min(_BLOCKS - 0.01, 1.05 + 0.35 * max(0.0, 1 - budget_bytes / plain_bytes)),
-            ),
+            regions_for(budget_bytes, min(_BLOCKS - 0.01, 1.05 + 0.35 * max(0.0, 1 - budget_bytes / plain_bytes))),
             Option(text='checkpointing="blocks"', config=Checkpointing(), time_factor=_BLOCKS),
             Option(text='checkpointing="sqrt"', config=Checkpointing(method="sqrt"), time_factor=1.35),
             Option(text='checkpointing="recursive"', config=Checkpointing(method="recursive"), time_factor=2.4),
@@ -142,6 +138,20 @@ def knobs(
     return {
         kind: tuple(o for o in options if TIERS.index(o.tier) <= TIERS.index(tier)) for kind, options in table.items()
     }
+
+
+def regions_for(budget_bytes: int, time_factor: float) -> Option:
+    """Regions that are chosen to fit."""
+    text, config = f"checkpointing=Checkpointing(budget={budget_bytes})", Checkpointing(budget=budget_bytes)
+    return Option(text=text, config=config, time_factor=time_factor)
+
+
+def with_regions_for(options: Sequence[Option], budget_bytes: int) -> tuple[Option, ...]:
+    """The same settings, with regions that are chosen to fit another budget."""
+    return tuple(
+        regions_for(budget_bytes, option.time_factor) if isinstance(option.config, Checkpointing) else option
+        for option in options
+    )
 
 
 def _changed(text: str, config: Config, tier: str, time_factor: float, strength: int | None = None) -> Option:

@@ -115,7 +115,7 @@ class Plan:
             f"{how} x{self.time_factor:.2f}; {self.num_predictions} predictions ({self.source})",
         ]
         lines += [f"  next: {self.next_step}"] if self.next_step else []
-        return "\n".join([*lines, *(f"  uncertain: {flag}" for flag in self.flags)])
+        return "\n".join([*lines, *(f"  note: {flag}" for flag in self.flags)])
 
     # ------------------------------------------------------------------ data
     def as_dict(self) -> dict[str, Any]:

@@ -146,8 +146,8 @@ def resolve(recipe: str | Recipe, slots: Mapping[str, object]) -> Recipe:
     >>> resolve("lossless", {"microbatch": 10}).stems()
     ('early_zero_grad', 'microbatching')
     """
-    if isinstance(recipe, str):
-        if recipe not in RECIPES:
+    if not isinstance(recipe, Recipe):
+        if not isinstance(recipe, str) or recipe not in RECIPES:
             raise setting_error(
                 "recipe",
                 f"must be one of {', '.join(map(repr, RECIPES))} or a `Recipe`",

@@ -30,9 +30,9 @@ from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.ddp import bytes_on_top
 from lightning_memsave.strategies.first_batch import first_batch
 from lightning_memsave.strategies.predicting import Predictor
-from lightning_memsave.strategies.trial import StepFailedError, Trial, rest_bytes, two_microbatches
+from lightning_memsave.strategies.trial import StepFailedError, Trial, as_if_whole, rest_bytes, two_microbatches
 from lightning_memsave.strategies.ways import ways_of_training
-from lightning_memsave.techniques.microbatching import UnsplittableBatchError, batch_size, why_not_exact
+from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size, why_not_exact
 from lightning_memsave.techniques.registry import Config
 
 SMALL_BYTES = 64 * 2**20
@@ -165,9 +165,9 @@ def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: A
     on_paper, by_trial = _predictors(module, batch, trainer)
     if trainer is not None and trainer.world_size > 1:
         on_paper, by_trial = _agreed(trainer, on_paper), _agreed(trainer, by_trial)
-    situation = _situation(module, batch, trainer)
     try:
         plain = on_paper(())
+        situation = _situation(module, batch, trainer, _why_whole(module, batch, recipe, trainer))
         if situation.device_type != "cpu" or plain.peak_bytes > SMALL_BYTES:
             situation = replace(situation, overhead=overhead_of(plain.num_operations, plain.seconds))
             return make_plan(budget, recipe, situation, plain, on_paper, by_trial)
@@ -190,13 +190,14 @@ def _predictors(module: Any, batch: Any, trainer: Any) -> tuple[Predict, Predict
 
     def predict(techniques: Sequence[Config]) -> Prediction:
         used = two_microbatches(techniques, batch)
+        missing_bytes = 0 if used is None else rest_bytes(batch, used)
         try:
-            found = predictor(techniques, num_samples=used)
+            found = as_if_whole(lambda part: predictor(part, num_samples=used), techniques, missing_bytes)
         except ValueError:
             raise
         except Exception as error:  # of user code, on a copy of the module
             raise StepFailedError(f"{type(error).__name__}: {error}") from error
-        return found if used is None else _with_bytes(found, "data", rest_bytes(batch, used))
+        return _with_bytes(found, "data", missing_bytes)
 
     return predict, Trial(module, batch, trainer)
 
@@ -227,15 +228,26 @@ def _with_bytes(prediction: Prediction, category: str, num_bytes: int) -> Predic
     return replace(prediction, peak_bytes=prediction.peak_bytes + num_bytes, by_category=split)
 
 
-def _situation(module: Any, batch: Any, trainer: Any) -> Situation:
+def _why_whole(module: Any, batch: Any, recipe: Recipe, trainer: Any) -> str:
+    """Why the run will not cut its batches, as rank 0 finds; empty where it will, may, or was not to."""
+    if Microbatching in recipe.switched_off:
+        return ""
+    why = Trial(module, batch, trainer).why_whole(recipe.get(Microbatching) or Microbatching())
+    if why and trainer is not None and trainer.world_size > 1:
+        why = trainer.strategy.broadcast(why)
+    return f"Batches are not cut into microbatches: {why}" if why else ""
+
+
+def _situation(module: Any, batch: Any, trainer: Any, why_whole: str) -> Situation:
     try:
-        num_samples: int | None = batch_size(batch)
+        num_samples = None if why_whole else batch_size(batch)
     except UnsplittableBatchError:
         num_samples = None
     device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
     is_cpu = device.type == "cpu"
     return Situation(
         num_samples=num_samples,
+        why_whole=why_whole,
         is_cut_exact=not why_not_exact(module),
         device_type=device.type,
         device_bytes=machine_bytes() if is_cpu else total_bytes(device),

@@ -23,7 +23,7 @@ from lightning_memsave.memory.trace import Trace, trace_step
 from lightning_memsave.numerics.fakes import is_fake, with_values
 from lightning_memsave.planner.checkpointing import CheckpointingPlan, Planner, no_plan
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
-from lightning_memsave.strategies.rehearsal import without_a_trace
+from lightning_memsave.strategies.rehearsal import values_kept, without_a_trace
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing
 
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
@@ -158,7 +158,8 @@ def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[],
         _bring_gradients(trainer, module)
         args = tree_map(lambda leaf: leaf, args)  # containers of its own, of which a step may take things away
         step = functools.partial(_forward_and_backward, trainer, args)
-        return trace_step(module, step if scope is None else lambda: scope(step), held=list(tensors_in(args)))
+        with values_kept(args):
+            return trace_step(module, step if scope is None else lambda: scope(step), held=list(tensors_in(args)))
 
     with without_a_trace(trainer, module, args), _without_reduction(trainer.strategy.model):
         if scope is not None:

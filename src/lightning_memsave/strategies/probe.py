@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
-from lightning_memsave.strategies.rehearsal import without_a_trace
+from lightning_memsave.strategies.rehearsal import values_kept, without_a_trace
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.reduction import Reduction, infer_reduction
 from lightning_memsave.techniques.microbatching.split import take
@@ -57,7 +57,8 @@ def infer_module_reduction(
     dtypes = set()
 
     def loss_of(part: Any) -> float:
-        output = trainer.strategy.training_step(*{**kwargs, "batch": part}.values())
+        with values_kept(part):
+            output = trainer.strategy.training_step(*{**kwargs, "batch": part}.values())
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise TypeError("training_step returned no loss")

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
+
+from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.strategies.metrics import MergedMetrics
 from lightning_memsave.techniques.microbatching.batchnorm import unpooled
@@ -43,3 +46,16 @@ def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[None]:
             layer.dense_gradient = None  # of the rehearsal's backward
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
+
+
+@contextmanager
+def values_kept(batch: Any) -> Iterator[None]:
+    """Tensors of a batch that a step edits in place get their values back; they are cloned for that."""
+    kept = [(tensor, tensor._version, tensor.clone()) for tensor in tensors_in(batch) if not tensor.is_inference()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, version, before in kept:
+                if tensor._version != version:
+                    tensor.copy_(before)

@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 
 from lightning_memsave.core.copies import copied
+from lightning_memsave.core.errors import BudgetTooSmallError
 from lightning_memsave.core.report import CATEGORIES
+from lightning_memsave.core.units import parse_bytes
 from lightning_memsave.memory import allocator
 from lightning_memsave.memory.ledger import Ledger, Measurement
 from lightning_memsave.memory.predict import Prediction
@@ -35,10 +38,12 @@ from lightning_memsave.strategies.namespaces import namespace_of
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
 from lightning_memsave.strategies.random_state import random_state_kept
 from lightning_memsave.strategies.run_state import MemSaveState
+from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
 from lightning_memsave.techniques.microbatching.split import even_sizes, take
 from lightning_memsave.techniques.registry import Config
 
+T = TypeVar("T")
 _NUM_TIMED = 3  # steps; the fastest counts
 _NOTED_BYTES = 64  # losses and logs of a microbatch, more than they are
 
@@ -69,7 +74,40 @@ class Trial:
     def __call__(self, techniques: Sequence[Config]) -> Prediction:
         """The peak under these settings."""
         batch, missing_bytes, whole = self._as_much_as_shows(techniques)
-        steps = _Steps(Recipe("trial", tuple(techniques)), self._num_batches, whole)
+
+        def take(techniques: Sequence[Config], batch: Any, whole: float) -> _Steps | None:
+            steps = _Steps(Recipe("trial", tuple(techniques)), self._num_batches, whole)
+            return steps if self._has_room(steps, batch) else None
+
+        steps = as_if_whole(lambda techniques: take(techniques, batch, whole), techniques, missing_bytes)
+        if steps is not None and missing_bytes and not steps.is_cut:  # the run will not cut it either
+            missing_bytes, steps = 0, take(techniques, self._batch, 1.0)
+        return self._too_large() if steps is None else steps.result(missing_bytes)
+
+    def why_whole(self, config: Microbatching) -> str:
+        """Why the run will not cut its batches, as far as a few samples tell; empty where it will, or may.
+
+        Args:
+            config: what is set besides a number of samples.
+        """
+        try:
+            num_samples = batch_size(self._batch)
+        except UnsplittableBatchError:
+            return ""
+        if config.split_fn is not None or num_samples < 2:
+            return ""
+        few = min(4, num_samples)
+        step = _OneStep(Recipe("trial", (dataclasses.replace(config, size=few // 2, start=None, max_bytes=None),)))
+        try:
+            self._has_room(step, take(self._batch, 0, few, num_samples))
+        except ValueError:  # which says nothing about other numbers of samples
+            return ""
+        if not step.is_cut and not self._module.automatic_optimization:
+            return "with manual optimization only `lightning_memsave.microbatches(batch)` in `training_step` cuts them."
+        return step.state.loop.why_whole
+
+    def _has_room(self, steps: _OneStep, batch: Any) -> bool:
+        """Train a copy for these steps; `False` where memory ran out."""
         with _without_a_trace(self._module), silence(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is said of a trial would be taken for the run's
             try:
@@ -80,9 +118,9 @@ class Trial:
                 raise
             except Exception as error:
                 if is_out_of_memory(error):
-                    return self._too_large()
+                    return False
                 raise StepFailedError(f"{type(error).__name__}: {error}") from error
-        return steps.result(missing_bytes)
+        return True
 
     @property
     def _num_batches(self) -> int:
@@ -161,11 +199,49 @@ def rest_bytes(batch: Any, num_used: int) -> int:
     return total - total * num_used // num_samples + _NOTED_BYTES * num_left_out
 
 
-class _Steps(pl.Callback):
-    """Adopts the trial's strategy and measures some steps."""
+def as_if_whole(predict: Callable[[Sequence[Config]], T], techniques: Sequence[Config], missing_bytes: int) -> T:
+    """Predict with a part of a batch: budgets of regions are the run's, so they are less what is missing.
+
+    Raises:
+        BudgetTooSmallError: with the smallest that the run could meet.
+    """
+
+    def less(config: Config) -> Config:
+        if not isinstance(config, Checkpointing) or config.budget is None or isinstance(config.budget, float):
+            return config
+        return dataclasses.replace(config, budget=max(1, parse_bytes("budget", config.budget) - missing_bytes))
+
+    try:
+        return predict([less(config) for config in techniques])
+    except BudgetTooSmallError as error:
+        error.lowest_bytes += missing_bytes
+        raise
+
+
+class _OneStep(pl.Callback):
+    """Adopts the trial's strategy, and ends it after one batch."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.state = MemSaveState(recipe)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        adopt(trainer.strategy, self.state)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a batch was cut into microbatches."""
+        return self.state.loop.applied is not None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        raise _DoneError
+
+
+class _Steps(_OneStep):
+    """Measures some steps."""
 
     def __init__(self, recipe: Recipe, num_batches: int, whole: float) -> None:
-        self._state, self._num_batches = MemSaveState(recipe), num_batches
+        super().__init__(recipe)
+        self._num_batches = num_batches
         self._whole = whole  # times as many samples as are used
         self._began_seconds = self._updates_seconds = 0.0
         self._seconds: list[float] = []
@@ -175,9 +251,6 @@ class _Steps(pl.Callback):
         self._highest: Measurement | None = None
         self._latest: Measurement | None = None
         self._allocated: allocator.AllocatorBytes | None = None
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        adopt(trainer.strategy, self._state)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         step, position = divmod(batch_idx, self._num_batches)

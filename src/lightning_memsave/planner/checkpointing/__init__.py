@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.errors import BudgetTooSmallError, setting_error
 from lightning_memsave.core.units import format_bytes, parse_bytes
 from lightning_memsave.memory.trace import Trace, trace_step
 from lightning_memsave.planner.checkpointing.budget import fit_budget
@@ -106,13 +106,19 @@ class Planner:
             return dataclasses.replace(plan, seconds=sum(effect.seconds for effect in effects))
         found, lowest = self._fit(self.budget_bytes)
         if found is None:
-            raise setting_error(
-                "Checkpointing.budget",
-                f"must be at least {format_bytes(lowest)} ({lowest} bytes) for this step",
-                f"{self._config.budget!r} ({format_bytes(self.budget_bytes)})",
-                f"{self._what_dominates()} Or choose `method='recursive'`, or a smaller microbatch.",
-            )
+            raise self._too_small(lowest)
         return found
+
+    def _too_small(self, lowest_bytes: int) -> BudgetTooSmallError:
+        text = setting_error(
+            "Checkpointing.budget",
+            f"must be at least {format_bytes(lowest_bytes)} ({lowest_bytes} bytes) for this step",
+            f"{self._config.budget!r} ({format_bytes(self.budget_bytes)})",
+            f"{self._what_dominates()} Or choose `method='recursive'`, or a smaller microbatch.",
+        )
+        error = BudgetTooSmallError(str(text))
+        error.lowest_bytes = lowest_bytes
+        return error
 
     def plan_again(self, less_bytes: int) -> CheckpointingPlan | None:
         """Regions for a budget that is smaller by `less_bytes`, which a measured step took and its trace did not show.
