@@ -178,7 +178,7 @@ def trained(make: Callable[[], Step], batch: Any, memsave: MemSave, *callbacks: 
 
 
 def kept(predictors: Callable[..., Any]) -> Callable[..., Any]:
-    """Predictions of one model are made once for all its budgets; what one plan asks for twice, it wants timed again."""
+    """Predictions of one model are made once for all its budgets; what a plan asks for twice is to be timed again."""
     known: dict[str, Any] = {}
 
     def once(predict: Callable[[Any], Any], which: int) -> Callable[[Any], Any]:
