@@ -141,7 +141,7 @@ def llama_3b() -> nn.Module:
 
 
 def next_token(model: nn.Module, ids: Tensor) -> Tensor:
-    logits = model(input_ids=ids).logits  # a slice of them keeps "linear-cross-entropy" without effect
+    logits = model(input_ids=ids).logits  # those of the last token are not needed
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 

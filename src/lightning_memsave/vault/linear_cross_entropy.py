@@ -2,11 +2,14 @@
 
 `cross_entropy(linear(h, W, b), target)` keeps one log-probability per class and sample, and its backward makes as many
 gradients: for a language model more than all else. torch's `linear_cross_entropy` goes through the logits chunk by
-chunk and computes the gradients of h and W at once, in forward. Here a call of `cross_entropy` whose logits come
-straight from a Linear is answered by it. The logits that the caller computed die with the caller's own reference.
+chunk and computes the gradients of h and W at once, in forward. Here a call of `cross_entropy` whose logits come from a
+Linear is answered by it: all of them, or those of some positions (`logits[:, :-1]`), as they are or cast to float32.
+The logits that the caller computed die with the caller's own reference.
 
-Equal up to rounding. The price: the Linear is computed twice, its weight's gradient exists from the forward pass on,
-and a second backward through the loss (`retain_graph`, `create_graph`) raises an error.
+Equal up to rounding, which is that of the Linear's dtype; the loss itself keeps the digits of a cast. Logits of float16
+are left alone: gradients are made before a loss scale could reach them. The price: the Linear is computed twice, its
+weight's gradient exists from the forward pass on, and a second backward through the loss (`retain_graph`,
+`create_graph`) raises an error.
 
 Source: `torch.nn.functional.linear_cross_entropy` (torch 2.13); the idea: Wijmans et al., "Cut Your Losses in Large-
 Vocabulary Language Models", 2024 (https://arxiv.org/abs/2411.09009).
@@ -23,7 +26,7 @@ from torch import Tensor, nn
 from lightning_memsave.numerics.fakes import is_plain, truth
 from lightning_memsave.vault.entries import Handle
 from lightning_memsave.vault.forms import Rank
-from lightning_memsave.vault.graph import ForeignError, Node, has_hooks, inputs_of, packed, saved
+from lightning_memsave.vault.graph import ForeignError, Node, has_hooks, inputs_of, output_of, packed, saved
 from lightning_memsave.vault.policy import Call
 
 
@@ -55,31 +58,58 @@ def linear_cross_entropy(call: Call) -> Tensor | None:
         and not torch.is_autocast_enabled(logits.device.type)
     )
     try:
-        head = _head(logits.grad_fn) if is_plain else None
+        head = _head(logits) if is_plain else None
     except ForeignError:
         return None
-    if head is None or head.input.shape[0] != logits.shape[0] or head.weight.shape[0] != logits.shape[1]:
+    if head is None:
         return None
-    ignore_index = call.argument(4, "ignore_index", -100)
+    weight, ignore_index = call.argument(2, "weight"), call.argument(4, "ignore_index", -100)
     if reduction == "mean" and not truth((target != ignore_index).any(), True):
         return None  # 0 / 0, which the two treat otherwise
     if logits.numel() <= head.input.numel() + head.weight.numel():  # what the chunked one keeps: it would not pay
         return None
-    return F.linear_cross_entropy(
+    loss = F.linear_cross_entropy(
         head.input,
         head.weight,
         target,
         linear_bias=head.bias,
-        weight=call.argument(2, "weight"),
+        weight=weight if weight is None else weight.to(head.input.dtype),
         reduction=reduction,
         ignore_index=ignore_index,
         options=nn.LinearCrossEntropyOptions(),
     )
+    if loss.dtype == logits.dtype:
+        return loss
+    num_rows = max(1, head.input.numel() // logits.shape[1])
+    with torch.no_grad():  # in the dtype that the caller cast to, as rounding the loss to the Linear's would show
+        exact = _in_parts(logits, target, num_rows, weight, reduction, ignore_index)
+        correction = exact - loss
+    return loss + correction
 
 
-def _head(node: Node | None) -> Head | None:
-    """The Linear whose output, viewed as [N, C], leaves `node`."""
-    while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0"):
+def _in_parts(
+    logits: Tensor, target: Tensor, num_rows: int, weight: Tensor | None, reduction: str, ignore_index: int
+) -> Tensor:
+    """`F.cross_entropy`, of some rows at a time."""
+    losses = torch.cat(
+        [
+            F.cross_entropy(some, wanted, weight, ignore_index=ignore_index, reduction="none")
+            for some, wanted in zip(logits.split(num_rows), target.split(num_rows), strict=True)
+        ]
+    )
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    counts = target != ignore_index
+    return losses.sum() / (counts if weight is None else counts * weight[target.where(counts, 0)]).sum()
+
+
+def _head(logits: Tensor) -> Head | None:
+    """The Linear of whose output `logits` [N, C] are rows: all, or slices of its positions, in a wider dtype or not."""
+    node, views = logits.grad_fn, list[Node]()
+    while node is not None and node.name() in _OF_ROWS:
+        views.append(node)
         node = inputs_of(node)[0][0]
     if node is None or node.name() not in ("AddmmBackward0", "MmBackward0"):
         return None
@@ -94,7 +124,36 @@ def _head(node: Node | None) -> Head | None:
     name = "mat1" if has_bias else "self"
     if weight is None or (has_bias and bias is None) or not _is_exact(packed(node, name)):
         return None
-    return Head(saved(node, name), weight, bias)
+    rows: Tensor | None = saved(node, name)
+    for view in reversed(views):
+        rows = None if rows is None else _viewed(rows, view, num_classes=weight.shape[0])
+    if rows is None or weight.dtype == torch.float16:
+        return None
+    is_cast = torch.promote_types(weight.dtype, logits.dtype) == logits.dtype and weight.device == logits.device
+    if not is_cast or weight.shape[0] != logits.shape[1] or rows.shape[:-1] != logits.shape[:-1]:
+        return None
+    return Head(rows, weight, bias)
+
+
+_VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+_OF_ROWS = (*_VIEWS, "SliceBackward0", "CloneBackward0", "ToCopyBackward0")
+
+
+def _viewed(rows: Tensor, node: Node, num_classes: int) -> Tensor | None:
+    """What `node` does to logits [..., C], done to the inputs [..., D] of their rows; `None` if it mixes classes."""
+    if node.name() in _VIEWS:
+        *shape, last = output_of(node, 0).shape
+        return rows.reshape(*shape, rows.shape[-1]) if last == num_classes else None
+    if node.name() == "SliceBackward0":
+        dim, *part = (_signed(saved(node, name)) for name in ("dim", "start", "end", "step"))
+        dim %= rows.dim()
+        return rows[(slice(None),) * dim + (slice(*part),)] if dim < rows.dim() - 1 else None
+    return rows  # a copy
+
+
+def _signed(number: int) -> int:
+    """Nodes tell negative numbers as unsigned ones."""
+    return number - 2**64 if number >= 2**63 else number
 
 
 def _leaf(node: Node | None) -> Tensor | None:
