@@ -13,9 +13,10 @@ from lightning_memsave import Checkpointing, EarlyZeroGrad, Microbatching, Optim
 from lightning_memsave.core.errors import BudgetTooSmallError
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.memory.predict import CudaBytes, Prediction
+from lightning_memsave.planner.budget import needed_bytes
 from lightning_memsave.planner.ladder import OVERHEAD, TIERS, knobs, levels, overhead_of, regions_for
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.planner.search import Search, describe, in_order, needed_bytes, time_factor
+from lightning_memsave.planner.search import Search, describe, in_order, time_factor
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.sparsity import Sparsity
@@ -175,12 +176,39 @@ def test_a_time_that_was_short_once_does_not_choose():
     search = Search(table("balanced"), Lucky(1, {}), [EarlyZeroGrad()])
     limit = int(0.5 * search.peak(search.nothing))
     found = search.cheapest(limit)
-    assert len(asked) > len({describe_all(techniques) for techniques in asked}), "two were timed again"
+    assert len(asked) > len({repr(techniques) for techniques in asked}), "two were timed again"
     assert describe(found.choice) == by_the_model
 
 
-def describe_all(techniques):
-    return repr(techniques)
+def test_a_second_time_that_cannot_be_taken_is_none():
+    """The fastest fails when it is timed again: the next one is taken."""
+    expected, _ = chosen({})
+    slow = {text: 5.0 for text in expected.split(", ")}
+    second, _ = chosen(slow)
+    asked = []
+
+    class FailsAgain(Timed):
+        def __call__(self, techniques):
+            is_again = repr(techniques) in asked
+            asked.append(repr(techniques))
+            if is_again and self.forbidden(techniques):
+                raise ValueError("not a second time")
+            return super().__call__(techniques)
+
+    model = FailsAgain(1, slow)
+    search = Search(table("balanced"), model, [EarlyZeroGrad()])
+    model.forbidden = lambda techniques: describe_techniques(search, second) == repr(techniques)
+    limit = int(0.5 * search.peak(search.nothing))
+    found = search.cheapest(limit)
+    assert found.prediction.peak_bytes <= limit
+    assert describe(found.choice) != second
+
+
+def describe_techniques(search, text):
+    """The Configs that a choice stands for, as text."""
+    options = {o.text: o for o in search.options()}
+    choice = [options[each].config for each in text.split(", ")]
+    return repr(in_order([EarlyZeroGrad(), *choice]))
 
 
 def test_the_smallest_peak_is_that_of_regions_with_room_where_the_budget_leaves_them_none():

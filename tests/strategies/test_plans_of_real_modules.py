@@ -1,5 +1,6 @@
 """Planning leaves no trace: with a budget, modules as people write them train as with the plan's own settings."""
 
+import dataclasses
 import functools
 from typing import ClassVar
 
@@ -160,6 +161,30 @@ def test_a_rehearsal_with_values_leaves_the_data_as_it_is(checkpointing):
         for memsave in (None, MemSave(checkpointing=checkpointing))
     ]
     assert seen[0] == seen[1]
+
+
+@dataclasses.dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize("settings", [{"microbatch": 86}, {"checkpointing": "sqrt"}, {"budget": "0.9x"}])
+def test_a_step_may_change_the_shapes_in_its_batch(settings):
+    class Reshapes(Module):
+        def training_step(self, batch, batch_idx):
+            assert batch.y.dim() == 3
+            batch.y.squeeze_(2)
+            assert batch.x.max().item() < 10
+            batch.x.mul_(2)
+            return super().training_step((batch.x, batch.y), batch_idx)
+
+    def ready():
+        x, y = tensors()
+        return {"train_dataloaders": DataLoader([Pair(x.clone(), y[..., None].clone())], batch_size=None)}
+
+    _, ours = train(Reshapes, MemSave(**settings), {**ready()}, max_epochs=1)
+    torch.testing.assert_close(ours, train(Reshapes, None, ready(), max_epochs=1)[1], rtol=1e-4, atol=1e-6)
 
 
 class Data(L.LightningDataModule):

@@ -1,5 +1,7 @@
 """Trials show what the run will take: also where it does not cut its batches, and where it has more of a batch."""
 
+import contextlib
+
 import lightning as L
 import pytest
 import torch
@@ -8,7 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memsave import Checkpointing, MemSave, Microbatching, Recipe, microbatches, plan_training
-from lightning_memsave.core.errors import BudgetTooSmallError
+from lightning_memsave.core.errors import BudgetTooSmallError, MicrobatchWarning
+from lightning_memsave.strategies.budgeting import _situation
 from lightning_memsave.strategies.trial import Trial, as_if_whole
 
 SAMPLES, WIDTH = 64, 32
@@ -37,6 +40,13 @@ class Contrastive(L.LightningModule):
 class Plain(Contrastive):
     def training_step(self, batch, batch_idx):
         return F.mse_loss(self.net(batch[0]), batch[1][:, :16])
+
+
+class NeedsTwo(Plain):
+    """Without its batch's dimension, a loss of one sample has another shape than its target."""
+
+    def training_step(self, batch, batch_idx):
+        return F.binary_cross_entropy_with_logits(self.net(batch[0])[:, :1].squeeze(), batch[1][:, 0].sigmoid())
 
 
 class ByHand(Plain):
@@ -84,6 +94,7 @@ def test_what_the_run_does_not_cut_a_trial_takes_whole(module):
         (Contrastive, {"reduction": "mean"}, ""),
         (Contrastive, {"split_fn": lambda batch, size: [batch]}, ""),
         (Plain, {}, ""),
+        (NeedsTwo, {}, ""),
         (ByHand, {}, "with manual optimization only `lightning_memsave.microbatches(batch)`"),
         (ByHandInParts, {}, ""),
     ],
@@ -91,6 +102,37 @@ def test_what_the_run_does_not_cut_a_trial_takes_whole(module):
 def test_a_few_samples_tell_whether_batches_are_cut(module, settings, expected):
     why = Trial(module(), batch()).why_whole(Microbatching(**settings))
     assert why == "" if expected == "" else expected in why
+
+
+def test_memory_that_runs_out_says_nothing_of_cutting():
+    class RunsOut(ByHand):
+        def training_step(self, batch, batch_idx):
+            raise torch.OutOfMemoryError("out of memory")
+
+    assert Trial(RunsOut(), batch()).why_whole(Microbatching()) == ""
+
+
+def test_what_one_process_finds_of_cutting_holds_for_all():
+    """Each has its own batch; all have to take part in the exchange, whatever they found."""
+    exchanged = []
+
+    class Strategy:
+        root_device = torch.device("cpu")
+
+        def broadcast(self, found):
+            exchanged.append(found)
+            return "of rank 0", 7
+
+    class Processes:
+        world_size, strategy = 2, Strategy()
+
+    trainer, recipe = Processes(), Recipe("mine", (Microbatching(split_fn=lambda batch, size: [batch]),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_memsave.strategies.budgeting.ways_of_training", lambda trainer: [])
+        situation = _situation(Plain(), batch(), recipe, trainer)
+    assert exchanged == [("", SAMPLES)]
+    assert situation.why_whole == "Batches are not cut into microbatches: of rank 0"
+    assert situation.num_samples is None
 
 
 def test_a_step_that_fails_on_few_samples_says_nothing_of_cutting():
@@ -105,19 +147,23 @@ def test_a_step_that_fails_on_few_samples_says_nothing_of_cutting():
 
 @pytest.mark.parametrize("small_bytes", [0, 2**30])  # predicted for shapes and confirmed; real steps
 @pytest.mark.parametrize("module", [Contrastive, ByHand])
-def test_a_budget_holds_where_batches_are_not_cut(module, small_bytes, monkeypatch):
+@pytest.mark.parametrize("microbatch", [None, 4])
+def test_a_budget_holds_where_batches_are_not_cut(module, microbatch, small_bytes, monkeypatch):
     monkeypatch.setattr("lightning_memsave.strategies.budgeting.SMALL_BYTES", small_bytes)
     if module is ByHand:  # regions cannot be planned there
+        memsave = MemSave(budget="0.3x", activations=False, checkpointing=False, microbatch=microbatch)
         with pytest.raises(
             ValueError, match=r"`budget` must be at least .*Batches are not cut into microbatches: with"
         ):
-            plan_training(module(), batch(), MemSave(budget="0.3x", activations=False, checkpointing=False))
+            plan_training(module(), batch(), memsave)
         return
-    memsave = MemSave(budget="0.85x")
-    train(memsave, module())
+    memsave = MemSave(budget="0.85x", microbatch=microbatch)
+    with pytest.warns(MicrobatchWarning) if microbatch else contextlib.nullcontext():
+        train(memsave, module())
     assert memsave.report.peak_bytes + memsave.plan.workspace_bytes <= memsave.plan.budget_bytes
     assert "note: Batches are not cut into microbatches" in str(memsave.plan)
-    assert not any(isinstance(t, Microbatching) and t.size != "auto" for t in memsave.plan.techniques)
+    sizes = [t.size for t in memsave.plan.techniques if isinstance(t, Microbatching)]
+    assert microbatch is not None or sizes in ([], ["auto"])
 
 
 def test_the_smallest_peak_that_a_refusal_names_is_enough_and_is_that_of_the_best_regions():

@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from transformers import BatchEncoding
 
 from lightning_memsave import Ledger, Microbatching, microbatches
 from lightning_memsave.techniques.microbatching import UnsplittableBatchError, batch_size, split, why_not_exact
 from lightning_memsave.techniques.microbatching.reduction import infer_reduction
-from lightning_memsave.techniques.microbatching.split import take
+from lightning_memsave.techniques.microbatching.split import cloned, take
 from tests.contracts.spec import Spec
 
 SPEC = Spec(config=Microbatching(size=16), loss_class="exact", bit_equal=False, shrinks="activations")
@@ -69,6 +71,33 @@ def test_frozen_dataclasses_and_dict_subclasses_keep_their_type_and_extras():
     assert part["b"].tag == "kept"
     assert len(part["b"]["x"]) == 2
     assert len(tagged["x"]) == 4  # the user's batch is not touched
+
+
+def test_a_clone_shares_nothing_that_a_step_may_change():
+    @dataclasses.dataclass
+    class Pair:
+        x: torch.Tensor
+        y: torch.Tensor
+
+    class Scene:
+        """An object of the user's: it is shared."""
+
+    x, scene = torch.zeros(4, requires_grad=True), Scene()
+    encoding = BatchEncoding({"ids": torch.zeros(4), "names": ["a"] * 4})
+    batch = (Pair(x, x), encoding, np.zeros(4), torch.tensor(0.5), scene)
+    (pair, ids, array, scalar, same), untouched = cloned(batch), [0.0] * 4
+    assert pair.x is pair.y
+    assert type(ids) is BatchEncoding
+    assert same is scene
+    with torch.no_grad():
+        pair.x.add_(1)
+    ids["ids"].add_(1)
+    ids["names"].append("b")
+    array += 1
+    scalar.add_(1)
+    assert x.tolist() == encoding["ids"].tolist() == batch[2].tolist() == untouched
+    assert len(encoding["names"]) == 4
+    assert batch[3] == 0.5
 
 
 @pytest.mark.parametrize("batch", [{"x": torch.zeros(3), "y": torch.zeros(4)}, {"n": 1}, [torch.tensor(1.0)], None])

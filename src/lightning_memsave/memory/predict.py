@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -55,6 +56,11 @@ class Prediction:
     """Of modules and of backward, without views."""
     cuda: CudaBytes | None = None
     """For a CUDA target."""
+
+    @property
+    def measured_seconds(self) -> float:
+        """What the step took; infinite where that was not measured."""
+        return self.seconds if self.is_timed and self.seconds is not None else math.inf
 
     @property
     def needed_bytes(self) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.units import format_bytes, parse_bytes
+from lightning_memsave.memory.predict import Prediction
 
 MEANINGS = {
     "cpu": "on CPU: live tensors and what kernels take inside of operations",
@@ -86,3 +87,10 @@ def machine_bytes() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         return None
+
+
+def needed_bytes(prediction: Prediction) -> int:
+    """What a step needs of a budget: what CUDA's allocator reserves; else tracked tensors, and what kernels take."""
+    if prediction.cuda is not None:
+        return prediction.cuda.reserved_bytes
+    return prediction.peak_bytes + prediction.workspace_bytes

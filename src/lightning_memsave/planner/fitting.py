@@ -10,11 +10,12 @@ from lightning_memsave.core.compatibility import check_compatibility, costs_of
 from lightning_memsave.core.errors import BudgetTooSmallError, setting_error
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.memory.predict import Prediction
-from lightning_memsave.planner.budget import MEANINGS, Budget
-from lightning_memsave.planner.ladder import OVERHEAD, TIERS, Knob, Option, knobs, with_regions_for
+from lightning_memsave.planner.budget import MEANINGS, Budget, needed_bytes
+from lightning_memsave.planner.ladder import OVERHEAD, TIERS, Knob, Option, knobs
 from lightning_memsave.planner.plan import Plan, PlanStep
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.planner.search import Found, Search, describe, in_order, needed_bytes
+from lightning_memsave.planner.search import Choice, Found, Search, describe, in_order
+from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
 from lightning_memsave.techniques.registry import Config, technique_of
@@ -129,23 +130,29 @@ def _fit(search: Search, budget_bytes: int, confirm: Predict | None) -> tuple[Fo
     for _ in range(_MAX_CONFIRMATIONS):
         if found is None:
             break
-        try:
-            real = confirm(search.techniques(found.choice))
-            over = needed_bytes(real) - budget_bytes
-        except BudgetTooSmallError as error:
-            over = error.lowest_bytes - budget_bytes
-        if over <= 0:
+        real = _confirmed(search, found.choice, confirm)
+        over = 0 if real is None else needed_bytes(real) - budget_bytes
+        if real is not None and over <= 0:
             return dataclasses.replace(found, prediction=_with_flags(real, found.prediction)), None
-        limit = min(limit, needed_bytes(found.prediction)) - over
+        limit = min(limit, needed_bytes(found.prediction)) - over if over else limit
         found = search.cheapest(limit) if limit > 0 else None
-    smallest = search.lowest()
+    for _ in range(_MAX_CONFIRMATIONS):
+        smallest = search.lowest()
+        if (real := _confirmed(search, smallest, confirm)) is not None:
+            last = Found(smallest, real, budget_bytes, not search.is_exhausted)
+            return (last, None) if needed_bytes(real) <= budget_bytes else (None, last)
+    return None, None
+
+
+def _confirmed(search: Search, choice: Choice, confirm: Predict) -> Prediction | None:
+    """`None` where regions cannot meet their budget after all, which the search is told."""
     try:
-        real = confirm(search.techniques(smallest))
-    except BudgetTooSmallError as error:  # real steps may take more than predicted ones
-        smallest = with_regions_for(smallest, error.lowest_bytes)
-        real = confirm(search.techniques(smallest))
-    last = Found(smallest, real, budget_bytes, not search.is_exhausted)
-    return (last, None) if needed_bytes(real) <= budget_bytes else (None, last)
+        return confirm(search.techniques(choice))
+    except BudgetTooSmallError as error:
+        if Checkpointing in search.fixed_kinds:  # it is the user's
+            raise
+        search.refuse(choice, error)
+        return None
 
 
 def _with_flags(real: Prediction, predicted: Prediction) -> Prediction:
@@ -277,7 +284,8 @@ def _infeasible(
     choice = smallest.choice if smallest is not None else search.lowest()
     prediction = smallest.prediction if smallest is not None else search.predict(choice)
     if prediction is None:
-        return setting_error("budget", "cannot be planned: no setting can be predicted", budget.text, "Set it by hand.")
+        why = search.refusals.get(describe(choice), "Set techniques by hand.")
+        return setting_error("budget", "cannot be planned: no setting can be predicted", budget.text, why)
     lowest = needed_bytes(prediction) + situation.noted_bytes
     category = max(prediction.by_category, key=lambda name: prediction.by_category[name], default="activations")
     share = prediction.by_category.get(category, 0) / max(1, lowest)

@@ -13,6 +13,7 @@ of a knob does not hang on two others at once; a test compares it with all combi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -23,6 +24,7 @@ from lightning_memsave.core.compatibility import check_compatibility
 from lightning_memsave.core.errors import BudgetTooSmallError
 from lightning_memsave.core.report import LOSS_CLASSES, LossClass
 from lightning_memsave.memory.predict import Prediction
+from lightning_memsave.planner.budget import needed_bytes
 from lightning_memsave.planner.ladder import Knob, Option, levels, with_regions_for
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.techniques.microbatching import Microbatching
@@ -31,6 +33,7 @@ from lightning_memsave.techniques.registry import TECHNIQUES, Config
 MAX_PREDICTIONS = 100
 """More are not made; then the best choice that is known is taken, and the plan says so."""
 
+_MAX_LEAST = 3  # budgets of regions, each of which the one before has named
 _SCATTER = 0.05
 """Of measured times: what is faster by less is not known to be."""
 _MODEL_SCATTER = 0.1
@@ -125,14 +128,17 @@ class Search:
         if self._num_predictions and self.is_exhausted:
             return None
         try:
-            prediction: Prediction | None = self._predict_new(self.techniques(choice))
+            self._known[key] = choice, self._predict_new(self.techniques(choice))
         except ValueError as error:
-            prediction = None
-            self.refusals[key] = str(error)
-            if isinstance(error, BudgetTooSmallError):
-                self._least_budgets[key] = error.lowest_bytes
-        self._known[key] = choice, prediction
-        return prediction
+            self.refuse(choice, error)
+        return self._known[key][1]
+
+    def refuse(self, choice: Choice, error: ValueError) -> None:
+        """These settings cannot be used after all."""
+        key = describe(choice)
+        self._known[key], self.refusals[key] = (choice, None), str(error)
+        if isinstance(error, BudgetTooSmallError):
+            self._least_budgets[key] = error.lowest_bytes
 
     def _predict_new(self, techniques: tuple[Config, ...]) -> Prediction:
         check_compatibility([*Recipe("planned", techniques).rows(), *self._ways])
@@ -170,34 +176,34 @@ class Search:
         return None
 
     def _fastest(self, level: tuple[int, int], best: Choice, limit_bytes: int) -> Choice:
-        """Of all that is known to fit, what was measured to be faster than the choice by the model."""
-        own = self.predict(best)
-        measured = [
-            (prediction.seconds, choice)
-            for choice, prediction in self._known.values()
-            if prediction is not None
-            and prediction.is_timed
-            and prediction.seconds is not None
-            and needed_bytes(prediction) <= limit_bytes
-            and all(option.level <= level for option in choice)
-        ]
-        if not measured or own is None or not own.is_timed or own.seconds is None:
-            return best
-        seconds, fastest = min(measured, key=lambda pair: pair[0])
-        has_two = self._num_predictions + 2 <= self._max_predictions
-        if own.seconds <= (1 + _SCATTER) * seconds or not has_two:
-            return best
-        # The least of many times is often one by chance.
-        own_seconds, seconds = self._timed_again(best), self._timed_again(fastest)
-        return fastest if own_seconds > (1 + _SCATTER) * seconds else best
+        """Of all that is known to fit, what was measured to be faster than the choice by the model: twice.
 
-    def _timed_again(self, choice: Choice) -> float:
-        _, prediction = self._known[describe(choice)]
-        again = self._predict_new(self.techniques(choice))
+        The least of many times is often one by chance, so it is timed again, and the choice by the model as well.
+        """
+        again: set[str] = set()
+        while (own := self._seconds(best)) < math.inf:
+            known = [choice for choice, _ in self._known.values() if all(option.level <= level for option in choice)]
+            fastest = min((c for c in known if self.peak(c) <= limit_bytes), key=self._seconds)
+            if own <= (1 + _SCATTER) * self._seconds(fastest):
+                break
+            if describe(fastest) in again:
+                return fastest
+            for choice in (best, fastest):
+                if describe(choice) not in again and not self.is_exhausted:
+                    self._time_again(choice)
+            again |= {describe(best), describe(fastest)}
+        return best
+
+    def _seconds(self, choice: Choice) -> float:
+        prediction = self.predict(choice)
+        return math.inf if prediction is None else prediction.measured_seconds
+
+    def _time_again(self, choice: Choice) -> None:
+        prediction, seconds = self.predict(choice), None
         assert prediction is not None, "it has been found to fit"
-        assert again.seconds is not None, "it was timed before"
-        self._known[describe(choice)] = choice, dataclasses.replace(prediction, seconds=again.seconds)
-        return again.seconds
+        with contextlib.suppress(ValueError):
+            seconds = self._predict_new(self.techniques(choice)).seconds
+        self._known[describe(choice)] = choice, dataclasses.replace(prediction, seconds=seconds)
 
     def _found(self, choice: Choice, limit_bytes: int) -> Found:
         prediction = self.predict(choice)
@@ -210,9 +216,10 @@ class Search:
 
     def _least(self, choice: Choice) -> Choice:
         """With regions for the smallest budget that they can meet, where that is above the one at hand."""
-        if self.predict(choice) is not None or describe(choice) not in self._least_budgets:
-            return choice
-        return with_regions_for(choice, self._least_budgets[describe(choice)])
+        for _ in range(_MAX_LEAST):
+            if self.predict(choice) is None and (least := self._least_budgets.get(describe(choice))) is not None:
+                choice = with_regions_for(choice, least)
+        return choice
 
     @property
     def _position(self) -> int | None:
@@ -318,13 +325,6 @@ def in_order(techniques: Sequence[Config]) -> tuple[Config, ...]:
     """In the order of the registry."""
     kinds = [technique.config for technique in TECHNIQUES]
     return tuple(sorted(techniques, key=lambda config: kinds.index(type(config))))
-
-
-def needed_bytes(prediction: Prediction) -> int:
-    """What a step needs of a budget: what CUDA's allocator reserves; else tracked tensors, and what kernels take."""
-    if prediction.cuda is not None:
-        return prediction.cuda.reserved_bytes
-    return prediction.peak_bytes + prediction.workspace_bytes
 
 
 def _with(choice: Choice, position: int | None, option: Option) -> Choice:

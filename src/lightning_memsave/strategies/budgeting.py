@@ -6,6 +6,7 @@ takes besides what was predicted is told by category; what goes beyond the budge
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -162,12 +163,12 @@ def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: A
         raise setting_error(
             "budget", "needs parameters that have their shapes", lazy[0], "Call the module once before the fit."
         )
-    on_paper, by_trial = _predictors(module, batch, trainer)
+    situation = _situation(module, batch, recipe, trainer)
+    on_paper, by_trial = _predictors(module, batch, trainer, bool(situation.why_whole))
     if trainer is not None and trainer.world_size > 1:
         on_paper, by_trial = _agreed(trainer, on_paper), _agreed(trainer, by_trial)
     try:
         plain = on_paper(())
-        situation = _situation(module, batch, trainer, _why_whole(module, batch, recipe, trainer))
         if situation.device_type != "cpu" or plain.peak_bytes > SMALL_BYTES:
             situation = replace(situation, overhead=overhead_of(plain.num_operations, plain.seconds))
             return make_plan(budget, recipe, situation, plain, on_paper, by_trial)
@@ -181,14 +182,23 @@ def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: A
         ) from error
 
 
-def _predictors(module: Any, batch: Any, trainer: Any) -> tuple[Predict, Predict]:
-    """What predicts, for shapes alone where that is possible; and what confirms a choice, by real steps."""
+def _predictors(module: Any, batch: Any, trainer: Any, stays_whole: bool) -> tuple[Predict, Predict]:
+    """What predicts, for shapes alone where that is possible; and what confirms a choice, by real steps.
+
+    Args:
+        module: the LightningModule.
+        batch: its first.
+        trainer: that is being set up, or `None`.
+        stays_whole: whether the run will not cut its batches, which shapes alone do not tell.
+    """
     options = {} if trainer is None else {name: getattr(trainer, name) for name in STEPS_DEPEND_ON}
     is_cuda = trainer is not None and trainer.strategy.root_device.type == "cuda"
     data = None if trainer is None else trainer.datamodule
     predictor = Predictor(module, lambda: batch, data_module=data, target="cuda" if is_cuda else "cpu", **options)
 
     def predict(techniques: Sequence[Config]) -> Prediction:
+        if stays_whole:
+            techniques = [config for config in techniques if not isinstance(config, Microbatching)]
         used = two_microbatches(techniques, batch)
         missing_bytes = 0 if used is None else rest_bytes(batch, used)
         try:
@@ -228,26 +238,19 @@ def _with_bytes(prediction: Prediction, category: str, num_bytes: int) -> Predic
     return replace(prediction, peak_bytes=prediction.peak_bytes + num_bytes, by_category=split)
 
 
-def _why_whole(module: Any, batch: Any, recipe: Recipe, trainer: Any) -> str:
-    """Why the run will not cut its batches, as rank 0 finds; empty where it will, may, or was not to."""
-    if Microbatching in recipe.switched_off:
-        return ""
-    why = Trial(module, batch, trainer).why_whole(recipe.get(Microbatching) or Microbatching())
-    if why and trainer is not None and trainer.world_size > 1:
-        why = trainer.strategy.broadcast(why)
-    return f"Batches are not cut into microbatches: {why}" if why else ""
-
-
-def _situation(module: Any, batch: Any, trainer: Any, why_whole: str) -> Situation:
-    try:
-        num_samples = None if why_whole else batch_size(batch)
-    except UnsplittableBatchError:
-        num_samples = None
+def _situation(module: Any, batch: Any, recipe: Recipe, trainer: Any) -> Situation:
+    why, num_samples = "", None
+    with contextlib.suppress(UnsplittableBatchError):
+        num_samples = batch_size(batch)
+    if Microbatching not in recipe.switched_off:
+        why = Trial(module, batch, trainer).why_whole(recipe.get(Microbatching) or Microbatching())
+    if trainer is not None and trainer.world_size > 1:  # a process may have another batch, and all make one plan
+        why, num_samples = trainer.strategy.broadcast((why, num_samples))
     device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
     is_cpu = device.type == "cpu"
     return Situation(
-        num_samples=num_samples,
-        why_whole=why_whole,
+        num_samples=None if why else num_samples,
+        why_whole=f"Batches are not cut into microbatches: {why}" if why else "",
         is_cut_exact=not why_not_exact(module),
         device_type=device.type,
         device_bytes=machine_bytes() if is_cpu else total_bytes(device),

@@ -14,9 +14,6 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_map
-
 from lightning_memsave.core.errors import BudgetWarning, MicrobatchWarning, NoEffectWarning, NotLosslessWarning
 from lightning_memsave.memory.breakdown import Breakdown, BreakdownLedger
 from lightning_memsave.memory.ledger import Measurement
@@ -26,6 +23,7 @@ from lightning_memsave.strategies.on_paper import on_paper
 from lightning_memsave.strategies.random_state import random_state_kept
 from lightning_memsave.strategies.run_state import MemSaveState
 from lightning_memsave.techniques.microbatching import Microbatching
+from lightning_memsave.techniques.microbatching.split import cloned
 
 _NUM_STEPS = {True: 2, False: 3}  # fake or not: those behind the first are measured; without values they are equal
 _MANY = 10_000
@@ -86,7 +84,7 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(_MANY):
-            yield tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self._batch)
+            yield cloned(self._batch)
 
 
 def nothing_around(namespace: str) -> dict[str, Any]:

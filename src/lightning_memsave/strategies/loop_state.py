@@ -40,7 +40,7 @@ class LoopState:
         self.zero_grad_first = recipe.get(EarlyZeroGrad) is not None
         self.reduction: Reduction | None = None
         self.why_whole = ""
-        """Why no batch of this module can be cut, once one was to be."""
+        """What of the loss forbids to cut its batches, once one was to be cut."""
         self._applied: Applied | None = None
         self._given_up = self._warned = self._warned_of_parts = False
         self._num_whole = 0
@@ -128,7 +128,8 @@ class LoopState:
             self._check_weights(result)
             return "mean"
         if result.why_not:
-            self._given_up, self.why_whole = True, result.why_not  # no other batch would tell
+            self._given_up = True  # no other batch would tell
+            self.why_whole = "" if result.has_failed else result.why_not
             self._run_whole(
                 f"Batches are not cut into microbatches: {result.why_not} For a mean over something else than samples "
                 "pass `Microbatching(weight_fn=...)`, for samples that belong together `split_fn=...`; if you know "

@@ -158,13 +158,13 @@ def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[],
         _bring_gradients(trainer, module)
         args = tree_map(lambda leaf: leaf, args)  # containers of its own, of which a step may take things away
         step = functools.partial(_forward_and_backward, trainer, args)
-        with values_kept(args):
-            return trace_step(module, step if scope is None else lambda: scope(step), held=list(tensors_in(args)))
+        return trace_step(module, step if scope is None else lambda: scope(step), held=list(tensors_in(args)))
 
     with without_a_trace(trainer, module, args), _without_reduction(trainer.strategy.model):
         if scope is not None:
             try:
-                return trace(args, scope)
+                with values_kept(args):
+                    return trace(args, scope)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -173,7 +173,8 @@ def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[],
         # Whatever fails on fake tensors (a step that reads values, a kernel of one's own) is tried on real ones.
         with contextlib.suppress(Exception), fake_tensors(module) as fake:
             return trace(fake(args), None)
-        return trace(args, None)
+        with values_kept(args):
+            return trace(args, None)
 
 
 def _adds_up_gradients(trainer: Any) -> bool:

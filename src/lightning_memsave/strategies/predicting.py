@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
 
 from lightning_memsave.core.copies import copied
 from lightning_memsave.core.errors import setting_error
@@ -39,7 +38,7 @@ from lightning_memsave.strategies.namespaces import namespace_of
 from lightning_memsave.strategies.on_paper import num_processes_of
 from lightning_memsave.strategies.random_state import random_state_kept
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
-from lightning_memsave.techniques.microbatching.split import resized, take
+from lightning_memsave.techniques.microbatching.split import cloned, resized, take
 
 _MOST = 2**30
 
@@ -168,8 +167,7 @@ class Predictor:
         assert present is not None, "it has been told"
         batch = self._batch
         if num_samples < present:
-            batch = take(batch, 0, num_samples, present)
-            batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+            batch = cloned(take(batch, 0, num_samples, present))
         elif num_samples > present:
             batch = resized(batch, present, num_samples)
         return self._train(copied(self._module), batch, recipe, fake=False)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
-from lightning_memsave.strategies.rehearsal import values_kept, without_a_trace
+from lightning_memsave.strategies.rehearsal import without_a_trace
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.reduction import Reduction, infer_reduction
-from lightning_memsave.techniques.microbatching.split import take
+from lightning_memsave.techniques.microbatching.split import cloned, take
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}
 _COARSE_TOLERANCE = 2e-2  # half precision anywhere in the model or by autocast
@@ -25,6 +25,8 @@ class ProbeResult:
 
     reduction: Reduction | None = None
     why_not: str = ""
+    has_failed: bool = False
+    """Whether the loss could not be evaluated, which says nothing about other samples."""
 
 
 def infer_module_reduction(
@@ -57,8 +59,8 @@ def infer_module_reduction(
     dtypes = set()
 
     def loss_of(part: Any) -> float:
-        with values_kept(part):
-            output = trainer.strategy.training_step(*{**kwargs, "batch": part}.values())
+        # A copy, as the parts are views of the batch, which a step may change.
+        output = trainer.strategy.training_step(*{**kwargs, "batch": cloned(part)}.values())
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise TypeError("training_step returned no loss")
@@ -77,7 +79,7 @@ def infer_module_reduction(
             if is_out_of_memory(error):  # says nothing about the loss
                 raise
             why_not = f"the loss cannot be evaluated in eval mode ({type(error).__name__}: {error})."
-            return ProbeResult(why_not=why_not)
+            return ProbeResult(why_not=why_not, has_failed=True)
     if found == "either":
         return ProbeResult()
     if found == "neither":

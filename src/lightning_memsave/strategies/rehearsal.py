@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.strategies.batch_start import BatchStart
@@ -50,12 +51,19 @@ def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[None]:
 
 @contextmanager
 def values_kept(batch: Any) -> Iterator[None]:
-    """Tensors of a batch that a step edits in place get their values back; they are cloned for that."""
-    kept = [(tensor, tensor._version, tensor.clone()) for tensor in tensors_in(batch) if not tensor.is_inference()]
+    """Tensors of a batch that a step changes in place get their values and shapes back; they are cloned for that."""
+    found: list[Any] = list(tensors_in(batch))
+    tensors = [t for t in found if t.layout is torch.strided and not is_traceable_wrapper_subclass(t)]
+    places = [(t, t.untyped_storage(), t.storage_offset(), t.size(), t.stride()) for t in tensors]
+    values = {storage.data_ptr(): (storage, storage.clone()) for _, storage, *_ in places}
     try:
         yield
     finally:
-        with torch.no_grad():
-            for tensor, version, before in kept:
-                if tensor._version != version:
-                    tensor.copy_(before)
+        for storage, before in values.values():
+            if storage.nbytes() != before.nbytes():
+                storage.resize_(before.nbytes())
+            storage.copy_(before)
+        for tensor, storage, *place in places:
+            if [tensor.storage_offset(), tensor.size(), tensor.stride()] != place:
+                with torch.no_grad():
+                    tensor.set_(storage, *place)

@@ -96,11 +96,13 @@ class Trial:
             return ""
         if config.split_fn is not None or num_samples < 2:
             return ""
-        few = min(4, num_samples)
+        few = min(8, num_samples)
         step = _OneStep(Recipe("trial", (dataclasses.replace(config, size=few // 2, start=None, max_bytes=None),)))
         try:
-            self._has_room(step, take(self._batch, 0, few, num_samples))
+            has_room = self._has_room(step, take(self._batch, 0, few, num_samples))
         except ValueError:  # which says nothing about other numbers of samples
+            return ""
+        if not has_room or not step.is_done:
             return ""
         if not step.is_cut and not self._module.automatic_optimization:
             return "with manual optimization only `lightning_memsave.microbatches(batch)` in `training_step` cuts them."
@@ -223,6 +225,7 @@ class _OneStep(pl.Callback):
 
     def __init__(self, recipe: Recipe) -> None:
         self.state = MemSaveState(recipe)
+        self.is_done = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         adopt(trainer.strategy, self.state)
@@ -233,6 +236,7 @@ class _OneStep(pl.Callback):
         return self.state.loop.applied is not None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.is_done = True
         raise _DoneError
 
 

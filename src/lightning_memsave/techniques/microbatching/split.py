@@ -83,23 +83,50 @@ def resized(node: Any, num_samples: int, wanted: int) -> Any:
     return _with_samples(node, num_samples, repeated)
 
 
+def cloned(node: Any) -> Any:
+    """The same batch in tensors, arrays and containers of its own, which a step may change; other objects are shared.
+
+    >>> import torch
+    >>> batch = {"x": torch.zeros(2), "y": (torch.ones(2), "name")}
+    >>> mine = cloned(batch)
+    >>> mine["x"].add_(1), batch["x"]
+    (tensor([1., 1.]), tensor([0., 0.]))
+    """
+    made: dict[int, Any] = {}  # one that is there twice stays one
+
+    def own(leaf: Any) -> Any:
+        if id(leaf) not in made:
+            made[id(leaf)] = leaf.clone() if isinstance(leaf, Tensor) else copy.copy(leaf)
+        return made[id(leaf)]
+
+    return _mapped(node, own)
+
+
 def _with_samples(node: Any, num_samples: int, change: Callable[[Any], Any]) -> Any:
     """The same batch with other samples: `change` gets each tensor, array or list of them."""
+
+    def changed(leaf: Any) -> Any:
+        has_samples = len(leaf.shape) > 0 if _is_array(leaf) else len(leaf) == num_samples
+        return change(leaf) if has_samples else leaf
+
+    return _mapped(node, changed)
+
+
+def _mapped(node: Any, change: Callable[[Any], Any]) -> Any:
+    """The same containers around what `change` makes of each tensor, array and list of other leaves."""
     if _is_array(node):
-        return change(node) if len(node.shape) else node
+        return change(node)
     if isinstance(node, Mapping):
-        return _rebuilt(node, {key: _with_samples(value, num_samples, change) for key, value in node.items()})
+        return _rebuilt(node, {key: _mapped(value, change) for key, value in node.items()})
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*(_with_samples(child, num_samples, change) for child in node))
+        return type(node)(*(_mapped(child, change) for child in node))
     if _is_dataclass(node):
         rebuilt = copy.copy(node)
         for f in dataclasses.fields(node):
-            object.__setattr__(rebuilt, f.name, _with_samples(getattr(node, f.name), num_samples, change))
+            object.__setattr__(rebuilt, f.name, _mapped(getattr(node, f.name), change))
         return rebuilt
     if isinstance(node, (list, tuple)):
-        if _is_plain_list(node):
-            return change(node) if len(node) == num_samples else node
-        return type(node)(_with_samples(child, num_samples, change) for child in node)
+        return change(node) if _is_plain_list(node) else type(node)(_mapped(child, change) for child in node)
     return node
 
 

@@ -1,0 +1,80 @@
+"""From a budget to a plan where real steps refute what was predicted; every step is modelled."""
+
+import pytest
+
+from lightning_memsave import Checkpointing
+from lightning_memsave.core.errors import BudgetTooSmallError
+from lightning_memsave.core.report import CATEGORIES
+from lightning_memsave.memory.predict import Prediction
+from lightning_memsave.planner.budget import Budget
+from lightning_memsave.planner.fitting import Situation, make_plan
+from lightning_memsave.planner.recipes import resolve
+
+PLAIN_BYTES, LEAST_BUDGET = 100_000, 60_000
+METHODS = {"blocks": 80_000, "sqrt": 80_000, "recursive": 56_000}
+REGIONS_ONLY = {"microbatch": False, "activations": False, "optimizer_state": False}
+
+
+def predicted(num_bytes):
+    return Prediction(peak_bytes=num_bytes, by_category=dict.fromkeys(CATEGORIES, 0) | {"activations": num_bytes})
+
+
+def regions_in(techniques):
+    return next((t for t in techniques if isinstance(t, Checkpointing)), None)
+
+
+def on_paper(techniques):
+    """Regions for a budget seem to reach 45 kB whatever it is."""
+    regions = regions_in(techniques)
+    if regions is None:
+        return predicted(PLAIN_BYTES)
+    return predicted(45_000 if regions.budget is not None else METHODS[regions.method])
+
+
+def really(techniques):
+    """They need a budget of 60 kB, and then take all of it."""
+    regions = regions_in(techniques)
+    if regions is None or regions.budget is None:
+        return on_paper(techniques)
+    if regions.budget < LEAST_BUDGET:
+        error = BudgetTooSmallError(f"`Checkpointing.budget` must be at least {LEAST_BUDGET}")
+        error.lowest_bytes = LEAST_BUDGET
+        raise error
+    return predicted(LEAST_BUDGET)
+
+
+def plan(budget_bytes, confirm=really, predict=on_paper, **slots):
+    recipe = resolve("lossless", {**REGIONS_ONLY, **slots})
+    return make_plan(Budget(budget_bytes), recipe, Situation(), predicted(PLAIN_BYTES), predict, confirm)
+
+
+def test_what_is_confirmed_is_taken():
+    made = plan(65_000)
+    assert Checkpointing(budget=65_000) in made.techniques
+    assert made.peak_bytes == LEAST_BUDGET
+
+
+def test_a_choice_that_is_refused_after_all_is_replaced_by_the_next_one():
+    made = plan(58_000)
+    assert Checkpointing(method="recursive") in made.techniques
+    assert made.peak_bytes == METHODS["recursive"]
+
+
+def test_the_smallest_that_is_named_was_confirmed():
+    with pytest.raises(
+        ValueError, match=rf"\({LEAST_BUDGET} bytes\) .* which checkpointing=Checkpointing\(budget=60000\)"
+    ):
+        plan(50_000)
+
+
+def test_regions_that_the_user_has_set_are_refused_in_their_own_words():
+    with pytest.raises(BudgetTooSmallError, match=r"`Checkpointing.budget` must be at least 60000"):
+        plan(90_000, checkpointing=Checkpointing(budget=50_000))
+
+
+def test_where_nothing_can_be_predicted_the_reason_is_told():
+    def refusing(techniques):
+        raise ValueError("`Checkpointing.budget` must be at least 7 bytes")
+
+    with pytest.raises(ValueError, match=r"no setting can be predicted.*must be at least 7 bytes"):
+        plan(50_000, predict=refusing, confirm=None, checkpointing=Checkpointing(budget=5))
