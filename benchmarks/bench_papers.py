@@ -108,6 +108,12 @@ def resnet50() -> nn.Module:
     return ResNetForImageClassification(ResNetConfig(num_labels=1000))
 
 
+def resnet101() -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    return ResNetForImageClassification(ResNetConfig(depths=[3, 4, 23, 3], num_labels=1000))
+
+
 def swin_tiny() -> nn.Module:
     from transformers import SwinConfig, SwinForImageClassification
 
@@ -198,6 +204,18 @@ CASES = {
         optimizer="SGD",
         settings={**PLAIN, **EXACT, **INT4, **CHAIN},
         theirs="batch 160 -> 1056 (6.6x, 2 bits); 688 (4.3x, 4 bits)",
+        quantity="batch_ratio",
+    ),
+    "inplace-abn-resnet": Case(
+        paper="InPlace-ABN, 2018; its model is ResNeXt-101",
+        model="ResNet-101, 224x224",
+        make=resnet101,
+        loss=classify,
+        samples=images,
+        batch=256,
+        optimizer="SGD",
+        settings={**PLAIN, **EXACT, **CHAIN},
+        theirs="batch 256 -> 512 (2x; up to 50 % less)",
         quantity="batch_ratio",
     ),
     "gact-swin": Case(

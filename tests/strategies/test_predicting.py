@@ -236,6 +236,15 @@ def test_a_factory_takes_no_memory():
     assert prediction.by_category["optimizer_state"] == 4 * 2**40
 
 
+@pytest.mark.parametrize(
+    "convert", [nn.Module.bfloat16, nn.Module.half, nn.Module.double, lambda module: module.to(torch.bfloat16)]
+)
+def test_a_factory_that_converts_its_module_takes_none_either(convert):
+    predictor = Predictor(lambda: convert(Huge()), lambda: torch.ones(4, 2**20))
+    assert all(map(is_fake, predictor._module.parameters()))
+    assert {p.dtype for p in predictor._module.parameters()} == {convert(nn.Linear(1, 1)).weight.dtype}
+
+
 def test_refusals_are_those_of_the_run():
     with pytest.raises(ValueError, match="must be a LightningModule"):
         Predictor(nn.Linear(2, 2), torch.ones(2, 2))

@@ -233,6 +233,12 @@ def fakes_of(tree: Any, mode: FakeTensorMode, device: torch.device | str = "cpu"
     return _Exchange(mode, device).of_known(tree)
 
 
+_CONVERSIONS = {
+    *(Tensor.to, Tensor.type, Tensor.bfloat16, Tensor.half, Tensor.float, Tensor.double),
+    *(Tensor.detach, Tensor.requires_grad_),
+}
+
+
 class Copying(TorchFunctionMode):
     """`copy.deepcopy` of a tensor calls `copied` while this is entered: torch's own way fails among fake tensors.
 
@@ -255,7 +261,7 @@ class Copying(TorchFunctionMode):
                 memo[id(tensor)] = self._copied(tensor)
             return memo[id(tensor)]
         out = func(*args, **(kwargs or {}))
-        if func in (Tensor.to, Tensor.detach, Tensor.requires_grad_) and isinstance(out, FakeTensor):
+        if func in _CONVERSIONS and isinstance(out, FakeTensor):
             out.fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
         return out
 

@@ -89,7 +89,7 @@ class Predictor:
     def _made_of_fakes(self, make: Callable[[], Any]) -> Any:
         """What `make` makes, without memory; a constructor that reads values gets real ones."""
         with random_state_kept():
-            with contextlib.suppress(Exception), self._mode, FactsMode():
+            with contextlib.suppress(Exception), self._mode, FactsMode(), Copying():
                 return make()
             return make()
 
