@@ -84,12 +84,13 @@ BLOCKS = {
     "blocks": lambda: MemSave("measure", checkpointing="blocks"),
     "blocks + exact, int4": codecs("exact", "int4", checkpointing="blocks"),
 }
-RELEASED = OptimizerState(gradients="release")
+RELEASED, RELEASED_4BIT = (OptimizerState(format=bits, gradients="release") for bits in ("8bit", "4bit"))
 STEPWISE = {
     "linear-cross-entropy": codecs("linear-cross-entropy"),
     "+ blocks": codecs("linear-cross-entropy", checkpointing="blocks"),
     "+ 8-bit state": codecs("linear-cross-entropy", checkpointing="blocks", optimizer_state="8bit"),
     "+ released gradients": codecs("linear-cross-entropy", checkpointing="blocks", optimizer_state=RELEASED),
+    "+ 4-bit state": codecs("linear-cross-entropy", checkpointing="blocks", optimizer_state=RELEASED_4BIT),
 }
 
 
