@@ -14,9 +14,18 @@ from lightning_memsave.core.errors import BudgetTooSmallError
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.memory.predict import CudaBytes, Prediction
 from lightning_memsave.planner.budget import needed_bytes
-from lightning_memsave.planner.ladder import OVERHEAD, TIERS, knobs, levels, overhead_of, regions_for
+from lightning_memsave.planner.ladder import (
+    OVERHEAD,
+    TIERS,
+    describe,
+    knobs,
+    levels,
+    overhead_of,
+    regions_for,
+    time_factor,
+)
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.planner.search import Search, describe, in_order, time_factor
+from lightning_memsave.planner.search import Search, in_order
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.sparsity import Sparsity
@@ -178,6 +187,62 @@ def test_a_time_that_was_short_once_does_not_choose():
     found = search.cheapest(limit)
     assert len(asked) > len({repr(techniques) for techniques in asked}), "two were timed again"
     assert describe(found.choice) == by_the_model
+
+
+def test_a_setting_that_saves_nothing_is_not_taken_for_a_lucky_time():
+    """However fast it was, twice: the same without it takes no more."""
+
+    class NoEffect(Timed):
+        def __call__(self, techniques):
+            found = super().__call__([t for t in techniques if not isinstance(t, OptimizerState)])
+            is_on = any(isinstance(t, OptimizerState) for t in techniques)
+            return dataclasses.replace(found, seconds=0.01 * found.seconds) if is_on else found
+
+    knobs_of = table("lossless")
+    search = Search(knobs_of, NoEffect(1, {}), [EarlyZeroGrad()])
+    limit = int(0.5 * search.peak(search.nothing))
+    found = search.cheapest(limit)
+    strongest = tuple(knob[-1 if kind is Checkpointing else 0] for kind, knob in knobs_of.items())
+    lucky = tuple(
+        knobs_of[kind][1] if kind is OptimizerState else o for kind, o in zip(knobs_of, strongest, strict=True)
+    )
+    assert search.peak(lucky) == search.peak(strongest) <= limit
+    assert search.cheapest(limit) == found
+
+
+def test_what_cannot_be_timed_again_does_not_choose():
+    """No predictions are left for a second time."""
+    by_the_model, search = chosen({})
+    asked = []
+
+    class Lucky(Timed):
+        def __call__(self, techniques):
+            found = super().__call__(techniques)
+            asked.append(techniques)
+            return dataclasses.replace(found, seconds=found.seconds / len(asked))
+
+    limited = Search(table("balanced"), Lucky(1, {}), [EarlyZeroGrad()], max_predictions=search.num_predictions)
+    found = limited.cheapest(int(0.5 * limited.peak(limited.nothing)))
+    assert len(asked) <= search.num_predictions
+    assert describe(found.choice) == by_the_model
+
+
+def test_what_takes_more_the_second_time_is_not_taken():
+    by_the_model, _ = chosen({})
+    slow = {text: 5.0 for text in by_the_model.split(", ")}
+    by_the_clock, _ = chosen(slow)
+    asked = []
+
+    class Grows(Timed):
+        def __call__(self, techniques):
+            found = super().__call__(techniques)
+            is_again = repr(techniques) in asked
+            asked.append(repr(techniques))
+            return dataclasses.replace(found, workspace_bytes=10**9) if is_again else found
+
+    search = Search(table("balanced"), Grows(1, slow), [EarlyZeroGrad()])
+    found = search.cheapest(int(0.5 * search.peak(search.nothing)))
+    assert describe(found.choice) != by_the_clock
 
 
 def test_a_second_time_that_cannot_be_taken_is_none():

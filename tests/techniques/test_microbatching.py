@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 import numpy as np
@@ -97,6 +98,8 @@ def test_a_clone_shares_nothing_that_a_step_may_change():
     scalar.add_(1)
     assert x.tolist() == encoding["ids"].tolist() == batch[2].tolist() == untouched
     assert len(encoding["names"]) == 4
+    deep = collections.deque([x])
+    assert cloned({"d": deep})["d"][0] is not x
     assert batch[3] == 0.5
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,7 +32,28 @@ OTHERS = {
     "scaled": lambda z: (2 * z).flatten(0, 1),
     "transposed": lambda z: z.transpose(0, 1).reshape(-1, CLASSES),
     "narrower": lambda z: z.bfloat16().flatten(0, 1),
+    "narrower in between": lambda z: z.bfloat16().float().flatten(0, 1),
+    "sliced by no position": lambda z: torch.ops.aten.slice.Tensor(z, 2, None, CLASSES - 1).reshape(-1, CLASSES - 1),
 }
+
+
+def hooked(z):
+    z.register_hook(lambda gradient: 3 * gradient)
+    return z[:, :-1].flatten(0, 1)
+
+
+def masked(z):
+    with torch.no_grad():
+        z[..., CLASSES // 2 :] = -1e4
+    return z[:, :-1].contiguous().view(-1, CLASSES)
+
+
+def masked_data(z):
+    z.data[..., CLASSES // 2 :] = -1e4
+    return z.double().flatten(0, 1)
+
+
+TOUCHED = {"hooked": hooked, "masked": masked, "masked through .data": masked_data}
 
 
 def head(dtype=torch.float32, bias=True):
@@ -86,10 +110,11 @@ def test_rows_of_a_linear_are_recognised(rows, bias, calls):
     assert (ours - plain).norm() <= 2e-6 * plain.norm()
 
 
-@pytest.mark.parametrize("rows", OTHERS)
-def test_other_logits_are_left_alone(rows, calls):
-    model, x = head()
-    (plain_loss, plain), (loss, ours) = both(model, x, OTHERS[rows])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", OTHERS | TOUCHED)
+def test_other_logits_are_left_alone(rows, bias, calls):
+    model, x = head(bias=bias)
+    (plain_loss, plain), (loss, ours) = both(model, x, (OTHERS | TOUCHED)[rows])
     assert calls == []
     assert torch.equal(loss, plain_loss)
     assert torch.equal(ours, plain)
@@ -107,6 +132,50 @@ def test_a_cast_loss_keeps_its_digits(reduction, is_weighted, calls):
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, plain_loss, rtol=1e-6, atol=1e-6)
     assert (ours.float() - plain.float()).norm() <= 2e-2 * plain.float().norm()
+
+
+def test_arguments_that_do_not_fit_are_refused_in_torchs_words(calls):
+    model, x = head()
+    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+    target = torch.zeros(BATCH * TIME, dtype=torch.int64)
+    with vault.scope():
+        logits = model(x)
+        with pytest.raises(ValueError, match="batch_size"):
+            F.cross_entropy(logits[:, :-1].flatten(0, 1), target)
+        with pytest.raises(RuntimeError, match="weight tensor"):
+            F.cross_entropy(logits.flatten(0, 1), target, weight=torch.ones(CLASSES + 5))
+    assert calls == []
+
+
+def test_an_infinite_loss_stays_infinite(calls):
+    model, x = head(torch.bfloat16)
+    with torch.no_grad():
+        model[2].bias[7] = -torch.inf
+    (plain_loss, _), (loss, _) = both(model, x, lambda z: z.float().flatten(0, 1), reduction="none")
+    assert calls
+    assert plain_loss.isinf().any()
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_classes", [100, 1000, 10_000])
+def test_gradients_in_bfloat16_are_rounded_a_few_times_only(num_classes, calls):
+    """Against float64: no worse than twice what plain bfloat16 is off."""
+    torch.manual_seed(0)
+    x, target = torch.randn(1024, 16), torch.randint(num_classes, (1024,))
+    model = nn.Sequential(nn.Linear(16, num_classes)).bfloat16()
+    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+
+    def gradient(model, x, scope):
+        model.zero_grad()
+        with scope:
+            loss = F.cross_entropy(model(x).double(), target)
+        loss.backward()
+        return model[0].weight.grad.double().clone()
+
+    exact = gradient(copy.deepcopy(model).double(), x.bfloat16().double(), contextlib.nullcontext())
+    plain, ours = (gradient(model, x.bfloat16(), scope) for scope in (contextlib.nullcontext(), vault.scope()))
+    assert len(calls) == 1
+    assert (ours - exact).norm() <= 2 * (plain - exact).norm()
 
 
 def test_float16_is_left_alone_as_a_scale_of_the_loss_would_come_too_late(calls):

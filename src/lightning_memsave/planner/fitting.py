@@ -11,10 +11,10 @@ from lightning_memsave.core.errors import BudgetTooSmallError, setting_error
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.memory.predict import Prediction
 from lightning_memsave.planner.budget import MEANINGS, Budget, needed_bytes
-from lightning_memsave.planner.ladder import OVERHEAD, TIERS, Knob, Option, knobs
+from lightning_memsave.planner.ladder import OVERHEAD, TIERS, Knob, Option, describe, knobs
 from lightning_memsave.planner.plan import Plan, PlanStep
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.planner.search import Choice, Found, Search, describe, in_order
+from lightning_memsave.planner.search import Choice, Found, Search, in_order
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
@@ -71,8 +71,8 @@ def make_plan(
         situation: model, batch and device.
         plain: the step without any technique.
         predict: predicts a step under Configs; raises `ValueError` where they cannot be used.
-        confirm: the same with more certainty and at a higher price, asked about the choice only; a choice that it
-            refutes is replaced.
+        confirm: the same with more certainty and at a higher price, asked about the choice only; a choice that takes
+            more, or whose regions cannot meet their budget, is replaced.
 
     Raises:
         ValueError: nothing that the recipe allows fits: the smallest peak, what dominates it, and what other recipes

@@ -196,3 +196,13 @@ def _counts(num_samples: int) -> list[int]:
 def levels(table: Mapping[type[Config], Sequence[Option]]) -> list[tuple[int, int]]:
     """The levels that occur, harmless first."""
     return sorted({option.level for options in table.values() for option in options})
+
+
+def time_factor(choice: Sequence[Option]) -> float:
+    """Modelled time against the plain step."""
+    return math.prod(option.time_factor for option in choice)
+
+
+def describe(choice: Sequence[Option]) -> str:
+    """What is on, as a user would write it."""
+    return ", ".join(option.text for option in choice if option.config is not None) or "nothing"

@@ -25,7 +25,7 @@ from lightning_memsave.core.errors import BudgetTooSmallError
 from lightning_memsave.core.report import LOSS_CLASSES, LossClass
 from lightning_memsave.memory.predict import Prediction
 from lightning_memsave.planner.budget import needed_bytes
-from lightning_memsave.planner.ladder import Knob, Option, levels, with_regions_for
+from lightning_memsave.planner.ladder import Knob, Option, describe, levels, time_factor, with_regions_for
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.registry import TECHNIQUES, Config
@@ -182,28 +182,41 @@ class Search:
         """
         again: set[str] = set()
         while (own := self._seconds(best)) < math.inf:
-            known = [choice for choice, _ in self._known.values() if all(option.level <= level for option in choice)]
-            fastest = min((c for c in known if self.peak(c) <= limit_bytes), key=self._seconds)
-            if own <= (1 + _SCATTER) * self._seconds(fastest):
+            fastest = min(self._useful(level, limit_bytes), key=self._seconds, default=best)
+            if self.peak(best) <= limit_bytes and own <= (1 + _SCATTER) * self._seconds(fastest):
                 break
             if describe(fastest) in again:
                 return fastest
-            for choice in (best, fastest):
-                if describe(choice) not in again and not self.is_exhausted:
-                    self._time_again(choice)
-            again |= {describe(best), describe(fastest)}
+            due = [choice for choice in (best, fastest) if describe(choice) not in again]
+            if self._num_predictions + len(due) > self._max_predictions:
+                break
+            for choice in due:
+                self._time_again(choice)
+            again |= set(map(describe, due))
         return best
+
+    def _useful(self, level: tuple[int, int], limit_bytes: int) -> list[Choice]:
+        """All that is known to fit, but for what takes no less than with fewer settings: its time is only luck."""
+        known = [choice for choice, _ in self._known.values() if all(option.level <= level for option in choice)]
+        fitting = [choice for choice in known if self.peak(choice) <= limit_bytes]
+        return [choice for choice in fitting if not any(self._has_more(choice, other) for other in fitting)]
+
+    def _has_more(self, choice: Choice, other: Choice) -> bool:
+        settings = zip(choice, other, self.nothing, strict=True)
+        has_all = choice != other and all(theirs in (mine, off) for mine, theirs, off in settings)
+        return has_all and self.peak(other) <= self.peak(choice)
 
     def _seconds(self, choice: Choice) -> float:
         prediction = self.predict(choice)
         return math.inf if prediction is None else prediction.measured_seconds
 
     def _time_again(self, choice: Choice) -> None:
-        prediction, seconds = self.predict(choice), None
+        prediction = self.predict(choice)
         assert prediction is not None, "it has been found to fit"
+        again = dataclasses.replace(prediction, seconds=None)
         with contextlib.suppress(ValueError):
-            seconds = self._predict_new(self.techniques(choice)).seconds
-        self._known[describe(choice)] = choice, dataclasses.replace(prediction, seconds=seconds)
+            again = self._predict_new(self.techniques(choice))
+        self._known[describe(choice)] = choice, again
 
     def _found(self, choice: Choice, limit_bytes: int) -> Found:
         prediction = self.predict(choice)
@@ -335,13 +348,3 @@ def _with(choice: Choice, position: int | None, option: Option) -> Choice:
 def _cost(choice: Sequence[Option]) -> tuple[float, int]:
     """Modelled time against the plain step, then the number of settings."""
     return round(time_factor(choice), 6), sum(option.config is not None for option in choice)
-
-
-def time_factor(choice: Sequence[Option]) -> float:
-    """Modelled time against the plain step."""
-    return math.prod(option.time_factor for option in choice)
-
-
-def describe(choice: Sequence[Option]) -> str:
-    """What is on, as a user would write it."""
-    return ", ".join(option.text for option in choice if option.config is not None) or "nothing"

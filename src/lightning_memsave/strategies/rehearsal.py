@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memsave.memory.storages import tensors_in
@@ -51,19 +52,33 @@ def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[None]:
 
 @contextmanager
 def values_kept(batch: Any) -> Iterator[None]:
-    """Tensors of a batch that a step changes in place get their values and shapes back; they are cloned for that."""
-    found: list[Any] = list(tensors_in(batch))
-    tensors = [t for t in found if t.layout is torch.strided and not is_traceable_wrapper_subclass(t)]
-    places = [(t, t.untyped_storage(), t.storage_offset(), t.size(), t.stride()) for t in tensors]
-    values = {storage.data_ptr(): (storage, storage.clone()) for _, storage, *_ in places}
+    """Tensors of a batch that a step changes in place, values or shapes, are as before; they are cloned for that.
+
+    Of sparse and nested ones, and of those that are several tensors, the values only.
+    """
+    found = {id(tensor): tensor for tensor in tensors_in(batch) if not tensor.is_inference()}.values()
+    kept = [(tensor, tensor.detach(), tensor.detach().clone(), tensor._version) for tensor in found]
+    sizes = {id(alias): alias.untyped_storage().nbytes() for _, alias, *_ in kept if _is_plain(alias)}
     try:
         yield
     finally:
-        for storage, before in values.values():
-            if storage.nbytes() != before.nbytes():
-                storage.resize_(before.nbytes())
-            storage.copy_(before)
-        for tensor, storage, *place in places:
-            if [tensor.storage_offset(), tensor.size(), tensor.stride()] != place:
-                with torch.no_grad():
-                    tensor.set_(storage, *place)
+        with torch.no_grad():
+            for tensor, alias, before, version in kept:
+                if not _is_plain(alias):
+                    if tensor._version != version:
+                        tensor.copy_(before)
+                    continue
+                if alias.untyped_storage().nbytes() < sizes[id(alias)]:
+                    alias.untyped_storage().resize_(sizes[id(alias)])
+                if not torch.equal(_bytes(alias), _bytes(before)):  # memory may be read-only
+                    once = tuple(slice(None if stride else 1) for stride in alias.stride())  # of what is expanded
+                    alias[once].copy_(before[once])
+                tensor.data = alias
+
+
+def _is_plain(tensor: Any) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not is_traceable_wrapper_subclass(tensor)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)  # NaN as well

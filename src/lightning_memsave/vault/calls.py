@@ -43,11 +43,16 @@ class Calls(TorchFunctionMode):
         self.operands: dict[int, Any] = {}
         """What a recipe needs and no node keeps, by the number of the node."""
         self._changed: set[Edge] = set()
+        self._hooked: set[Edge] = set()
         self._versions: dict[int, int] = {}
 
     def has_changed(self, node: Node, output_nr: int) -> bool:
         """Whether what `node` made has been changed since by a call that the graph does not show."""
         return Edge(sequence_nr_of(node), output_nr) in self._changed
+
+    def is_touched(self, node: Node) -> bool:
+        """Whether somebody has changed what `node` made unseen, or hooked its gradient: by the tensor, not the node."""
+        return self.has_changed(node, 0) or Edge(sequence_nr_of(node), 0) in self._hooked
 
     def has_changed_itself(self, tensor: Tensor) -> bool:
         """Whether a tensor has been changed in place more often than its own node has."""
@@ -61,6 +66,8 @@ class Calls(TorchFunctionMode):
         is_hidden = _changes_unseen(name) or func in _DATA
         if is_hidden and (edge := _edge_of_first(args)) is not None:
             self._changed.add(edge)
+        if func in _HOOKING and (edge := _edge_of_first(args)) is not None:
+            self._hooked.add(edge)
         call = self.current = Call(name, args, kwargs)
         try:
             answer = self._ask(call) if name in _ANSWERED else None
@@ -110,6 +117,7 @@ def _edge_of_first(args: tuple[Any, ...]) -> Edge | None:
 
 _ANSWERED = frozenset(("cross_entropy", "dropout"))
 _DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]  # a descriptor
+_HOOKING = (Tensor.register_hook, Tensor.retain_grad)
 _IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor"))
 
 

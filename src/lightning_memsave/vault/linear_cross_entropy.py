@@ -9,7 +9,7 @@ The logits that the caller computed die with the caller's own reference.
 Equal up to rounding, which is that of the Linear's dtype; the loss itself keeps the digits of a cast. Logits of float16
 are left alone: gradients are made before a loss scale could reach them. The price: the Linear is computed twice, its
 weight's gradient exists from the forward pass on, and a second backward through the loss (`retain_graph`,
-`create_graph`) raises an error.
+`create_graph`) raises an error (a reduction of `"none"` computes its gradients in backward, and allows the first).
 
 Source: `torch.nn.functional.linear_cross_entropy` (torch 2.13); the idea: Wijmans et al., "Cut Your Losses in Large-
 Vocabulary Language Models", 2024 (https://arxiv.org/abs/2411.09009).
@@ -17,6 +17,7 @@ Vocabulary Language Models", 2024 (https://arxiv.org/abs/2411.09009).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -38,10 +39,15 @@ class Head(NamedTuple):
     bias: Tensor | None  # [C]
 
 
-def linear_cross_entropy(call: Call) -> Tensor | None:
-    """The loss that `call` of `cross_entropy` asks for; `None` where it is better computed as it stands."""
-    logits, target = call.argument(0, "input"), call.argument(1, "target")
-    reduction = call.argument(6, "reduction", "mean")
+def linear_cross_entropy(call: Call, is_touched: Callable[[Node], bool]) -> Tensor | None:
+    """The loss that `call` of `cross_entropy` asks for; `None` where it is better computed as it stands.
+
+    Args:
+        call: of `cross_entropy`.
+        is_touched: whether somebody has changed or hooked what a node made.
+    """
+    logits, target, weight = call.argument(0, "input"), call.argument(1, "target"), call.argument(2, "weight")
+    reduction, ignore_index = call.argument(6, "reduction", "mean"), call.argument(4, "ignore_index", -100)
     is_plain = (
         isinstance(logits, Tensor)
         and logits.dim() == 2
@@ -51,6 +57,8 @@ def linear_cross_entropy(call: Call) -> Tensor | None:
         and not has_hooks(logits)
         and isinstance(target, Tensor)
         and target.dtype == torch.int64
+        and target.shape == logits.shape[:1]
+        and (weight is None or (weight.dtype == logits.dtype and weight.shape == logits.shape[1:]))
         and reduction in ("mean", "sum", "none")
         and not call.argument(7, "label_smoothing", 0.0)
         and call.argument(3, "size_average") is None
@@ -58,12 +66,11 @@ def linear_cross_entropy(call: Call) -> Tensor | None:
         and not torch.is_autocast_enabled(logits.device.type)
     )
     try:
-        head = _head(logits) if is_plain else None
+        head = _head(logits, is_touched) if is_plain else None
     except ForeignError:
         return None
     if head is None:
         return None
-    weight, ignore_index = call.argument(2, "weight"), call.argument(4, "ignore_index", -100)
     if reduction == "mean" and not truth((target != ignore_index).any(), True):
         return None  # 0 / 0, which the two treat otherwise
     if logits.numel() <= head.input.numel() + head.weight.numel():  # what the chunked one keeps: it would not pay
@@ -76,15 +83,23 @@ def linear_cross_entropy(call: Call) -> Tensor | None:
         weight=weight if weight is None else weight.to(head.input.dtype),
         reduction=reduction,
         ignore_index=ignore_index,
-        options=nn.LinearCrossEntropyOptions(),
+        options=_options(head),
     )
     if loss.dtype == logits.dtype:
         return loss
     num_rows = max(1, head.input.numel() // logits.shape[1])
     with torch.no_grad():  # in the dtype that the caller cast to, as rounding the loss to the Linear's would show
         exact = _in_parts(logits, target, num_rows, weight, reduction, ignore_index)
-        correction = exact - loss
+        correction = torch.where(exact == loss, 0, exact - loss)  # both may be infinite
     return loss + correction
+
+
+def _options(head: Head) -> nn.LinearCrossEntropyOptions:
+    """In bfloat16 at most a few chunks, as the weight's gradient is rounded after each."""
+    num_rows, width = head.input.shape
+    if head.weight.dtype.itemsize >= 4 or head.weight.shape[0] <= _MAX_HALF_CHUNKS * width:
+        return nn.LinearCrossEntropyOptions()
+    return nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=-(-num_rows // _MAX_HALF_CHUNKS))
 
 
 def _in_parts(
@@ -105,13 +120,13 @@ def _in_parts(
     return losses.sum() / (counts if weight is None else counts * weight[target.where(counts, 0)]).sum()
 
 
-def _head(logits: Tensor) -> Head | None:
+def _head(logits: Tensor, is_touched: Callable[[Node], bool]) -> Head | None:
     """The Linear of whose output `logits` [N, C] are rows: all, or slices of its positions, in a wider dtype or not."""
     node, views = logits.grad_fn, list[Node]()
-    while node is not None and node.name() in _OF_ROWS:
+    while node is not None and node.name() in _OF_ROWS and not is_touched(node):
         views.append(node)
         node = inputs_of(node)[0][0]
-    if node is None or node.name() not in ("AddmmBackward0", "MmBackward0"):
+    if node is None or node.name() not in ("AddmmBackward0", "MmBackward0") or is_touched(node):
         return None
     has_bias = node.name() == "AddmmBackward0"
     if has_bias and (saved(node, "alpha"), saved(node, "beta")) != (1, 1):
@@ -122,43 +137,51 @@ def _head(logits: Tensor) -> Head | None:
     weight = _leaf(inputs_of(transposed)[0][0])
     bias = _leaf(bias_edge[0][0]) if bias_edge else None
     name = "mat1" if has_bias else "self"
-    if weight is None or (has_bias and bias is None) or not _is_exact(packed(node, name)):
+    if weight is None or weight.dtype == torch.float16 or not _is_exact(packed(node, name)):
+        return None
+    if has_bias and (bias is None or bias.shape != weight.shape[:1]):
         return None
     rows: Tensor | None = saved(node, name)
     for view in reversed(views):
         rows = None if rows is None else _viewed(rows, view, num_classes=weight.shape[0])
-    if rows is None or weight.dtype == torch.float16:
-        return None
-    is_cast = torch.promote_types(weight.dtype, logits.dtype) == logits.dtype and weight.device == logits.device
-    if not is_cast or weight.shape[0] != logits.shape[1] or rows.shape[:-1] != logits.shape[:-1]:
+    if rows is None or (*rows.shape[:-1], weight.shape[0]) != logits.shape or weight.device != logits.device:
         return None
     return Head(rows, weight, bias)
 
 
+_MAX_HALF_CHUNKS = 4
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 _OF_ROWS = (*_VIEWS, "SliceBackward0", "CloneBackward0", "ToCopyBackward0")
 
 
 def _viewed(rows: Tensor, node: Node, num_classes: int) -> Tensor | None:
     """What `node` does to logits [..., C], done to the inputs [..., D] of their rows; `None` if it mixes classes."""
+    made = output_of(node, 0)
+    *positions, last = made.shape or (0,)
+    if last != num_classes:
+        return None
     if node.name() in _VIEWS:
-        *shape, last = output_of(node, 0).shape
-        return rows.reshape(*shape, rows.shape[-1]) if last == num_classes else None
+        return rows.reshape(*positions, rows.shape[-1])
     if node.name() == "SliceBackward0":
         dim, *part = (_signed(saved(node, name)) for name in ("dim", "start", "end", "step"))
-        dim %= rows.dim()
-        return rows[(slice(None),) * dim + (slice(*part),)] if dim < rows.dim() - 1 else None
-    return rows  # a copy
+        assert dim is not None, "every slice has one"
+        return rows[(slice(None),) * (dim % rows.dim()) + (slice(*part),)]
+    given, given_nr = inputs_of(node)[0]
+    assert given is not None, "the Linear is behind it"
+    before = output_of(given, given_nr).dtype
+    return rows if torch.promote_types(before, made.dtype) == made.dtype else None  # a copy, or a wider one
 
 
-def _signed(number: int) -> int:
+def _signed(number: int | None) -> int | None:
     """Nodes tell negative numbers as unsigned ones."""
-    return number - 2**64 if number >= 2**63 else number
+    return number - 2**64 if number is not None and number >= 2**63 else number
 
 
 def _leaf(node: Node | None) -> Tensor | None:
     leaf = getattr(node, "variable", None)
-    return leaf if leaf is not None and is_plain(leaf, nn.Parameter) else None  # sharded parameters are of other types
+    if leaf is None or not is_plain(leaf, nn.Parameter):  # sharded parameters are of other types
+        return None
+    return leaf if leaf.untyped_storage().nbytes() >= leaf.nbytes else None  # FSDP2 has taken its memory back
 
 
 def _is_exact(kept: object) -> bool:

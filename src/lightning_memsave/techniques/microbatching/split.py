@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 
 class UnsplittableBatchError(ValueError):
@@ -92,14 +93,14 @@ def cloned(node: Any) -> Any:
     >>> mine["x"].add_(1), batch["x"]
     (tensor([1., 1.]), tensor([0., 0.]))
     """
-    made: dict[int, Any] = {}  # one that is there twice stays one
+    made: dict[int, tuple[Any, Any]] = {}  # one that is there twice stays one; kept, as its number is its own only then
 
     def own(leaf: Any) -> Any:
         if id(leaf) not in made:
-            made[id(leaf)] = leaf.clone() if isinstance(leaf, Tensor) else copy.copy(leaf)
-        return made[id(leaf)]
+            made[id(leaf)] = leaf, leaf.clone() if isinstance(leaf, Tensor) else copy.copy(leaf)
+        return made[id(leaf)][1]
 
-    return _mapped(node, own)
+    return tree_map(lambda leaf: _mapped(leaf, own), node)
 
 
 def _with_samples(node: Any, num_samples: int, change: Callable[[Any], Any]) -> Any:
