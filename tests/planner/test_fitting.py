@@ -1,14 +1,18 @@
 """From a budget to a plan where real steps refute what was predicted; every step is modelled."""
 
+import functools
+
 import pytest
 
 from lightning_memsave import Checkpointing
 from lightning_memsave.core.errors import BudgetTooSmallError
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.memory.predict import Prediction
+from lightning_memsave.planner import fitting
 from lightning_memsave.planner.budget import Budget
 from lightning_memsave.planner.fitting import Situation, make_plan
 from lightning_memsave.planner.recipes import resolve
+from lightning_memsave.planner.search import Search
 
 PLAIN_BYTES, LEAST_BUDGET = 100_000, 60_000
 METHODS = {"blocks": 80_000, "sqrt": 80_000, "recursive": 56_000}
@@ -64,6 +68,15 @@ def test_the_smallest_that_is_named_was_confirmed():
     with pytest.raises(
         ValueError, match=rf"\({LEAST_BUDGET} bytes\) .* which checkpointing=Checkpointing\(budget=60000\)"
     ):
+        plan(50_000)
+
+
+def test_a_search_that_ended_early_says_so(monkeypatch):
+    with pytest.raises(ValueError, match="must be at least") as refusal:
+        plan(50_000)
+    assert "The search ended" not in str(refusal.value)
+    monkeypatch.setattr(fitting, "Search", functools.partial(Search, max_predictions=2))
+    with pytest.raises(ValueError, match="The search ended after 2 predictions: there may be a smaller one"):
         plan(50_000)
 
 

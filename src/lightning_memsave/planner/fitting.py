@@ -297,6 +297,8 @@ def _infeasible(
             fits = "fits" if peak <= sizes[0] else "too much as well"
             offers.append(f'"{tier}" reaches {format_bytes(int(peak))} ({fits})')
     others = f"Of the other recipes {', '.join(offers)}." if offers else "No recipe reaches less."
+    if search.is_exhausted:
+        others += f" The search ended after {search.num_predictions} predictions: there may be a smaller one."
     return setting_error(
         "budget",
         f'must be at least {format_bytes(lowest)} ({lowest} bytes) for this step under "{recipe.name}", which '

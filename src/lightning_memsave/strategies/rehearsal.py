@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memsave.memory.storages import tensors_in
+from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.strategies.metrics import MergedMetrics
 from lightning_memsave.techniques.microbatching.batchnorm import unpooled
@@ -56,7 +57,8 @@ def values_kept(batch: Any) -> Iterator[None]:
 
     Of sparse and nested ones, and of those that are several tensors, the values only.
     """
-    found = {id(tensor): tensor for tensor in tensors_in(batch) if not tensor.is_inference()}.values()
+    has_values = (tensor for tensor in tensors_in(batch) if not (tensor.is_inference() or is_fake(tensor)))
+    found = {id(tensor): tensor for tensor in has_values}.values()
     kept = [(tensor, tensor.detach(), tensor.detach().clone(), tensor._version) for tensor in found]
     sizes = {id(alias): alias.untyped_storage().nbytes() for _, alias, *_ in kept if _is_plain(alias)}
     try:
