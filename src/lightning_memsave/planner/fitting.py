@@ -130,11 +130,11 @@ def _fit(search: Search, budget_bytes: int, confirm: Predict | None) -> tuple[Fo
     for _ in range(_MAX_CONFIRMATIONS):
         if found is None:
             break
-        real = _confirmed(search, found.choice, confirm)
-        over = 0 if real is None else needed_bytes(real) - budget_bytes
-        if real is not None and over <= 0:
-            return dataclasses.replace(found, prediction=_with_flags(real, found.prediction)), None
-        limit = min(limit, needed_bytes(found.prediction)) - over if over else limit
+        if (real := _confirmed(search, found.choice, confirm)) is not None:
+            over = needed_bytes(real) - budget_bytes
+            if over <= 0:
+                return dataclasses.replace(found, prediction=_with_flags(real, found.prediction)), None
+            limit = min(limit, needed_bytes(found.prediction)) - over
         found = search.cheapest(limit) if limit > 0 else None
     for _ in range(_MAX_CONFIRMATIONS):
         smallest = search.lowest()

@@ -75,13 +75,13 @@ class Trial:
         """The peak under these settings."""
         batch, missing_bytes, whole = self._as_much_as_shows(techniques)
 
-        def take(techniques: Sequence[Config], batch: Any, whole: float) -> _Steps | None:
+        def stepped(techniques: Sequence[Config], batch: Any, whole: float) -> _Steps | None:
             steps = _Steps(Recipe("trial", tuple(techniques)), self._num_batches, whole)
             return steps if self._has_room(steps, batch) else None
 
-        steps = as_if_whole(lambda techniques: take(techniques, batch, whole), techniques, missing_bytes)
+        steps = as_if_whole(lambda part: stepped(part, batch, whole), techniques, missing_bytes)
         if steps is not None and missing_bytes and not steps.is_cut:  # the run will not cut it either
-            missing_bytes, steps = 0, take(techniques, self._batch, 1.0)
+            missing_bytes, steps = 0, stepped(techniques, self._batch, 1.0)
         return self._too_large() if steps is None else steps.result(missing_bytes)
 
     def why_whole(self, config: Microbatching) -> str:

@@ -95,11 +95,12 @@ def linear_cross_entropy(call: Call, is_touched: Callable[[Node], bool]) -> Tens
 
 
 def _options(head: Head) -> nn.LinearCrossEntropyOptions:
-    """In bfloat16 at most a few chunks, as the weight's gradient is rounded after each."""
-    num_rows, width = head.input.shape
-    if head.weight.dtype.itemsize >= 4 or head.weight.shape[0] <= _MAX_HALF_CHUNKS * width:
+    """In bfloat16 at most a few chunks, as the weight's gradient is rounded after each; torch makes more on CUDA."""
+    if head.weight.dtype.itemsize >= 4:
         return nn.LinearCrossEntropyOptions()
-    return nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=-(-num_rows // _MAX_HALF_CHUNKS))
+    (num_rows, width), num_classes = head.input.shape, head.weight.shape[0]
+    num_chunks = min(_MAX_HALF_CHUNKS, -(-num_classes // width))
+    return nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=max(1, -(-num_rows // num_chunks)))
 
 
 def _in_parts(
