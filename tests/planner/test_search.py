@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import itertools
 import math
 import random
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,7 @@ from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.memory.predict import CudaBytes, Prediction
 from lightning_memsave.planner.budget import needed_bytes
 from lightning_memsave.planner.ladder import (
+    MANY_BLOCKS,
     OVERHEAD,
     TIERS,
     describe,
@@ -29,6 +32,9 @@ from lightning_memsave.planner.search import Search, in_order
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.sparsity import Sparsity
+
+ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "checkpointing_depth.csv"
+NESTED = [row for row in csv.DictReader(ROWS.read_text().splitlines()) if row["setting"] == "recursive"]
 
 
 class Model:
@@ -352,6 +358,24 @@ def test_settings_cost_what_the_model_makes_them_cost():
     assert tight.time_factor > wide.time_factor > 1
     beyond = knobs(3000, 2000, tier="lossless", num_samples=64, is_cut_exact=True)[Checkpointing][1]
     assert beyond.time_factor == 1.05
+
+
+def nested_regions(**known):
+    table = knobs(1000, 2000, tier="lossless", num_samples=64, is_cut_exact=True, **known)
+    return times(table, Checkpointing)['checkpointing="recursive"']
+
+
+@pytest.mark.parametrize("row", NESTED, ids=lambda row: row["n"])
+def test_nested_regions_cost_what_was_measured_at_every_depth(row):
+    low, high = float(row["cpu_time_ratio_p20"]), float(row["cpu_time_ratio_p80"])
+    assert low * 0.95 < nested_regions(num_blocks=int(row["n"])) < high * 1.05
+
+
+def test_nested_regions_of_a_few_blocks_are_hardly_slower_than_the_best_groups():
+    table = knobs(1000, 2000, tier="lossless", num_samples=64, is_cut_exact=True)
+    groups = times(table, Checkpointing)['checkpointing="sqrt"']
+    assert nested_regions(num_blocks=1) == nested_regions(num_blocks=4) == groups < nested_regions(num_blocks=12)
+    assert nested_regions() == nested_regions(num_blocks=MANY_BLOCKS)
 
 
 @pytest.mark.parametrize(

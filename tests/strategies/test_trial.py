@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memsave import Checkpointing, MemSave, Microbatching, Recipe, microbatches, plan_training
 from lightning_memsave.core.errors import BudgetTooSmallError, MicrobatchWarning
+from lightning_memsave.planner.ladder import MANY_BLOCKS
 from lightning_memsave.strategies.budgeting import _situation
 from lightning_memsave.strategies.trial import Trial, as_if_whole
 
@@ -133,6 +134,19 @@ def test_what_one_process_finds_of_cutting_holds_for_all():
     assert exchanged == [("", SAMPLES)]
     assert situation.why_whole == "Batches are not cut into microbatches: of rank 0"
     assert situation.num_samples is None
+
+
+class Blocks(Plain):
+    """Some residual blocks."""
+
+    def __init__(self, num_blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(num_blocks))
+
+
+@pytest.mark.parametrize(("module", "expected"), [(Blocks(5), 5), (Plain(), MANY_BLOCKS)])
+def test_a_planner_knows_how_many_blocks_a_module_repeats(module, expected):
+    assert _situation(module, batch(), Recipe("mine"), None).num_blocks == expected
 
 
 def test_a_step_that_fails_on_few_samples_says_nothing_of_cutting():

@@ -11,7 +11,7 @@ from lightning_memsave.core.errors import BudgetTooSmallError, setting_error
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.memory.predict import Prediction
 from lightning_memsave.planner.budget import MEANINGS, Budget, needed_bytes
-from lightning_memsave.planner.ladder import OVERHEAD, TIERS, Knob, Option, describe, knobs
+from lightning_memsave.planner.ladder import MANY_BLOCKS, OVERHEAD, TIERS, Knob, Option, describe, knobs
 from lightning_memsave.planner.plan import Plan, PlanStep
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.planner.search import Choice, Found, Search, in_order
@@ -52,6 +52,8 @@ class Situation:
     """What recovery notes of a batch's start, which is in no prediction."""
     overhead: float = OVERHEAD
     """The part of a plain step's time that goes into starting operations."""
+    num_blocks: int = MANY_BLOCKS
+    """That the model repeats."""
 
 
 def make_plan(
@@ -99,6 +101,7 @@ def _search(sizes: tuple[int, int], recipe: Recipe, situation: Situation, predic
         is_cut_exact=situation.is_cut_exact,
         device_type=situation.device_type,
         overhead=situation.overhead,
+        num_blocks=situation.num_blocks,
     )
     taken = {type(t) for t in fixed} | set(recipe.switched_off)
     left: dict[type[Config], Knob] = {kind: knob for kind, knob in table.items() if kind not in taken}

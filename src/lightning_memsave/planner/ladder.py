@@ -55,6 +55,11 @@ _OPERATION_SECONDS = 3.5e-6
 """What one operation of modules and backward takes besides its kernel (CPU, from what a second microbatch adds)."""
 _BLOCKS = 1.27
 """Of the time of a step with regions over blocks. Those for a budget, which may be the same, are never slower."""
+_SQRT = 1.35
+_HALVING = 0.17
+"""What groups inside of groups add per halving of the blocks (chains of 64 to 1024)."""
+MANY_BLOCKS = 256
+"""Where their number is not known."""
 _VAULT_OVERHEAD = 3
 """What a vault adds, in such overheads."""
 
@@ -76,6 +81,7 @@ def knobs(
     is_cut_exact: bool,
     device_type: str = "cpu",
     overhead: float = OVERHEAD,
+    num_blocks: int = MANY_BLOCKS,
 ) -> dict[type[Config], Knob]:
     """Every knob with its settings, off first.
 
@@ -87,6 +93,7 @@ def knobs(
         is_cut_exact: whether microbatches leave the model's result as it is.
         device_type: where time is spent: bfloat16 is emulated on CPU.
         overhead: the part of a plain step's time that goes into starting its operations.
+        num_blocks: that the model repeats: what groups of them inside of groups cost.
     """
     is_cpu, vault = device_type == "cpu", _VAULT_OVERHEAD * overhead
     table: dict[type[Config], Knob] = {
@@ -109,8 +116,12 @@ def knobs(
             Option(text="no regions", strength=0),
             regions_for(budget_bytes, min(_BLOCKS - 0.01, 1.05 + 0.35 * max(0.0, 1 - budget_bytes / plain_bytes))),
             Option(text='checkpointing="blocks"', config=Checkpointing(), time_factor=_BLOCKS),
-            Option(text='checkpointing="sqrt"', config=Checkpointing(method="sqrt"), time_factor=1.35),
-            Option(text='checkpointing="recursive"', config=Checkpointing(method="recursive"), time_factor=2.4),
+            Option(text='checkpointing="sqrt"', config=Checkpointing(method="sqrt"), time_factor=_SQRT),
+            Option(
+                text='checkpointing="recursive"',
+                config=Checkpointing(method="recursive"),
+                time_factor=max(_SQRT, 1 + _HALVING * math.log2(max(1, num_blocks))),
+            ),
         ),
         OptimizerState: (
             Option(text="optimizer as it is", strength=0),

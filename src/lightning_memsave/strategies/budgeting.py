@@ -25,7 +25,7 @@ from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.memory.predict import Prediction
 from lightning_memsave.planner.budget import Budget, machine_bytes
 from lightning_memsave.planner.fitting import Predict, Situation, make_plan
-from lightning_memsave.planner.ladder import overhead_of
+from lightning_memsave.planner.ladder import MANY_BLOCKS, overhead_of
 from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.ddp import bytes_on_top
@@ -33,6 +33,7 @@ from lightning_memsave.strategies.first_batch import first_batch
 from lightning_memsave.strategies.predicting import Predictor
 from lightning_memsave.strategies.trial import StepFailedError, Trial, as_if_whole, rest_bytes, two_microbatches
 from lightning_memsave.strategies.ways import ways_of_training
+from lightning_memsave.techniques.checkpointing.selection import repeated_blocks
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size, why_not_exact
 from lightning_memsave.techniques.registry import Config
 
@@ -256,6 +257,7 @@ def _situation(module: Any, batch: Any, recipe: Recipe, trainer: Any) -> Situati
         device_bytes=machine_bytes() if is_cpu else total_bytes(device),
         ways=() if trainer is None else tuple(ways_of_training(trainer)),
         noted_bytes=torch.get_rng_state().nbytes if is_cpu else 0,
+        num_blocks=len(repeated_blocks(module)) or MANY_BLOCKS,
     )
 
 
