@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.memory import Ledger
-from lightning_memsave.memory.ledger import autograd_is_running
+from lightning_memsave.memory.accumulation import autograd_is_running
 from lightning_memsave.memory.storages import tensors_in
 
 MIB = 2**20

@@ -28,17 +28,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.core.report import CATEGORIES, Timeline
+from lightning_memsave.memory.accumulation import autograd_is_running, replaces_first
 from lightning_memsave.memory.origins import Line, Survivor, line_text, user_line
 from lightning_memsave.memory.resizing import resizes_seen
 from lightning_memsave.memory.storages import storages, tensors_in
 from lightning_memsave.memory.timeline import timeline
 from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.vault.graph import WeakStorage
-
-
-def autograd_is_running() -> bool:
-    """Whether this thread executes a backward pass (private name of torch, seen in 2.13)."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class Entry:
@@ -154,6 +150,14 @@ class Ledger(TorchDispatchMode):
         self._live[address] = entry
         return entry
 
+    def _end(self, storage: torch.UntypedStorage) -> Entry | None:
+        """What a storage has is over, although the storage is there."""
+        entry = self._live.pop(storage._cdata, None)
+        if entry is not None:
+            entry.reference = None  # with its callback
+            self._change(-entry.num_bytes, entry)
+        return entry
+
     def _change(self, num_bytes: int, entry: Entry) -> None:
         if entry.reserved:
             return
@@ -165,6 +169,8 @@ class Ledger(TorchDispatchMode):
     # ------------------------------------------------------------------ what happens
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if replaces_first(func, args):
+            self._end(args[0].untyped_storage())
         out = func(*args, **kwargs)
         if autograd_is_running() and not torch.is_grad_enabled():
             self._backward_begins()
@@ -210,10 +216,7 @@ class Ledger(TorchDispatchMode):
         """What a storage had ends, what it has begins. FSDP2 keeps gathered parameters without memory."""
         if storage.device.type != ("meta" if self._fake else self._device_type):
             return
-        entry = self._live.pop(storage._cdata, None)
-        if entry is not None:
-            entry.reference = None  # with its callback
-            self._change(-entry.num_bytes, entry)
+        entry = self._end(storage)
         category = entry.category if entry is not None else "weights" if self._is_sharded else None
         again = self._book(storage, category)
         again.made = None if entry is None else entry.made

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_memsave.memory.accumulation import autograd_is_running, replaces_first
 from lightning_memsave.memory.cost import cost_of
-from lightning_memsave.memory.ledger import autograd_is_running
 from lightning_memsave.memory.storages import storages, tensors_in
 from lightning_memsave.vault.state import Attributes
 
@@ -177,17 +177,16 @@ class _Tracer(TorchDispatchMode):
                     self.trace.start_bytes += storage.nbytes()
 
     def _book(self, storage: torch.UntypedStorage, born: int, op: int) -> int:
-        number, address, trace = len(self.trace.storages), storage._cdata, self.trace
-        trace.storages.append(StorageRecord(storage.nbytes(), born, op))
-        live = self._live
-
-        def freed(_: object) -> None:
-            live.pop(address, None)
-            trace.storages[number].died = len(trace.events)
-            trace.events.append((-trace.storages[number].num_bytes, number))
-
-        live[address] = number, weakref.ref(storage, freed)
+        number, address = len(self.trace.storages), storage._cdata
+        self.trace.storages.append(StorageRecord(storage.nbytes(), born, op))
+        self._live[address] = number, weakref.ref(storage, lambda _: self._end(address))
         return number
+
+    def _end(self, address: int) -> None:
+        number, _ = self._live.pop(address)
+        record = self.trace.storages[number]
+        record.died = len(self.trace.events)
+        self.trace.events.append((-record.num_bytes, number))
 
     def _see(self, storage: torch.UntypedStorage, came_in: set[int]) -> None:
         address = storage._cdata
@@ -215,6 +214,8 @@ class _Tracer(TorchDispatchMode):
         if in_backward and self.trace.backward_begins is None:
             self._backward_begins()
         kwargs = kwargs or {}
+        if replaces_first(func, args):
+            self._end(args[0].untyped_storage()._cdata)
         out = func(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
