@@ -342,3 +342,14 @@ def test_a_trial_times_two_microbatches_as_all_and_the_update_once(monkeypatch):
     num_samples = len(batch[0])
     assert Trial(module, batch)(()).seconds == 1 + 1
     assert Trial(module, batch)((Microbatching(size=4),)).seconds == num_samples / 8 + 1
+
+
+@pytest.mark.parametrize("num_batches", [2, 3])
+def test_accumulated_gradients_are_within_the_budget(num_batches, caplog):
+    memsave = MemSave(budget="0.6x")
+    with caplog.at_level("INFO"):
+        trainer, _ = train(memsave, accumulate_grad_batches=num_batches, max_epochs=4)
+    assert memsave.plan.recipe == "lossless"
+    assert trainer.fit_loop.total_batch_idx >= 3 * num_batches  # more than one step is measured whole
+    assert memsave.report.peak_bytes + memsave.plan.workspace_bytes <= memsave.plan.budget_bytes
+    assert "a step took" not in caplog.text

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
-from lightning_memsave import MemoryGrowthWarning, MemoryMonitor, MemSave
+from lightning_memsave import MemoryGrowthWarning, MemoryMonitor, MemSave, OptimizerState
 from lightning_memsave.callbacks import monitor as monitor_module
 from lightning_memsave.core.units import format_bytes
 
@@ -119,8 +119,9 @@ def test_out_of_memory_is_explained(messages, kind, message, fails_at):
 
 
 def test_what_is_on_already_is_not_advised(messages):
+    state = OptimizerState(min_size=1000)
     with pytest.raises(torch.OutOfMemoryError):
-        fit(Model(fails_at=5, error=torch.OutOfMemoryError("none")), MemSave(microbatch=4, optimizer_state="8bit"))
+        fit(Model(fails_at=5, error=torch.OutOfMemoryError("none")), MemSave(microbatch=4, optimizer_state=state))
     (text,) = messages
     assert '`activations="exact"`' in text
     assert '`checkpointing="sqrt"`' in text

@@ -95,6 +95,17 @@ def test_batches_between_two_updates_are_one_step():
     assert measured == [2, 2, 3, 3, 5, 5, 10, 10]
 
 
+def test_what_is_measured_next_is_a_whole_step_with_the_batches_that_it_accumulates():
+    model, meter, measured = nn.Linear(2, 2), Meter(every=100), []
+    for batch in range(30):
+        meter.begin(model, [], (), torch.device("cpu"), num_updates=batch // 3)
+        meter.end()
+        measured += [batch] if meter.tracked is not None else []
+        if batch == 19:
+            meter.measure_next()
+    assert measured == [3, 4, 5, 6, 7, 8, 20, 21, 22, 23]
+
+
 def test_a_loop_that_hides_its_optimizers_is_measured_batch_by_batch_in_the_end():
     model, meter, measured = torch.nn.Linear(2, 2), Meter(), []
     for batch in range(1, 262):

@@ -33,8 +33,13 @@ from lightning_memsave.techniques.activation_compression import ActivationCompre
 from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.sparsity import Sparsity
 
-ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "checkpointing_depth.csv"
-NESTED = [row for row in csv.DictReader(ROWS.read_text().splitlines()) if row["setting"] == "recursive"]
+
+def rows(name):
+    text = (Path(__file__).parents[2] / "benchmarks" / "results" / f"{name}.csv").read_text()
+    return list(csv.DictReader(text.splitlines()))
+
+
+NESTED = [row for row in rows("checkpointing_depth") if row["setting"] == "recursive"]
 
 
 class Model:
@@ -358,6 +363,21 @@ def test_settings_cost_what_the_model_makes_them_cost():
     assert tight.time_factor > wide.time_factor > 1
     beyond = knobs(3000, 2000, tier="lossless", num_samples=64, is_cut_exact=True)[Checkpointing][1]
     assert beyond.time_factor == 1.05
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("8bit", 'optimizer_state="8bit"'),
+        ("4bit", 'optimizer_state="4bit"'),
+        ("32bit, released", 'optimizer_state=OptimizerState(format="32bit", gradients="release")'),
+        ("8bit, released", 'optimizer_state=OptimizerState(gradients="release")'),
+    ],
+)
+def test_optimizer_state_costs_what_was_measured(setting, text):
+    (row,) = (row for row in rows("optimizer_state") if row["setting"] == setting)
+    factor = times(table("extreme"), OptimizerState)[text]
+    assert float(row["cpu_time_ratio_p20"]) * 0.98 < factor < float(row["cpu_time_ratio_p80"]) * 1.02
 
 
 def nested_regions(**known):

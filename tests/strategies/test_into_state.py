@@ -135,7 +135,9 @@ def test_the_model_is_given_back_and_trains_again():
 
 
 @pytest.mark.parametrize("average", [lambda: StochasticWeightAveraging(0.01, 1), WeightAveraging], ids=["swa", "ema"])
-@pytest.mark.parametrize("state", ["8bit", "4bit", "fp8", "offload", INTO_8BIT], ids=str)
+@pytest.mark.parametrize(
+    "state", [*(OptimizerState(format=f, min_size=0) for f in ("8bit", "4bit", "fp8", "offload")), INTO_8BIT], ids=str
+)
 def test_averages_of_weights(state, average):
     trainer, module = train(MemSave(optimizer_state=state), callbacks=[average()], epochs=3)
     assert trainer.global_step == 12

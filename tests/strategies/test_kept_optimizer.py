@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_memsave import MemSave, OptimizerState
+from lightning_memsave import MemSave, NoEffectWarning, OptimizerState
 
 
 class Keeps(L.LightningModule):
@@ -66,3 +66,14 @@ def test_releasing_gradients_in_32_bits_leaves_it(kept):
     assert type(kept.optimizer) is torch.optim.AdamW
     assert report.loss_class == "exact"
     assert steps_of(kept) == {8.0}
+
+
+@pytest.mark.parametrize("state", ["8bit", "4bit", "offload", OptimizerState(format="lowrank", rank=64, min_size=0)])
+def test_a_format_that_changes_no_parameters_state_says_so(state):
+    with pytest.warns(NoEffectWarning, match="`optimizer_state` in '.*' has no effect on this model"):
+        report = fit(Keeps(), optimizer_state=state)
+    assert report.loss_class == "exact"
+
+
+def test_a_default_that_changes_nothing_is_silent():
+    assert fit(Keeps(), recipe="balanced", activations=False).loss_class == "exact"  # warnings are errors here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import warnings
 import weakref
 from collections import namedtuple
@@ -525,12 +526,47 @@ def test_a_loss_that_starts_at_zero_is_not_taken_for_a_mean():
             return (self.net(x).sum(1) + 3).relu().sum() * scale
 
     memsave = MemSave(microbatch=3)
-    with pytest.warns(MicrobatchWarning, match="zero, which does not tell"):
+    with pytest.warns(MicrobatchWarning, match="loss is zero, .* does not tell a mean"):
         plain, ours = both(Hinge(), batches(), memsave)
     assert_same_run(plain, ours, EXACT)
     summary = memsave.report.applied[1].summary
     assert "(sum loss)" in summary
     assert "1 batches ran whole" in summary
+
+
+@pytest.mark.parametrize("first", [lambda loss: None, lambda loss: loss * math.inf], ids=["none", "infinite"])
+def test_a_first_batch_without_a_finite_loss_does_not_tell_of_the_others(first):
+    class Late(Module):
+        def training_step(self, batch, batch_idx):
+            x, y = unpack(batch)
+            loss = F.cross_entropy(self.net(x), y)
+            return first(loss) if batch_idx == 0 else loss
+
+        def on_after_backward(self):
+            for p in self.parameters():
+                p.grad.nan_to_num_(0, 0, 0)
+
+    memsave = MemSave(microbatch=3)
+    with pytest.warns(MicrobatchWarning, match="not finite or none, which does not tell"):
+        plain, ours = both(Late(), batches(), memsave)
+    assert largest_difference(plain.parameters, ours.parameters) <= EXACT
+    summary = memsave.report.applied[1].summary
+    assert "(mean loss)" in summary
+    assert "1 batches ran whole" in summary
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduce_fx", ["max", "min", "sum"])
+def test_a_logged_loss_is_the_whole_batchs_however_it_is_reduced_over_batches(reduce_fx, reduction):
+    class Extremes(Module):
+        def training_step(self, batch, batch_idx):
+            x, y = unpack(batch)
+            loss = F.cross_entropy(self.net(x), y, reduction=reduction)
+            self.log("reduced", loss, on_step=True, on_epoch=True, reduce_fx=reduce_fx)
+            return loss
+
+    plain, ours = both(Extremes(), batches(), MemSave(microbatch=3))
+    assert_same_run(plain, ours, EXACT)
 
 
 def test_one_odd_batch_runs_whole_and_the_others_are_still_cut():

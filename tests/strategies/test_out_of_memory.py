@@ -32,17 +32,31 @@ def test_memory_in_use_is_told_without(monkeypatch):
     assert fragmentation(torch.device("cpu")) == ""
 
 
-@pytest.mark.parametrize(
-    ("largest", "remedy"),
-    [("optimizer_state", 'optimizer_state="8bit"'), ("activations", 'activations="int4"'), ("weights", "memsave_fsdp")],
-)
+ADVICE = {
+    "optimizer_state": 'optimizer_state="8bit"',
+    "activations": 'activations="exact"',
+    "weights": 'precision="bf16-sr"',
+    "gradients": 'gradients="release"',
+}
+
+
+@pytest.mark.parametrize(("largest", "remedy"), ADVICE.items(), ids=ADVICE)
 def test_what_takes_most_is_named_first_with_its_remedy(largest, remedy):
     by_category = {**dict.fromkeys(CATEGORIES, 1000), largest: 5000, "data": 0}
-    text = nothing_left(nn.Linear(2, 2), Measurement(peak_bytes=9000, by_category=by_category), True, "no more")
+    text = nothing_left(nn.Linear(2, 2), Measurement(peak_bytes=9000, by_category=by_category), True, (), "no more")
     assert "at one sample per microbatch" in text
     assert f"held: {largest} 4.9 KiB" in text
-    first, _, _ = text.partition("in this order: ")[2].partition(", ")
+    first, _, _ = text.partition("in this order: ")[2].partition("), ")
     assert remedy in first
-    assert "data" not in text
-    assert text.count("memsave_fsdp") == 1
+    assert "DataLoader" not in text
+    assert not any(text.count(each) > 1 for each in ADVICE.values())
     assert "no more" in text
+
+
+def test_what_is_on_already_is_not_recommended():
+    measured = Measurement(peak_bytes=9000, by_category={"weights": 9000})
+    on = {"low_precision", "sparsity"}
+    text = nothing_left(nn.Linear(2, 2), measured, False, on, "no more")
+    assert "bf16-sr" not in text
+    assert 'in this order: sharding over devices (`strategy="memsave_fsdp"`).' in text
+    assert "cannot be cut" in text

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import MemSave, Microbatching
 from lightning_memsave.core.errors import NotLosslessWarning
+from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.strategies import recovery
 from lightning_memsave.strategies.out_of_memory import OutOfMeasuresError
@@ -151,6 +152,15 @@ def test_a_limit_in_bytes_holds_without_an_error_of_the_device():
     assert peaks[0] == free[0] > limit
     assert peaks[-1] <= limit  # measured again until it holds
     assert memsave.report.microbatch_size < 64
+
+
+@pytest.mark.parametrize(("weights", "expected"), [(900, 4.0), (1100, None)])
+def test_nothing_is_cut_for_a_limit_below_what_the_model_takes_itself(weights, expected):
+    recovery = Recovery(Microbatching(max_bytes=1000))
+    by_category = {**dict.fromkeys(CATEGORIES, 0), "weights": weights, "activations": 500}
+    step = Measurement(peak_bytes=weights + 500, by_category=by_category)
+    assert recovery.measured(None, torch.zeros(8, 2), step) == (expected is not None)
+    assert recovery.size_for(torch.zeros(8, 2)) == expected
 
 
 def test_growth_respects_the_limit_in_bytes():

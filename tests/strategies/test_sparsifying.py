@@ -249,7 +249,7 @@ def test_averages_of_dense_copies_are_refused(callback):
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
 def test_coded_state_of_moving_weights_is_refused(bits):
     with pytest.raises(ValueError, match=r"coded in blocks"):
-        fit(MemSave(sparsity=setting("rigl"), optimizer_state=bits))
+        fit(MemSave(sparsity=setting("rigl"), optimizer_state=OptimizerState(format=bits, min_size=0)))
 
 
 @pytest.mark.parametrize(

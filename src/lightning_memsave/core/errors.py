@@ -22,7 +22,7 @@ class BudgetTooSmallError(ValueError):
 
 
 class NoEffectWarning(UserWarning):
-    """A technique was switched on by default and found nothing to work on."""
+    """A technique found nothing to work on."""
 
 
 class NotLosslessWarning(UserWarning):

@@ -57,7 +57,7 @@ class Meter:
         self.num_steps_measured = 0
         self.tracked: Measurement | None = None
         """The step that has just ended, if it was measured."""
-        self._is_scheduled = self._is_next_measured = False
+        self._is_scheduled, self._measured_until = False, 0
 
     def begin(
         self,
@@ -92,9 +92,8 @@ class Meter:
         self._is_scheduled = self._num_steps in _FIRST_MEASURED or (
             self._num_steps > 1 and self._num_steps % self.every == 0
         )
-        if self._is_scheduled or self._is_next_measured:
+        if self._is_scheduled or self._num_steps <= self._measured_until:
             self.close()
-            self._is_next_measured = False
             self._ledger = Ledger(device).watching(model, optimizers, batch)
             self._ledger.__enter__()
         elif self._warm_profile is not None:
@@ -118,8 +117,8 @@ class Meter:
         return self.tracked.peak_bytes if allocated is None else allocated.reserved_bytes
 
     def measure_next(self) -> None:
-        """Measure the next step as well: something about memory has changed."""
-        self._is_next_measured = True
+        """Measure what is left of this step, and the next one as well: something about memory has changed."""
+        self._measured_until = self._num_steps + 1
 
     def end(self) -> Measurement | None:
         """Finish a step and return what was measured.

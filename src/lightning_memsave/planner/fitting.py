@@ -305,7 +305,7 @@ def _infeasible(
     return setting_error(
         "budget",
         f'must be at least {format_bytes(lowest)} ({lowest} bytes) for this step under "{recipe.name}", which '
-        f"{describe(choice)} would come to",
+        + (f"{text} would come to" if (text := describe(choice)) != "nothing" else "it takes without any technique"),
         f"{budget.text!r} ({format_bytes(sizes[0])})",
         f"What is left is {category} for {share:.0%}: {_REMEDIES[category]} would lower it. {others} "
         f"{situation.why_whole}".rstrip(),

@@ -128,21 +128,21 @@ def knobs(
             Option(
                 text='optimizer_state=OptimizerState(format="32bit", gradients="release")',
                 config=OptimizerState(format="32bit", gradients="release"),
-                time_factor=1.01 + overhead,
+                time_factor=1.035 + overhead,
             ),
-            _changed('optimizer_state="8bit"', OptimizerState(), "balanced", 1.17 + overhead if is_cpu else 1.0),
+            _changed('optimizer_state="8bit"', OptimizerState(), "balanced", 1.1 + overhead if is_cpu else 1.0),
             _changed(
                 'optimizer_state=OptimizerState(gradients="release")',
                 OptimizerState(gradients="release"),
                 "balanced",
-                1.18 + 2 * overhead if is_cpu else 1.01 + overhead,
+                1.14 + 2 * overhead if is_cpu else 1.035 + overhead,
             ),
-            _changed('optimizer_state="4bit"', OptimizerState(format="4bit"), "extreme", 1.9),
+            _changed('optimizer_state="4bit"', OptimizerState(format="4bit"), "extreme", 1.06 + overhead),
             _changed(
                 'optimizer_state=OptimizerState(format="4bit", gradients="release")',
                 OptimizerState(format="4bit", gradients="release"),
                 "extreme",
-                1.92,
+                1.1 + 2 * overhead,
             ),
         ),
     }

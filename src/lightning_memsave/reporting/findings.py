@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
+from lightning_memsave.core.remedies import remedies_for
 from lightning_memsave.core.report import MemoryReport, Miss
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.memory.alive import Alive
@@ -15,23 +16,6 @@ from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.planner.plan import Plan
 
 _MAX_LINES = 12  # of each list: a page, not a book
-
-_REMEDIES: Mapping[str, Sequence[tuple[str, str]]] = {
-    "activations": (
-        ("microbatching", '`microbatch="auto"` (runs the batch in parts)'),
-        ("checkpointing", '`checkpointing="sqrt"` (computes them again)'),
-        ("activation_compression", '`activations="exact"` or `"int4"` (keeps them in fewer bytes)'),
-    ),
-    "optimizer_state": (("optimizer_state", '`optimizer_state="8bit"` (a quarter of 32 bits)'),),
-    "weights": (
-        ("low_precision", '`precision="bf16-sr"` (half of 32 bits, and half of their gradients)'),
-        ("sparsity", "`sparsity=0.9` (a tenth of them, of their gradients and of their state)"),
-        ("", '`strategy="memsave_fsdp"` (shards them over devices)'),
-    ),
-    "gradients": (("early_zero_grad", "`MemSave()` (frees them before the forward pass)"),),
-    "data": (("", "a smaller `batch_size` in the DataLoader"),),
-}
-"""By category: the technique's stem and what a user writes."""
 
 
 def outcome(plan: Plan, report: MemoryReport) -> str:
@@ -111,9 +95,8 @@ def _post_mortem(
             yield f"  {format_bytes(size):>10}  {line}"
     yield "What would help, with what it works on:"
     for category, size in totals.most_common():
-        for stem, remedy in _REMEDIES.get(category, ()):
-            if stem not in applied:
-                yield f"  {format_bytes(size):>10}  {category.replace('_', ' ')}: {remedy}"
+        for remedy in remedies_for(category, applied):
+            yield f"  {format_bytes(size):>10}  {category.replace('_', ' ')}: {remedy}"
 
 
 def _kind(shape: Sequence[int], dtype: torch.dtype) -> str:

@@ -112,7 +112,8 @@ def _merge(
     sizes = [call.options.get("batch_size") for call in calls]
     reduce_fx = options.get("reduce_fx", "mean")
     reduce_name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
-    is_sum_loss = reduction == "sum" and all(_is_loss(call, losses) for call in calls)
+    if all(_is_loss(call, losses) for call in calls):
+        reduce_name = reduction  # of the batches' losses, of which this is one
     if sizes[0] is None:
         weights = samples
     elif len(set(sizes)) == 1 and sizes != samples:
@@ -120,7 +121,7 @@ def _merge(
     else:
         weights = [float(size or 0) for size in sizes]  # derived from the microbatch: it adds up
         options["batch_size"] = int(sum(weights))
-    if reduce_name == "sum" or is_sum_loss:
+    if reduce_name == "sum":
         return values.sum(), options
     if reduce_name in ("min", "max"):
         return (values.min() if reduce_name == "min" else values.max()), options

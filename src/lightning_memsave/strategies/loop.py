@@ -140,8 +140,8 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                     raise
             start.restore()
             assert ledger.measurement is not None, "it has been left"
-            text = nothing_left(trainer.lightning_module, ledger.measurement, state.can_cut(batch), failure)
-            raise OutOfMeasuresError(text)
+            module, can_cut, applied = trainer.lightning_module, state.can_cut(batch), state.recipe.stems()
+            raise OutOfMeasuresError(nothing_left(module, ledger.measurement, can_cut, applied, failure))
 
         def _zero_gradients_made_since(self) -> None:
             """A `training_step` may call backward itself; Lightning drops what that leaves behind."""

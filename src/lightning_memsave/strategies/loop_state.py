@@ -137,7 +137,7 @@ class LoopState:
             )
         elif result.reduction is None:
             self._run_whole(
-                "A batch is run whole: its loss is zero, which does not tell a mean from a sum. "
+                "A batch is run whole: its loss is zero, not finite or none, which does not tell a mean from a sum. "
                 '`Microbatching(reduction="mean")` or `"sum"` does.'
             )
         return result.reduction

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_memsave.core.errors import NoEffectWarning
 from lightning_memsave.core.report import Applied
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.techniques.low_precision import Weights, step_in_float32
@@ -23,6 +25,7 @@ from lightning_memsave.techniques.optimizer_state import (
     decoded_state_dict,
     for_adafactor,
     gradients_applied,
+    has_effect,
     inherited,
     is_low_bit,
     is_ours,
@@ -40,6 +43,14 @@ def change_optimizers(trainer: Any, recipe: Recipe, weights: Weights | None) -> 
     config = recipe.get(OptimizerState)
     if config is not None:
         check_optimizers(optimizers, config, module)  # all of them, before the first is changed
+        if OptimizerState not in recipe.by_default and not has_effect(optimizers, config, module):
+            warnings.warn(
+                f"`optimizer_state` in {config.format!r} has no effect on this model. Parameters of fewer than "
+                f"{config.min_size} elements (`OptimizerState(min_size=...)`), embeddings, heads and normalisations "
+                "keep their state.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
         done += filter(None, [apply_format(optimizer, config, module) for optimizer in optimizers])
     else:  # of an earlier fit
         done += [inherited(optimizer, was_asked=False) for optimizer in optimizers if is_ours(optimizer)]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from lightning.pytorch.utilities.memory import is_oom_error
 
+from lightning_memsave.core.remedies import remedies_for
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.memory.allocator import read_current
 from lightning_memsave.memory.ledger import Measurement
@@ -19,16 +22,6 @@ _MESSAGES = (
     "ur_result_error_out_of_host_memory",
 )
 _FRAGMENTED_FRACTION = 0.1  # of the reserved bytes
-
-# What takes the bytes, and the setting that shrinks it most.
-_REMEDIES = {
-    "activations": '`activations="int4"` or shorter samples',
-    "temporary": "shorter samples",
-    "weights": 'sharding over devices (`strategy="memsave_fsdp"`)',
-    "gradients": 'sharding over devices (`strategy="memsave_fsdp"`)',
-    "optimizer_state": '`optimizer_state="8bit"`',
-    "data": "smaller batches",
-}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -65,19 +58,23 @@ def fragmentation(device: torch.device) -> str:
     return text
 
 
-def nothing_left(module: torch.nn.Module, last_try: Measurement, can_cut: bool, error: str) -> str:
+def nothing_left(
+    module: torch.nn.Module, last_try: Measurement, can_cut: bool, applied: Collection[str], error: str
+) -> str:
     """The message when every measure is taken.
 
     Args:
         module: the model.
         last_try: what was alive at its highest point.
         can_cut: whether smaller microbatches were possible at all.
+        applied: stems of the techniques that are on.
         error: what the allocator said.
     """
     found = {name: size for name, size in last_try.by_category.items() if size}
     largest_first = sorted(found, key=found.__getitem__, reverse=True)
     alive = ", ".join(f"{name} {format_bytes(found[name])}" for name in largest_first)
-    remedies = list(dict.fromkeys(_REMEDIES[name] for name in largest_first))
+    tried = {*applied, "microbatching", "checkpointing"}  # by recovery, as far as they work here
+    remedies = dict.fromkeys(remedy for name in largest_first for remedy in remedies_for(name, tried)[:1])
     last = "at one sample per microbatch" if can_cut else "and this batch cannot be cut into microbatches"
     return (
         f"Memory runs out {last}, after every exact measure. At its highest point the last try of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,10 +61,7 @@ def infer_module_reduction(
 
     def loss_of(part: Any) -> float:
         # A copy, as the parts are views of the batch, which a step may change.
-        output = trainer.strategy.training_step(*{**kwargs, "batch": cloned(part)}.values())
-        loss = output["loss"] if isinstance(output, dict) else output
-        if not isinstance(loss, Tensor):
-            raise TypeError("training_step returned no loss")
+        loss = _loss_in(trainer.strategy.training_step(*{**kwargs, "batch": cloned(part)}.values()))
         dtypes.add(loss.dtype)
         return float(loss)
 
@@ -88,6 +86,16 @@ def infer_module_reduction(
             "(in-batch negatives, or a mean over something else than samples).",
         )
     return ProbeResult(found)
+
+
+def _loss_in(output: Any) -> Tensor:
+    """The loss that `training_step` returned; not a number where Lightning skips the batch."""
+    loss = output["loss"] if isinstance(output, dict) else output
+    if loss is None:
+        return torch.tensor(math.nan)
+    if not isinstance(loss, Tensor):
+        raise TypeError("training_step returned no loss")
+    return loss
 
 
 def _relative_tolerance(trainer: Any, dtypes: set[torch.dtype]) -> float:

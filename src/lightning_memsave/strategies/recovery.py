@@ -188,12 +188,16 @@ class Recovery:
         taken = self._back_to_what_fitted(batch)
         if taken is None and self._ladder is not None:
             taken = self._ladder.climb(trainer)
-        if taken is None and may_cut:
+        if taken is None and may_cut and sum(map(step.by_category.__getitem__, _OF_THE_MODEL)) < self._max_bytes:
             with contextlib.suppress(UnsplittableBatchError):
                 taken = self._halve(batch)
         over = f"{format_bytes(step.peak_bytes)} of `max_bytes` {format_bytes(self._max_bytes)}"
         _tell(f"a step took {over}; " + (f"from now on {taken}." if taken else "nothing is left to be done."))
         return taken is not None
+
+
+_OF_THE_MODEL = ("weights", "gradients", "optimizer_state")
+"""What smaller microbatches do not lower."""
 
 
 def free_memory() -> None:

@@ -7,6 +7,7 @@ would change what is optimised. Evaluating some samples whole and in uneven part
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -59,7 +60,7 @@ def infer_reduction(
         relative_tolerance: how far two ways to the same loss may differ.
 
     Returns:
-        `"either"` when both rules hold, as for a loss of zero.
+        `"either"` when both rules hold, as for a loss of zero, or a loss is not finite.
 
     >>> samples = [1.0, 2.0, 6.0]
     >>> infer_reduction(lambda xs: sum(xs) / len(xs), samples, [(samples[:1], 1), (samples[1:], 2)], 1e-9)
@@ -67,6 +68,8 @@ def infer_reduction(
     """
     expected = loss_of(whole)
     losses = [loss_of(part) for part, _ in parts]
+    if not all(map(math.isfinite, (expected, *losses))):
+        return "either"
     sizes = [n for _, n in parts]
     tolerance = relative_tolerance * max(abs(expected), *map(abs, losses), 1e-30)
     mean = sum(loss * n for loss, n in zip(losses, sizes, strict=True)) / sum(sizes)

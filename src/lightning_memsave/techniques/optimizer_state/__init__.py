@@ -33,7 +33,7 @@ the trust ratio that bitsandbytes' 8-bit LAMB drops.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib.util import find_spec
 
 import torch
@@ -89,6 +89,7 @@ __all__ = [
     "for_adafactor",
     "from_plain",
     "gradients_applied",
+    "has_effect",
     "inherited",
     "is_8bit",
     "is_low_bit",
@@ -238,7 +239,7 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
     else:
         backend, keeps, restore = "own codes", _NAMES[config.format], leave_coded
         become_coded(optimizer, config.format, kept, rank=config.rank, is_compact=is_compact)
-    num_changed = sum(p not in kept and _is_changed(p, config) for p in parameters)
+    num_changed = sum(_is_changed(p, config, kept) for p in parameters)
     made = memory(optimizer)
 
     def undo() -> None:
@@ -256,8 +257,18 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
     )
 
 
-def _is_changed(p: Tensor, config: OptimizerState) -> bool:
-    return config.format not in projection.METHODS or projection.is_worth_it(p, config.rank)
+def _is_changed(p: Tensor, config: OptimizerState, kept: Collection[Tensor]) -> bool:
+    return p not in kept and (config.format not in projection.METHODS or projection.is_worth_it(p, config.rank))
+
+
+def has_effect(optimizers: Iterable[torch.optim.Optimizer], config: OptimizerState, model: nn.Module) -> bool:
+    """Whether the settings change anything: gradients, or the state of some parameter."""
+    return config.gradients != "keep" or any(
+        _is_changed(p, config, parameters_kept_32bit(optimizer, config, model))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )
 
 
 def _device_of(optimizer: torch.optim.Optimizer) -> str:
