@@ -45,7 +45,7 @@ def test_options_reach_the_demo(monkeypatch):
 
 def test_missing_extra_is_named(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)  # importing it now raises
-    assert cli.main(["demo", "--out", str(tmp_path / "out")]) == 1
+    assert cli.main(["demo", "--out", str(tmp_path / "out")]) == 2
     err = capsys.readouterr().err
     assert "pip install 'lightning-memsave[demo]'" in err
     assert "sklearn" in err
@@ -74,7 +74,7 @@ def test_compare_without_page_needs_no_plotly(capsys, two_runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)  # importing it now raises
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     assert cli.main(["compare", *two_runs]) == 0
-    assert cli.main(["compare", *two_runs, "--out", "page.html"]) == 1
+    assert cli.main(["compare", *two_runs, "--out", "page.html"]) == 2
     assert "pip install 'lightning-memsave[compare]'" in capsys.readouterr().err
 
 
@@ -159,6 +159,13 @@ from torch.utils.data import DataLoader
 batch = torch.ones(8, 32)
 loader = DataLoader(torch.ones(16, 32), 8)
 
+wide = torch.ones(4096, 32)
+
+class Wide(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+
 class Dropping(BoringModel):
     def training_step(self, batch, batch_idx):
         for _ in range(2):
@@ -200,6 +207,8 @@ def test_verify(users_module, capsys, arguments, status, says):
         (["--target", "cuda"], 0, "reserved"),
         (["--recipe", "nothing"], 2, "must be one of"),
         (["--devices", "2", "--target", "cuda"], 0, "NCCL's buffers"),
+        (["--budget", "1GiB"], 0, 'Plan for a budget of 1.0 GiB ("lossless"'),
+        (["--budget", "1KiB"], 2, "`budget` must be at least"),
         (["--devices", "0"], 2, "must be an integer of at least 1"),
         (["--strategy", "deepspeed_stage_3"], 2, "must be one device's, DDP or FSDP2"),
     ],
@@ -207,6 +216,17 @@ def test_verify(users_module, capsys, arguments, status, says):
 def test_plan(users_module, capsys, arguments, status, says):
     assert cli.main(["plan", "users:BoringModel", "--batch", "users:loader", *arguments]) == status
     assert says in " ".join("".join(capsys.readouterr()).split())
+
+
+def test_a_plan_for_a_budget_is_predicted_and_leaves_data_alone(users_module, capsys):
+    arguments = ["plan", "users:Wide", "--batch", "users:wide", "--json"]
+    assert cli.main(arguments) == 0
+    plain = json.loads(capsys.readouterr().out)["peak_bytes"]
+    assert cli.main([*arguments, "--recipe", "balanced", "--budget", "0.7x"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["peak_bytes"] <= 0.7 * plain
+    assert "Plan for a budget of" in err
+    assert '("balanced"' in err
 
 
 def test_plan_as_data_and_as_a_picture(users_module, capsys, tmp_path):

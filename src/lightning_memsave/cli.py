@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_argument("--batch", metavar="MODULE:NAME", help="a batch, a loader, or a function of one")
     plan.add_argument("--config", type=Path, metavar="FILE", help="of LightningCLI: model, data, precision, MemSave")
     plan.add_argument("--recipe", help="as `MemSave(recipe)` (default: lossless)")
+    plan.add_argument("--budget", metavar="SIZE", help="as `MemSave(budget)`: plan, and predict a step under the plan")
     _add_slots(plan)
     plan.add_argument("--trainer-precision", help="as `Trainer(precision=...)`, for example bf16-mixed")
     plan.add_argument("--strategy", help="as `Trainer(strategy=...)`, for example ddp")
@@ -76,9 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(**options) or 0
     except ModuleNotFoundError as error:
-        remedy = f"pip install 'lightning-memsave[{command}]'"
-        print(f"error: {error}. `{command}` needs its extra: {remedy}", file=sys.stderr)
-        return 1
+        has_extra = command in ("compare", "dashboard", "demo", "plan")
+        remedy = f" `{command}` needs its extra: pip install 'lightning-memsave[{command}]'" if has_extra else ""
+        print(f"error: {error}.{remedy}", file=sys.stderr)
+        return 2
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -140,6 +142,7 @@ def _plan(
     batch: str | None,
     config: Path | None,
     recipe: str | None,
+    budget: str | None,
     trainer_precision: str | None,
     strategy: str | None,
     devices: int | None,
@@ -164,7 +167,7 @@ def _plan(
         raise setting_error("--largest", "needs --device-memory", largest, "For example `--device-memory 8GiB`.")
     given = {"precision": trainer_precision, "strategy": strategy, "devices": devices, "num_nodes": num_nodes}
     given = {name: value for name, value in given.items() if value is not None}
-    model, samples, settings, techniques = _subject(module, batch, config, recipe, slots, given)
+    model, samples, settings, techniques = _subject(module, batch, config, recipe, {"budget": budget, **slots}, given)
     settings |= {"target": target}
     predictor = Predictor(model, _made(samples), **settings)
     prediction = predictor(techniques)
@@ -222,7 +225,9 @@ def _subject(
     if (num := num_processes_of(settings)) > 1:
         remedy = "The run plans for all of them itself: start it, or name techniques instead of a budget."
         raise setting_error("devices", "must be 1 where a budget is to be planned before the run", num, remedy)
-    return model, samples, settings, plan_training(_made(model), _made(samples), memsave).as_recipe()
+    plan = plan_training(_made(model), _made(samples), memsave)
+    print(plan, file=sys.stderr)
+    return model, samples, settings, plan.as_recipe()
 
 
 def _made(found: Any) -> Any:

@@ -8,8 +8,8 @@ import re
 import sys
 
 import pytest
-import wandb
 
+import wandb
 from lightning_memsave import cli
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.reporting.dashboard import build_workspace, save_workspace, write_workspace
@@ -87,7 +87,7 @@ def test_a_target_of_another_form_is_refused(capsys, target):
 
 def test_missing_extra_is_named(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)  # importing it now raises
-    assert cli.main(["dashboard", "me/p", "--json", str(tmp_path / "w.json")]) == 1
+    assert cli.main(["dashboard", "me/p", "--json", str(tmp_path / "w.json")]) == 2
     assert "pip install 'lightning-memsave[dashboard]'" in capsys.readouterr().err
 
 
