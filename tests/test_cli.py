@@ -208,6 +208,7 @@ def test_verify(users_module, capsys, arguments, status, says):
         (["--recipe", "nothing"], 2, "must be one of"),
         (["--devices", "2", "--target", "cuda"], 0, "NCCL's buffers"),
         (["--budget", "1GiB"], 0, 'Plan for a budget of 1.0 GiB ("lossless"'),
+        (["--budget", "1GiB", "--target", "cuda"], 2, "planned here for a CPU in the module's own precision"),
         (["--budget", "1KiB"], 2, "`budget` must be at least"),
         (["--devices", "0"], 2, "must be an integer of at least 1"),
         (["--strategy", "deepspeed_stage_3"], 2, "must be one device's, DDP or FSDP2"),

@@ -162,6 +162,9 @@ def _plan(
     from lightning_memsave.reporting.prediction import print_prediction, write_figure
     from lightning_memsave.strategies.predicting import Predictor, largest_batch, largest_value
 
+    if budget is not None and (target != "cpu" or trainer_precision is not None):
+        remedy = "Start the run with `MemSave(budget=...)`, which plans for itself, or leave these options out."
+        raise setting_error("--budget", "is planned here for a CPU in the module's own precision", budget, remedy)
     device_bytes = None if device_memory is None else parse_bytes("--device-memory", device_memory)
     if largest is not None and device_bytes is None:
         raise setting_error("--largest", "needs --device-memory", largest, "For example `--device-memory 8GiB`.")

@@ -58,6 +58,36 @@ def of_a_sum_in_python(w: Tensor) -> Tensor:
     return Doubled.apply(w).sum()
 
 
+def of_sums_inside_of_a_formula(w: Tensor) -> Tensor:  # of C++, which are not in place
+    variance, mean = torch.var_mean(w, 1)
+    return (variance * mean).sum()
+
+
+def of_standard_deviations(w: Tensor) -> Tensor:
+    deviation, mean = torch.std_mean(w, 1)
+    return (deviation * mean).sum() + w.sin().sum()
+
+
+class Hidden(torch.autograd.Function):
+    """Its gradient is made where no mode looks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.utils._python_dispatch._disable_current_modes():
+            return gradient * 2
+
+
+def test_a_gradient_that_no_operation_has_returned_is_no_error():
+    w = nn.Parameter(torch.randn(ROWS, WIDTH))
+    step = step_of(lambda w: (Hidden.apply(w) + Hidden.apply(w)).sum(), w)
+    assert trace_step(nn.ParameterList([w]), step).peak_bytes >= 2 * TABLE_BYTES
+    assert torch.equal(w.grad, torch.full_like(w, 4))
+
+
 LOSSES = [value for name, value in list(globals().items()) if name.startswith("of_")]
 
 

@@ -8,8 +8,8 @@ import re
 import sys
 
 import pytest
-
 import wandb
+
 from lightning_memsave import cli
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.reporting.dashboard import build_workspace, save_workspace, write_workspace

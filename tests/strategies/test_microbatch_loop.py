@@ -534,6 +534,7 @@ def test_a_loss_that_starts_at_zero_is_not_taken_for_a_mean():
     assert "1 batches ran whole" in summary
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("first", [lambda loss: None, lambda loss: loss * math.inf], ids=["none", "infinite"])
 def test_a_first_batch_without_a_finite_loss_does_not_tell_of_the_others(first):
     class Late(Module):
@@ -553,6 +554,18 @@ def test_a_first_batch_without_a_finite_loss_does_not_tell_of_the_others(first):
     summary = memsave.report.applied[1].summary
     assert "(mean loss)" in summary
     assert "1 batches ran whole" in summary
+
+
+@pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
+def test_a_part_whose_loss_is_not_finite_is_no_part_of_a_mean():
+    class Spread(Module):
+        def training_step(self, batch, batch_idx):
+            return self.net(unpack(batch)[0]).std(0).sum()
+
+    memsave = MemSave(microbatch=2)
+    with pytest.warns(MicrobatchWarning, match="neither the mean nor the sum"):
+        plain, ours = both(Spread(), batches(), memsave)
+    assert_same_run(plain, ours, EXACT)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -28,10 +28,17 @@ def autograd_is_running() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def replaces_first(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a run would put the result of this operation where its first operand is.
+def running_node() -> int:
+    """Which node of the graph this thread evaluates; -1 outside of backward (private name of torch, seen in 2.13)."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
 
-    To be asked in `__torch_dispatch__`, before the operation (private names of torch, seen in 2.13).
+
+def replaces_first(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a run may put the result of this operation where its first operand is.
+
+    It does if another node has made that: sums inside of one node's formula look alike. To be asked in
+    `__torch_dispatch__`, before the operation (private names of torch, seen in 2.13).
     """
     if func is not _ADD or len(args) != 2 or not autograd_is_running() or torch.is_grad_enabled():
         return False

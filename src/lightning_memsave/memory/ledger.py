@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.core.report import CATEGORIES, Timeline
-from lightning_memsave.memory.accumulation import autograd_is_running, replaces_first
+from lightning_memsave.memory.accumulation import autograd_is_running, replaces_first, running_node
 from lightning_memsave.memory.origins import Line, Survivor, line_text, user_line
 from lightning_memsave.memory.resizing import resizes_seen
 from lightning_memsave.memory.storages import storages, tensors_in
@@ -40,7 +40,7 @@ from lightning_memsave.vault.graph import WeakStorage
 class Entry:
     """One storage, from the moment it is booked."""
 
-    __slots__ = ("category", "made", "num_bytes", "place", "reference", "reserved")
+    __slots__ = ("category", "made", "node", "num_bytes", "place", "reference", "reserved")
 
     def __init__(self, num_bytes: int, category: str | None, reserved: bool = False) -> None:
         self.num_bytes, self.category = num_bytes, category
@@ -48,6 +48,7 @@ class Entry:
         self.reference: weakref.ref[torch.UntypedStorage] | None = None
         self.made: tuple[torch.Size, torch.dtype, Line | None] | None = None  # in this step: as what, and where
         self.place = ""  # the module, where a subclass tells it
+        self.node = running_node()  # that made it, inside of backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +151,12 @@ class Ledger(TorchDispatchMode):
         self._live[address] = entry
         return entry
 
-    def _end(self, storage: torch.UntypedStorage) -> Entry | None:
-        """What a storage has is over, although the storage is there."""
-        entry = self._live.pop(storage._cdata, None)
-        if entry is not None:
+    def _end(self, storage: torch.UntypedStorage, before: int | None = None) -> Entry | None:
+        """What a storage has is over, although it is there; with `before`, if another node than that has made it."""
+        entry = self._live.get(storage._cdata)
+        if entry is not None and entry.node != before:
             entry.reference = None  # with its callback
+            del self._live[storage._cdata]
             self._change(-entry.num_bytes, entry)
         return entry
 
@@ -170,13 +172,11 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if replaces_first(func, args):
-            self._end(args[0].untyped_storage())
+            self._end(args[0].untyped_storage(), before=running_node())
         out = func(*args, **kwargs)
-        if autograd_is_running() and not torch.is_grad_enabled():
+        recorded = torch.is_grad_enabled() or not autograd_is_running()
+        if not recorded:
             self._backward_begins()
-            recorded = False
-        else:
-            recorded = True
         if type(out) is Tensor and out.layout is torch.strided:
             self._see(out, out.untyped_storage(), recorded, (args, kwargs))
         else:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memsave.memory.accumulation import autograd_is_running, replaces_first
+from lightning_memsave.memory.accumulation import autograd_is_running, replaces_first, running_node
 from lightning_memsave.memory.cost import cost_of
 from lightning_memsave.memory.storages import storages, tensors_in
 from lightning_memsave.vault.state import Attributes
@@ -162,6 +162,7 @@ class _Tracer(TorchDispatchMode):
         self.trace = Trace()
         self._names = {module: name for name, module in model.named_modules()}
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._nodes: dict[int, int] = {}  # that made what is live
         self._open: list[_Open] = []
         self._returned: dict[int, weakref.ref[Tensor]] = {}
         self._hooks: list[Any] = []
@@ -179,11 +180,14 @@ class _Tracer(TorchDispatchMode):
     def _book(self, storage: torch.UntypedStorage, born: int, op: int) -> int:
         number, address = len(self.trace.storages), storage._cdata
         self.trace.storages.append(StorageRecord(storage.nbytes(), born, op))
+        self._nodes[address] = running_node()
         self._live[address] = number, weakref.ref(storage, lambda _: self._end(address))
         return number
 
     def _end(self, address: int) -> None:
-        number, _ = self._live.pop(address)
+        number, _ = self._live.pop(address, (None, None))
+        if number is None:
+            return  # what no operation has returned
         record = self.trace.storages[number]
         record.died = len(self.trace.events)
         self.trace.events.append((-record.num_bytes, number))
@@ -214,7 +218,7 @@ class _Tracer(TorchDispatchMode):
         if in_backward and self.trace.backward_begins is None:
             self._backward_begins()
         kwargs = kwargs or {}
-        if replaces_first(func, args):
+        if replaces_first(func, args) and self._nodes.get(args[0].untyped_storage()._cdata) != running_node():
             self._end(args[0].untyped_storage()._cdata)
         out = func(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -137,12 +137,14 @@ def knobs(
                 "balanced",
                 1.14 + 2 * overhead if is_cpu else 1.035 + overhead,
             ),
-            _changed('optimizer_state="4bit"', OptimizerState(format="4bit"), "extreme", 1.06 + overhead),
+            _changed(
+                'optimizer_state="4bit"', OptimizerState(format="4bit"), "extreme", 1.11 + overhead if is_cpu else 1.0
+            ),
             _changed(
                 'optimizer_state=OptimizerState(format="4bit", gradients="release")',
                 OptimizerState(format="4bit", gradients="release"),
                 "extreme",
-                1.1 + 2 * overhead,
+                1.15 + 2 * overhead if is_cpu else 1.035 + overhead,
             ),
         ),
     }

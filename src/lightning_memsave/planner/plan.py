@@ -13,7 +13,7 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import LOSS_CLASSES, LossClass
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.techniques.microbatching import LabelCount, Microbatching
+from lightning_memsave.techniques.microbatching import LabelCount
 from lightning_memsave.techniques.registry import TECHNIQUES, Config, technique_of
 from lightning_memsave.techniques.sparsity import UpdateSchedule
 
@@ -96,9 +96,8 @@ class Plan:
         return math.prod(step.time_factor for step in self.steps)
 
     def as_recipe(self) -> Recipe:
-        """The settings, for `MemSave`; microbatches that watch the budget keep no copy of gradients, as by default."""
-        watching = tuple(type(t) for t in self.techniques if isinstance(t, Microbatching) and t.size == "auto")
-        return Recipe(self.recipe, self.techniques, by_default=watching)
+        """The settings, for `MemSave`."""
+        return Recipe(self.recipe, self.techniques)
 
     def __str__(self) -> str:
         """The plan for people."""

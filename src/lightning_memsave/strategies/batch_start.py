@@ -82,7 +82,7 @@ class BatchStart:
         if edited == "gradients":
             return (
                 "the failed try has added to gradients of earlier batches, of which no copy was kept: ask for one with "
-                '`microbatch="auto"`'
+                '`microbatch="auto"`, without a budget'
             )
         if edited is not None:
             return f"the step edits a tensor of {edited} in place: let it work on copies"

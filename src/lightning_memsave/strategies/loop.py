@@ -77,7 +77,7 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             ddp = trainer.strategy.model if trainer.world_size > 1 else None
             exchange = LateReduction(ddp, self._loop.steps) if ddp is not None else None
             while True:
-                gradients = "made" if not accumulates else "watched" if state.is_default else "added to"
+                gradients = "made" if not accumulates else "added to" if state.keeps_gradients else "watched"
                 noise = trainer.strategy.memsave.noise
                 start = BatchStart(trainer.lightning_module, recovery.changing, gradients, batch, noise)
                 held = read_current(device)

@@ -32,10 +32,11 @@ class LoopState:
     def __init__(self, recipe: Recipe, ladder: Ladder | None = None) -> None:
         self.recipe = recipe
         self.microbatching = recipe.get(Microbatching)
-        self.is_default = Microbatching in recipe.by_default
         self.recovery = self.evaluation = None
+        self.keeps_gradients = False
         if self.microbatching is not None and self.microbatching.size == "auto":
             self.recovery = Recovery(self.microbatching, ladder, self.microbatching.start)
+            self.keeps_gradients = self.microbatching.keeps_gradients and Microbatching not in recipe.by_default
             self.evaluation = Recovery(self.microbatching)  # has no activations to spare: it only cuts
         self.zero_grad_first = recipe.get(EarlyZeroGrad) is not None
         self.reduction: Reduction | None = None

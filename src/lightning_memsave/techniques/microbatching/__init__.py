@@ -79,7 +79,11 @@ class Microbatching:
     """With `"auto"`, the fraction of the device's memory that growth leaves free, on devices that tell."""
     max_bytes: int | str | None = None
     """With `"auto"`, the peak above which a measured step is held to be too large, as if memory had run out: for
-    devices that never say so. The step itself has been taken; what follows takes less."""
+    devices that never say so. The step itself has been taken; what follows takes less, unless weights, gradients and
+    optimizer state alone are above it."""
+    keeps_gradients: bool = True
+    """With `"auto"`, whether a batch that adds to gradients of earlier ones (accumulation) starts with a copy of these,
+    without which it cannot be run again. Where `"auto"` is only the default, and in plans, there is none."""
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.size, int) and not isinstance(self.size, bool) and self.size > 0
