@@ -224,7 +224,7 @@ def test_modules_that_are_trained_whole_are_trained_here_too():
     module = Finetune(model)
     before = {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad}
     assert any("lm_head" in name for name in before)
-    fit(MemSave(precision="bf16+8", optimizer_state="8bit"), module)
+    fit(MemSave(precision="bf16+8", optimizer_state=OptimizerState(**EVERYTHING)), module)
     moved = {n for n, p in module.named_parameters() if p.requires_grad and not torch.equal(p, before[n])}
     assert any("lm_head" in name for name in moved)
 

@@ -16,7 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_memsave import ActivationCompression, BudgetWarning, Checkpointing, MemSave, NoEffectWarning
+from lightning_memsave import (
+    ActivationCompression,
+    BudgetWarning,
+    Checkpointing,
+    MemSave,
+    NoEffectWarning,
+    OptimizerState,
+)
 from lightning_memsave.strategies import planning
 
 SETTINGS = {
@@ -140,7 +147,7 @@ def test_a_planned_run_is_the_plain_run_to_the_bit(name, kind):
         ({"microbatch": 48}, {}),
         ({"activations": ActivationCompression(min_numel=64)}, {}),
         ({}, {"accumulate_grad_batches": 2}),
-        ({"optimizer_state": "8bit"}, {}),
+        ({"optimizer_state": OptimizerState(min_size=0)}, {}),
         ({}, {"precision": "bf16-mixed"}),
     ],
     ids=["microbatch", "exact activations", "accumulation", "8bit", "bf16"],

@@ -225,7 +225,12 @@ def test_rigl_sees_all_accumulated_batches():
         {"checkpointing": "sqrt"},
         {"checkpointing": Checkpointing(budget=0.9), "activations": "exact"},
         {"microbatch": "auto", "activations": "int4"},
-        {"microbatch": 4, "checkpointing": "blocks", "activations": "exact", "optimizer_state": "8bit"},
+        {
+            "microbatch": 4,
+            "checkpointing": "blocks",
+            "activations": "exact",
+            "optimizer_state": OptimizerState(min_size=0),
+        },
     ],
 )
 def test_everything_together(slots):

@@ -144,9 +144,9 @@ class Blocks(Plain):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(num_blocks))
 
 
-@pytest.mark.parametrize(("module", "expected"), [(Blocks(5), 5), (Plain(), MANY_BLOCKS)])
-def test_a_planner_knows_how_many_blocks_a_module_repeats(module, expected):
-    assert _situation(module, batch(), Recipe("mine"), None).num_blocks == expected
+@pytest.mark.parametrize(("make", "expected"), [(lambda: Blocks(5), 5), (Plain, MANY_BLOCKS)], ids=["blocks", "none"])
+def test_a_planner_knows_how_many_blocks_a_module_repeats(make, expected):
+    assert _situation(make(), batch(), Recipe("mine"), None).num_blocks == expected
 
 
 def test_a_step_that_fails_on_few_samples_says_nothing_of_cutting():

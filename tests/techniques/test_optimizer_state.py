@@ -38,7 +38,7 @@ from .optimizer_state_subjects import (
     twins,
 )
 
-SPEC = Spec(config=OptimizerState(), loss_class="changed", bit_equal=False, shrinks="optimizer_state")
+SPEC = Spec(config=OptimizerState(min_size=256), loss_class="changed", bit_equal=False, shrinks="optimizer_state")
 
 
 def test_the_tests_know_every_kin():
