@@ -98,6 +98,8 @@ def main(kind: str) -> None:
         assert torch.equal(*both), f"{stem}: ranks have drifted apart"
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print("ok", file=sys.stderr)
+    dist.barrier()  # a process that ends while gloo's threads of the other one wait may be aborted
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -214,6 +214,7 @@ def test_config_has_the_resolved_recipe(run):
         "growth_interval": 500,
         "headroom_fraction": 0.1,
         "max_bytes": None,
+        "keeps_gradients": True,
         "start": None,
     }
 
