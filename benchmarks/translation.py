@@ -29,6 +29,7 @@ def microbatch(size: int) -> Microbatching:
 
 STATE_8BIT = OptimizerState(format="8bit", min_size=256, keep_embeddings_32bit=False)
 INTO_4BIT = OptimizerState(format="4bit", gradients="into-state", min_size=256, keep_embeddings_32bit=False)
+INTO_MEANS = OptimizerState(format="4bit-factored", gradients="into-state", min_size=256, keep_embeddings_32bit=False)
 _INT4 = {"activations": ["exact", "int4"]}
 _SPARSE = {**_INT4, "sparsity": 0.9}
 _STATE = {**_SPARSE, "optimizer_state": STATE_8BIT}
@@ -52,6 +53,11 @@ LADDER: dict[str, dict[str, Any]] = {
     "dense: exact, int4, 4-bit moments, into-state, bf16": {
         **_INT4,
         "optimizer_state": INTO_4BIT,
+        "precision": "bf16-sr",
+    },
+    "dense: exact, int4, 4-bit and factored moments, into-state, bf16": {
+        **_INT4,
+        "optimizer_state": INTO_MEANS,
         "precision": "bf16-sr",
     },
 }

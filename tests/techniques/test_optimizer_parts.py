@@ -92,7 +92,7 @@ def test_gradients_into_32bit_state_are_the_same_bits(monkeypatch, name):
     assert torch.equal(whole, cut)
 
 
-@pytest.mark.parametrize("settings", [{"format": "factored"}, {"format": "lowrank", "rank": 4}, {"format": "offload"}])
+@pytest.mark.parametrize("settings", [{"format": "lowrank", "rank": 4}, {"format": "offload"}])
 def test_state_that_is_of_a_whole_parameter_is_not_cut(in_small_parts, settings):
     run(*subject(ELEMENTWISE["AdamW"], **settings), range(2))
     assert not any(in_small_parts)
@@ -142,6 +142,37 @@ def test_sparse_gradients_are_not_cut(in_small_parts):
     assert (table.weight != before).any(1).nonzero().view(-1).tolist() == [3, 5]
 
 
+MEANS = ("factored", "4bit-factored")
+
+
+@pytest.mark.parametrize("gradients", ["keep", "into-state"])
+@pytest.mark.parametrize("state_format", MEANS)
+def test_means_of_rows_in_parts_are_those_of_the_whole(in_small_parts, monkeypatch, state_format, gradients):
+    def means_after_steps(part_numel):
+        monkeypatch.setitem(optimizers.PART_NUMEL, "cpu", part_numel)
+        weight = nn.Parameter(torch.zeros(21, 2, 32))  # parts of 8 rows, the last of 5
+        optimizer = torch.optim.AdamW([weight])
+        config = OptimizerState(format=state_format, gradients=gradients, **ALL)
+        apply_optimizer_state(optimizer, config, nn.ParameterList([weight]))
+        sizes = torch.linspace(0.1, 3, 21).view(-1, 1, 1)  # parts must not take their own mean for the whole's
+        for step in range(3):
+            noise = torch.randn(21, 2, 32, generator=torch.Generator().manual_seed(step))
+            (weight * noise * sizes).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer.state[weight]["exp_avg_sq"]
+
+    whole, cut = means_after_steps(2**20), means_after_steps(PART)
+    assert sum(in_small_parts) == 3 * 3 * (1 if gradients == "keep" else 2)  # steps, parts; moments and then weights
+    for a, b in zip(whole, cut, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
+
+
+def test_rows_that_are_longer_than_a_part_are_not_cut(in_small_parts):
+    run(*subject(ELEMENTWISE["AdamW"], format="factored"), range(2))  # 47 values: whole blocks of codes are 256 rows
+    assert not any(in_small_parts)
+
+
 FORMATS = ("8bit", "4bit", "fp8")
 
 
@@ -177,14 +208,17 @@ def test_noise_of_parts_differs(in_small_parts, state_format):
     assert not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("state_format", ["8bit", *MEANS])
 @pytest.mark.parametrize(("precision", "bytes_per_element"), [(None, 16), ("bf16-sr", 24)])
-def test_temporaries_are_those_of_one_part_however_large_the_parameter(monkeypatch, precision, bytes_per_element):
+def test_temporaries_are_those_of_one_part_however_large_the_parameter(
+    monkeypatch, precision, bytes_per_element, state_format
+):
     monkeypatch.setitem(optimizers.PART_NUMEL, "cpu", 2**14)
 
     def temporaries(num_parts):
         model = nn.Linear(128, 128 * num_parts, bias=False)
         optimizer = torch.optim.AdamW(model.parameters())
-        apply_optimizer_state(optimizer, OptimizerState(backend="own", **ALL), model)
+        apply_optimizer_state(optimizer, OptimizerState(format=state_format, **ALL), model)
         if precision is not None:
             apply_low_precision(model, optimizer, LowPrecision(format=precision))
         for _ in range(2):
@@ -194,4 +228,7 @@ def test_temporaries_are_those_of_one_part_however_large_the_parameter(monkeypat
         return ledger.measurement.peak_bytes - ledger.measurement.held_bytes
 
     counts = 8  # the parameter's own and the part's
-    assert temporaries(2) == temporaries(5) == bytes_per_element * 2**14 + counts
+    for num_parts in (2, 5):
+        # Means: the new ones of all rows, beside the old; of columns the new ones, and a part's old and new.
+        means = 4 * 128 * num_parts + 5 * 4 * 128 if state_format in MEANS else 0
+        assert temporaries(num_parts) == bytes_per_element * 2**14 + counts + means

@@ -28,12 +28,14 @@ STATES = {
     "4bit": OptimizerState(format="4bit", **ALL),
     "fp8": OptimizerState(format="fp8", **ALL),
     "factored": OptimizerState(format="factored", **ALL),
+    "4bit-factored": OptimizerState(format="4bit-factored", **ALL),
     "offload": OptimizerState(format="offload", **ALL),
     "bf16+8": OptimizerState(backend="own", **ALL),
     "sparse": OptimizerState(backend="own", **ALL),
 }
 # Relative L2 distance of 5 continued steps from those of torch's AdamW that loads the same checkpoint.
-BOUNDS = dict.fromkeys(STATES, 0.1) | {"4bit": 0.6, "fp8": 0.2, "factored": 0.6, "torch": 0.0, "offload": 0.0}
+BOUNDS = dict.fromkeys(STATES, 0.1) | dict.fromkeys(("4bit", "factored", "4bit-factored"), 0.6)
+BOUNDS |= {"fp8": 0.2, "torch": 0.0, "offload": 0.0}
 
 
 def build(name, model, checkpoint="plain"):

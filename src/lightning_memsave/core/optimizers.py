@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -100,9 +101,9 @@ class Counts:
     num_steps: int = 0
     """Whole steps: noise is made from it."""
 
-    def may_cut(self, p: Tensor) -> bool:
-        """Whether the state of `p` belongs to its elements one by one."""
-        return True
+    def unit(self, p: Tensor) -> int:
+        """How many elements of `p`, one after the other, must step together; all of them: it is not cut."""
+        return 1
 
 
 IN_BACKWARD = "_memsave_in_backward"
@@ -200,15 +201,16 @@ _PART_NUMEL_ELSEWHERE = 2**24  # launching kernels takes longer there, and memor
 
 @runtime_checkable
 class Divisible(Protocol):
-    """What is kept for each element of a parameter, in a form that can be cut; copies are made by iterating."""
+    """What is kept of the elements of a parameter, in a form that can be cut."""
 
     def part(self, span: slice, num_elements: int) -> Divisible:
-        """A view of what belongs to the elements `span` of all."""
+        """What belongs to the elements `span` of all."""
 
     def made_for(self, num_elements: int) -> Divisible:
         """As this, for more elements and not filled yet."""
 
-    def __iter__(self) -> Iterator[Tensor]: ...
+    def joined(self, part: Divisible, span: slice, num_elements: int) -> Divisible:
+        """With `part` as what belongs to `span`; parts come in order. In place, but for what `part` still needs."""
 
 
 def span_of(p: Tensor) -> slice:
@@ -219,23 +221,25 @@ def span_of(p: Tensor) -> slice:
 def in_parts(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[Tensor]:
     """`p`; or where it is large, stand-ins for one part after the other, with their gradient and state.
 
-    Steps that treat each element by itself need their float32 copies of one part at a time.
+    Steps that treat each element, or each row, by itself need their float32 copies of one part at a time. Parts of
+    whole rows are in the shape of the parameter, others flat.
     """
-    size = PART_NUMEL.get(p.device.type, _PART_NUMEL_ELSEWHERE)
-    if p.numel() <= size or not _may_cut(optimizer, p):
+    size = _part_numel(optimizer, p)
+    if p.numel() <= size:
         yield p
         return
+    shape = (-1, *p.shape[1:]) if size % p[0].numel() == 0 else (-1,)
     flat, gradient = p.detach().view(-1), None if p.grad is None else p.grad.view(-1)
     whole = optimizer.state[p]
     at_first = dict(whole)
     for start in range(0, p.numel(), size):
         span = slice(start, min(start + size, p.numel()))
-        part = stand_in(p, flat[span])
+        part = stand_in(p, flat[span].view(shape))
         part.span = span  # type: ignore[attr-defined]  # read by `span_of`
         if gradient is not None:
             part.grad_dtype = gradient.dtype
-            part.grad = gradient[span]
-        before = {name: _cut(value, span, p) for name, value in at_first.items()}
+            part.grad = gradient[span].view(shape)
+        before = {name: _cut(value, part, p) for name, value in at_first.items()}
         if before:
             optimizer.state[part] = before.copy()
         try:
@@ -243,11 +247,18 @@ def in_parts(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[Tensor]:
         finally:  # also where its step has failed: nothing else knows what stands in
             after = optimizer.state.pop(part, {})
         for name, value in after.items():
-            is_in_place = value is before.get(name) and _is_divisible(at_first.get(name), p)
-            if not is_in_place:
-                whole[name] = _joined(whole.get(name), value, span, p)
+            whole[name] = _joined(whole.get(name), value, part, p)
     if not whole:
         del optimizer.state[p]  # SGD without momentum keeps nothing
+
+
+def _part_numel(optimizer: torch.optim.Optimizer, p: Tensor) -> int:
+    """Elements of `p` that step at a time: all of them where it is not cut."""
+    size = PART_NUMEL.get(p.device.type, _PART_NUMEL_ELSEWHERE)
+    if p.numel() <= size or not _may_cut(optimizer, p):
+        return p.numel()
+    unit = math.lcm(*(each.unit(p) for each in vars(optimizer).values() if isinstance(each, Counts)))
+    return size // unit * unit or p.numel()
 
 
 def _may_cut(optimizer: torch.optim.Optimizer, p: Tensor) -> bool:
@@ -260,36 +271,34 @@ def _may_cut(optimizer: torch.optim.Optimizer, p: Tensor) -> bool:
         and not hasattr(p, "__tensor_flatten__")  # a subclass, such as DTensor
         and p.is_contiguous()
         and (p.grad is None or (p.grad.layout is torch.strided and p.grad.is_contiguous()))
-        and all(each.may_cut(p) for each in vars(optimizer).values() if isinstance(each, Counts))
     )
 
 
-def _is_divisible(value: Any, p: Tensor) -> bool:
-    """Whether there is some of it for each element."""
-    return value.shape == p.shape if isinstance(value, Tensor) else isinstance(value, Divisible)
-
-
-def _cut(value: Any, span: slice, p: Tensor) -> Any:
-    if not _is_divisible(value, p):
-        return value.clone() if isinstance(value, Tensor) else value  # a count, which every part raises
-    return value.view(-1)[span] if isinstance(value, Tensor) else value.part(span, p.numel())
-
-
-def _joined(whole: Any, value: Any, span: slice, p: Tensor) -> Any:
-    """What is kept of all of `p`, with the new `value` of a part of it."""
-    num_elements = span.stop - span.start
-    if isinstance(value, Tensor) and value.dim() == 1 and len(value) == num_elements:
-        if whole is None or whole.dtype != value.dtype:
-            whole = value.new_empty(p.shape)
-        whole.view(-1)[span].copy_(value)
-        return whole
+def _cut(value: Any, part: Tensor, p: Tensor) -> Any:
     if isinstance(value, Divisible):
-        if not isinstance(whole, Divisible):
-            whole = value.made_for(p.numel())
-        for old, new in zip(whole.part(span, p.numel()), value, strict=True):
-            old.copy_(new)
-        return whole
+        return value.part(span_of(part), p.numel())
+    if isinstance(value, Tensor):  # of another shape: a count, which every part raises
+        return value.view(-1)[span_of(part)].view(part.shape) if value.shape == p.shape else value.clone()
     return value
+
+
+def _joined(whole: Any, value: Any, part: Tensor, p: Tensor) -> Any:
+    """What is kept of all of `p`, with the new `value` of a part of it."""
+    if isinstance(value, Divisible):
+        whole = whole if isinstance(whole, Divisible) else value.made_for(p.numel())
+        return whole.joined(value, span_of(part), p.numel())
+    if not isinstance(value, Tensor) or value.shape != part.shape:
+        return value
+    if whole is None or whole.dtype != value.dtype:
+        whole = value.new_empty(p.shape)
+    put(value, whole.view(-1)[span_of(part)].view(part.shape))
+    return whole
+
+
+def put(value: Tensor, place: Tensor) -> None:
+    """Copy `value` to `place`, unless it is there already."""
+    if value.data_ptr() != place.data_ptr():
+        place.copy_(value)
 
 
 @contextlib.contextmanager

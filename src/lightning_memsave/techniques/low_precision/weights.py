@@ -127,7 +127,7 @@ class Weights:
     def _correction(self, p: Tensor) -> Tensor | None:
         place = self._places[original(p)]
         correction: Tensor | None = getattr(place.owner, place.buffer, None)
-        return correction if correction is None or p is original(p) else correction.view(-1)[span_of(p)]
+        return correction if correction is None or p is original(p) else correction.view(-1)[span_of(p)].view(p.shape)
 
     def whole(self, p: Tensor) -> Tensor:
         """The weights of `p` in float32; a copy, unless they are float32 anyway."""

@@ -2,13 +2,13 @@
 
 What shrinks: each float32 moment, 4 bytes per parameter, and gradients, 4 or 2 bytes.
 
-| optimizer            | bytes per parameter: before | 8bit  | 4bit  | fp8   | factored | offload, paged |
-|----------------------|----------------------------:|------:|------:|------:|---------:|---------------:|
-| AdamW, Adam          |                         8.0 | 2.031 | 1.031 | 2.031 |    1.016 |              0 |
-| NAdam, RAdam         |                         8.0 | 2.031 | 1.031 | 2.031 |    1.016 |              0 |
-| SGD momentum, Lion   |                         4.0 | 1.016 | 0.516 | 1.016 |          |              0 |
-| RMSprop, Adagrad     |                         4.0 | 1.016 | 0.516 | 1.016 |          |              0 |
-| LAMB                 |                         8.0 | 2.031 |       |       |          |                |
+| optimizer          | bytes per parameter: before | 8bit  | 4bit  | fp8   | factored | 4bit-factored | offload, paged |
+|--------------------|----------------------------:|------:|------:|------:|---------:|--------------:|---------------:|
+| AdamW, Adam        |                         8.0 | 2.031 | 1.031 | 2.031 |    1.016 |         0.516 |              0 |
+| NAdam, RAdam       |                         8.0 | 2.031 | 1.031 | 2.031 |    1.016 |         0.516 |              0 |
+| SGD momentum, Lion |                         4.0 | 1.016 | 0.516 | 1.016 |          |               |              0 |
+| RMSprop, Adagrad   |                         4.0 | 1.016 | 0.516 | 1.016 |          |               |              0 |
+| LAMB               |                         8.0 | 2.031 |       |       |          |               |                |
 
 `"lowrank"`: 4 * R * (k * max(N, M) + min(N, M)) bytes for k moments of a parameter [N, M] (`galore.py`);
 `"apollo"`: 4 * R * k * max(N, M) (`apollo.py`).
@@ -104,6 +104,7 @@ _NAMES = {
     "4bit": "4-bit state",
     "fp8": "fp8 state",
     "factored": "8-bit first and factored second moments",
+    "4bit-factored": "4-bit first and factored second moments",
     "lowrank": "state of low rank",
     "apollo": "state of random projections",
     "offload": "state in host memory",
@@ -114,6 +115,7 @@ _REASONS = {
     "4bit": "moments are rounded to 4 bits",
     "fp8": "moments are rounded to floats of 8 bits",
     "factored": "first moments are rounded to 8 bits, its second ones are means of rows and columns",
+    "4bit-factored": "first moments are rounded to 4 bits, its second ones are means of rows and columns",
     "lowrank": "moments are those of the gradient in a subspace",
     "apollo": "moments only set how far each column moves along its gradient",
 }

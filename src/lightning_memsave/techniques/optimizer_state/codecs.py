@@ -6,6 +6,7 @@
 | `"8bit"` | +-(i / 127)**2.5, i = 0 to 127 | (i / 256)**5, i = 1 to 256 |
 | `"fp8"` | e4m3: 4 bits of exponent, 3 of the significand, over 448 | (i / 256)**8, i = 1 to 256 |
 | `"factored"` | as `"8bit"` | the means of its rows and columns; parameters with one dimension: as `"8bit"` |
+| `"4bit-factored"` | as `"4bit"` | the same means; parameters with one dimension: as `"4bit"` |
 | `"offload"` | as it is, in host memory | as it is, in host memory |
 
 Codes have one float32 scale per block of 256. Second moments have no zero, because something is divided by them:
@@ -19,10 +20,11 @@ the error after 200 steps of fixed gradients falls by a fifth to a third. Each r
 elements, but no longer independent of the last: a moment that follows slowly is off by a part of a code's distance.
 
 Sources: Dettmers et al., 2021 (https://arxiv.org/abs/2110.02861) for blocks; Li, Chen, Zhu, "Memory Efficient
-Optimizers with 4-bit States", 2023 (https://arxiv.org/abs/2309.01507) for leaving out zero; Micikevicius et al., "FP8
-Formats for Deep Learning", 2022 (https://arxiv.org/abs/2209.05433); Shazeer, Stern, "Adafactor", 2018
-(https://arxiv.org/abs/1804.04235) for the means, of which the second moment is their outer product over the mean of
-all. Ours: rounding, maps and block size, and Adafactor's second moment inside of any Adam, with its own learning rate.
+Optimizers with 4-bit States", 2023 (https://arxiv.org/abs/2309.01507) for leaving out zero, and for 4 bits beside means
+("4-bit Factor"); Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (https://arxiv.org/abs/2209.05433);
+Shazeer, Stern, "Adafactor", 2018 (https://arxiv.org/abs/1804.04235) for the means, of which the second moment is their
+outer product over the mean of all. Ours: rounding, maps and block size, and Adafactor's second moment inside of any
+Adam, with its own learning rate.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lightning_memsave.core.optimizers import put
 from lightning_memsave.numerics.bits import pack
 from lightning_memsave.numerics.blockwise import BLOCK_SIZE, num_blocks, quantize_blockwise
 from lightning_memsave.numerics.kbit import mix
@@ -67,12 +70,38 @@ class Coded(NamedTuple):
             self.codes.new_empty(-(-num_elements // per_byte)), self.absmax.new_empty(num_blocks(num_elements))
         )
 
+    def joined(self, part: Coded, span: slice, num_elements: int) -> Coded:
+        """With the codes of `part` where `span` is."""
+        for value, place in zip(part, self.part(span, num_elements), strict=True):
+            put(value, place)
+        return self
+
 
 class Factored(NamedTuple):
     """A second moment as the means of its rows and columns."""
 
-    rows: Tensor
-    columns: Tensor
+    rows: Tensor  # [N]
+    columns: Tensor  # [M]
+
+    def part(self, span: slice, num_elements: int) -> Factored:
+        """The means of some whole rows of their outer product, which are a copy."""
+        rows = self.rows[self._rows_of(span)]
+        return Factored(rows.clone(), self.columns * (rows.mean() / _positive(self.rows.mean())))
+
+    def made_for(self, num_elements: int) -> Factored:
+        """As these, for more rows and not filled yet."""
+        return Factored(self.rows.new_empty(num_elements // len(self.columns)), torch.empty_like(self.columns))
+
+    def joined(self, part: Factored, span: slice, num_elements: int) -> Factored:
+        """With the rows of `part`, and the columns so far; the first part begins anew, as others are cut from these."""
+        columns = part.columns * (len(part.rows) / len(self.rows))
+        whole = self if span.start else Factored(torch.empty_like(self.rows), torch.zeros_like(columns))
+        whole.rows[self._rows_of(span)] = part.rows
+        whole.columns.add_(columns)
+        return whole
+
+    def _rows_of(self, span: slice) -> slice:
+        return slice(span.start // len(self.columns), span.stop // len(self.columns))
 
 
 Stored = Tensor | Coded | Factored | Elsewhere
@@ -96,6 +125,9 @@ class Codec(Protocol):
 
     def num_bytes(self, shape: torch.Size) -> int:
         """Bytes on the parameter's device."""
+
+    def unit(self, shape: torch.Size) -> int:
+        """How many elements, one after the other, are kept together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +155,10 @@ class Blocks:
         num_elements = math.prod(shape)
         return -(-num_elements * self.bits // 8) + 4 * num_blocks(num_elements)
 
+    def unit(self, shape: torch.Size) -> int:
+        """A block."""
+        return BLOCK_SIZE
+
     def _map(self, device: torch.device) -> Tensor:
         return _on_device(self.code_map, device)
 
@@ -130,6 +166,10 @@ class Blocks:
 @functools.lru_cache(maxsize=64)
 def _on_device(code_map: Tensor, device: torch.device) -> Tensor:
     return code_map.to(device)
+
+
+def _positive(mean: Tensor) -> Tensor:
+    return mean.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,14 +190,17 @@ class Means:
         if not isinstance(stored, Factored):
             return self.otherwise.decode(stored, shape)
         rows, columns = stored
-        scaled = rows / rows.mean().clamp_min(torch.finfo(torch.float32).tiny)
-        return torch.outer(scaled, columns).view(shape)  # [N], [M] -> [N, M]
+        return torch.outer(rows / _positive(rows.mean()), columns).view(shape)  # [N], [M] -> [N, M]
 
     def num_bytes(self, shape: torch.Size) -> int:
         """The means, in float32."""
         if len(shape) < 2:
             return self.otherwise.num_bytes(shape)
         return 4 * (shape[0] + math.prod(shape[1:]))
+
+    def unit(self, shape: torch.Size) -> int:
+        """A row."""
+        return self.otherwise.unit(shape) if len(shape) < 2 else math.prod(shape[1:])
 
 
 class Away:
@@ -174,6 +217,10 @@ class Away:
     def num_bytes(self, shape: torch.Size) -> int:
         """None."""
         return 0
+
+    def unit(self, shape: torch.Size) -> int:
+        """All, as they are fetched at once."""
+        return math.prod(shape)
 
 
 def _float_map(bits_of_exponent: int, bits_of_significand: int, largest: float) -> Tensor:
@@ -192,12 +239,14 @@ def _powers(num: int, exponent: float) -> Tensor:
     return (torch.arange(1, num + 1) / num) ** exponent
 
 
+_IN_4BIT = Blocks(_both_signs(_powers(7, 2)), 4), Blocks(_powers(16, 2), 4)
 _IN_8BIT = Blocks(_both_signs(_powers(127, 2.5)), 8), Blocks(_powers(256, 5), 8)
 CODECS: Mapping[str, tuple[Codec, Codec]] = {
-    "4bit": (Blocks(_both_signs(_powers(7, 2)), 4), Blocks(_powers(16, 2), 4)),
+    "4bit": _IN_4BIT,
     "8bit": _IN_8BIT,
     "fp8": (Blocks(_both_signs(_float_map(4, 3, 448.0)), 8), Blocks(_powers(256, 8), 8)),
     "factored": (_IN_8BIT[0], Means(_IN_8BIT[1])),
+    "4bit-factored": (_IN_4BIT[0], Means(_IN_4BIT[1])),
     "offload": (Away(), Away()),
 }
 """By format: the codec of first moments, and that of second ones."""
@@ -210,6 +259,13 @@ def codec_of(state_format: str, moment: str) -> Codec | None:
     if moment in SIGNED:
         return CODECS[state_format][0]
     return CODECS[state_format][1] if moment in POSITIVE else None
+
+
+def unit_of(state_format: str, shape: torch.Size) -> int:
+    """How many elements of a parameter, one after the other, step together; moments of a subspace are of all."""
+    if state_format == "32bit":
+        return 1
+    return math.lcm(*(codec.unit(shape) for codec in CODECS.get(state_format, (Away(),))))
 
 
 def decode(state_format: str, moment: str, stored: Any, shape: torch.Size) -> Any:

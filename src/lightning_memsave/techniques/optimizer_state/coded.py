@@ -32,7 +32,7 @@ from lightning_memsave.core.optimizers import (
 )
 from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.techniques.optimizer_state import into_state, layout, projection
-from lightning_memsave.techniques.optimizer_state.codecs import Noise, decode, encode, put_back
+from lightning_memsave.techniques.optimizer_state.codecs import Noise, decode, encode, put_back, unit_of
 from lightning_memsave.techniques.optimizer_state.elsewhere import fetch_ahead
 
 MEMORY = "_memsave_coded"
@@ -48,8 +48,7 @@ MOMENTS: Mapping[str, tuple[str, ...]] = {
 }
 """The optimizers that are known, by the name of their class, and their moments."""
 _GOLDEN, _ROOT_OF_2 = 0x9E3779B9, 0x6A09E667  # the fractions of the golden ratio and of the square root, times 2**32
-_OF_SECOND_MOMENTS = ("factored", "apollo")
-_CODES_OR_FLOATS = ("8bit", "4bit", "fp8", "32bit")
+_OF_SECOND_MOMENTS = ("factored", "4bit-factored", "apollo")
 _MUST_BE_OFF = ("amsgrad", "centered", "capturable", "differentiable")
 
 
@@ -72,9 +71,9 @@ class Memory(Counts):
         """How the state of `p` is kept."""
         return "32bit" if original(p) in self.kept else self.state_format
 
-    def may_cut(self, p: Tensor) -> bool:
-        """Whether the state of `p` belongs to its elements one by one."""
-        return self.format_of(p) in _CODES_OR_FLOATS
+    def unit(self, p: Tensor) -> int:
+        """Whole blocks of codes, rows whose mean is kept, or all of `p`."""
+        return unit_of(self.format_of(p), p.shape)
 
     def noise_of(self, p: Tensor, draw: int = 0) -> Noise:
         """Of this step for `p`; `draw` tells several of one step apart."""

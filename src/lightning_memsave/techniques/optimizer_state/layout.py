@@ -89,7 +89,7 @@ def read(state_format: str, name: str, value: Any, *, p: Tensor, means: Mapping[
     if isinstance(value, Mapping):
         found = _as_kept(state_format, name, value, p.device)
         return _to(decoded(value), p) if found is None else found
-    if name in means and state_format == "factored":
+    if name in means and isinstance(codec_of(state_format, name), Means):
         factored = Factored(*(mean.to(p.device) for mean in means[name]))
         if torch.equal(decode(state_format, name, factored, p.shape), value.to(p.device)):
             return factored
