@@ -47,6 +47,7 @@ SETTINGS: dict[str, tuple[str | None, dict[str, Any] | None]] = {
     "4bit": (None, ALL | {"format": "4bit"}),
     "fp8": (None, ALL | {"format": "fp8"}),
     "factored": (None, ALL | {"format": "factored"}),
+    "4bit-factored": (None, ALL | {"format": "4bit-factored"}),
     "lowrank 16": (None, ALL | {"format": "lowrank", "rank": 16}),
     "apollo 16": (None, ALL | {"format": "apollo", "rank": 16}),
     "apollo 1": (None, ALL | {"format": "apollo", "rank": 1}),
@@ -133,7 +134,7 @@ def digits_test(model: Any, seed: int) -> float:
     return 100 * float((model(images).argmax(1) == labels).double().mean())
 
 
-_OF_SECOND_MOMENTS = ("factored", "apollo 16", "apollo 1")
+_OF_SECOND_MOMENTS = ("factored", "4bit-factored", "apollo 16", "apollo 1")
 ON_DIGITS = tuple(name for name in SETTINGS if name not in ("fp16-scaled", "lowrank 16", *_OF_SECOND_MOMENTS))
 """Convolutions of float16 take minutes for a step on a CPU; SGD has no second moments."""
 TASKS = {

@@ -58,5 +58,5 @@ def test_what_is_on_already_is_not_recommended():
     on = {"low_precision", "sparsity"}
     text = nothing_left(nn.Linear(2, 2), measured, False, on, "no more")
     assert "bf16-sr" not in text
-    assert 'in this order: sharding over devices (`strategy="memsave_fsdp"`).' in text
+    assert 'in this order: `strategy="memsave_fsdp"` (a shard on each device,' in text
     assert "cannot be cut" in text

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-_LESS_OF_THE_BATCH = "shorter samples"
+_MICROBATCHES = ("microbatching", '`microbatch="auto"` (runs the batch in parts when memory is out), or a size')
+_SHORTER = ("", "shorter samples")
+_SHARDS = ("", '`strategy="memsave_fsdp"` (a shard on each device, for a module that calls `fully_shard`)')
 _LINEAR = '`activations=["exact", "linear-cross-entropy"]` where logits over a large vocabulary are it'
 REMEDIES: Mapping[str, Sequence[tuple[str, str]]] = {
     "activations": (
-        ("microbatching", '`microbatch="auto"` (runs the batch in parts when memory is out), or a size'),
+        _MICROBATCHES,
         ("checkpointing", '`checkpointing="sqrt"` (computes them again)'),
         ("activation_compression", '`activations="exact"` or `"int4"` (keeps them in fewer bytes)'),
-        ("", _LESS_OF_THE_BATCH),
+        _SHORTER,
     ),
     "temporary": (
-        ("microbatching", '`microbatch="auto"` (runs the batch in parts when memory is out), or a size'),
+        _MICROBATCHES,
         ("activation_compression", _LINEAR),
-        ("", _LESS_OF_THE_BATCH),
+        _SHORTER,
     ),
     "optimizer_state": (
         ("optimizer_state", '`optimizer_state="8bit"` (a quarter of 32 bits) or `"4bit"` (an eighth)'),
@@ -25,13 +27,13 @@ REMEDIES: Mapping[str, Sequence[tuple[str, str]]] = {
     "weights": (
         ("low_precision", '`precision="bf16-sr"` (half of 32 bits, and half of their gradients)'),
         ("sparsity", "`sparsity=0.9` (a tenth of them and a bit per weight, of their gradients and of their state)"),
-        ("", 'sharding over devices (`strategy="memsave_fsdp"`)'),
+        _SHARDS,
     ),
     "gradients": (
         ("", '`OptimizerState(format="32bit", gradients="release")` (one at a time; `"into-state"` with microbatches)'),
         ("low_precision", '`precision="bf16-sr"` (half of 32 bits)'),
         ("sparsity", "`sparsity=0.9` (a tenth)"),
-        ("", 'sharding over devices (`strategy="memsave_fsdp"`)'),
+        _SHARDS,
     ),
     "data": (("", "a smaller `batch_size` in the DataLoader"),),
 }

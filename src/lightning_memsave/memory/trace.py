@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -156,13 +156,21 @@ class _Open:
         self.buffers = [(buffer, -1 if is_changing else buffer._version) for buffer in buffers]
 
 
+class _Live(NamedTuple):
+    """A storage that is alive."""
+
+    number: int
+    made_by: int
+    """The node of autograd's graph; -1 outside of backward."""
+    storage: weakref.ref[torch.UntypedStorage]
+
+
 class _Tracer(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.trace = Trace()
         self._names = {module: name for name, module in model.named_modules()}
-        self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-        self._nodes: dict[int, int] = {}  # that made what is live
+        self._live: dict[int, _Live] = {}
         self._open: list[_Open] = []
         self._returned: dict[int, weakref.ref[Tensor]] = {}
         self._hooks: list[Any] = []
@@ -180,22 +188,21 @@ class _Tracer(TorchDispatchMode):
     def _book(self, storage: torch.UntypedStorage, born: int, op: int) -> int:
         number, address = len(self.trace.storages), storage._cdata
         self.trace.storages.append(StorageRecord(storage.nbytes(), born, op))
-        self._nodes[address] = running_node()
-        self._live[address] = number, weakref.ref(storage, lambda _: self._end(address))
+        self._live[address] = _Live(number, running_node(), weakref.ref(storage, lambda _: self._end(address)))
         return number
 
     def _end(self, address: int) -> None:
-        number, _ = self._live.pop(address, (None, None))
-        if number is None:
+        ended = self._live.pop(address, None)
+        if ended is None:
             return  # what no operation has returned
-        record = self.trace.storages[number]
+        record = self.trace.storages[ended.number]
         record.died = len(self.trace.events)
-        self.trace.events.append((-record.num_bytes, number))
+        self.trace.events.append((-record.num_bytes, ended.number))
 
     def _see(self, storage: torch.UntypedStorage, came_in: set[int]) -> None:
         address = storage._cdata
         if address in self._live:
-            number = self._live[address][0]
+            number = self._live[address].number
             record = self.trace.storages[number]
             grown = storage.nbytes() - record.num_bytes
             if grown:  # resize_ keeps the storage
@@ -210,7 +217,7 @@ class _Tracer(TorchDispatchMode):
 
     def _numbers(self, tree: object) -> tuple[int, ...]:
         found = (self._live.get(s._cdata) for t in tensors_in(tree) for s in storages(t))
-        return tuple(dict.fromkeys(entry[0] for entry in found if entry is not None))
+        return tuple(dict.fromkeys(entry.number for entry in found if entry is not None))
 
     # ------------------------------------------------------------------ operations
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -218,8 +225,10 @@ class _Tracer(TorchDispatchMode):
         if in_backward and self.trace.backward_begins is None:
             self._backward_begins()
         kwargs = kwargs or {}
-        if replaces_first(func, args) and self._nodes.get(args[0].untyped_storage()._cdata) != running_node():
-            self._end(args[0].untyped_storage()._cdata)
+        if replaces_first(func, args):
+            first = self._live.get(args[0].untyped_storage()._cdata)
+            if first is not None and first.made_by != running_node():
+                self._end(args[0].untyped_storage()._cdata)
         out = func(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -237,8 +246,8 @@ class _Tracer(TorchDispatchMode):
 
     def _backward_begins(self) -> None:
         self.trace.backward_begins = len(self.trace.events)
-        for number, _ in self._live.values():
-            record = self.trace.storages[number]
+        for live in self._live.values():
+            record = self.trace.storages[live.number]
             record.is_kept = record.born >= 0
 
     # ------------------------------------------------------------------ modules

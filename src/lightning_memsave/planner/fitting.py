@@ -23,7 +23,7 @@ from lightning_memsave.techniques.registry import Config, technique_of
 Predict = Callable[[Sequence[Config]], Prediction]
 _MAX_CONFIRMATIONS = 4
 _MARGIN = 200  # of a budget, one part is left free: what kernels take differs from step to step
-_REMEDIES = {
+_BEYOND = {
     "activations": "shorter samples or fewer of them",
     "temporary": "shorter samples, or an optimizer with `foreach=False`",
     "weights": "a smaller model, or sharding over devices",
@@ -31,6 +31,7 @@ _REMEDIES = {
     "optimizer_state": "an optimizer with less state",
     "data": "smaller batches",
 }
+"""What is left to do by category, once a planner has tried every technique (what these are for: `core/remedies.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +309,6 @@ def _infeasible(
         f'must be at least {format_bytes(lowest)} ({lowest} bytes) for this step under "{recipe.name}", which '
         + (f"{text} would come to" if (text := describe(choice)) != "nothing" else "it takes without any technique"),
         f"{budget.text!r} ({format_bytes(sizes[0])})",
-        f"What is left is {category} for {share:.0%}: {_REMEDIES[category]} would lower it. {others} "
+        f"What is left is {category} for {share:.0%}: {_BEYOND[category]} would lower it. {others} "
         f"{situation.why_whole}".rstrip(),
     )
