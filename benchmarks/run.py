@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FIRST = ("bench_checkpointing", "bench_wrn", "bench_papers", "bench_dynamicconv")  # the long ones
+FIRST = ("bench_checkpointing", "bench_wrn", "bench_dynamicconv", "bench_papers")  # the long ones
 GPU = ("bench_wrn", "bench_dynamicconv")
 QUALITY = ("quality_wrn", "quality_dynamicconv")
 """Studies in parts; the other `quality_*.py` run whole, from minutes to an hour each."""
