@@ -168,9 +168,73 @@ def test_means_of_rows_in_parts_are_those_of_the_whole(in_small_parts, monkeypat
         torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
 
 
-def test_rows_that_are_longer_than_a_part_are_not_cut(in_small_parts):
-    run(*subject(ELEMENTWISE["AdamW"], format="factored"), range(2))  # 47 values: whole blocks of codes are 256 rows
+def test_rows_that_are_whole_blocks_only_in_more_than_a_part_are_not_cut(in_small_parts):
+    run(*subject(ELEMENTWISE["AdamW"], format="factored"), range(2))  # of 47 values: 256 of them
     assert not any(in_small_parts)
+
+
+def rows_of_32(state_format, precision=None, gradients="keep"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 21, 2), nn.Flatten(), nn.Linear(21, 7))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    config = OptimizerState(format=state_format, gradients=gradients, **ALL)
+    applied = apply_optimizer_state(optimizer, config, model)
+    if precision is not None:
+        apply_low_precision(model, optimizer, LowPrecision(format=precision))
+    return model, optimizer, applied
+
+
+def train_rows(model, optimizer, steps):
+    dtype = model[0].weight.dtype
+    for step in steps:
+        x = torch.randn(4, 8, 2, 2, generator=torch.Generator().manual_seed(step)).to(dtype)
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+@pytest.mark.parametrize("gradients", ["keep", "release", "into-state"])
+@pytest.mark.parametrize("precision", [None, "bf16-sr", "bf16+8"])
+@pytest.mark.parametrize("state_format", MEANS)
+def test_means_in_parts_resume_to_the_bit(in_small_parts, state_format, precision, gradients):
+    model, optimizer, _ = rows_of_32(state_format, precision, gradients)
+    train_rows(model, optimizer, range(3))
+    assert any(in_small_parts)
+    again, other, _ = rows_of_32(state_format, precision, gradients)
+    again.load_state_dict(through_disk(model.state_dict()))
+    other.load_state_dict(through_disk(optimizer.state_dict()))
+    assert torch.equal(train_rows(model, optimizer, range(3, 5)), train_rows(again, other, range(3, 5)))
+
+
+@pytest.mark.parametrize("state_format", ["8bit", *MEANS])
+def test_a_step_that_ends_after_some_parts_leaves_state_that_goes_on(in_small_parts, monkeypatch, state_format):
+    model, optimizer, _ = rows_of_32(state_format)
+    weight = model[0].weight
+    plain_step, num_steps = torch.optim.AdamW.step, 0
+
+    def interrupted(self, closure=None):
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 2:
+            raise KeyboardInterrupt
+        return plain_step.__wrapped__(self, closure)
+
+    for first in (0, 1):  # without state, and with
+        num_steps = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.optim.AdamW, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                train_rows(model, optimizer, range(first, first + 1))
+        optimizer.zero_grad()
+        assert set(optimizer.state) <= set(model.parameters())
+        state = optimizer.state.get(weight, {})
+        assert all(leaf.isfinite().all() for leaf in tree_leaves(state) if leaf.is_floating_point())
+        if state and state_format in MEANS:
+            assert (state["exp_avg_sq"].rows > 0).all()
+        before = weight.detach().clone()
+        train_rows(model, optimizer, range(10 + first, 11 + first))
+        assert (weight - before).abs().max() < 0.1  # ten times the learning rate
 
 
 FORMATS = ("8bit", "4bit", "fp8")

@@ -222,7 +222,8 @@ def in_parts(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[Tensor]:
     """`p`; or where it is large, stand-ins for one part after the other, with their gradient and state.
 
     Steps that treat each element, or each row, by itself need their float32 copies of one part at a time. Parts of
-    whole rows are in the shape of the parameter, others flat.
+    whole rows are in the shape of the parameter, others flat. What is new belongs to the parameter when all have
+    stepped: where a part fails, a first state is none, and means are what they were.
     """
     size = _part_numel(optimizer, p)
     if p.numel() <= size:
@@ -230,8 +231,8 @@ def in_parts(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[Tensor]:
         return
     shape = (-1, *p.shape[1:]) if size % p[0].numel() == 0 else (-1,)
     flat, gradient = p.detach().view(-1), None if p.grad is None else p.grad.view(-1)
-    whole = optimizer.state[p]
-    at_first = dict(whole)
+    at_first = dict(optimizer.state.get(p, {}))
+    latest = dict(at_first)
     for start in range(0, p.numel(), size):
         span = slice(start, min(start + size, p.numel()))
         part = stand_in(p, flat[span].view(shape))
@@ -247,9 +248,9 @@ def in_parts(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[Tensor]:
         finally:  # also where its step has failed: nothing else knows what stands in
             after = optimizer.state.pop(part, {})
         for name, value in after.items():
-            whole[name] = _joined(whole.get(name), value, part, p)
-    if not whole:
-        del optimizer.state[p]  # SGD without momentum keeps nothing
+            latest[name] = _joined(latest.get(name), value, part, p)
+    if latest:  # SGD without momentum keeps nothing
+        optimizer.state[p].update(latest)
 
 
 def _part_numel(optimizer: torch.optim.Optimizer, p: Tensor) -> int:
@@ -297,7 +298,7 @@ def _joined(whole: Any, value: Any, part: Tensor, p: Tensor) -> Any:
 
 def put(value: Tensor, place: Tensor) -> None:
     """Copy `value` to `place`, unless it is there already."""
-    if value.data_ptr() != place.data_ptr():
+    if not value.is_set_to(place):
         place.copy_(value)
 
 

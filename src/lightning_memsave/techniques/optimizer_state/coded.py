@@ -2,7 +2,7 @@
 
 Any optimizer that is known, with its own `step`. Before a parameter steps its moments are decoded, as the optimizer
 itself would hold them, and afterwards they are encoded again (`codecs.py`), so that the transient is of one parameter;
-with codes of one part of it, where it is large (`core/optimizers.py`).
+with codes or means of one part of it, where it is large (`core/optimizers.py`).
 With `"lowrank"` and `"apollo"` they are moments of the gradient in a subspace (`projection.py`).
 """
 

@@ -141,7 +141,7 @@ def _add_to_moments(first: Tensor, second: Tensor, gradient: Tensor, group: Mapp
 
 
 def move(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor) -> None:
-    """The step of `p`, or of what stands in for it, whose gradient is in its moments; these stay as they are."""
+    """The step of `p`, or of what stands in for it, whose gradient is in its moments, which stay."""
     state, lr = optimizer.state[p], float(group["lr"])
     names = _MOMENTS[memory.plain_class.__name__]
     moments = [decode(memory.format_of(p), name, state[name], p.shape) for name in names]
