@@ -52,7 +52,7 @@ wheel: $(READY)  ## build the wheel and import it from an empty environment, out
 	tests/wheel.sh
 
 bench: $(READY)  ## memory and time of everything on the CPU, held against the committed rows; writes the tables
-	$(BIN)/python benchmarks/run.py bench --jobs 2
+	$(BIN)/python benchmarks/run.py bench --jobs 2 --turns 2
 	$(BIN)/python benchmarks/tables.py
 
 bench-quality: $(READY)  ## the next runs of each study of quality; again and again, for as long as one likes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import datetime
 import functools
+import os
 import platform
 import statistics
 import subprocess
@@ -26,6 +27,8 @@ from lightning_memsave import Ledger, allocation_peak
 from lightning_memsave.core.report import CATEGORIES
 
 RESULTS = Path(__file__).parent / "results"
+TURNS = "MEMSAVE_BENCH_TURNS"
+"""Environment variable: the most turns that are timed of a setting, where a run has to be short."""
 
 
 @dataclass
@@ -101,7 +104,8 @@ def measure_kept_bytes(subject: Subject) -> int:
 
 
 def measure_cpu_seconds(subjects: list[Subject], repeats: int = 9, warm_up: bool = True) -> list[list[float]]:
-    """CPU seconds of `repeats` steps of each subject, taking turns."""
+    """CPU seconds of `repeats` steps of each subject, or of `TURNS` if that is less, taking turns."""
+    repeats = min(repeats, int(os.environ.get(TURNS, repeats)))
     seconds: list[list[float]] = [[] for _ in subjects]
     for turn in range(0 if warm_up else 1, repeats + 1):
         for subject, taken in zip(subjects, seconds, strict=True):

@@ -1,6 +1,6 @@
 """Run benchmarks, and hold their rows against the committed ones.
 
-    python benchmarks/run.py bench --jobs 2       # memory and time of everything, on the CPU
+    python benchmarks/run.py bench --jobs 2       # memory and time of everything, on the CPU; --turns 2: faster
     python benchmarks/run.py quality              # the next part of each study that trains in parts
     python benchmarks/run.py gpu                  # what says something new on CUDA; rows in results/*_cuda.csv
 
@@ -13,11 +13,14 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import os
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from harness import TURNS
 
 HERE = Path(__file__).parent
 FIRST = ("bench_checkpointing", "bench_wrn", "bench_dynamicconv", "bench_papers")  # the long ones
@@ -43,9 +46,12 @@ def scripts(what: str) -> list[str]:
 
 def run(name: str) -> bool:
     start = time.monotonic()
-    done = subprocess.run([sys.executable, str(HERE / f"{name}.py")], check=False, cwd=HERE.parent)
-    print(f"{name}: {(time.monotonic() - start) / 60:.1f} minutes, exit status {done.returncode}", flush=True)
-    return done.returncode == 0
+    process = subprocess.Popen([sys.executable, str(HERE / f"{name}.py")], cwd=HERE.parent)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    minutes, cpu_minutes = (time.monotonic() - start) / 60, (used.ru_utime + used.ru_stime) / 60
+    print(f"{name}: {minutes:.1f} minutes, {cpu_minutes:.1f} of CPU, exit status {process.returncode}", flush=True)
+    return process.returncode == 0
 
 
 def committed(path: Path) -> list[Row]:
@@ -94,7 +100,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("bench", "quality", "gpu", "check"))
     parser.add_argument("--jobs", type=int, default=1, help="scripts at the same time")
+    parser.add_argument("--turns", type=int, help="steps of a setting that are timed, at most; 2 or more")
     options = parser.parse_args()
+    if options.turns is not None:
+        os.environ[TURNS] = str(options.turns)
     if options.what == "gpu":
         import torch
 
