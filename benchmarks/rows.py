@@ -40,3 +40,7 @@ def markdown(head: Sequence[str], lines: list[Sequence[str]], num_text: int = 1)
     return "\n".join("|".join(["", *(f" {cell} " for cell in line), ""]) for line in (head, *lines)).replace(
         "\n", "\n|" + "|".join(rule) + "|\n", 1
     )
+
+
+def factor_and_time(row: Row) -> tuple[str, str]:
+    return f"{float(row['factor']):.2f}x", f"{float(row['cpu_time_ratio']):.2f}x"
