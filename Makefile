@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all test-triton lint format types imports browser pictures wheel bench bench-quality bench-gpu docs clean
+.PHONY: demo test test-all test-triton lint format types imports browser pictures wheel bench bench-all bench-quality bench-gpu docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -53,6 +53,10 @@ wheel: $(READY)  ## build the wheel and import it from an empty environment, out
 
 bench: $(READY)  ## memory and time of everything on the CPU, held against the committed rows; writes the tables
 	$(BIN)/python benchmarks/run.py bench --jobs 2 --turns 2
+	$(BIN)/python benchmarks/tables.py
+
+bench-all: $(READY)  ## the same with every size of microbatch, and more turns of each timing
+	$(BIN)/python benchmarks/run.py all --jobs 2
 	$(BIN)/python benchmarks/tables.py
 
 bench-quality: $(READY)  ## the next runs of each study of quality; again and again, for as long as one likes

@@ -1,6 +1,7 @@
 """Run benchmarks, and hold their rows against the committed ones.
 
     python benchmarks/run.py bench --jobs 2       # memory and time of everything, on the CPU; --turns 2: faster
+    python benchmarks/run.py all --jobs 2         # the same, with every size of microbatch
     python benchmarks/run.py quality              # the next part of each study that trains in parts
     python benchmarks/run.py gpu                  # what says something new on CUDA; rows in results/*_cuda.csv
 
@@ -17,6 +18,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from harness import TURNS
 
 HERE = Path(__file__).parent
 FIRST = ("bench_checkpointing", "bench_wrn", "bench_dynamicconv", "bench_papers")  # the long ones
+OF_ONE_SIZE = {"bench_wrn": ("--sizes", "4"), "bench_dynamicconv": ("--sizes", "8")}
+"""What `bench` runs of the ladders."""
 GPU = ("bench_wrn", "bench_dynamicconv")
 QUALITY = ("quality_wrn", "quality_dynamicconv")
 """Studies in parts; the other `quality_*.py` run whole, from minutes to an hour each."""
@@ -44,9 +48,9 @@ def scripts(what: str) -> list[str]:
     return sorted((path.stem for path in HERE.glob("bench_*.py")), key=lambda name: (name not in FIRST, name))
 
 
-def run(name: str) -> bool:
+def run(name: str, arguments: Sequence[str] = ()) -> bool:
     start = time.monotonic()
-    process = subprocess.Popen([sys.executable, str(HERE / f"{name}.py")], cwd=HERE.parent)
+    process = subprocess.Popen([sys.executable, str(HERE / f"{name}.py"), *arguments], cwd=HERE.parent)
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     minutes, cpu_minutes = (time.monotonic() - start) / 60, (used.ru_utime + used.ru_stime) / 60
@@ -98,7 +102,7 @@ def _key(row: Row) -> tuple[str, ...]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("bench", "quality", "gpu", "check"))
+    parser.add_argument("what", choices=("bench", "all", "quality", "gpu", "check"))
     parser.add_argument("--jobs", type=int, default=1, help="scripts at the same time")
     parser.add_argument("--turns", type=int, help="steps of a setting that are timed, at most; 2 or more")
     options = parser.parse_args()
@@ -111,7 +115,8 @@ def main() -> int:
             parser.error("needs a CUDA device; `bench` runs everything on the CPU")
     names = [] if options.what == "check" else scripts(options.what)
     with ThreadPoolExecutor(options.jobs) as pool:
-        outcomes = dict(zip(names, pool.map(run, names), strict=True))
+        arguments = [OF_ONE_SIZE.get(name, ()) if options.what == "bench" else () for name in names]
+        outcomes = dict(zip(names, pool.map(run, names, arguments), strict=True))
     failed = [name for name, went_well in outcomes.items() if not went_well]
     found = []
     for path in sorted((HERE / "results").glob("*.csv")):
