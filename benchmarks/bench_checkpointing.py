@@ -8,6 +8,7 @@ what the technique can change. Budgets: `bench_checkpointing_budget.py`.
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import sys
 import time
@@ -154,39 +155,44 @@ REPEATS_OF_DEPTH = {64: 7, 128: 7, 256: 5, 512: 3, 1024: 3}
 def run_depth() -> None:
     rows: list[dict[str, Any]] = []
     for num_blocks, repeats in REPEATS_OF_DEPTH.items():
-        make = functools.partial(deep_chain, num_blocks=num_blocks)
-        segments = make("torch checkpoint_sequential, sqrt(n) segments")
-        in_segments(segments, segments.model, round(math.sqrt(num_blocks)))
-        sqrt, sqrt_plan, sqrt_seconds = with_plan(make("sqrt"), method="sqrt")
-        recursive, recursive_plan, recursive_seconds = with_plan(make("recursive"), method="recursive")
-        plans = {"sqrt": (sqrt_plan, sqrt_seconds), "recursive": (recursive_plan, recursive_seconds)}
-        subjects = [
-            make("plain"),
-            with_blocks(make("blocks")),
-            sqrt,
-            recursive,
-            segments,
-            with_wrapper(make("torch checkpoint_wrapper per block"), ResidualBlock),
-        ]
-        found = outcomes_and_times(subjects, repeats)
-        for subject, columns in zip(subjects, found, strict=True):
-            rows.append(
-                {
-                    "benchmark": "checkpointing_depth",
-                    "model": "chain of residual blocks, width 256, 512 tokens",
-                    "setting": subject.setting,
-                    "n": num_blocks,
-                    "exponent": None,
-                    **columns,
-                    **plan_columns(*plans.get(subject.setting, (None, None))),
-                    **environment(),
-                }
-            )
-        print(num_blocks, *(f"{r['cpu_time_ratio']:.2f}" for r in rows[-len(subjects) :]), flush=True)
+        rows += depth_rows(num_blocks, repeats)
+        gc.collect()  # models of the deepest chains take gigabytes, and hooks make cycles of them
     for row in rows:
         same = [other for other in rows if other["setting"] == row["setting"]]
         row["exponent"] = slope([r["n"] for r in same], [r["beyond_gradients_bytes"] for r in same])
     write_rows("checkpointing_depth", rows)
+
+
+def depth_rows(num_blocks: int, repeats: int) -> list[dict[str, Any]]:
+    make = functools.partial(deep_chain, num_blocks=num_blocks)
+    segments = make("torch checkpoint_sequential, sqrt(n) segments")
+    in_segments(segments, segments.model, round(math.sqrt(num_blocks)))
+    sqrt, sqrt_plan, sqrt_seconds = with_plan(make("sqrt"), method="sqrt")
+    recursive, recursive_plan, recursive_seconds = with_plan(make("recursive"), method="recursive")
+    plans = {"sqrt": (sqrt_plan, sqrt_seconds), "recursive": (recursive_plan, recursive_seconds)}
+    subjects = [
+        make("plain"),
+        with_blocks(make("blocks")),
+        sqrt,
+        recursive,
+        segments,
+        with_wrapper(make("torch checkpoint_wrapper per block"), ResidualBlock),
+    ]
+    found = outcomes_and_times(subjects, repeats)
+    print(num_blocks, *(f"{columns['cpu_time_ratio']:.2f}" for columns in found), flush=True)
+    return [
+        {
+            "benchmark": "checkpointing_depth",
+            "model": "chain of residual blocks, width 256, 512 tokens",
+            "setting": subject.setting,
+            "n": num_blocks,
+            "exponent": None,
+            **columns,
+            **plan_columns(*plans.get(subject.setting, (None, None))),
+            **environment(),
+        }
+        for subject, columns in zip(subjects, found, strict=True)
+    ]
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
@@ -352,3 +358,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for name in sys.argv[1:] or RUNS:
         RUNS[name]()
+        gc.collect()
