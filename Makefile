@@ -2,6 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
+PEERS := .venv/.peers
 
 .PHONY: demo test test-all test-triton lint format types imports browser pictures wheel bench bench-all bench-quality bench-gpu docs clean
 
@@ -51,11 +52,15 @@ pictures: $(READY)  ## the pictures of docs/seeing.md, from what `make demo` lef
 wheel: $(READY)  ## build the wheel and import it from an empty environment, outside the checkout
 	tests/wheel.sh
 
-bench: $(READY)  ## memory and time of everything on the CPU, held against the committed rows; writes the tables
+$(PEERS): $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	touch $@
+
+bench: $(PEERS)  ## memory and time of everything on the CPU, held against the committed rows; writes the tables
 	$(BIN)/python benchmarks/run.py bench --jobs 2 --turns 2
 	$(BIN)/python benchmarks/tables.py
 
-bench-all: $(READY)  ## the same with every size of microbatch, and more turns of each timing
+bench-all: $(PEERS)  ## the same with every size of microbatch, and more turns of each timing
 	$(BIN)/python benchmarks/run.py all --jobs 2
 	$(BIN)/python benchmarks/tables.py
 
