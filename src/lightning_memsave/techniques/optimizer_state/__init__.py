@@ -1,14 +1,12 @@
 """Lean optimizer state: the user's optimizer keeps smaller moments, and no gradient longer than it must.
 
-What shrinks: each float32 moment, 4 bytes per parameter, and gradients, 4 or 2 bytes.
+What shrinks: float32 moments, 4 bytes per parameter each, and gradients, 4 or 2. Bytes of moments per parameter:
 
-| optimizer          | bytes per parameter: before | 8bit  | 4bit  | fp8   | factored | 4bit-factored | offload, paged |
-|--------------------|----------------------------:|------:|------:|------:|---------:|--------------:|---------------:|
-| AdamW, Adam        |                         8.0 | 2.031 | 1.031 | 2.031 |    1.016 |         0.516 |              0 |
-| NAdam, RAdam       |                         8.0 | 2.031 | 1.031 | 2.031 |    1.016 |         0.516 |              0 |
-| SGD momentum, Lion |                         4.0 | 1.016 | 0.516 | 1.016 |          |               |              0 |
-| RMSprop, Adagrad   |                         4.0 | 1.016 | 0.516 | 1.016 |          |               |              0 |
-| LAMB               |                         8.0 | 2.031 |       |       |          |               |                |
+| optimizer                            | before |  8bit |  4bit |   fp8 | factored | 4bit-factored | offload, paged |
+|--------------------------------------|-------:|------:|------:|------:|---------:|--------------:|---------------:|
+| AdamW, Adam, NAdam, RAdam            |    8.0 | 2.031 | 1.031 | 2.031 |    1.016 |         0.516 |              0 |
+| SGD momentum, Lion, RMSprop, Adagrad |    4.0 | 1.016 | 0.516 | 1.016 |          |               |              0 |
+| LAMB                                 |    8.0 | 2.031 |       |       |          |               |                |
 
 `"lowrank"`: 4 * R * (k * max(N, M) + min(N, M)) bytes for k moments of a parameter [N, M] (`galore.py`);
 `"apollo"`: 4 * R * k * max(N, M) (`apollo.py`).
