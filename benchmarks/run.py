@@ -30,7 +30,7 @@ OF_ONE_SIZE = {"bench_wrn": ("--sizes", "4"), "bench_dynamicconv": ("--sizes", "
 """What `bench` runs of the ladders."""
 GPU = ("bench_wrn", "bench_dynamicconv")
 QUALITY = ("quality_wrn", "quality_dynamicconv")
-"""Studies in parts; the other `quality_*.py` run whole, from minutes to an hour each."""
+"""Studies in parts; the other `quality_*.py` are run by name, from minutes to an hour each."""
 KEY = (
     *("case", "model", "setting", "implementation", "sparsity", "microbatch", "seed"),
     *("n", "budget", "budget_bytes", "pixels", "num_train", "epochs"),
@@ -107,6 +107,8 @@ def main() -> int:
     parser.add_argument("--turns", type=int, help="steps of a setting that are timed, at most; 2 or more")
     options = parser.parse_args()
     if options.turns is not None:
+        if options.turns < 2:
+            parser.error("--turns: times have quantiles, which take two or more")
         os.environ[TURNS] = str(options.turns)
     if options.what == "gpu":
         import torch
