@@ -25,7 +25,8 @@ from pathlib import Path
 from harness import TURNS
 
 HERE = Path(__file__).parent
-FIRST = ("bench_checkpointing", "bench_wrn", "bench_dynamicconv", "bench_papers")  # the long ones
+FIRST = ("bench_checkpointing", "bench_dynamicconv", "bench_wrn", "bench_activation_compression", "bench_papers")
+"""The long ones, and the two that hold many gigabytes, `bench_checkpointing` and `bench_papers`, far apart."""
 OF_ONE_SIZE = {"bench_wrn": ("--sizes", "4"), "bench_dynamicconv": ("--sizes", "8")}
 """What `bench` runs of the ladders."""
 GPU = ("bench_wrn", "bench_dynamicconv")
@@ -40,12 +41,12 @@ Row = dict[str, str]
 
 
 def scripts(what: str) -> list[str]:
-    """Names of scripts, the longest first."""
+    """Names of scripts in the order they are started."""
     if what == "gpu":
         return list(GPU)
     if what == "quality":
         return list(QUALITY)
-    return sorted((path.stem for path in HERE.glob("bench_*.py")), key=lambda name: (name not in FIRST, name))
+    return [*FIRST, *sorted(path.stem for path in HERE.glob("bench_*.py") if path.stem not in FIRST)]
 
 
 def run(name: str, arguments: Sequence[str] = ()) -> bool:
