@@ -53,7 +53,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "wrn-quality": partial(record_tables.quality, "wrn_quality", ("pixels", "num_train", "epochs", "num_test")),
         "dynamicconv": partial(record_tables.ladder, "dynamicconv"),
         "dynamicconv-quality": partial(
-            record_tables.quality, "dynamicconv_quality", ("num_train", "epochs", "num_test")
+            record_tables.quality, "dynamicconv_quality", ("num_train", "epochs", "num_test", "num_checkpoints")
         ),
         "papers": record_tables.papers,
     },

@@ -37,11 +37,10 @@ def tracked_and_allocated(model, loss, batch):
     def step():
         loss().backward()
         optimizer.step()
+        optimizer.zero_grad()
 
     step()
-    optimizer.zero_grad()
     measured = measure(step, model, [optimizer], batch)
-    optimizer.zero_grad()
     return measured, allocation_peak(step, measured.held_bytes)
 
 
@@ -83,12 +82,11 @@ def test_ddp_buckets_are_gradients(process_group, as_view, set_to_none):
     def step():
         model(x).square().mean().backward()
         optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
 
     for _ in range(3):  # DDP rebuilds its buckets after the first
         step()
-        optimizer.zero_grad(set_to_none=set_to_none)
     measured = measure(step, model, [optimizer], x)
-    optimizer.zero_grad(set_to_none=set_to_none)
     allocated = allocation_peak(step, measured.held_bytes)
     assert abs(measured.peak_bytes - allocated) <= 0.001 * allocated
     parameters = sum(p.nbytes for p in inner.parameters())

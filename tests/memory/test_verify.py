@@ -48,6 +48,22 @@ def test_workspace_inside_one_operation_is_seen():
     assert allocation_peak(step, tracked.measurement.held_bytes) >= tracked.measurement.peak_bytes
 
 
+def test_gradients_that_a_step_finds_and_frees_are_no_workspace():
+    model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 300))
+    x = torch.randn(7, 300)
+
+    def step():
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    step()
+    with Ledger().watching(model, batch=x) as ledger:
+        step()
+    measured = ledger.measurement
+    assert measured.held_bytes == 2 * sum(p.nbytes for p in model.parameters()) + x.nbytes
+    assert 0 <= allocation_peak(step, measured.held_bytes) - measured.peak_bytes < 64, "some scalars"
+
+
 def test_the_result_of_a_step_that_raises_is_the_error():
     def step():
         raise RuntimeError("from the step")
@@ -84,12 +100,11 @@ def test_wide_resnet_to_the_byte():
     def step():
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()
+        optimizer.zero_grad()
 
     step()
-    optimizer.zero_grad()
     with Ledger().watching(model, [optimizer], (images, labels)) as ledger:
         step()
-    optimizer.zero_grad()
     allocated = allocation_peak(step, ledger.measurement.held_bytes)
     measured = ledger.measurement
     assert measured.peak_bytes == 399_667_176

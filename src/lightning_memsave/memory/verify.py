@@ -15,13 +15,17 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def allocation_peak(step: Callable[[], object], held_bytes: int) -> int:
-    """Run `step` once and return the peak of allocated CPU bytes, kernel workspace included.
+    """Run `step` twice, and return the peak of allocated CPU bytes in the second, kernel workspace included.
+
+    The first lets the profiler know what the second frees, such as its gradients.
 
     Args:
         step: one training step; runs under the profiler.
-        held_bytes: what is alive already and was allocated before, as `Measurement.held_bytes` counts it.
+        held_bytes: what is alive before a step and was allocated before it, as `Measurement.held_bytes` counts it.
     """
     with AllocationProfile() as profiled:
+        step()
+        profiled.mark()
         step()
     return held_bytes + profiled.peak_bytes
 
