@@ -56,11 +56,11 @@ $(PEERS): $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	touch $@
 
-bench: $(PEERS)  ## memory and time of everything on the CPU, held against the committed rows; writes the tables
+bench: $(PEERS)  ## memory and time of each technique on the CPU, held against the committed rows; writes the tables
 	$(BIN)/python benchmarks/run.py bench --jobs 2 --turns 2
 	$(BIN)/python benchmarks/tables.py
 
-bench-all: $(PEERS)  ## the same with every size of microbatch, and more turns of each timing
+bench-all: $(PEERS)  ## the same with every size, depth and paper, and more turns of each timing: hours
 	$(BIN)/python benchmarks/run.py all --jobs 2
 	$(BIN)/python benchmarks/tables.py
 
