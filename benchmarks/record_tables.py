@@ -111,6 +111,7 @@ def _study(name: str, found: list[Row], size: tuple[str, ...]) -> str:
             )
         )
     about = ", ".join(f"{found[0][column]} {column.removeprefix('num_')}" for column in size)
+    about = about.removesuffix(", 1 checkpoints")
     return f"{found[0]['quality']}; {about}:\n\n{markdown(head, lines)}"
 
 
