@@ -52,10 +52,11 @@ def environment() -> dict[str, str]:
             line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
         ]
         cpu = names[0] if names else cpu
+    cpu = f"CPU {cpu}, {torch.backends.cpu.get_cpu_capability()}"  # on which oneDNN's workspace depends, and times
     return {
         "commit": _commit(),
         "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU {cpu}",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "python": platform.python_version(),
