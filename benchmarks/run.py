@@ -42,7 +42,7 @@ QUALITY = ("quality_wrn", "quality_dynamicconv")
 """Studies in parts; the other `quality_*.py` are run by name, from minutes to an hour each."""
 KEY = (
     *("case", "model", "setting", "implementation", "sparsity", "microbatch", "seed"),
-    *("n", "budget", "budget_bytes", "pixels", "num_train", "epochs"),
+    *("n", "budget", "budget_bytes", "pixels", "num_train", "epochs", "num_checkpoints"),
 )
 MOST_OFF = 0.005
 Row = dict[str, str]
