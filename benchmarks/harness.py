@@ -104,9 +104,14 @@ def measure_kept_bytes(subject: Subject) -> int:
     return kept
 
 
+def turns(most: int) -> int:
+    """How many steps of a setting are timed."""
+    return min(most, int(os.environ.get(TURNS, most)))
+
+
 def measure_cpu_seconds(subjects: list[Subject], repeats: int = 9, warm_up: bool = True) -> list[list[float]]:
     """CPU seconds of `repeats` steps of each subject, or of `TURNS` if that is less, taking turns."""
-    repeats = min(repeats, int(os.environ.get(TURNS, repeats)))
+    repeats = turns(repeats)
     seconds: list[list[float]] = [[] for _ in subjects]
     for turn in range(0 if warm_up else 1, repeats + 1):
         for subject, taken in zip(subjects, seconds, strict=True):
@@ -211,12 +216,10 @@ def read_rows(name: str) -> list[dict[str, Any]]:
 
 
 def known_rows(name: str) -> dict[tuple[str, int], dict[str, Any]]:
-    """Bytes and seconds of `results/<name>.csv` as numbers, by setting and size of microbatch."""
+    """Bytes of `results/<name>.csv` as numbers, by setting and size of microbatch."""
     return {
         (row["setting"], int(row["microbatch"])): {
-            key: float(value) if value else None
-            for key, value in row.items()
-            if key.endswith("_bytes") or key == "cpu_seconds"
+            key: float(value) if value else None for key, value in row.items() if key.endswith("_bytes")
         }
         for row in read_rows(name)
     }

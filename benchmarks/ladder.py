@@ -69,7 +69,6 @@ class Ladder:
                 "factor_same_microbatch": same["peak_bytes"] / found["peak_bytes"],
                 "factor_allocated": ratio(whole["allocated_bytes"], found["allocated_bytes"]),
                 "baseline": "measured",
-                "cpu_time_ratio": found["cpu_seconds"] / whole["cpu_seconds"],
                 "quality": f"see {self.name}_quality.csv",
                 "seed": 0,
                 **environment(),

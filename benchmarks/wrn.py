@@ -7,6 +7,7 @@ their labels), what waits for backward, and everything in between. Images become
 from __future__ import annotations
 
 import logging
+import statistics
 import sys
 import time
 import warnings
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from bfloat16 import faster_bfloat16
+from harness import turns
 from lightning_memsave import MemoryMonitor, MemSave, NotLosslessWarning, OptimizerState
 from lightning_memsave.demo.data import load_cifar10
 from lightning_memsave.demo.model import ImageClassifier, WideResNet
@@ -33,6 +35,8 @@ BATCH_SIZE = 100
 MODEL = "WideResNet-28-2, 32x32, batch 100, SGD momentum, BatchNorm"
 SIZES = (10, 8, 5, 4, 2, 1)
 """Of microbatches."""
+NUM_UNTIMED = 4
+"""Steps at the beginning of a run: of optimizer state, of the ledger, of the profiler."""
 
 STATE_8BIT = OptimizerState(format="8bit", min_size=256)
 INTO_8BIT = OptimizerState(format="8bit", gradients="into-state", min_size=256)
@@ -125,17 +129,17 @@ def quiet() -> Iterator[None]:
 
 
 class StepSeconds(Callback):
-    """CPU seconds of one step, counted from 0."""
+    """CPU seconds of each training batch."""
 
-    def __init__(self, step: int) -> None:
-        self._step, self._start, self.seconds = step, 0.0, float("nan")
+    def __init__(self) -> None:
+        self._start = 0.0
+        self.seconds: list[float] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._start = time.process_time()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self._step + 1:
-            self.seconds = time.process_time() - self._start
+        self.seconds.append(time.process_time() - self._start)
 
 
 def fit(
@@ -159,15 +163,21 @@ def fit(
 
 
 def measure(module_of: Callable[[], L.LightningModule], data: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Tracked peak by category, the allocator's peak, and CPU seconds, of steps two to five of a run.
+    """Tracked peak by category, the allocator's peak, and CPU seconds beside those of a plain step just before.
 
-    The second step, which is tracked, and the fifth, which is timed, must be whole. The first makes optimizer state;
-    the workspace inside of kernels is found in the third and fourth, and does not depend on how many microbatches
-    there are.
+    `data` is `batches_of`. The second step, which is tracked, and those after the fourth, which are timed, must be
+    whole. The first makes optimizer state; the workspace inside of kernels is found in the third and fourth, and does
+    not depend on how many microbatches there are.
     """
-    torch.manual_seed(0)
-    seconds = StepSeconds(4)
-    memsave, _ = fit(module_of(), data, settings, seconds, MemoryMonitor(workspace=True), max_steps=5)
+
+    def fitted(settings: dict[str, Any], *callbacks: Callback) -> tuple[MemSave, float]:
+        torch.manual_seed(0)
+        steps = StepSeconds()
+        memsave, _ = fit(module_of(), data, settings, steps, *callbacks, max_epochs=1)
+        return memsave, statistics.median(steps.seconds[NUM_UNTIMED:])
+
+    _, baseline_seconds = fitted({"recipe": "measure"})
+    memsave, seconds = fitted(settings, MemoryMonitor(workspace=True))
     report = memsave.report
     assert report.peak_bytes is not None
     return {
@@ -176,14 +186,16 @@ def measure(module_of: Callable[[], L.LightningModule], data: Any, settings: dic
         "allocated_bytes": None if report.workspace_bytes is None else report.peak_bytes + report.workspace_bytes,
         "reserved_bytes": report.reserved_bytes,
         "loss_class": report.loss_class,
-        "cpu_seconds": seconds.seconds,
+        "cpu_seconds": seconds,
+        "baseline_cpu_seconds": baseline_seconds,
+        "cpu_time_ratio": seconds / baseline_seconds,
     }
 
 
-def five_batches(whole: Any, two_microbatches: Any) -> DataLoader[Any]:
+def batches_of(whole: Any, two_microbatches: Any) -> DataLoader[Any]:
     """What `measure` needs, the shortest that will do."""
     short, long = two_microbatches, whole
-    return DataLoader([short, long, short, short, long], batch_size=None)  # type: ignore[arg-type]
+    return DataLoader([short, long, short, short, *[long] * turns(3)], batch_size=None)  # type: ignore[arg-type]
 
 
 def measure_wrn(settings: dict[str, Any], microbatch: int) -> dict[str, Any]:
@@ -191,5 +203,5 @@ def measure_wrn(settings: dict[str, Any], microbatch: int) -> dict[str, Any]:
     images, labels = load(BATCH_SIZE, seed=1).tensors
     n = min(2 * microbatch, BATCH_SIZE)
     # Copies: a slice would keep the whole batch alive.
-    data = five_batches((images, labels), (images[:n].clone(), labels[:n].clone()))
+    data = batches_of((images, labels), (images[:n].clone(), labels[:n].clone()))
     return measure(lambda: Classifier(WideResNet(), lr=0.05), data, settings)
