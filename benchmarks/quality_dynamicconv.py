@@ -118,11 +118,12 @@ def bleu(module: dynamicconv.Translator, test: list[tuple[str, str]], german: Su
     return float(score.compute())
 
 
+_GENERATED = {"num_train": NUM_TRAIN, "num_test": NUM_TEST} if DATA_FOLDER is None else {}
 STUDY = Study(
-    name="dynamicconv_quality",
-    model="DynamicConv, width 128, 3 + 3 layers, generated German-English",
+    name="dynamicconv_quality" if DATA_FOLDER is None else "dynamicconv_iwslt14_quality",
+    model=f"DynamicConv, width 128, 3 + 3 layers, {DATA_FOLDER or 'generated German-English'}",
     settings=SETTINGS,
-    size={"num_train": NUM_TRAIN, "epochs": EPOCHS, "num_test": NUM_TEST, "num_checkpoints": NUM_CHECKPOINTS},
+    size={**_GENERATED, "epochs": EPOCHS, "num_checkpoints": NUM_CHECKPOINTS},
     train=train,
 )
 

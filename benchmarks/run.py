@@ -37,9 +37,9 @@ PARTS = {
     "bench_wrn": ("--sizes", "4"),
 }
 """What `bench` runs of those that take longest."""
+STUDIES = {"quality_wrn": ("--size", "large"), "quality_dynamicconv": ()}
+"""In parts; the other `quality_*.py`, and other sizes, are run by name, from minutes to an hour each."""
 GPU = ("bench_wrn", "bench_dynamicconv")
-QUALITY = ("quality_wrn", "quality_dynamicconv")
-"""Studies in parts; the other `quality_*.py` are run by name, from minutes to an hour each."""
 KEY = (
     *("case", "model", "setting", "implementation", "sparsity", "microbatch", "seed"),
     *("n", "budget", "budget_bytes", "pixels", "num_train", "epochs", "num_checkpoints"),
@@ -53,7 +53,7 @@ def scripts(what: str) -> list[str]:
     if what == "gpu":
         return list(GPU)
     if what == "quality":
-        return list(QUALITY)
+        return list(STUDIES)
     return [*FIRST, *sorted(path.stem for path in HERE.glob("bench_*.py") if path.stem not in FIRST)]
 
 
@@ -80,24 +80,28 @@ def committed(path: Path) -> list[Row]:
 
 
 def differences(before: list[Row], after: list[Row]) -> list[str]:
-    """Bytes that are not reproduced, row by row; plans for a budget follow the machine's speeds, and have to keep it.
+    """Bytes that are not reproduced, row by row, and rows that are gone.
+
+    Plans for a budget follow the machine's speeds; they have to keep it. A row that is new has nothing to differ from.
 
     >>> differences([{"setting": "a", "peak_bytes": "5"}], [{"setting": "a", "peak_bytes": "6"}])
     ['a: peak_bytes 6, committed 5']
     >>> differences([{"setting": "a", "allocated_bytes": "1000"}], [{"setting": "a", "allocated_bytes": "1004"}])
     []
     >>> differences([], [{"setting": "budget 2 MiB", "budget_bytes": "9", "allocation_bytes": "10"}])
-    ['budget 2 MiB: allocation_bytes 10, budget 9']
+    ['budget 2 MiB 9: allocation_bytes 10 is over the budget']
+    >>> differences([{"setting": "a"}, {"setting": "b"}], [{"setting": "b"}])
+    ['a: no row any more']
     """
-    known = {_key(row): row for row in before}
-    found = []
+    known = {_key(row): row for row in before if not _is_plan(row)}
+    found = [f"{_name(row)}: no row any more" for key, row in known.items() if key not in {_key(row) for row in after}]
     for row in after:
-        if "budget" in row.get("setting", ""):
-            needed, budget = row.get("allocation_bytes"), row.get("budget_bytes")
-            if needed and budget and float(needed) > float(budget):
-                found.append(f"{row['setting']}: allocation_bytes {needed}, budget {budget}")
+        if _is_plan(row):
+            column = next((name for name in ("allocation_bytes", "peak_bytes") if row.get(name)), None)
+            if column and float(row[column]) > float(row["budget_bytes"]):
+                found.append(f"{_name(row)}: {column} {row[column]} is over the budget")
             continue
-        name, other = " ".join(filter(None, _key(row))), known.get(_key(row), {})
+        other = known.get(_key(row), {})
         for column, value in row.items():
             expected = other.get(column)
             if not column.endswith("_bytes") or not value or not expected or column in KEY:
@@ -108,12 +112,20 @@ def differences(before: list[Row], after: list[Row]) -> list[str]:
             else:
                 is_equal = float(value) == float(expected)
             if not is_equal:
-                found.append(f"{name}: {column} {value}, committed {expected}")
+                found.append(f"{_name(row)}: {column} {value}, committed {expected}")
     return found
 
 
 def _key(row: Row) -> tuple[str, ...]:
     return tuple(row.get(column, "") for column in KEY)
+
+
+def _name(row: Row) -> str:
+    return " ".join(filter(None, _key(row)))
+
+
+def _is_plan(row: Row) -> bool:
+    return "budget" in row.get("setting", "") or bool(row.get("budget"))
 
 
 def main() -> int:
@@ -133,16 +145,20 @@ def main() -> int:
             parser.error("needs a CUDA device; `bench` runs everything on the CPU")
     names = [] if options.what == "check" else scripts(options.what)
     with ThreadPoolExecutor(options.jobs) as pool:
-        arguments = [PARTS.get(name, ()) if options.what == "bench" else () for name in names]
+        parts = {"bench": PARTS, "quality": STUDIES}.get(options.what, {})
+        arguments = [parts.get(name, ()) for name in names]
         outcomes = dict(zip(names, pool.map(run, names, arguments), strict=True))
     failed = [name for name, went_well in outcomes.items() if not went_well]
-    found = []
+    found, num_new = [], 0
     for path in sorted((HERE / "results").glob("*.csv")):
         with path.open() as file:
             rows = list(csv.DictReader(file))
-        found += [f"{path.name}: {text}" for text in differences(committed(path), rows)]
+        before = committed(path)
+        num_new += len({_key(row) for row in rows} - {_key(row) for row in before})
+        found += [f"{path.name}: {text}" for text in differences(before, rows)]
     print(*[f"failed: {name}" for name in failed], *found, sep="\n")
-    print("bytes are those of the commit" if not found else f"{len(found)} figures differ from the commit")
+    print("bytes are those of the commit" if not found else f"{len(found)} figures differ from the commit", end="; ")
+    print(f"{num_new} rows are new")
     return int(bool(failed or found))
 
 

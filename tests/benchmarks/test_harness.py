@@ -122,8 +122,14 @@ def test_bytes_that_differ_from_the_commit_are_named():
     differences = importlib.import_module("run").differences
     row = {"model": "m", "setting": "s", "microbatch": "4", "peak_bytes": "1000", "cpu_time_ratio": "1.0"}
     assert differences([row], [{**row, "cpu_time_ratio": "2.0"}]) == []
-    assert differences([row], [{**row, "microbatch": "5", "peak_bytes": "7"}]) == []  # another row
+    assert differences([row], [row, {**row, "microbatch": "5", "peak_bytes": "7"}]) == []  # a new row
+    assert differences([row], []) == ["m s 4: no row any more"]
     assert differences([row], [{**row, "peak_bytes": "1001"}]) == ["m s 4: peak_bytes 1001, committed 1000"]
+    plan = {"model": "m", "setting": "lossless", "budget": "0.5x", "budget_bytes": "9", "peak_bytes": "8"}
+    assert differences([plan], [{**plan, "peak_bytes": "9"}]) == []  # another plan, that keeps its budget too
+    assert differences([plan], [{**plan, "peak_bytes": "10"}]) == [
+        "m lossless 0.5x 9: peak_bytes 10 is over the budget"
+    ]
     allocated = {**row, "allocated_bytes": "2000"}
     assert differences([allocated], [{**allocated, "allocated_bytes": "2010"}]) == []
     assert len(differences([allocated], [{**allocated, "allocated_bytes": "2011"}])) == 1

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_memsave.demo.model import WideResNet
+from lightning_memsave.memory.meter import Meter
 
 pytestmark = pytest.mark.filterwarnings("ignore:Microbatches change the result", "ignore::UserWarning")
 
@@ -40,6 +41,23 @@ def test_a_row_has_every_figure(wrn):
     assert found["allocated_bytes"] > found["peak_bytes"]
     assert found["cpu_time_ratio"] == found["cpu_seconds"] / found["baseline_cpu_seconds"] > 0
     assert found["loss_class"] == "changed"
+
+
+def test_steps_that_are_timed_are_watched_by_nobody(wrn, monkeypatch):
+    watched = []
+    begin = Meter.begin
+
+    def begin_and_note(meter, *args, **kwargs):
+        begin(meter, *args, **kwargs)
+        if meter._workspace:
+            watched.append(any((meter._ledger, meter._warm_profile, meter._profile)))
+
+    monkeypatch.setattr(Meter, "begin", begin_and_note)
+    images = wrn.load(8, seed=1).tensors
+    wrn.measure(lambda: wrn.Classifier(WideResNet(depth=10, width=1)), wrn.batches_of(images, images), {})
+    assert watched[: wrn.NUM_UNTIMED] == [False, True, True, True, True]
+    assert len(watched) > wrn.NUM_UNTIMED
+    assert not any(watched[wrn.NUM_UNTIMED :])
 
 
 def test_images_of_8_bits_become_numbers_around_zero(wrn):

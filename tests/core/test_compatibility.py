@@ -30,6 +30,8 @@ def test_rows_name_what_exists_and_no_pair_twice():
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: f"{row.first}+{row.second}")
 def test_a_refusal_names_both_the_reason_and_the_way_out(row):
     assert row.remedy
+    assert row.remedy[0].isupper()
+    assert row.refused_because not in WAYS_OF_TRAINING
     with pytest.raises(ValueError, match="cannot be combined") as caught:
         check_compatibility(["early_zero_grad", row.second, row.first])
     for part in (row.first, row.second, row.refused_because, row.remedy):

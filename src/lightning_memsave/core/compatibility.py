@@ -217,7 +217,6 @@ COMPATIBILITY = (
     Row(
         "out-of-memory recovery",
         "SyncBatchNorm",
-        "batch size finder",
         "processes wait for each other in every forward",
         "Use a number, for example `microbatch=8`.",
     ),
