@@ -125,7 +125,7 @@ def _name(row: Row) -> str:
 
 
 def _is_plan(row: Row) -> bool:
-    return "budget" in row.get("setting", "") or bool(row.get("budget"))
+    return bool(row.get("budget_bytes"))
 
 
 def main() -> int:
