@@ -99,6 +99,29 @@ def test_nothing_is_updated_when_the_batch_fails_or_the_forward_does_not_count()
     assert norm.momentum == 0.1
 
 
+@pytest.mark.parametrize("mode", ["ghost", "running"])
+def test_a_layer_that_training_step_evaluates_is_left_alone(mode):
+    norm = nn.BatchNorm1d(3)
+    norm.running_mean.uniform_(-1, 1)
+    norm.running_var.uniform_(0.5, 2)
+    before, x = copy.deepcopy(norm.state_dict()), torch.randn(6, 3)
+    expected = copy.deepcopy(norm).eval()(x)
+    outputs = []
+    with pooled_batchnorm(norm, mode) as batch:
+        for part in x.split(2):
+            with batch.microbatch():
+                norm.eval()  # where layers are frozen that Lightning puts into training mode
+                outputs.append(norm(part))
+    assert torch.equal(torch.cat(outputs), expected)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), norm.state_dict().values(), strict=True))
+    assert not norm.training
+
+
+def frozen_by_lightning(norm):
+    norm.track_running_stats = False  # as `BaseFinetuning.freeze` does: still in training mode, buffers still there
+    return norm
+
+
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
@@ -106,6 +129,7 @@ def test_nothing_is_updated_when_the_batch_fails_or_the_forward_does_not_count()
         (nn.BatchNorm2d(3).eval(), False),
         (nn.BatchNorm2d(3, track_running_stats=False), False),
         (nn.SyncBatchNorm(3), False),
+        (frozen_by_lightning(nn.BatchNorm2d(3)), False),
         (nn.LazyBatchNorm1d(), False),
         (nn.GroupNorm(1, 3), False),
     ],

@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForTokenClassification, GPT2Config, GPT2LMHeadModel
 
-from lightning_memsave import LabelCount, MemSave, Microbatching
+from lightning_memsave import LabelCount, MemSave, Microbatching, microbatches
 from lightning_memsave.core.errors import MicrobatchWarning
+from lightning_memsave.techniques.microbatching import active_microbatching
 
 TINY = {"vocab_size": 30, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
 DROPLESS = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
@@ -99,6 +100,73 @@ def test_the_wrong_weights_are_noticed():
 def test_a_batch_without_labels_weighs_its_parts_alike():
     parts = [({"labels": torch.full((2, 3), -100)}, 2.0)] * 2
     assert Microbatching(size=2, weight_fn=LabelCount()).weights(parts, "mean") == [0.5, 0.5]
+
+
+class Masked(L.LightningModule):
+    """Its loss is a mean over labels, by hand: no number where there are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(30, 30)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        labels = batch["labels"]
+        mask = (labels >= 0).double()
+        losses = nn.functional.cross_entropy(
+            self.table(batch["input_ids"]).transpose(1, 2), labels.clamp(min=0), reduction="none"
+        )
+        loss = (losses * mask).sum() / mask.sum()
+        self.log("loss", loss)
+        self.log("length", mask.sum() / len(labels))
+        return {"loss": loss, "tokens": batch["input_ids"]}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append((outputs["loss"], outputs["tokens"]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    "split_fn", [None, lambda batch, size: [{k: v[i : i + 1] for k, v in batch.items()} for i in range(8)]]
+)
+def test_a_sample_without_labels_weighs_nothing(split_fn):
+    batch = padded()
+    batch["labels"][[2, 7]] = -100
+    torch.manual_seed(0)
+    first = Masked()
+
+    def fit(callbacks):
+        module = copy.deepcopy(first)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            precision="64-true",
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=callbacks,
+        )
+        trainer.fit(module, DataLoader([batch], batch_size=None))
+        ((loss, tokens),) = module.seen
+        logged = trainer.callback_metrics
+        return module.table.weight, loss, logged["loss"], logged["length"], tokens
+
+    whole = fit([])
+    config = Microbatching(size=1, weight_fn=LabelCount(), split_fn=split_fn)
+    for ours, expected in zip(fit([MemSave(microbatch=config)]), whole, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-12)
+
+
+def test_loops_of_ones_own_leave_out_what_has_no_labels():
+    batch = padded()
+    batch["labels"][[2, 7]] = -100
+    with active_microbatching(Microbatching(size=1, weight_fn=LabelCount()), lambda num_parts: None):
+        found = list(microbatches(batch))
+    assert len(found) == 6
+    assert sum(weight for _, weight in found) == pytest.approx(1)
 
 
 def test_where_labels_are():

@@ -74,7 +74,7 @@ def _run(trainer: Any, step: Callable[..., Any], args: tuple[Any, ...], parts: l
     with logs or nullcontext(), MergedMetrics(trainer.lightning_module, len(parts)):
         for part, num_samples in parts:
             if logs is not None:
-                logs.begin(part, num_samples)
+                logs.begin(part, num_samples, num_samples)
             output = step(part, *args[1:])
             outputs.append({"output": output if len(parts) == 1 else detached(output)})
     if logs is not None:

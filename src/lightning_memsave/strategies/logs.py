@@ -14,6 +14,7 @@ from torch import Tensor
 class _Call:
     value: Any
     num_samples: float
+    weight: float
     microbatch: int
     options: dict[str, Any]
 
@@ -29,7 +30,7 @@ class DeferredLogs:
     def __init__(self, results: Any, log: Callable[..., None]) -> None:
         self._results, self._log = results, log
         self._calls: dict[tuple[str, str], list[_Call]] = {}
-        self._microbatch, self._num_samples = -1, 0.0
+        self._microbatch, self._num_samples, self._weight = -1, 0.0, 0.0
 
     def __enter__(self) -> DeferredLogs:
         self._results.log = self._collect
@@ -38,17 +39,23 @@ class DeferredLogs:
     def __exit__(self, *_: object) -> None:
         del self._results.log
 
-    def begin(self, microbatch: Any, num_samples: float) -> None:
-        """The next calls belong to this microbatch."""
+    def begin(self, microbatch: Any, num_samples: float, weight: float) -> None:
+        """The next calls belong to this microbatch, whose loss has this weight among them."""
         self._microbatch += 1
-        self._num_samples = num_samples
+        self._num_samples, self._weight = num_samples, weight
         self._results.batch, self._results.batch_size = microbatch, None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # as Lightning's own `log`
     def _collect(self, fx: str, name: str, value: Any, **options: Any) -> None:
         if isinstance(value, Tensor) and not options.get("enable_graph"):
             value = value.detach()
-        call = _Call(value=value, num_samples=self._num_samples, microbatch=self._microbatch, options=options)
+        call = _Call(
+            value=value,
+            num_samples=self._num_samples,
+            weight=self._weight,
+            microbatch=self._microbatch,
+            options=options,
+        )
         self._calls.setdefault((fx, name), []).append(call)
 
     def flush(self, batch: Any, losses: list[Tensor | None], reduction: Literal["mean", "sum"]) -> None:
@@ -93,7 +100,7 @@ class KeptLogs:
             vars(self._results[key]).clear()
             vars(self._results[key]).update(attributes)
 
-    def begin(self, microbatch: Any, num_samples: float) -> None:
+    def begin(self, microbatch: Any, num_samples: float, weight: float) -> None:
         """The batch is the microbatch."""
 
     def flush(self, batch: Any, losses: list[Tensor | None], reduction: Literal["mean", "sum"]) -> None:
@@ -112,7 +119,8 @@ def _merge(
     sizes = [call.options.get("batch_size") for call in calls]
     reduce_fx = options.get("reduce_fx", "mean")
     reduce_name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
-    if all(_is_loss(call, losses) for call in calls):
+    is_loss = all(_is_loss(call, losses) for call in calls)
+    if is_loss:
         reduce_name = reduction  # of the batches' losses, of which this is one
     if sizes[0] is None:
         weights = samples
@@ -125,10 +133,12 @@ def _merge(
         return values.sum(), options
     if reduce_name in ("min", "max"):
         return (values.min() if reduce_name == "min" else values.max()), options
-    shares = values.new_tensor(weights)
-    return (values * shares).sum() / shares.sum(), options
+    shares = values.new_tensor([call.weight for call in calls] if is_loss else weights)
+    return torch.where(shares > 0, values * shares, 0).sum() / shares.sum(), options
 
 
 def _is_loss(call: _Call, losses: list[Tensor | None]) -> bool:
     loss = losses[call.microbatch]
-    return loss is not None and torch.equal(call.value.reshape(()).float(), loss.reshape(()).float())
+    return loss is not None and torch.allclose(
+        call.value.reshape(()).float(), loss.reshape(()).float(), rtol=0, atol=0, equal_nan=True
+    )

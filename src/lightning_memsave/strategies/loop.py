@@ -153,6 +153,7 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             config, reduction = state.microbatching, state.reduction
             assert config is not None
             weights = config.weights(parts, reduction or "mean")
+            last = max(i for i, weight in enumerate(weights) if weight)
             losses: list[Tensor | None] = []  # as training_step returned them
             outputs: list[dict[str, Any]] = []
             sizes: list[float] = []
@@ -167,8 +168,8 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                 config.pooled_batchnorm(module, len(parts)) as batchnorm,
             ):
                 for i, ((part, num_samples), weight) in enumerate(zip(parts, weights, strict=True)):
-                    is_last = i == len(parts) - 1
-                    logs.begin(part, num_samples)
+                    is_last = i == last
+                    logs.begin(part, num_samples, weight)
                     with pl.block_sync(trainer.strategy, block=exchange is not None or not is_last):
                         with batchnorm.microbatch():
                             out = self._loop._training_step(OrderedDict(self._kwargs, batch=part))
@@ -178,10 +179,12 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                         losses.append(None if out.loss is None else out.loss * trainer.accumulate_grad_batches)
                         if out.closure_loss is None:
                             continue
-                        loss = out.closure_loss * weight
-                        total = loss.detach().clone() if total is None else total + loss.detach()
                         outputs.append(out.extra if len(parts) == 1 else detached(out.extra))
                         sizes.append(num_samples)
+                        if not weight:  # no labels: a mean over none, and 0 times that is no number either
+                            continue
+                        loss = out.closure_loss * weight
+                        total = loss.detach().clone() if total is None else total + loss.detach()
                         if self._backward_fn is not None:
                             self._backward(loss, is_last, exchange)
                         del out, loss  # the next microbatch must not meet this one's graph

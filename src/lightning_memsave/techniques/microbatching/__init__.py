@@ -158,7 +158,7 @@ class Microbatching:
         )
 
     def parts(self, batch: Any) -> list[tuple[Any, float]]:
-        """The microbatches of `batch`, each with its number of samples (with `split_fn` and `weight_fn`, its weight).
+        """The microbatches of `batch`, each with its number of samples (where only `weight_fn` can tell, its weight).
 
         Raises:
             UnsplittableBatchError: the batch dimension cannot be told and there is no `split_fn`.
@@ -167,11 +167,18 @@ class Microbatching:
             return [(batch, 0.0)]
         if self.split_fn is None:
             return list(split(batch, self.size))
-        count = batch_size if self.weight_fn is None else self.weight_fn
-        return [(part, float(count(part))) for part in self.split_fn(batch, self.size)]
+        return [(part, self._num_samples(part)) for part in self.split_fn(batch, self.size)]
+
+    def _num_samples(self, part: Any) -> float:
+        try:
+            return float(batch_size(part))
+        except UnsplittableBatchError:
+            if self.weight_fn is None:
+                raise
+            return float(self.weight_fn(part))
 
     def weights(self, parts: list[tuple[Any, float]], reduction: Literal["mean", "sum"]) -> list[float]:
-        """What each microbatch's loss is multiplied by."""
+        """What each microbatch's loss is multiplied by; one without weight has no loss that means anything."""
         if len(parts) == 1 or reduction == "sum":
             return [1.0] * len(parts)
         shares = [float(n) if self.weight_fn is None else float(self.weight_fn(part)) for part, n in parts]
@@ -230,7 +237,7 @@ def microbatches(batch: Any, size: int | None = None) -> Iterator[tuple[Any, flo
         size: samples per microbatch; by default what `MemSave(microbatch=...)` says, else the whole batch at once.
 
     Yields:
-        The microbatch (views, no copy) and its weight; weights add up to 1.
+        The microbatch (views, no copy) and its weight; weights add up to 1. One without weight is left out.
 
     Example:
         >>> import torch
@@ -248,4 +255,5 @@ def microbatches(batch: Any, size: int | None = None) -> Iterator[tuple[Any, flo
     parts = config.parts(batch)
     on_use(len(parts))
     for (part, _), weight in zip(parts, config.weights(parts, "mean"), strict=True):
-        yield part, weight
+        if weight:
+            yield part, weight

@@ -58,16 +58,28 @@ class PooledStatistics:
         self._seen: list[_Moments] = []
         self.num_calls: int | None = None
         """Calls in this microbatch so far; `None` while calls do not count."""
+        self._is_evaluated_for_us = False
         if mode == "ghost":
             module.momentum = 1.0  # the running statistics are then those of the latest call
-            self._handle = module.register_forward_hook(self._see)
+            self._handles = [module.register_forward_hook(self._see)]
         else:
-            module.training = False
-            self._handle = module.register_forward_pre_hook(self._see)
+            self._handles = [
+                module.register_forward_pre_hook(self._evaluate),
+                module.register_forward_hook(self._train_again, always_call=True),
+            ]
+
+    def _evaluate(self, module: Any, args: tuple[Any, ...]) -> None:
+        if module.training:  # else the user's own `eval()`, as for layers that are frozen
+            self._see(module, args)
+            module.training, self._is_evaluated_for_us = False, True
+
+    def _train_again(self, module: Any, args: Any, output: Any) -> None:
+        if self._is_evaluated_for_us:
+            module.training, self._is_evaluated_for_us = True, False
 
     @torch.no_grad()
     def _see(self, module: Any, args: tuple[Any, ...], output: Any = None) -> None:
-        if self.num_calls is None:
+        if self.num_calls is None or not module.training:
             return
         x = args[0].detach()  # [N, C, ...]
         count = x.numel() // x.shape[1]
@@ -86,8 +98,9 @@ class PooledStatistics:
 
     def close(self, update: bool) -> None:
         """Give the module back, its running statistics updated as by one call with all samples, or as they were."""
-        self._handle.remove()
-        self._module.momentum, self._module.training = self._momentum, True
+        for handle in self._handles:
+            handle.remove()
+        self._module.momentum = self._momentum
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
@@ -183,6 +196,7 @@ def pools_statistics(module: nn.Module) -> bool:
         isinstance(module, nn.modules.batchnorm._BatchNorm)
         and not isinstance(module, nn.SyncBatchNorm)
         and module.training
+        and module.track_running_stats  # Lightning freezes by it, and leaves the statistics in place
         and module.running_mean is not None
         and not nn.parameter.is_lazy(module.running_mean)
     )

@@ -56,7 +56,7 @@ def infer_reduction(
     Args:
         loss_of: the loss of a batch; must not depend on chance or on earlier calls.
         whole: a batch.
-        parts: the same samples in two or more parts of uneven sizes, each with its size.
+        parts: the same samples in two or more parts of uneven sizes, each with its size; one of size 0 has no loss.
         relative_tolerance: how far two ways to the same loss may differ.
 
     Returns:
@@ -67,10 +67,9 @@ def infer_reduction(
     'mean'
     """
     expected = loss_of(whole)
-    losses = [loss_of(part) for part, _ in parts]
-    if not math.isfinite(expected):
+    losses, sizes = [loss_of(part) for part, n in parts if n], [n for _, n in parts if n]
+    if not math.isfinite(expected) or not sizes:
         return "either"
-    sizes = [n for _, n in parts]
     tolerance = relative_tolerance * max(abs(expected), *map(abs, losses), 1e-30)
     mean = sum(loss * n for loss, n in zip(losses, sizes, strict=True)) / sum(sizes)
     is_mean, is_sum = abs(expected - mean) <= tolerance, abs(expected - sum(losses)) <= tolerance
