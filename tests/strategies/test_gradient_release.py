@@ -143,6 +143,27 @@ def test_clipping_by_value_is_exact():
     assert any(not torch.equal(plain.parameters[n], unclipped.parameters[n]) for n in plain.parameters)
 
 
+class Unfreezes(Callback):
+    """The head's bias, in the second epoch."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            pl_module.head.bias.requires_grad_(True)
+
+
+def test_what_is_unfrozen_later_steps_as_without_but_is_not_clipped():
+    def bias(*callbacks, **options):
+        torch.manual_seed(0)
+        module = Module("SGD", "exponential")
+        trainer = L.Trainer(callbacks=[*callbacks, Unfreezes()], max_epochs=2, **options, **QUIET)
+        trainer.fit(module, DataLoader(batches(), batch_size=None))
+        return module.head.bias
+
+    assert torch.equal(bias(MemSave(optimizer_state=RELEASE)), bias())
+    with pytest.raises(RuntimeError, match="unfrozen during the run and stepped without clipping"):
+        bias(MemSave(optimizer_state=RELEASE), gradient_clip_val=0.002, gradient_clip_algorithm="value")
+
+
 def train(memsave, *, epochs=2, ckpt=None, callbacks=()):
     torch.manual_seed(0)
     module = Module()

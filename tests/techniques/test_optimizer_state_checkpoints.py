@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from lightning_memsave.techniques.optimizer_state import (
+    OptimizerState,
     apply_optimizer_state,
     from_plain,
     is_8bit,
@@ -214,3 +215,27 @@ def test_state_dict_is_torchs_layout():
     apply_optimizer_state(resumed, CONFIG, model)
     resumed.load_state_dict(through_disk(optimizer.state_dict()))
     assert_state_equal(resumed.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("format", ["8bit", "4bit"])
+def test_momentum_in_some_groups_alone(format):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+    def make(model):
+        groups = [{"params": model[0].parameters(), "momentum": 0.9}, {"params": model[1].parameters()}]
+        optimizer = torch.optim.RMSprop(groups)
+        apply_optimizer_state(optimizer, OptimizerState(format=format), model)
+        return optimizer
+
+    optimizer, twin = make(model), copy.deepcopy(model)
+    run_steps(model, optimizer, range(2))
+    other = make(twin)
+    twin.load_state_dict(model.state_dict())
+    other.load_state_dict(through_disk(optimizer.state_dict()))
+    run_steps(model, optimizer, range(2, 4))
+    run_steps(twin, other, range(2, 4))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    for state in (saved := optimizer.state_dict())["state"].values():
+        state.pop("momentum_buffer", None)
+    with pytest.raises(ValueError, match="momentum_buffer"):
+        make(twin).load_state_dict(saved)

@@ -126,3 +126,46 @@ def test_heads_that_transformers_names_are_kept_with_embeddings(name, keep):
         return estimate_optimizer_state(PLAIN["AdamW"](model.parameters()), config, model)
 
     assert (state_bytes_with(keep_32bit=head) == state_bytes_with()) == keep
+
+
+@pytest.mark.parametrize("format", ["8bit", "4bit", "offload"])
+def test_what_comes_into_the_optimizer_later_is_kept_by_the_same_rules(format):
+    model = Mixed()
+    optimizer = torch.optim.AdamW(model.linear.parameters())
+    apply_optimizer_state(optimizer, OptimizerState(format=format), model)
+    optimizer.add_param_group({"params": [*model.norm.parameters(), *model.small.parameters(), model.odd.weight]})
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    as_it_is = {
+        name for name, p in model.named_parameters() if type(optimizer.state.get(p, {}).get("exp_avg")) is torch.Tensor
+    }
+    norm = set() if format == "offload" else {"norm.weight", "norm.bias"}
+    assert as_it_is == {"linear.bias", "small.weight", "small.bias"} | norm
+
+
+@pytest.mark.parametrize("format", ["8bit", "4bit", "fp8", "factored", "4bit-factored", "lowrank", "apollo", "offload"])
+def test_complex_parameters_step_as_without(format):
+    """Codes are of real numbers."""
+
+    def stepped(format):
+        torch.manual_seed(0)
+        model = nn.ParameterList([torch.randn(64, 128, dtype=torch.complex64)])
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        if format is not None:
+            apply_optimizer_state(optimizer, OptimizerState(format=format, min_size=0), model)
+        for _ in range(4):
+            model[0].grad = torch.randn_like(model[0])
+            optimizer.step()
+        return model[0]
+
+    assert torch.equal(stepped(format), stepped(None))
+
+
+def test_complex_gradients_do_not_end_in_state():
+    model = nn.ParameterList([torch.randn(64, 128, dtype=torch.complex64)])
+    config = OptimizerState(format="32bit", gradients="into-state")
+    with pytest.raises(ValueError, match="complex"):
+        apply_optimizer_state(torch.optim.AdamW(model.parameters()), config, model)
+    with pytest.raises(ValueError, match="complex"):
+        apply_optimizer_state(torch.optim.AdamW(model.parameters()), OptimizerState(backend="bitsandbytes"), model)

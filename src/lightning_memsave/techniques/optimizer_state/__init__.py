@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied, LossClass, worst_loss_class
-from lightning_memsave.core.selection import is_norm, select
+from lightning_memsave.core.selection import select
 from lightning_memsave.numerics.blockwise import num_blocks
 from lightning_memsave.techniques.optimizer_state import projection
 from lightning_memsave.techniques.optimizer_state.codecs import codec_of
@@ -62,6 +62,7 @@ from lightning_memsave.techniques.optimizer_state.earlier import (
     memory,
 )
 from lightning_memsave.techniques.optimizer_state.into_state import check_into_state
+from lightning_memsave.techniques.optimizer_state.kept import parameters_kept_32bit
 from lightning_memsave.techniques.optimizer_state.kin import (
     become_8bit,
     become_plain,
@@ -118,32 +119,6 @@ _REASONS = {
     "apollo": "moments only set how far each column moves along its gradient",
 }
 """What is lost, for the formats that are not exact."""
-_MUST_MOVE = ("offload",)  # whatever it belongs to, as nothing is rounded
-
-
-def parameters_kept_32bit(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> set[Tensor]:
-    """The parameters whose state stays float32, on their device: because of their size, or the module they belong to.
-
-    Raises:
-        ValueError: a selector that matches no module.
-    """
-    kept: set[Tensor] = {p for group in optimizer.param_groups for p in group["params"] if p.numel() < config.min_size}
-    for module in select("OptimizerState.keep_32bit", config.keep_32bit, model):
-        kept.update(module.parameters())
-    if config.format in _MUST_MOVE:
-        return kept
-    heads = _output_embeddings(model)
-    for module in model.modules():
-        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module in heads
-        if (is_norm(module) and config.keep_norms_32bit) or (is_embedding and config.keep_embeddings_32bit):
-            kept.update(module.parameters(recurse=False))
-    return kept
-
-
-def _output_embeddings(model: nn.Module) -> set[nn.Module]:
-    """The heads that the models of `transformers` inside of `model` name: one score for each row of a table."""
-    named = (getattr(module, "get_output_embeddings", None) for module in model.modules())
-    return {head for find in named if callable(find) and isinstance(head := find(), nn.Module)}
 
 
 def uses_bitsandbytes(optimizer: torch.optim.Optimizer, config: OptimizerState) -> bool:
@@ -325,9 +300,9 @@ def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: Optimizer
     _check_format(optimizer, config)
     kept = parameters_kept_32bit(optimizer, config, model)
     of_bitsandbytes = uses_bitsandbytes(optimizer, config)
-    moments = find_kin(optimizer).moments if of_bitsandbytes else moments_of(optimizer)
     total, any_code = 0, False
     for group in optimizer.param_groups:
+        moments = find_kin(optimizer).moments if of_bitsandbytes else moments_of(optimizer, group)
         for p in group["params"]:
             if not p.requires_grad and not optimizer.state.get(p):
                 continue

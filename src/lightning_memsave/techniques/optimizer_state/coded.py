@@ -138,10 +138,10 @@ def check_coded(optimizer: torch.optim.Optimizer, state_format: str) -> None:
             )
 
 
-def moments_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """The names of the moments that `optimizer` keeps."""
+def moments_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the moments that `optimizer` keeps for the parameters of one of its groups."""
     name = memory_of(optimizer).plain_class.__name__ if is_coded(optimizer) else type(optimizer).__name__
-    has_momentum = name == "RMSprop" and any(group["momentum"] for group in optimizer.param_groups)
+    has_momentum = name == "RMSprop" and group["momentum"]
     return (*MOMENTS[name], "momentum_buffer") if has_momentum else MOMENTS[name]
 
 
@@ -247,7 +247,8 @@ def _class_coded(plain: Any) -> Any:
             return _to_disk(self, super().state_dict())
 
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-            layout.check_state_dict(self, state_dict, moments_of(self), _subspaces_of(memory_of(self)))
+            moments = functools.partial(moments_of, self)
+            layout.check_state_dict(self, state_dict, moments, _subspaces_of(memory_of(self)))
             super().load_state_dict({**state_dict, "state": {}, "param_groups": layout.groups_for(self, state_dict)})
             _from_disk(self, state_dict)
 

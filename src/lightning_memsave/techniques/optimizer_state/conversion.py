@@ -126,7 +126,7 @@ def from_plain(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) 
         raise setting_error(
             "optimizer_states", f"must be of version {_VERSION} or older", side["version"], "Update lightning-memsave."
         )
-    layout.check_state_dict(optimizer, state_dict, memory.kin.moments)
+    layout.check_state_dict(optimizer, state_dict, lambda group: memory.kin.moments)
     by_number = layout.numbered(optimizer, state_dict)
     for saved, group in zip(layout.groups_for(optimizer, state_dict), optimizer.param_groups, strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})

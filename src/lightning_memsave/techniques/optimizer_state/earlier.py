@@ -56,8 +56,9 @@ def is_as_asked(
 ) -> bool:
     """Whether one of ours is what `config` would make of it."""
     found = memory(optimizer)
-    present = format_of(optimizer), found.is_compact, found.kept, kin.is_8bit(optimizer)
-    asked = config.format, config.checkpoint == "compact", kept, uses_bitsandbytes
+    own = {p for group in optimizer.param_groups for p in group["params"]}
+    present = format_of(optimizer), found.is_compact, found.kept & own, kin.is_8bit(optimizer)
+    asked = config.format, config.checkpoint == "compact", kept & own, uses_bitsandbytes
     return present == asked and (config.format not in METHODS or found.rank == config.rank)
 
 

@@ -64,6 +64,10 @@ def check_into_state(optimizer: torch.optim.Optimizer, name: str) -> None:
             f'{_KEEP}, or `gradients="release"`.',
         )
     for group in optimizer.param_groups:
+        if any(p.is_complex() for p in group["params"]):
+            raise setting_error(
+                "OptimizerState.gradients", '="into-state" cannot square complex gradients', "complex", f"{_KEEP}."
+            )
         if name == "SGD" and (not group["momentum"] or group["nesterov"]):
             key = "nesterov" if group["momentum"] else "momentum"
             raise setting_error(

@@ -112,6 +112,13 @@ def find_kin(optimizer: torch.optim.Optimizer) -> Kin:
                     value,
                     f"Use `{key}={neutral[0]}`, or `optimizer_state=False`.",
                 )
+        if any(p.is_complex() for p in group["params"]):
+            raise setting_error(
+                "optimizer_state",
+                "of bitsandbytes has no complex parameters",
+                "complex",
+                'Use `OptimizerState(backend="own")`, which keeps their state as it is.',
+            )
         if name == "Adam" and group["weight_decay"] and not group.get("decoupled_weight_decay"):
             raise setting_error(
                 "optimizer_state",

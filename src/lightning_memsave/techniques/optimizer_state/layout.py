@@ -18,7 +18,7 @@ moments that are zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -207,10 +207,10 @@ def numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) ->
 def check_state_dict(
     optimizer: torch.optim.Optimizer,
     state_dict: Mapping[str, Any],
-    moments: tuple[str, ...],
+    moments_of: Callable[[Mapping[str, Any]], tuple[str, ...]],
     subspaces: tuple[str, int] | None = None,
 ) -> None:
-    """Refuse a state dict that does not belong to an optimizer with these moments, in these subspaces.
+    """Refuse a state dict that does not belong to an optimizer with these moments of a group, in these subspaces.
 
     Raises:
         ValueError: parameter groups differ, or the state is of another optimizer, of another subspace, or of a newer
@@ -219,8 +219,9 @@ def check_state_dict(
     version = state_dict.get(SIDE_KEY, {"version": VERSION})["version"]
     if version > VERSION:
         raise _too_new(version)
+    expected = {p: moments_of(group) for group in optimizer.param_groups for p in group["params"]}
     for number, p in numbered(optimizer, state_dict).items():
-        saved = state_dict["state"].get(number, {})
+        saved, moments = state_dict["state"].get(number, {}), expected[p]
         state = plain_state(saved, p.shape) if saved else saved
         if projection.PROJECTION in state:
             _check_subspace(state, p, subspaces)

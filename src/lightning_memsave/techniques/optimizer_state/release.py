@@ -123,6 +123,12 @@ class GradientRelease(InBackward):
 
     def _step_is_over(self, *_: Any) -> None:
         self._stepped.clear()
+        # A parameter without a hook stepped as without us. That is fine, unless gradients were to be changed before.
+        if self._before_step is not None and any(p.grad is not None for p in self._parameters()):
+            raise RuntimeError(
+                'A parameter was unfrozen during the run and stepped without clipping: with `gradients="release"` '
+                'clipping is for parameters that train from the start. Use `OptimizerState(gradients="keep")`.'
+            )
 
     def remove(self) -> None:
         """Backward only computes gradients again."""
