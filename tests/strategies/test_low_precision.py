@@ -376,6 +376,19 @@ def test_an_overflow_skips_the_step_and_training_goes_on(microbatch):
     assert float(steps.logged[-1]) == 1
 
 
+def test_the_momentum_of_a_fit_with_short_weights_is_long_again_in_the_next_one():
+    class Keeps(Net):
+        def configure_optimizers(self):
+            if not hasattr(self, "kept"):
+                self.kept = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+            return self.kept
+
+    _, module = fit(MemSave("measure", precision=SCALED), Keeps())
+    assert {state["momentum_buffer"].dtype for state in module.kept.state.values()} == {torch.float16, torch.float32}
+    fit(MemSave("measure"), module)
+    assert {state["momentum_buffer"].dtype for state in module.kept.state.values()} == {torch.float32}
+
+
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_clipping_is_as_in_float32(algorithm):
     """A step of SGD is as long as its gradient: clipped, both runs have moved equally far."""

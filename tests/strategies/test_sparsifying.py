@@ -219,6 +219,36 @@ def test_rigl_sees_all_accumulated_batches():
     assert look.held == [True, True]
 
 
+class RunsOut(Net):
+    """In the middle of the backward of one accumulated batch, until that is cut."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    def training_step(self, batch, batch_idx):
+        x = self.blocks[0](batch[0])
+        if self.trainer.fit_loop.total_batch_idx == self.at and len(x) > 4 and x.requires_grad:
+            x.register_hook(self.fail)
+        return F.cross_entropy(self.head(self.blocks[2](self.blocks[1](x))), batch[1])
+
+    def fail(self, gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried ...")
+
+
+def test_rigl_does_not_score_by_tries_that_failed():
+    def patterns(at):
+        torch.manual_seed(0)
+        memsave, seen = MemSave(sparsity=setting("rigl"), microbatch="auto"), Patterns()
+        fit(memsave, RunsOut(at), callbacks=[seen], accumulate_grad_batches=2, precision="64-true")
+        return seen.seen, memsave.report.num_oom_recovered
+
+    (plain, no_failure), (ours, some_failures) = patterns(-1), patterns(3)
+    assert no_failure == 0
+    assert some_failures >= 1
+    assert all(equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
 @pytest.mark.parametrize(
     "slots",
     [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 from lightning_memsave.core.errors import NoEffectWarning
 from lightning_memsave.core.report import Applied
+from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.techniques.activation_compression import ActivationCompression, open_vault, summarize
 from lightning_memsave.vault import refuses_hooks
 from lightning_memsave.vault.noise import Noise
@@ -29,7 +31,7 @@ class ForwardScope:
         rank = trainer.global_rank  # each process has noise of its own
         self._config = dataclasses.replace(config, seed=config.seed + 0x9E3779B9 * rank)
         self._vault, self._applied = open_vault(trainer.lightning_module, self._config)
-        self._is_on = True
+        self._is_on, self._has_run = True, False
 
     def run(self, trainer: Any, step: Callable[[], Any]) -> Any:
         """Call `step`, which runs `training_step` on a batch or a part of one."""
@@ -37,17 +39,24 @@ class ForwardScope:
             return step()
         # Counted by the trainer, so that a resumed run goes on where the first one stopped.
         self._vault.draw_for(trainer.fit_loop.total_batch_idx)
+        module = trainer.lightning_module
+        # What torch.func refuses is seen in the first batch: the second try starts as the first one did.
+        start = None if self._has_run else BatchStart(module, None, "watched", noise=self.noise, small_bytes=math.inf)
+        self._has_run = True
         try:
             with self._vault.scope():
                 return step()
         except RuntimeError as error:
             # Under manual optimization the step may have updated parameters already: it cannot be run again.
-            if not refuses_hooks(error) or not trainer.lightning_module.automatic_optimization:
+            if not refuses_hooks(error) or not module.automatic_optimization:
                 raise
         self._is_on = False
+        if start is not None:
+            start.restore(gradients=False)
         warnings.warn(
             "Activation compression is switched off: `training_step` uses torch.func, which refuses saved-tensor "
-            "hooks. This batch is run again without it.",
+            "hooks. This batch is run again without it; what it logged, and metrics counted, before that is there "
+            "twice.",
             NoEffectWarning,
             stacklevel=2,
         )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.strategies.ddp import num_collectives
+from lightning_memsave.techniques.sparsity.layers import SparseLayer
 from lightning_memsave.vault.noise import Noise
 from lightning_memsave.vault.state import Buffers, Randomness
 
@@ -52,6 +53,8 @@ class BatchStart:
         self._fx_name = module._current_fx_name
         self._attributes = {key: _kept(value) for key, value in vars(module).items() if _is_plain(key, value)}
         self._buffers = Buffers(owners, changing, small_bytes)
+        # By reference, as a sum makes a new tensor.
+        self._dense_gradients = [(layer, layer.dense_gradient) for _, layer in owners if isinstance(layer, SparseLayer)]
         self._gradients: list[tuple[nn.Parameter, Tensor | None]] | None = None
         self._watched = [(t, t._version, "the batch") for t in tensors_in(batch) if not t.is_inference()]
         self._watched += [
@@ -116,6 +119,8 @@ class BatchStart:
         for container, before in self._containers:
             _refill(container, before)
         self._buffers.put_back()
+        for layer, dense_gradient in self._dense_gradients:
+            layer.dense_gradient = dense_gradient
         for parameter, gradient in (self._gradients or ()) if gradients else ():
             parameter.grad = gradient
 

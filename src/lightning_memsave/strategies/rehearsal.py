@@ -16,7 +16,6 @@ from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.strategies.metrics import MergedMetrics
 from lightning_memsave.techniques.microbatching.batchnorm import unpooled
-from lightning_memsave.techniques.sparsity import sparse_layers
 
 
 @contextmanager
@@ -45,8 +44,6 @@ def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[None]:
             results["log"] = log_before
         metrics.restore()
         start.restore()
-        for layer in sparse_layers(module).values():
-            layer.dense_gradient = None  # of the rehearsal's backward
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
 

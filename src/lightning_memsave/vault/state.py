@@ -187,9 +187,9 @@ class Buffers:
         return {name for name, value, version in self._others if value._version != version}
 
     def put_back(self) -> None:
-        """Give the module's buffers, in place, the values that they had."""
+        """Give the module's buffers, in place, the values that they had; others are not touched, which would count."""
         with torch.no_grad():
-            for owner, key, value in self._before.values():
+            for owner, key, value in [self._before[name] for name in self._before if not self._is_equal(name)]:
                 current = owner._buffers[key]
                 if current is not None and current.shape == value.shape:
                     current.copy_(value)

@@ -116,6 +116,8 @@ def _step_in_float32(
     step: Callable[[Any], Any], optimizer: Any, memory: _Memory, group: dict[str, Any], p: Tensor
 ) -> None:
     if original(p) not in memory.weights:
+        if p.dtype != torch.float16:
+            _lengthen(optimizer.state.get(p, {}))  # of an earlier fit, in which the weights were shorter
         step_one(step, optimizer, group, p)
         return
     scaling = memory.weights.scaling
