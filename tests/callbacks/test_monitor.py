@@ -205,3 +205,16 @@ def test_lines_are_the_models_and_not_the_call_of_fit():
     lines = set(monitor._meter.highest.by_line) - {"the backward pass, the optimizer, or a library"}
     assert lines
     assert {line.split()[-1] for line in lines} == {"training_step"}
+
+
+def test_over_ranks_the_factor_is_that_of_the_one_that_needs_the_most():
+    reductions = {}
+
+    class Logs(Model):
+        def log(self, name, value, **options):
+            reductions[name] = options.get("reduce_fx")
+
+    baseline = MemoryMonitor()
+    fit(Model(), baseline)
+    fit(Logs(), MemoryMonitor().against(baseline.report))
+    assert reductions == {"memsave/peak_bytes": "max", "memsave/factor": "min", "memsave/step_seconds": "max"}

@@ -129,6 +129,19 @@ def test_switched_off_it_prints_nothing(capfd):
     assert "peak" not in capfd.readouterr().out.replace("memsave: peak", "")
 
 
+def test_after_an_error_the_next_fit_is_shown(capfd):
+    class Fails(Model):
+        def training_step(self, batch, batch_idx):
+            raise MemoryError("none left")
+
+    monitor, bar = MemoryMonitor(), MemoryProgressBar()
+    with pytest.raises(MemoryError):
+        fit(monitor, bar, model=Fails())
+    assert bar.is_enabled
+    fit(monitor, bar)
+    assert "epoch 1 of 2" in capfd.readouterr().out
+
+
 def test_testing_needs_no_monitor(capfd):
     trainer = L.Trainer(callbacks=[MemoryProgressBar()], accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer.test(Model(), verbose=False)

@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import random
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from lightning_memsave import ActivationCompression, MemSave, Microbatching, OptimizerState, Sparsity, verify
+from lightning_memsave.callbacks import verification
 
 
 class Net(L.LightningModule):
@@ -48,6 +52,35 @@ def test_what_is_exact_holds_and_nothing_is_left_behind(batch):
     assert module._trainer is None
     assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_seeds_of_the_run_that_comes_are_kept(batch, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "42")
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002  # the generator that users seed
+    verify(Net(), batch)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # noqa: NPY002
+    assert (os.environ["PL_GLOBAL_SEED"], os.environ["PL_SEED_WORKERS"]) == ("42", "1")
+
+
+class NoNumber(Net):
+    """Its loss is finite, a gradient is not: the root's slope at 0."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + (0 * self.last.bias).sum().abs().sqrt()
+
+
+@pytest.mark.parametrize("sparsity", [False, 0.5])
+def test_a_gradient_that_is_no_number_holds_nothing(batch, sparsity):
+    result = verify(NoNumber(), batch, MemSave(sparsity=sparsity and Sparsity(sparsity=sparsity, min_size=8)))
+    assert result.loss_difference < math.inf
+    assert next(iter(result.gradient_differences.items())) == ("last", math.inf)
+    assert not result.holds
+
+
+def test_a_difference_from_nothing_is_infinite():
+    assert verification._relative(torch.ones(2), torch.zeros(2)) == math.inf
+    assert verification._relative(torch.zeros(2), torch.zeros(2)) == 0
 
 
 @pytest.mark.filterwarnings("ignore:Microbatches change the result")

@@ -61,6 +61,7 @@ def fit(model, callbacks):
         enable_model_summary=False,
     )
     trainer.fit(model)
+    return trainer
 
 
 @pytest.mark.usefixtures("cpu_taken_for_cuda")
@@ -68,6 +69,16 @@ def fit(model, callbacks):
 def test_three_batches_are_recorded(calls, tmp_path, others):
     path = tmp_path / "memory.pickle"
     fit(Counted(calls), [*others, MemoryMonitor(snapshot=path)])
+    assert calls == ["record cuda:0", 0, 1, 2, f"write {path}", "stop", 3, 4]
+
+
+@pytest.mark.usefixtures("cpu_taken_for_cuda")
+def test_a_second_fit_is_recorded_for_as_long(calls, tmp_path):
+    path = tmp_path / "memory.pickle"
+    trainer = fit(Counted(calls), [MemoryMonitor(snapshot=path)])
+    calls.clear()
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Counted(calls))
     assert calls == ["record cuda:0", 0, 1, 2, f"write {path}", "stop", 3, 4]
 
 

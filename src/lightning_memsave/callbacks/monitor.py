@@ -75,6 +75,7 @@ class MemoryMonitor(Callback):
         self._samples_per_second: float | None = None
         self._growth = GrowthWatch()
         self._batch: Any = None
+        self._num_batches = 0
         self._current: Mapping[str, int] = {}
 
     def against(self, baseline: MemoryReport | Prediction) -> MemoryMonitor:
@@ -136,7 +137,7 @@ class MemoryMonitor(Callback):
         self._step_seconds = self._samples_per_second = None
         self._current = {}
         self._growth = GrowthWatch()
-        self._batch = None
+        self._batch, self._num_batches = None, 0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Tell the loggers how this run is configured."""
@@ -168,7 +169,8 @@ class MemoryMonitor(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a step and log what was measured in it."""
         self._batch = None
-        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 >= _NUM_BATCHES_OF_SNAPSHOT:
+        self._num_batches += 1
+        if self._num_batches >= _NUM_BATCHES_OF_SNAPSHOT:
             self._save_snapshot()
         if self._leader is None and (measured := self._meter.end()) is not None:
             self._current = measured.by_category
@@ -185,7 +187,7 @@ class MemoryMonitor(Callback):
                 rank_zero_warn(growth_text(growth), category=MemoryGrowthWarning)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log the headlines through `self.log`, so that checkpoints and sweeps can use them; maximum over ranks."""
+        """Log the headlines through `self.log`, for checkpoints and sweeps; of the rank that needs the most."""
         self._meter.abandon()  # a skipped batch has had no end
         if self._leader is not None:
             return
@@ -195,7 +197,9 @@ class MemoryMonitor(Callback):
             # float64: `self.log` would round a Python float to float32.
             value = torch.tensor(figure, dtype=_widest(pl_module.device), device=pl_module.device)
             in_bar = name in IN_PROGRESS_BAR
-            pl_module.log(name, value, prog_bar=in_bar, reduce_fx="max", sync_dist=True, batch_size=1)
+            # The factor of the rank that needs the most is the smallest.
+            reduce_fx = "min" if name == "memsave/factor" else "max"
+            pl_module.log(name, value, prog_bar=in_bar, reduce_fx=reduce_fx, sync_dist=True, batch_size=1)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stop measuring a batch that Lightning skipped."""

@@ -69,6 +69,14 @@ class MemoryProgressBar(RichProgressBar):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave the bar as it was."""
         super().teardown(trainer, pl_module, stage)
+        self._enable_again()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the bar as it was, as Lightning calls no `teardown` then."""
+        super().on_exception(trainer, pl_module, exception)
+        self._enable_again()
+
+    def _enable_again(self) -> None:
         if self._prints_lines:
             self._prints_lines = False
             self.enable()

@@ -6,8 +6,11 @@ gets, and the buffers afterwards, by module. The steps that follow tell peak and
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -18,6 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_memsave.callbacks.memsave import MemSave
 from lightning_memsave.core.copies import copied
 from lightning_memsave.core.verification import Verification
+from lightning_memsave.strategies.random_state import random_state_kept
 
 _NUM_STEPS = 8  # the second and the third are measured, the others timed
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
@@ -86,9 +90,26 @@ class _FirstStep(L.Callback):
             self.buffers = {n: b.clone() for n, b in pl_module.named_buffers() if b.is_floating_point()}
 
 
+@contextlib.contextmanager
+def _seeds_kept() -> Iterator[None]:
+    """The environment variables by which Lightning seeds workers and samplers are as before."""
+    before = {name: os.environ.pop(name, None) for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _accelerators() -> list[torch.device]:
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
 def _one_run(module: L.LightningModule, batch: Any, memsave: MemSave, seed: int) -> _FirstStep:
     first = _FirstStep(memsave)
-    with torch.random.fork_rng():
+    with random_state_kept(_accelerators()), _seeds_kept():
         L.seed_everything(seed, verbose=False)
         trainer = L.Trainer(
             max_steps=_NUM_STEPS,
@@ -131,5 +152,8 @@ def _relative(ours: Tensor, plain: Tensor) -> float:
     if ours.shape != plain.shape:
         return math.inf
     ours, plain = ours.double(), plain.double()
-    difference = float((ours - plain).norm())
-    return difference / float(plain.norm()) if difference else 0.0
+    difference, norm = float((ours - plain).norm()), float(plain.norm())
+    if not difference:
+        return 0.0
+    # What is no number is infinitely far, so that it is the largest.
+    return difference / norm if norm and math.isfinite(difference / norm) else math.inf
