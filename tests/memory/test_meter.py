@@ -1,4 +1,5 @@
 import gc
+import itertools
 import statistics
 import weakref
 from types import SimpleNamespace
@@ -309,3 +310,58 @@ def test_the_compilers_stance_is_restored():
     run.step(inside=lambda: seen.append(eval_frame._stance.stance))
     assert seen == ["force_eager"]
     assert eval_frame._stance == before
+
+
+# ---------------------------------------------------------------------- accumulated batches, and workspace
+def accumulated(run, num_steps, num_batches, inside=lambda is_last: None):
+    """Steps of several batches, as Lightning counts them."""
+    for step in range(num_steps):
+        for batch in range(num_batches):
+            run.meter.begin(run.model, run.optimizers, run.batch, CPU, num_updates=step, num_samples=4)
+            torch.empty(100)
+            inside(batch == num_batches - 1)
+            run.meter.end()
+
+
+def test_a_steps_time_is_that_of_all_its_batches(monkeypatch):
+    now = itertools.count()
+    monkeypatch.setattr(meter_module.time, "perf_counter", lambda: next(now))  # a second between two looks at it
+    meter = Meter()
+    accumulated(Run(meter), num_steps=6, num_batches=4)
+    assert meter.num_steps_measured == 2
+    assert meter.pop_speed() == (4, 4.0)
+    assert meter.pop_speed() == (None, None)
+
+
+def hidden(num_elements):
+    """Memory that no operation returns, as workspace is."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        torch.empty(num_elements)
+
+
+def test_workspace_beside_what_is_met_in_the_step():
+    outside = torch.zeros(1000)
+
+    def inside():
+        outside.view(10, 100)
+        hidden(512)
+
+    run = Run(Meter(workspace=True))
+    for _ in range(5):
+        run.step(100, inside)
+    report = run.meter.report()
+    assert report.peak_bytes == run.base + 4000 + 400
+    assert report.workspace_bytes == 4 * (512 - 100)
+
+
+def test_workspace_is_that_of_the_batch_that_was_measured():
+    """Of the last one, which updates."""
+    run = Run(Meter(workspace=True))
+    accumulated(run, num_steps=5, num_batches=3, inside=lambda is_last: hidden(512 if is_last else 2048))
+    assert run.meter.report().workspace_bytes == 4 * (512 - 100)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_workspace_needs_two_steps_between_measured_ones(every):
+    with pytest.raises(ValueError, match=f"`every` must be 3 or more with `workspace=True`, got {every}"):
+        Meter(every, workspace=True)

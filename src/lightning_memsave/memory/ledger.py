@@ -90,7 +90,7 @@ class Ledger(TorchDispatchMode):
         self._at_start: list[tuple[int, Entry]] = []
         self._events: list[tuple[int, Entry]] = []  # (change in bytes, whose)
         self._recorded: list[Entry] = []  # made while a graph is recorded, not yet seen by a backward
-        self._bytes = self._peak = self._peak_event = self._held = 0
+        self._bytes = self._peak = self._peak_event = 0
         self._model: nn.Module | None = None
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._hooks: list[Any] = []
@@ -273,7 +273,6 @@ class Ledger(TorchDispatchMode):
             self.hold("gradients", [parameter.grad])
 
     def __enter__(self) -> Ledger:
-        self._held = self._bytes
         # A compiled region that is called under a dispatch mode stays eager for the rest of the run; in this stance it
         # runs eagerly now and compiled afterwards.
         self._stance = torch.compiler.set_stance("force_eager")
@@ -306,7 +305,7 @@ class Ledger(TorchDispatchMode):
             by_category=split,
             by_line=by_line,
             survivors=tuple(self._survivors()),
-            held_bytes=self._held,
+            held_bytes=sum(num_bytes for num_bytes, _ in self._at_start),  # met in the step or before it
             timeline=timeline(_named(self._at_start), list(_named(self._events))),
         )
         # Weak callbacks of storages that live on must not keep this ledger or fire into it.

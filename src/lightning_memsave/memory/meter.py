@@ -37,24 +37,29 @@ class Meter:
     def __init__(self, every: int = 200, *, workspace: bool = False) -> None:
         if every < 1:
             raise setting_error("every", "must be a positive integer", every, "Use 200, or 1 to measure each step.")
+        if workspace and every < 3:
+            raise setting_error("every", "must be 3 or more with `workspace=True`", every, "Two steps are profiled.")
         self.every = every
         self._workspace = workspace
         self._ledger: Ledger | None = None
         self._profile: AllocationProfile | None = None
         self._warm_profile: AllocationProfile | None = None  # of the step before the one that counts
         self._profile_next: Measurement | None = None
+        self._profile_place = 0  # of the measured batch within its step
         self._workspace_bytes: int | None = None
         self._device = torch.device("cpu")
         self._num_steps = 0
         self._num_updates: int | None = None
         self._num_batches_in_step = 0
         self._began_seconds: float | None = None
+        self._is_timed = True  # nothing is measured in this step
+        self._batches: list[tuple[float, int | None]] = []  # seconds and samples, of this step
         self._seconds: list[float] = []
         self._num_samples: int | None = None
         self._num_samples_of: list[int | None] = []  # of the steps in `_seconds`
         self._peak: Measurement | None = None
         self._reserved_bytes: int | None = None
-        self.num_steps_measured = 0
+        self.num_steps_measured, self._last_measured = 0, 0
         self.tracked: Measurement | None = None
         """The step that has just ended, if it was measured."""
         self._is_scheduled, self._measured_until = False, 0
@@ -80,12 +85,14 @@ class Meter:
             num_samples: in the batch, for the samples per second.
         """
         self.abandon()  # a batch that Lightning skipped has had no end
+        self._is_timed &= self._began_seconds is None
         self._num_batches_in_step += 1
         is_new = num_updates is None or num_updates != self._num_updates
         if is_new:
             self._num_updates, self._num_batches_in_step = num_updates, 0
         # A step without end belongs to a loop that hides its optimizers; there, each batch counts.
         if is_new or self._num_batches_in_step > _LONGEST_STEP:
+            self._end_step()
             self._num_steps += 1
         self._device = device
         allocator.reset_peak(device)
@@ -99,11 +106,23 @@ class Meter:
         elif self._warm_profile is not None:
             self._profile, self._warm_profile = self._warm_profile, None
             self._profile.mark()
-        elif self._workspace and self._profile_next is not None and device.type == "cpu":
+        elif self._workspace and self._profile_next is not None and device.type == "cpu" and self._is_before_its_like:
             self._warm_profile = AllocationProfile()
             self._warm_profile.__enter__()
         self._num_samples = num_samples
         self._began_seconds = time.perf_counter()
+
+    @property
+    def _is_before_its_like(self) -> bool:
+        """Whether the next batch has the place in its step that the measured one had, the last, which updates."""
+        return (self._num_batches_in_step + 1) % (self._profile_place + 1) == self._profile_place
+
+    def _end_step(self) -> None:
+        if self._is_timed and self._num_steps > 1 and self._batches:
+            seconds, num_samples = zip(*self._batches, strict=True)
+            self._seconds.append(sum(seconds))
+            self._num_samples_of.append(None if None in num_samples else sum(num_samples))
+        self._is_timed, self._batches = True, []
 
     @property
     def scheduled_bytes(self) -> int | None:
@@ -139,9 +158,9 @@ class Meter:
             self._workspace_bytes = max(self._workspace_bytes or 0, found)
         if tracked is not None:
             self._profile_next = dataclasses.replace(tracked, survivors=())
-        elif self._num_steps > 1 and profiled is None and self._warm_profile is None:
-            self._seconds.append(seconds)
-            self._num_samples_of.append(self._num_samples)
+            self._profile_place = self._num_batches_in_step % (_LONGEST_STEP + 1)
+        self._is_timed &= tracked is None and profiled is None and self._warm_profile is None
+        self._batches.append((seconds, self._num_samples))
         if allocated is not None:
             self._reserved_bytes = max(self._reserved_bytes or 0, allocated.reserved_bytes)
         highest = self._peak
@@ -151,7 +170,8 @@ class Meter:
             measured = _with_allocator(highest, allocated)  # the highest tracked step's split, and what came on top
         else:
             return None
-        self.num_steps_measured += 1
+        if self._num_steps != self._last_measured:
+            self._last_measured, self.num_steps_measured = self._num_steps, self.num_steps_measured + 1
         if highest is None or measured.peak_bytes > highest.peak_bytes:
             self._peak = dataclasses.replace(measured, survivors=())
         return measured
@@ -181,6 +201,7 @@ class Meter:
 
         Each is `None` when there were no such steps, or when nobody said how many samples they had.
         """
+        self._end_step()
         seconds, num_samples = self._seconds, self._num_samples_of
         self._seconds, self._num_samples_of = [], []
         rates = [n / each for n, each in zip(num_samples, seconds, strict=True) if n is not None]
