@@ -12,7 +12,7 @@ from typing import Any
 from ladder import Ladder
 from translation import LADDER as COMBINED
 from translation import dynamicconv, microbatch, random_batch
-from wrn import batches_of, measure
+from wrn import measure
 
 NUM_SENTENCES, LENGTH = 160, 25
 
@@ -21,7 +21,7 @@ def measured(arguments: dict[str, Any], microbatch_size: int) -> dict[str, Any]:
     config = dynamicconv.DynamicConvConfig()
     tokens = config.num_source_tokens, config.num_target_tokens
     whole, two = (random_batch(n, LENGTH, *tokens) for n in (NUM_SENTENCES, min(2 * microbatch_size, NUM_SENTENCES)))
-    return measure(lambda: dynamicconv.Translator(config), batches_of(whole, two), arguments)
+    return measure(lambda: dynamicconv.Translator(config), whole, two, arguments)
 
 
 LADDER = Ladder(

@@ -35,8 +35,6 @@ BATCH_SIZE = 100
 MODEL = "WideResNet-28-2, 32x32, batch 100, SGD momentum, BatchNorm"
 SIZES = (10, 8, 5, 4, 2, 1)
 """Of microbatches."""
-NUM_UNTIMED = 5
-"""Steps at the beginning of a run: one makes optimizer state, the ledger sees two, the profiler two."""
 
 STATE_8BIT = OptimizerState(format="8bit", min_size=256)
 INTO_8BIT = OptimizerState(format="8bit", gradients="into-state", min_size=256)
@@ -173,22 +171,28 @@ def fit(
     return memsave, trainer
 
 
-def measure(module_of: Callable[[], L.LightningModule], data: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def measure(
+    module_of: Callable[[], L.LightningModule], whole: Any, two_microbatches: Any, settings: dict[str, Any]
+) -> dict[str, Any]:
     """Tracked peak by category, the allocator's peak, and the seconds of a step beside those of a plain one.
 
-    `data` is `batches_of`. The ledger sees the second step and the third, of which the second is whole and has the
-    peak. The workspace inside of kernels, which does not depend on how many microbatches there are, is found in the
-    fourth and fifth. The others are whole again, and timed.
+    The ledger sees the second step and the third, of which the second is of the whole batch and has the peak. The
+    workspace inside of kernels, which does not depend on how many microbatches there are, is found in the fourth and
+    fifth. The others are of the whole batch again, and timed.
     """
 
-    def fitted(settings: dict[str, Any], *callbacks: Callback) -> tuple[MemSave, float]:
+    short, long = two_microbatches, whole
+    timed = [long] * (turns(4) // 2)
+
+    def fitted(batches: list[Any], settings: dict[str, Any], *callbacks: Callback) -> tuple[MemSave, float]:
         torch.manual_seed(0)
         steps = StepSeconds()
+        data = DataLoader([*batches, *timed], batch_size=None)  # type: ignore[arg-type]
         memsave, _ = fit(module_of(), data, settings, steps, *callbacks, max_epochs=1)
-        return memsave, statistics.median(steps.seconds[NUM_UNTIMED:])
+        return memsave, statistics.median(steps.seconds[-len(timed) :])
 
-    _, baseline_seconds = fitted({"recipe": "measure"})
-    memsave, seconds = fitted(settings, MemoryMonitor(workspace=True))
+    _, baseline_seconds = fitted([short] * 3, {"recipe": "measure"})
+    memsave, seconds = fitted([short, long, short, short, short], settings, MemoryMonitor(workspace=True))
     report = memsave.report
     assert report.peak_bytes is not None
     return {
@@ -203,17 +207,10 @@ def measure(module_of: Callable[[], L.LightningModule], data: Any, settings: dic
     }
 
 
-def batches_of(whole: Any, two_microbatches: Any) -> DataLoader[Any]:
-    """What `measure` needs, the shortest that will do."""
-    short, long = two_microbatches, whole
-    steps = [short, long, short, short, short, *[long] * turns(3)]
-    return DataLoader(steps, batch_size=None)  # type: ignore[arg-type]
-
-
 def measure_wrn(settings: dict[str, Any], microbatch: int) -> dict[str, Any]:
     """`measure`, of WideResNet-28-2 on generated images."""
     images, labels = load(BATCH_SIZE, seed=1).tensors
     n = min(2 * microbatch, BATCH_SIZE)
     # Copies: a slice would keep the whole batch alive.
-    data = batches_of((images, labels), (images[:n].clone(), labels[:n].clone()))
-    return measure(lambda: Classifier(WideResNet(), lr=0.05), data, settings)
+    two_microbatches = images[:n].clone(), labels[:n].clone()
+    return measure(lambda: Classifier(WideResNet(), lr=0.05), (images, labels), two_microbatches, settings)

@@ -363,6 +363,30 @@ optimizer: {class_path: torch.optim.AdamW}
 
 
 @pytest.mark.parametrize(
+    ("trainer", "options", "said"),
+    [
+        ("precision: bf16-mixed", [], "precision='bf16-mixed'"),
+        ("gradient_clip_val: 0.5", [], "gradient_clip_val=0.5"),
+        ("accumulate_grad_batches: 2", [], "accumulate_grad_batches=2"),
+        ("max_epochs: 2", ["--target", "cuda"], "target='cuda'"),
+        ("max_epochs: 2", ["--trainer-precision", "bf16-mixed"], "precision='bf16-mixed'"),
+    ],
+)
+def test_a_budget_is_not_planned_for_another_step_than_that_of_the_run(configured, capsys, trainer, options, said):
+    configured.write_text(
+        f"""
+trainer:
+  {trainer}
+  callbacks: {{class_path: lightning_memsave.MemSave, init_args: {{budget: 0.9x}}}}
+model: {{class_path: configured.Deep, init_args: {{width: 32, depth: 2}}}}
+data: {{class_path: configured.Data, init_args: {{num_samples: 64}}}}
+"""
+    )
+    assert cli.main(["plan", "--config", str(configured), *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("trainer", "num_buckets"),
     [
         ("{}", 0),

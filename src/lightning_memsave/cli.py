@@ -137,6 +137,15 @@ def _add_slots(command: argparse.ArgumentParser) -> None:
         command.add_argument(f"--{slot}", type=_value, help=f"as `MemSave({slot.replace('-', '_')}=...)`")
 
 
+_PLANNED_FOR: dict[str, tuple[Any, ...]] = {
+    "target": ("cpu",),
+    "precision": (32, "32", "32-true"),
+    "accumulate_grad_batches": (1,),
+    "gradient_clip_val": (),
+}
+"""What a plan without a run is for: arguments of `Trainer`, and where it would run."""
+
+
 def _plan(
     module: str | None,
     batch: str | None,
@@ -162,16 +171,12 @@ def _plan(
     from lightning_memsave.reporting.prediction import print_prediction, write_figure
     from lightning_memsave.strategies.predicting import Predictor, largest_batch, largest_value
 
-    if budget is not None and (target != "cpu" or trainer_precision is not None):
-        remedy = "Start the run with `MemSave(budget=...)`, which plans for itself, or leave these options out."
-        raise setting_error("--budget", "is planned here for a CPU in the module's own precision", budget, remedy)
     device_bytes = None if device_memory is None else parse_bytes("--device-memory", device_memory)
     if largest is not None and device_bytes is None:
         raise setting_error("--largest", "needs --device-memory", largest, "For example `--device-memory 8GiB`.")
     given = {"precision": trainer_precision, "strategy": strategy, "devices": devices, "num_nodes": num_nodes}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {"target": target, **{name: value for name, value in given.items() if value is not None}}
     model, samples, settings, techniques = _subject(module, batch, config, recipe, {"budget": budget, **slots}, given)
-    settings |= {"target": target}
     predictor = Predictor(model, _made(samples), **settings)
     prediction = predictor(techniques)
     fits = None if device_bytes is None else prediction.fits(device_bytes)
@@ -225,6 +230,11 @@ def _subject(
     settings |= given
     if memsave.budgeted is None:
         return model, samples, settings, memsave.recipe
+    for name, plain in _PLANNED_FOR.items():
+        if (value := settings.get(name)) is not None and value not in plain:
+            rule = f"is planned here for a CPU in the module's own precision, not with another {name}"
+            remedy = "Start the run with `MemSave(budget=...)`, which plans for itself, or leave this out."
+            raise setting_error("budget", rule, f"{name}={value!r}", remedy)
     if (num := num_processes_of(settings)) > 1:
         remedy = "The run plans for all of them itself: start it, or name techniques instead of a budget."
         raise setting_error("devices", "must be 1 where a budget is to be planned before the run", num, remedy)

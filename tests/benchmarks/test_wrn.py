@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_memsave.demo.model import WideResNet
 from lightning_memsave.memory.meter import Meter
@@ -23,7 +24,7 @@ def test_two_microbatches_have_the_peak_of_many_less_what_the_batch_is_larger(wr
     def peak_bytes(num_images):
         images = wrn.load(num_images, seed=1).tensors
         module = wrn.Classifier(WideResNet(depth=10, width=1))
-        data = wrn.batches_of(images, images)
+        data = DataLoader([images] * 2, batch_size=None)
         memsave, _ = wrn.fit(module, data, {"microbatch": 2, **arguments}, max_steps=2)
         return memsave.report.peak_bytes
 
@@ -33,8 +34,8 @@ def test_two_microbatches_have_the_peak_of_many_less_what_the_batch_is_larger(wr
 
 def test_a_row_has_every_figure(wrn):
     images, labels = wrn.load(8, seed=1).tensors
-    data = wrn.batches_of((images, labels), (images[:4].clone(), labels[:4].clone()))
-    found = wrn.measure(lambda: wrn.Classifier(WideResNet(depth=10, width=1)), data, {"microbatch": 2})
+    two = images[:4].clone(), labels[:4].clone()
+    found = wrn.measure(lambda: wrn.Classifier(WideResNet(depth=10, width=1)), (images, labels), two, {"microbatch": 2})
     categories = ("weights", "gradients", "optimizer_state", "activations", "temporary", "data")
     assert sum(found[f"{category}_bytes"] for category in categories) == found["peak_bytes"]
     assert 0 <= found["data_bytes"] - 8 * (3 * 32 * 32 + 8) < 100  # and states of metrics
@@ -54,10 +55,8 @@ def test_steps_that_are_timed_are_watched_by_nobody(wrn, monkeypatch):
 
     monkeypatch.setattr(Meter, "begin", begin_and_note)
     images = wrn.load(8, seed=1).tensors
-    wrn.measure(lambda: wrn.Classifier(WideResNet(depth=10, width=1)), wrn.batches_of(images, images), {})
-    assert watched[: wrn.NUM_UNTIMED] == [False, True, True, True, True]
-    assert len(watched) > wrn.NUM_UNTIMED
-    assert not any(watched[wrn.NUM_UNTIMED :])
+    wrn.measure(lambda: wrn.Classifier(WideResNet(depth=10, width=1)), images, images, {})
+    assert watched == [False, True, True, True, True, False, False]  # the last two are timed
 
 
 def test_images_of_8_bits_become_numbers_around_zero(wrn):

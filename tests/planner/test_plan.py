@@ -125,8 +125,18 @@ def test_a_plan_explains_itself():
     assert plan().time_factor == 1.2
     timed = plan(measured_time_factor=1.5)
     assert timed.time_factor == 1.5
-    assert "exact, time measured x1.50; " in str(timed)
+    assert "exact, time measured x1.50 (without what sparsity, " in str(timed)
     assert Plan.from_json(timed.to_json()) == timed
+
+
+def test_a_plan_claims_nothing_for_what_was_on_already():
+    """That is in `techniques`, and no step of the plan."""
+    recovery, chosen = Microbatching(), Checkpointing(method="sqrt")
+    step = plan().steps[0]
+    assert step.technique == "checkpointing"
+    assert "exact, time about x1.20; " in str(plan(techniques=(EarlyZeroGrad(), recovery, chosen)))
+    noisy = plan(techniques=(recovery, ActivationCompression(codecs=("int4",)), chosen))
+    assert "exact, time about x1.20 (without what activation_compression changes and costs); " in str(noisy)
 
 
 def test_a_plan_stands_alone():

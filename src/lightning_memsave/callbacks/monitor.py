@@ -48,7 +48,7 @@ class MemoryMonitor(Callback):
             of the third batch, or to the error that ends it before; of ranks above 0 with the rank in its name.
 
     Raises:
-        ValueError: `every` is below 1, or below 3 with `workspace`; a `snapshot` is asked for on a device that is not CUDA.
+        ValueError: `every` is below 1, or below 3 with `workspace`; a `snapshot` is asked for where there is no CUDA.
 
     Example:
         >>> import lightning as L

@@ -13,7 +13,7 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import LOSS_CLASSES, LossClass
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.techniques.microbatching import LabelCount
+from lightning_memsave.techniques.microbatching import LabelCount, Microbatching
 from lightning_memsave.techniques.registry import TECHNIQUES, Config, technique_of
 from lightning_memsave.techniques.sparsity import UpdateSchedule
 
@@ -85,15 +85,21 @@ class Plan:
 
     @property
     def loss_class(self) -> LossClass:
-        """The worst of its steps."""
+        """The worst of its steps; what was on already (in `techniques`, and no step) is not in it."""
         return max((step.loss_class for step in self.steps), key=LOSS_CLASSES.index, default="exact")
 
     @property
     def time_factor(self) -> float:
-        """Against the plain step: measured where that is known, else modelled."""
+        """Against the plain step: measured where that is known, else modelled from its steps alone."""
         if self.measured_time_factor is not None:
             return self.measured_time_factor
         return math.prod(step.time_factor for step in self.steps)
+
+    @property
+    def _nothing_yet(self) -> set[str]:
+        """What neither changes nor costs anything unless memory runs out."""
+        waits = any(isinstance(t, Microbatching) and t.size == "auto" for t in self.techniques)
+        return {"early_zero_grad", *(["microbatching"] if waits else [])}
 
     def as_recipe(self) -> Recipe:
         """The settings, for `MemSave`."""
@@ -102,17 +108,21 @@ class Plan:
     def __str__(self) -> str:
         """The plan for people."""
         how = "about" if self.measured_time_factor is None else "measured"
-        fixed = [t for t in self.techniques if technique_of(t).stem not in {step.technique for step in self.steps}]
+        chosen = {step.technique for step in self.steps}
+        fixed = [stem for t in self.techniques if (stem := technique_of(t).stem) not in chosen]
+        told = "changes and costs" if self.measured_time_factor is None else "changes"
+        untold = ", ".join(stem for stem in fixed if stem not in self._nothing_yet)
         lines = [
             f'Plan for a budget of {format_bytes(self.budget_bytes)} ("{self.recipe}"'
             + (f"; {self.meaning})" if self.meaning else ")"),
             f"  plain step: {format_bytes(self.baseline_bytes)}{_split(self.baseline_by_category)}",
             *(line for step in self.steps for line in _step_lines(step)),
-            *([f"  besides: {', '.join(technique_of(t).stem for t in fixed)}"] if fixed else []),
+            *([f"  besides: {', '.join(fixed)}"] if fixed else []),
             f"  planned step: {format_bytes(self.needed_bytes)}{_split(self.by_category)}"
             + (f", of which kernels {format_bytes(self.workspace_bytes)}" if self.workspace_bytes else ""),
             f"  {self.baseline_bytes / max(1, self.needed_bytes):.2f}x below the plain step, {self.loss_class}, time "
-            f"{how} x{self.time_factor:.2f}; {self.num_predictions} predictions ({self.source})",
+            f"{how} x{self.time_factor:.2f}{f' (without what {untold} {told})' if untold else ''}; "
+            f"{self.num_predictions} predictions ({self.source})",
         ]
         lines += [f"  next: {self.next_step}"] if self.next_step else []
         return "\n".join([*lines, *(f"  note: {flag}" for flag in self.flags)])
