@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_memsave.core.units import MIB
@@ -62,7 +63,7 @@ class CachingAllocator:
 
     def allocate(self, num_bytes: int) -> _Block:
         """A block of at least so many bytes."""
-        size = max(_ROUNDING, -(-num_bytes // _ROUNDING) * _ROUNDING)
+        size = _rounded(num_bytes)
         is_small = size <= _SMALL
         free = self._free[is_small]
         place = bisect.bisect_left(free, (size, -1), key=_Block.key)
@@ -126,7 +127,6 @@ def replay(step: Allocations, num_steps: int = 3) -> AllocatorBytes:
     """
     allocator = CachingAllocator()
     live = {number: allocator.allocate(size) for number, size in enumerate(step.held)}
-    num_held = len(step.held)
     for _ in range(num_steps):
         sizes: dict[int, int] = dict(enumerate(step.held))
         for change, number in step.changes:
@@ -135,19 +135,28 @@ def replay(step: Allocations, num_steps: int = 3) -> AllocatorBytes:
             sizes[number] = sizes.get(number, 0) + change
             if sizes[number] > 0:
                 live[number] = allocator.allocate(sizes[number])
-        _begin_again(allocator, live, step, num_held)
+        _begin_again(allocator, live, step, sizes)
     return allocator.peak
 
 
-def _begin_again(allocator: CachingAllocator, live: dict[int, _Block], step: Allocations, num_held: int) -> None:
-    """What the step made and left takes the places of what it took away (gradients of before); the rest is let go."""
+def _rounded(num_bytes: int) -> int:
+    return max(_ROUNDING, -(-num_bytes // _ROUNDING) * _ROUNDING)
+
+
+def _begin_again(
+    allocator: CachingAllocator, live: dict[int, _Block], step: Allocations, sizes: Mapping[int, int]
+) -> None:
+    """What the step made and left takes the places of what it took away (gradients of before); the rest is let go.
+
+    Told by the size that was asked for: a block may be larger, where its rest was too small to be cut off.
+    """
+    num_held = len(step.held)
     survivors: defaultdict[int, list[_Block]] = defaultdict(list)
     for number in [number for number in live if number >= num_held]:
-        block = live.pop(number)
-        survivors[block.size].append(block)
+        survivors[_rounded(sizes[number])].append(live.pop(number))
     for number in range(num_held):
         if number not in live:
-            size = max(_ROUNDING, -(-step.held[number] // _ROUNDING) * _ROUNDING)
+            size = _rounded(step.held[number])
             live[number] = survivors[size].pop() if survivors[size] else allocator.allocate(size)
     for blocks in survivors.values():
         for block in blocks:

@@ -139,6 +139,9 @@ def _merge(
 
 def _is_loss(call: _Call, losses: list[Tensor | None]) -> bool:
     loss = losses[call.microbatch]
-    return loss is not None and torch.allclose(
-        call.value.reshape(()).float(), loss.reshape(()).float(), rtol=0, atol=0, equal_nan=True
-    )
+    return loss is not None and torch.equal(_comparable(call.value), _comparable(loss))
+
+
+def _comparable(value: Tensor) -> Tensor:
+    """With a number for what is none, which equals nothing: the loss of a microbatch without labels."""
+    return value.reshape(()).float().nan_to_num(nan=-1.2345e-12)
