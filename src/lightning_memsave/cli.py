@@ -141,7 +141,7 @@ _PLANNED_FOR: dict[str, tuple[Any, ...]] = {
     "target": ("cpu",),
     "precision": (32, "32", "32-true"),
     "accumulate_grad_batches": (1,),
-    "gradient_clip_val": (),
+    "gradient_clip_val": (0,),
 }
 """What a plan without a run is for: arguments of `Trainer`, and where it would run."""
 
