@@ -194,7 +194,7 @@ def test_what_fits_anyway_is_left_alone_to_the_bit(plain):
 def test_what_cannot_fit_is_refused_before_training_and_the_smallest_that_can_is_named():
     module = Net()
     before = copy.deepcopy(module.state_dict())
-    few = {"checkpointing": False, "precision": False, "sparsity": False}
+    few = {"activations": False, "checkpointing": False, "precision": False, "sparsity": False}
     with pytest.raises(ValueError, match=r'must be at least .* under "lossless"') as caught:
         train(MemSave(budget=100_000, **few), module)
     assert module.seen == []
@@ -344,7 +344,7 @@ def test_a_trial_times_two_microbatches_as_all_and_the_update_once(monkeypatch):
     assert Trial(module, batch)((Microbatching(size=4),)).seconds == num_samples / 8 + 1
 
 
-@pytest.mark.parametrize("num_batches", [2, 3])
+@pytest.mark.parametrize("num_batches", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_accumulated_gradients_are_within_the_budget(num_batches, caplog):
     memsave = MemSave(budget="0.6x")
     with caplog.at_level("INFO"):

@@ -16,9 +16,9 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
         ((), ("ddp_sparsity_program.py",)),
         ((), ("ddp_budget_program.py",)),
         ((), ("fsdp_program.py",)),
-        ((), ("prediction_program.py",)),
+        pytest.param((), ("prediction_program.py",), marks=pytest.mark.slow),
         (TORCHRUN, ("ddp_recovery_program.py",)),
-        ((), ("ddp_recovery_program.py", "spawn")),
+        pytest.param((), ("ddp_recovery_program.py", "spawn"), marks=pytest.mark.slow),
     ],
     ids=["ddp", "sparsity", "budget", "fsdp", "prediction", "recovery under torchrun", "recovery in spawned processes"],
 )
