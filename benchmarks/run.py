@@ -29,7 +29,7 @@ FIRST = (
     *("bench_dynamicconv", "bench_activation_compression", "bench_wrn", "bench_checkpointing"),
     *("bench_checkpointing_budget", "bench_papers"),
 )
-"""The long ones, those that hold many gigabytes apart: DynamicConv 7, checkpointing 16, papers 8."""
+"""The long ones; DynamicConv, checkpointing and papers, which hold many gigabytes, apart."""
 PARTS = {
     "bench_checkpointing": ("blocks", "resnet1000", "codecs"),
     "bench_dynamicconv": ("--sizes", "8"),

@@ -56,8 +56,7 @@ def padded():
     return {"input_ids": tokens, "attention_mask": mask.long(), "labels": labels}
 
 
-def trained(module, **settings):
-    module = copy.deepcopy(module)
+def fit(module, batch, callbacks):
     trainer = L.Trainer(
         accelerator="cpu",
         precision="64-true",
@@ -66,9 +65,15 @@ def trained(module, **settings):
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[MemSave(microbatch=Microbatching(**settings))] if settings else [],
+        callbacks=callbacks,
     )
-    trainer.fit(module, DataLoader([padded()], batch_size=None))
+    trainer.fit(module, DataLoader([batch], batch_size=None))
+    return trainer
+
+
+def trained(module, **settings):
+    module = copy.deepcopy(module)
+    fit(module, padded(), [MemSave(microbatch=Microbatching(**settings))] if settings else [])
     return [p.detach() for p in module.parameters()]
 
 
@@ -137,26 +142,15 @@ def test_a_sample_without_labels_weighs_nothing(split_fn):
     torch.manual_seed(0)
     first = Masked()
 
-    def fit(callbacks):
+    def seen(callbacks):
         module = copy.deepcopy(first)
-        trainer = L.Trainer(
-            accelerator="cpu",
-            precision="64-true",
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=callbacks,
-        )
-        trainer.fit(module, DataLoader([batch], batch_size=None))
+        logged = fit(module, batch, callbacks).callback_metrics
         ((loss, tokens),) = module.seen
-        logged = trainer.callback_metrics
         return module.table.weight, loss, logged["loss"], logged["length"], tokens
 
-    whole = fit([])
+    whole = seen([])
     config = Microbatching(size=1, weight_fn=LabelCount(), split_fn=split_fn)
-    for ours, expected in zip(fit([MemSave(microbatch=config)]), whole, strict=True):
+    for ours, expected in zip(seen([MemSave(microbatch=config)]), whole, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-12)
 
 
