@@ -68,11 +68,14 @@ class PooledStatistics:
                 module.register_forward_hook(self._train_again, always_call=True),
             ]
 
+    # Not compiled with the block that the layer is in: a change of mode would compile that anew for each batch.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
     def _evaluate(self, module: Any, args: tuple[Any, ...]) -> None:
         if module.training:  # else the user's own `eval()`, as for layers that are frozen
             self._see(module, args)
             module.training, self._is_evaluated_for_us = False, True
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
     def _train_again(self, module: Any, args: Any, output: Any) -> None:
         if self._is_evaluated_for_us:
             module.training, self._is_evaluated_for_us = True, False
