@@ -263,6 +263,7 @@ def run_resnet1000() -> None:
                 "setting": subject.setting,
                 "paper_bytes": None,
                 **columns,
+                "budget_bytes": eighth_plan.budget_bytes if subject is eighth and eighth_plan is not None else None,
                 **plan_columns(*plans.get(subject.setting, (None, None))),
                 **environment(),
             }

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
 from lightning_memsave import MemSave, Microbatching
+from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.strategies.out_of_memory import OutOfMeasuresError
 from tests.strategies.recovery_runs import Deterministic, limited, train
 from tests.strategies.test_recovery import QUIET, Hungry, Net, assert_same_run, data, fit, logged
@@ -97,6 +98,74 @@ def test_regions_that_the_model_refuses_are_withdrawn(lines):
     train(direct, MemSave(microbatch=8))
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), direct.parameters(), strict=True))
     assert "checkpointing" not in [a.technique for a in memsave.report.applied]
+
+
+class Remembers(nn.Module):
+    """Its second call in a step meets what the first one left, as a decoder's cache of keys does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.cache = nn.Linear(16, 16), []
+
+    def forward(self, x):
+        self.cache.append(x.detach())
+        return self.layer(torch.cat(self.cache, 1)[:, : 16 * len(self.cache)]).tanh()
+
+
+def test_regions_that_cannot_be_repeated_are_withdrawn_whatever_the_error(lines):
+    class Caches(Net):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(*(Remembers() for _ in range(3)))
+
+        def training_step(self, batch, batch_idx):
+            for block in self.blocks:
+                block.cache.clear()
+            z = self.hungry(self.blocks(batch[0] * 1))
+            return (self.last(self.norm(self.first(z))) - batch[1]).square().mean()
+
+    module, direct, memsave = limited(Caches), limited(Caches, 10**9), MemSave()
+    train(module, memsave)
+    assert "cannot be checkpointed that way" in str(lines)
+    assert memsave.report.microbatch_size == 8
+    train(direct, MemSave(microbatch=8))
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), direct.parameters(), strict=True))
+
+
+def test_an_error_of_the_users_comes_again_without_regions():
+    class Raises(Net):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+
+        def training_step(self, batch, batch_idx):
+            z = self.hungry(self.blocks(batch[0] * 1))
+            if len(self.hungry.tried) > 1:
+                raise KeyError("the user's")
+            return z.square().mean()
+
+    with pytest.raises(KeyError, match="the user's"):
+        train(limited(Raises), MemSave())
+
+
+def test_large_containers_are_not_copied_but_changes_are_final():
+    class Collects(Net):
+        def __init__(self):
+            super().__init__()
+            self.index = list(range(5000))
+
+        def training_step(self, batch, batch_idx):
+            self.index.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    start = BatchStart(module := Collects(), set())
+    assert "index" not in start._attributes
+    start.restore()
+    assert len(module.index) == 5000
+    module.index.append(0)
+    assert "too large to be copied" in start.why_final()
+    with pytest.raises(torch.OutOfMemoryError, match="changes `index`, which is too large"):
+        train(limited(Collects), MemSave())
 
 
 def test_regions_that_the_user_asked_for_are_not_withdrawn():

@@ -50,7 +50,8 @@ def gradients(model):
         ({"operations": {"gelu": "int5"}}, r"operations\['gelu'\]` must be one of"),
         ({"operations": {"nosuchfunction": "int4"}}, "must name functions of torch.*got 'nosuchfunction'"),
         ({"min_numel": 0}, "must be a positive integer, got 0"),
-        ({"offload_folder": "/no/such/folder"}, "must be an existing folder"),
+        ({"codecs": ("offload",), "offload_folder": "/no/such/folder"}, "must be an existing folder"),
+        ({"offload_folder": "/tmp"}, 'is read with the codec "offload" alone'),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(settings, message):

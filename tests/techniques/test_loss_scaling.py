@@ -123,14 +123,43 @@ def test_clipping_is_of_gradients_without_the_factor(max_norm):
     expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
     assert float(norm) == pytest.approx(float(expected), rel=1e-3)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.float() / 2**8, q.grad, rtol=2e-3, atol=1e-7)
+        torch.testing.assert_close(scaling.unscaled(p), q.grad, rtol=2e-3, atol=1e-7)
     scaling.clip_by_value(model.parameters(), 0.003)
     nn.utils.clip_grad_value_(plain.parameters(), 0.003)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.float() / 2**8, q.grad, rtol=2e-3, atol=1e-7)
+        torch.testing.assert_close(scaling.unscaled(p), q.grad, rtol=2e-3, atol=1e-7)
     model[0].weight.grad[0, 0] = float("inf")
     scaling.clip_by_value(model.parameters(), 0.003)
     assert model[0].weight.grad[0, 0].isinf()
+
+
+def test_small_gradients_survive_clipping():
+    """A float16 gradient of 2**-10 times a factor of 2**-16 would be zero; its step multiplies in float32."""
+    p = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    p.grad = torch.tensor([2.0**-10, 2.0**10], dtype=torch.float16)
+    scaling = LossScaling(1.0, 2000)
+    scaling.scale(torch.ones(()))
+    scaling.clip_by_norm([p], 2.0**-6)
+    assert torch.equal(p.grad, torch.tensor([2.0**-10, 2.0**10], dtype=torch.float16))
+    torch.testing.assert_close(scaling.unscaled(p), torch.tensor([2.0**-26, 2.0**-6]))
+    scaling.scale(torch.ones(()))
+    assert torch.equal(scaling.unscaled(p), p.grad.float())
+
+
+def test_a_small_momentum_decays():
+    """Rounded to the nearest, four times float16's smallest number would stay what it is when a tenth of it goes."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    apply_low_precision(model, optimizer, LowPrecision(format="fp16-scaled"))
+    state = optimizer.state[model[0].weight]
+    state["momentum_buffer"] = torch.full_like(model[0].weight, 4 * 2.0**-24)
+    for _ in range(10):
+        optimizer.scale_loss(torch.zeros(()))
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert state["momentum_buffer"].dtype == torch.float16
+    assert float(state["momentum_buffer"].float().mean()) == pytest.approx(4 * 2.0**-24 * 0.9**10, rel=0.15)
 
 
 def test_the_momentum_of_sgd_is_float16_and_float32_once_undone():

@@ -170,7 +170,8 @@ def test_with_8bit_state(weight_format):
     ours, reference = (torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, plain))
     apply_optimizer_state(ours, config, model)
     apply_optimizer_state(reference, config, plain)
-    apply_low_precision(model, ours, LowPrecision(format=weight_format, initial_scale=2.0**8))
+    scale = {"initial_scale": 2.0**8} if weight_format == "fp16-scaled" else {}
+    apply_low_precision(model, ours, LowPrecision(format=weight_format, **scale))
     run(model, ours, range(3))
     run(plain, reference, range(3))
     assert ours.state[model[0].weight]["state1"].dtype == torch.uint8

@@ -1,14 +1,17 @@
 import copy
 import gc
 import weakref
+from contextlib import nullcontext
 
 import bitsandbytes
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import lr_scheduler
 
 from lightning_memsave.core.errors import NoEffectWarning
+from lightning_memsave.core.optimizers import SCALES_ITSELF
 from lightning_memsave.techniques.optimizer_state import (
     OptimizerState,
     apply_optimizer_state,
@@ -16,8 +19,10 @@ from lightning_memsave.techniques.optimizer_state import (
     from_plain,
     is_8bit,
     to_plain,
+    uses_bitsandbytes,
 )
-from lightning_memsave.techniques.optimizer_state.kin import KINS
+from lightning_memsave.techniques.optimizer_state.kin import KINS, find_kin
+from lightning_memsave.techniques.optimizer_state.layout import move_counts
 from tests.contracts.spec import Spec
 
 from .optimizer_state_subjects import (
@@ -146,6 +151,14 @@ def test_channels_last_parameters(name):
     start = flat(first)
     expected, found = run_steps(first, plain, range(5)) - start, run_steps(second, ours, range(5)) - start
     assert (found - expected).norm() / expected.norm() < BOUNDS_8BIT[name]
+    buffers = [v for v in ours.state[second.weight].values() if isinstance(v, torch.Tensor)]
+    assert all(buffer.is_contiguous() for buffer in buffers)  # CUDA's kernels walk the memory
+    buffers = [v for v in ours.state[second.weight].values() if isinstance(v, torch.Tensor)]
+    assert all(buffer.is_contiguous() for buffer in buffers)  # CUDA's kernels walk the memory
+    for moment, value in plain.state[first.weight].items():
+        if moment != "step":  # each element's own, in a checkpoint as well
+            error = ours.state_dict()["state"][0][moment].reshape(-1) - value.reshape(-1)
+            assert error.norm() < 0.1 * value.norm()
 
 
 @pytest.mark.parametrize("settings", [{"format": "3bit"}, {"min_size": -1}])
@@ -388,6 +401,50 @@ def test_settings_without_a_kin_are_refused(build, word):
         estimate_optimizer_state(optimizer, CONFIG, model)
     assert type(optimizer) is plain_class
     assert set(vars(optimizer)) == attributes
+
+
+@pytest.mark.parametrize("build", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, momentum=0.9)])
+def test_parameters_without_a_kernel_are_refused(build):
+    """bitsandbytes has none for float64, and for bfloat16 beside a 32-bit momentum none on CUDA."""
+    model = big_model(torch.float64)
+    with pytest.raises(ValueError, match='float64 .* on cpu.*backend="own"'):
+        apply_optimizer_state(build(list(model.parameters())), CONFIG, model)
+    with FakeTensorMode():
+        p = nn.Parameter(torch.empty(8, device="cuda", dtype=torch.bfloat16))
+        optimizer = build([p])
+    has_kernel = isinstance(optimizer, torch.optim.AdamW)
+    with nullcontext() if has_kernel else pytest.raises(ValueError, match="bfloat16 under SGD on cuda"):
+        find_kin(optimizer)
+    assert uses_bitsandbytes(optimizer, OptimizerState()) is has_kernel
+
+
+@pytest.mark.parametrize("config", [CONFIG, OptimizerState(format="lowrank", rank=8), OptimizerState(format="4bit")])
+def test_a_gradient_scaler_unscales_what_the_fused_step_would_not_see(config):
+    """torch tells it by an attribute not to; codes of our own go through the fused step, which divides."""
+    model = big_model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    assert vars(optimizer)[SCALES_ITSELF]
+    applied = apply_optimizer_state(optimizer, config, model)
+    assert vars(optimizer).get(SCALES_ITSELF, False) is (config.format == "4bit")
+    applied.undo()
+    assert vars(optimizer)[SCALES_ITSELF]
+
+
+def test_counts_are_where_fused_steps_read_them():
+    p, q = (nn.Parameter(torch.empty(2, device="meta")) for _ in range(2))
+    optimizer = torch.optim.AdamW([{"params": [p]}, {"params": [q]}])
+    optimizer.param_groups[0]["fused"] = True
+    optimizer.state.update({each: {"step": torch.tensor(3.0)} for each in (p, q)})
+    move_counts(optimizer)
+    assert [optimizer.state[each]["step"].device.type for each in (p, q)] == ["meta", "cpu"]
+
+
+def test_lamb_takes_adams_kernels():
+    """CUDA has none of 8 bits under LAMB's name."""
+    model = big_model()
+    optimizer = LAMB(model.parameters())
+    apply_optimizer_state(optimizer, CONFIG, model)
+    assert optimizer.optimizer_name == "adam"
 
 
 def test_one_bad_group_of_two_is_refused():

@@ -115,6 +115,24 @@ def test_a_compact_checkpoint_stands_for_the_plain_one(written_by):
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(decoded["state"][number][name])), name
 
 
+def test_second_moments_of_adam_and_adafactor_stand_for_the_same_mean_of_squares():
+    """Adam's is short of it by 1 - beta2**t, which it divides by in its step; Adafactor's is the mean itself."""
+    model = big_model()
+    adam = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.999))
+    for _ in range(4):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 3.0)
+        adam.step()
+    adafactor = torch.optim.Adafactor(model.parameters())
+    as_adafactor = for_adafactor(adafactor, adam.state_dict())["state"]
+    assert torch.allclose(as_adafactor[0]["row_var"], torch.tensor(9.0))
+    back = torch.optim.AdamW(model.parameters())
+    apply_optimizer_state(back, OptimizerState(format="offload", min_size=0), model)
+    back.load_state_dict({**adam.state_dict(), "state": as_adafactor})
+    second = back.state_dict()["state"][0]["exp_avg_sq"]
+    assert torch.allclose(second, torch.tensor(9 * (1 - 0.999**4)))
+
+
 @pytest.mark.parametrize("read_by", [name for name in STATES if name not in ("torch", "sparse")])
 def test_adafactors_checkpoint_continues_as_adam(read_by):
     model = big_model()
@@ -128,6 +146,8 @@ def test_adafactors_checkpoint_continues_as_adam(read_by):
 @pytest.mark.parametrize("written_by", [name for name in STATES if name != "sparse"])
 @pytest.mark.parametrize("checkpoint", ["plain", "compact"])
 def test_adams_checkpoint_continues_as_adafactor(written_by, checkpoint):
+    if checkpoint == "compact" and written_by in ("torch", "offload"):
+        pytest.skip("nothing is compact")
     weights, saved = saved_by(written_by, checkpoint)
     model = big_model()
     model.load_state_dict(weights)

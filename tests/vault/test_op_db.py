@@ -27,7 +27,7 @@ JUMPS = {"nn.functional.hardswish": 0.1}
 
 # fmt: off
 LOSSY = """
-__rmatmul__ __rmul__ abs addbmm addcmul addmm baddbmm bmm einsum inner linalg.pinv masked.std masked.var matmul mm mul
+__rmatmul__ __rmul__ addbmm addcmul addmm baddbmm bmm einsum inner linalg.pinv masked.std masked.var matmul mm mul
 mv nn.functional.batch_norm nn.functional.bilinear nn.functional.conv1d nn.functional.conv2d nn.functional.conv3d
 nn.functional.conv_transpose1d nn.functional.conv_transpose2d nn.functional.conv_transpose3d nn.functional.elu
 nn.functional.gelu nn.functional.glu nn.functional.group_norm nn.functional.hardswish nn.functional.instance_norm
@@ -44,7 +44,7 @@ nn.functional.rms_norm nn.functional.silu nn.functional.softplus outer
 """
 EXACT = """
 __getitem__ __rdiv__ __rmod__ __rpow__ _batch_norm_with_update _native_batch_norm_legit _segment_reduce
-_softmax_backward_data _unsafe_masked_index _unsafe_masked_index_put_accumulate acos acosh addcdiv addmv addr amax
+_softmax_backward_data _unsafe_masked_index _unsafe_masked_index_put_accumulate abs acos acosh addcdiv addmv addr amax
 amin aminmax angle asin asinh atan atan2 atanh cdist cholesky clamp clamp_max clamp_min combinations complex copysign
 corrcoef cos cosh cov cross cummax cummin cumprod cumulative_trapezoid digamma dist div dot erf erfc erfinv exp exp2
 expm1 fft.fft fft.ifft fft.ihfft fft.ihfft2 fft.ihfftn fft.rfft fft.rfft2 fft.rfftn float_power fmax fmin fmod frexp
@@ -103,7 +103,7 @@ vstack zero_
 
 ABSENT = "__imul__ __matmul__ __mul__ mul_ multiply relu_ leaky_relu_"
 """Functions of the policy that the database calls by another name, or not at all."""
-SIGNS = "abs nn.functional.prelu"
+SIGNS = "nn.functional.prelu"
 """Lossy codes that keep signs, which is all that the gradient of an input reads."""
 SIGN_ALONE = "relu leaky_relu"
 """Of the policy's lossy functions, those of which a sign was enough."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 
 def setting_error(name: str, rule: str, value: object, remedy: str) -> ValueError:
     """Build the one error that a user sees for a wrong setting.
@@ -12,6 +15,25 @@ def setting_error(name: str, rule: str, value: object, remedy: str) -> ValueErro
     ValueError: `microbatch` must be a positive integer, got 0. Use `microbatch=1` for the smallest.
     """
     return ValueError(f"`{name}` {rule}, got {value!r}. {remedy}")
+
+
+def check_unused(config: Any, names: str, needed: str) -> None:
+    """Refuse settings of a frozen dataclass that nothing would read.
+
+    Args:
+        config: the dataclass.
+        names: of the settings, separated by spaces.
+        needed: what they are for.
+
+    Raises:
+        ValueError: one of them is not its default.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for name in names.split():
+        if (value := getattr(config, name)) != defaults[name]:
+            raise setting_error(
+                f"{type(config).__name__}.{name}", f"is read with {needed} alone", value, f"Leave `{name}` out."
+            )
 
 
 class BudgetTooSmallError(ValueError):

@@ -1,7 +1,7 @@
 """Optimizers that change their class, and an optimizer's own step taken for one parameter, or a part of it, at a time.
 
 The one place for torch's private names of optimizers (seen in 2.13): `_patch_step_function`, `step.hooked`,
-`_opt_called` and `_wrapped_by_lr_sched`.
+`_opt_called`, `_wrapped_by_lr_sched` and `_step_supports_amp_scaling`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ def change_class(optimizer: torch.optim.Optimizer, new: type[torch.optim.Optimiz
     optimizer._patch_step_function()  # torch profiles `step` per class
     if counted is not None:
         _count_steps_for_schedulers(optimizer)
+
+
+SCALES_ITSELF = "_step_supports_amp_scaling"
+"""An optimizer's attribute under `fused=True`: a GradScaler leaves gradients scaled, as such a step divides them."""
 
 
 def is_latest(optimizer: torch.optim.Optimizer, memory: str) -> bool:
@@ -269,6 +273,7 @@ def _may_cut(optimizer: torch.optim.Optimizer, p: Tensor) -> bool:
     return (
         getattr(plain, "__name__", "") in _ELEMENTWISE
         and original(p) is p
+        and not any(group.get("caution") for group in optimizer.param_groups)  # a mean over a whole tensor
         and not hasattr(p, "__tensor_flatten__")  # a subclass, such as DTensor
         and p.is_contiguous()
         and (p.grad is None or (p.grad.layout is torch.strided and p.grad.is_contiguous()))

@@ -83,6 +83,8 @@ class Ledger(TorchDispatchMode):
         True
     """
 
+    supports_higher_order_operators = True  # each is one operation
+
     def __init__(self, device: torch.device | str = "cpu", *, fake: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._device_type, self._fake = torch.device(device).type, fake
@@ -217,8 +219,7 @@ class Ledger(TorchDispatchMode):
         if storage.device.type != ("meta" if self._fake else self._device_type):
             return
         entry = self._end(storage)
-        category = entry.category if entry is not None else "weights" if self._is_sharded else None
-        again = self._book(storage, category)
+        again = self._book(storage, entry.category if entry is not None else "weights" if self._is_sharded else None)
         again.made = None if entry is None else entry.made
         self._recorded.append(again)
         self._change(again.num_bytes, again)

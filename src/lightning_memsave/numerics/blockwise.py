@@ -1,12 +1,13 @@
 """Blockwise quantisation to a map of at most 256 values, to the nearest or stochastically, in plain torch.
 
 A tensor is cut into blocks of 256 along its memory; each block is divided by its largest magnitude (absmax) and every
-element is replaced by the index of the nearest value of an increasing map that spans at most [-1, 1]. 1 byte per
-element plus 4 bytes per block: 1.016 B per element.
+element is replaced by the index of a value of an increasing map that spans at most [-1, 1]. 1 byte per element plus 4
+bytes per block: 1.016 B per element.
 
 Source: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", 2021
-(https://arxiv.org/abs/2110.02861). Written for conversions, where being exact matters and speed does not: given the
-same absmax, `quantize_blockwise` inverts `dequantize_blockwise` exactly.
+(https://arxiv.org/abs/2110.02861). Conversions round to the nearest: given the same absmax, `quantize_blockwise`
+inverts `dequantize_blockwise` exactly. Optimizer steps round stochastically, on CUDA with this code, on CPU with C
+kernels that equal it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.numerics.bits import pack, unpack
-from lightning_memsave.numerics.kbit import random_bits
+from lightning_memsave.numerics.kbit import CHUNK_ELSEWHERE, random_bits
 
 BLOCK_SIZE = 256
-_CHUNK = 128 * BLOCK_SIZE  # elements whose noise is made at a time: bounds the temporaries
+_CHUNK = 128 * BLOCK_SIZE  # elements whose noise is made at a time, on CPU: bounds the temporaries
 
 
 def num_blocks(num_elements: int) -> int:
@@ -73,15 +74,16 @@ def quantize_stochastically(values: Tensor, code_map: Tensor, seed: int, shift: 
     scales = blockwise_absmax(values)
     flat = values.detach().reshape(-1)
     codes = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        part = flat[start : start + _CHUNK].float()
+    chunk = _CHUNK if flat.device.type == "cpu" else CHUNK_ELSEWHERE
+    for start in range(0, flat.numel(), chunk):
+        part = flat[start : start + chunk].float()
         first, blocks = start // BLOCK_SIZE, num_blocks(part.numel())
         absmax = scales[first : first + blocks].clamp_min(torch.finfo(torch.float32).tiny)
         unit = part / _per_element(absmax, part.numel())
         below = (torch.bucketize(unit, code_map, right=True) - 1).clamp_(0, len(code_map) - 2)
         fraction = (unit - code_map[below]) / (code_map[below + 1] - code_map[below])
         noise = (random_bits(seed, first, blocks, flat.device).view(-1)[: part.numel()] + shift) & 0xFFFFFFFF
-        codes[start : start + _CHUNK] = below + ((noise >> 8) < fraction * 2**24)
+        codes[start : start + chunk] = below + ((noise >> 8) < fraction * 2**24)
     return codes.view(values.shape), scales
 
 

@@ -9,8 +9,9 @@ and the other codes span [smallest positive, largest]; the step's sign bit marks
 ReLU is wrong for 4 % of the elements at 4 bit and 18 % at 2 bit, and the gradient is biased.
 
 *Sign-preserving* (`signed=True`). Half of the codes span the block's elements <= 0, the other half those > 0, each with
-its own range (8/256 bytes per element more than the codes: 0.531 at 4 bit). The sign of every element survives, so a
-ReLU that reads the decoded tensor has the exact mask. Both halves code magnitudes: their ends nearest to zero are
+its own range (8/256 bytes per element more than the codes: 0.531 at 4 bit). Positive elements stay positive and the
+others do not become so (beside a zero a negative one may become zero), so a ReLU that reads the decoded tensor has the
+exact mask. Both halves code magnitudes: their ends nearest to zero are
 rounded towards zero and never past it, where cutting the decoded value off would be a bias.
 
 The dither is a hash of (seed, block, element), never a random generator: any implementation on any device draws the
@@ -31,6 +32,8 @@ from lightning_memsave.numerics.fakes import truth
 BLOCK_SIZE = 256
 BITS = (8, 4, 2)
 _CHUNK = 1024 * BLOCK_SIZE  # elements at a time: bounds the temporaries of the reference
+CHUNK_ELSEWHERE = 4096 * BLOCK_SIZE
+"""Elements whose noise is made at a time where starting a kernel takes longer than on a CPU."""
 _SMALLEST_STEP = 2.0**-126  # the smallest normal float32: its reciprocal is finite
 _SMALLEST_POSITIVE = 1e-38  # what a decoded element > 0 is at least
 

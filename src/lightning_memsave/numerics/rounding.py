@@ -10,11 +10,13 @@ Source: Zamirai, Zhang, Aberger, De Sa, "Revisiting BFloat16 Training", 2020 (ht
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from lightning_memsave.numerics.fakes import truth
-from lightning_memsave.numerics.kbit import BLOCK_SIZE, random_bits
+from lightning_memsave.numerics.kbit import BLOCK_SIZE, CHUNK_ELSEWHERE, random_bits
 
 _CHUNK = 1024 * BLOCK_SIZE
 _EXPONENT = 0x7F800000
@@ -25,32 +27,42 @@ _LARGEST = 0x7BFF  # float16's
 
 def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
     """Rounded values (bfloat16, [n]) of floating-point ones ([n], contiguous); `None` when they are not all finite."""
-    out = torch.empty(flat.shape, dtype=torch.bfloat16, device=flat.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        bits = flat[start : start + _CHUNK].float().view(torch.int32)
-        if truth(((bits & _EXPONENT) == _EXPONENT).any(), False):
-            return None
+    out, is_finite = (
+        torch.empty(flat.shape, dtype=torch.bfloat16, device=flat.device),
+        flat.new_ones((), dtype=torch.bool),
+    )
+    for span in _spans(flat):
+        bits = flat[span].float().view(torch.int32)
+        is_finite &= ((bits & _EXPONENT) != _EXPONENT).all()
         blocks = -(-bits.numel() // BLOCK_SIZE)
-        noise = random_bits(seed, start // BLOCK_SIZE, blocks, flat.device).view(-1)[: bits.numel()] & 0xFFFF
+        noise = random_bits(seed, span.start // BLOCK_SIZE, blocks, flat.device).view(-1)[: bits.numel()] & 0xFFFF
         rounded = (bits + noise.int()) & -65536
         rounded = torch.where((rounded & _EXPONENT) == _EXPONENT, bits & -65536, rounded)
-        out[start : start + _CHUNK] = rounded.view(torch.float32).bfloat16()
-    return out
+        out[span] = rounded.view(torch.float32).bfloat16()
+    return out if truth(is_finite, True) else None
 
 
 def round_to_float16(flat: Tensor, seed: int) -> Tensor | None:
     """As `round_to_bfloat16`, to float16."""
-    out = torch.empty(flat.shape, dtype=torch.float16, device=flat.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        bits = flat[start : start + _CHUNK].float().view(torch.int32)
-        if ((bits & _EXPONENT) == _EXPONENT).any():
-            return None
+    out, is_finite = (
+        torch.empty(flat.shape, dtype=torch.float16, device=flat.device),
+        flat.new_ones((), dtype=torch.bool),
+    )
+    for span in _spans(flat):
+        bits = flat[span].float().view(torch.int32)
+        is_finite &= ((bits & _EXPONENT) != _EXPONENT).all()
         blocks = -(-bits.numel() // BLOCK_SIZE)
-        noise = random_bits(seed, start // BLOCK_SIZE, blocks, flat.device).view(-1)[: bits.numel()]
+        noise = random_bits(seed, span.start // BLOCK_SIZE, blocks, flat.device).view(-1)[: bits.numel()]
         magnitude = bits & 0x7FFFFFFF
         normal = ((magnitude - _REBIAS + (noise & 0x1FFF).int()) >> 13).clamp_max(_LARGEST)
         # Below the smallest normal number the spacing is 2**-24, and the code is the multiple of it.
         tiny = (magnitude.view(torch.float32) * 2.0**24 + (noise >> 8).float() * 2.0**-24).clamp_max(1024).int()
         code = torch.where(magnitude >= _SMALLEST_NORMAL, normal, tiny) | (bits >> 16 & 0x8000)
-        out[start : start + _CHUNK] = code.to(torch.int16).view(torch.float16)
-    return out
+        out[span] = code.to(torch.int16).view(torch.float16)
+    return out if truth(is_finite, True) else None
+
+
+def _spans(flat: Tensor) -> Iterator[slice]:
+    """Elements at a time, which bounds the temporaries; the device is asked once for all of them."""
+    size = _CHUNK if flat.device.type == "cpu" else CHUNK_ELSEWHERE
+    return (slice(start, start + size) for start in range(0, flat.numel(), size))

@@ -51,7 +51,9 @@ class BatchStart:
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self._modes = [(m, m.training) for _, m in owners]
         self._fx_name = module._current_fx_name
-        self._attributes = {key: _kept(value) for key, value in vars(module).items() if _is_plain(key, value)}
+        plain = {key: value for key, value in vars(module).items() if _is_plain(key, value)}
+        self._large = {k: (v, len(v)) for k, v in plain.items() if _is_container(v) and len(v) > _MOST_COPIED}
+        self._attributes = {key: _kept(value) for key, value in plain.items() if key not in self._large}
         self._buffers = Buffers(owners, changing, small_bytes)
         # By reference, as a sum makes a new tensor.
         self._dense_gradients = [(layer, layer.dense_gradient) for _, layer in owners if isinstance(layer, SparseLayer)]
@@ -89,6 +91,9 @@ class BatchStart:
             )
         if edited is not None:
             return f"the step edits a tensor of {edited} in place: let it work on copies"
+        grown = next((key for key, (value, length) in self._large.items() if len(value) != length), None)
+        if grown is not None:
+            return f"the step changes `{grown}`, which is too large to be copied before each batch"
         if moved := self._buffers.moved():
             return f"the step has changed the buffer {min(moved).removeprefix('.')} for the first time"
         if num_collectives() != self._num_collectives:
@@ -112,10 +117,11 @@ class BatchStart:
         self._module._current_fx_name = self._fx_name
         attributes = vars(self._module)
         for key in [key for key, value in attributes.items() if _is_plain(key, value)]:
-            if key not in self._attributes:
+            if key not in self._attributes and key not in self._large:
                 del attributes[key]
         for key, value in self._attributes.items():
             _put_back(attributes, key, value)
+        attributes.update((key, value) for key, (value, _) in self._large.items())
         for container, before in self._containers:
             _refill(container, before)
         self._buffers.put_back()
@@ -125,6 +131,8 @@ class BatchStart:
             parameter.grad = gradient
 
 
+_MOST_COPIED = 4096
+"""Entries of a list, dictionary or set of a module up to which it is copied before each batch."""
 _IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, type(None))
 
 
@@ -133,8 +141,12 @@ def _is_plain(key: str, value: Any) -> bool:
     return not key.startswith("_") and (type(value) in (*_IMMUTABLE, list, dict, set) or isinstance(value, Tensor))
 
 
+def _is_container(value: Any) -> bool:
+    return type(value) in (list, dict, set)
+
+
 def _kept(value: Any) -> Any:
-    return copy.copy(value) if type(value) in (list, dict, set) else value
+    return copy.copy(value) if _is_container(value) else value
 
 
 def _containers(batch: Any, seen: set[int] | None = None) -> Iterator[list[Any] | dict[Any, Any]]:

@@ -104,18 +104,22 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
         def _failure(self, error: Exception, start: BatchStart, exchange: LateReduction | None) -> str | None:
             """What to say about memory that ran out; `None` for regions that the model refuses and that are undone.
 
+            A model shows in many ways that a region cannot be repeated (a cache that has grown, a compiler that meets
+            it), so each error in the first batch of new regions counts: one of the user's comes again without them.
+
             Raises:
                 Exception: `error` is another one, or nothing can be undone.
             """
             state: LoopState = self._loop.state
             assert state.recovery is not None
-            if isinstance(error, RefusedRegionError) and state.recovery.withdraw():
-                return None
-            if not is_out_of_memory(error):
-                raise error
             why_final = start.why_final()
             if exchange is not None and exchange.has_begun:
                 why_final = "gradients are on their way to other processes"
+            if not is_out_of_memory(error):
+                may_be_regions = state.recovery.has_new_regions and why_final is None
+                if (isinstance(error, RefusedRegionError) or may_be_regions) and state.recovery.withdraw():
+                    return None
+                raise error
             if why_final is not None:
                 raise OutOfMeasuresError(
                     f"Memory ran out and the batch cannot be run again: {why_final}. The error was: {error}"

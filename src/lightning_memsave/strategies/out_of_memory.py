@@ -18,6 +18,8 @@ _MESSAGES = (
     "defaultcpuallocator: not enough memory",
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
+    "device_allocation_failed",
+    "unable to find an engine to execute this computation",  # cuDNN, where no algorithm had room
     "ur_result_error_out_of_device_memory",
     "ur_result_error_out_of_host_memory",
 )

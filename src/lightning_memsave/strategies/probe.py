@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import random
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
 from lightning_memsave.strategies.rehearsal import without_a_trace
-from lightning_memsave.techniques.microbatching import Microbatching
-from lightning_memsave.techniques.microbatching.reduction import Reduction, infer_reduction
+from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
+from lightning_memsave.techniques.microbatching.reduction import Finding, Reduction, infer_reduction
 from lightning_memsave.techniques.microbatching.split import cloned, take
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}
@@ -33,7 +37,9 @@ class ProbeResult:
 def infer_module_reduction(
     trainer: Any, kwargs: dict[str, Any], num_samples: int, config: Microbatching
 ) -> ProbeResult:
-    """Evaluate `training_step` three times on some samples of a batch, in eval mode and without gradients.
+    """Evaluate `training_step` three times on some samples of a batch, in eval mode and with equal noise.
+
+    Without gradients, unless the step itself asks for some (`torch.autograd.grad`).
 
     Args:
         trainer: Lightning's trainer, inside its fit loop.
@@ -61,18 +67,23 @@ def infer_module_reduction(
 
     def loss_of(part: Any) -> float:
         # A copy, as the parts are views of the batch, which a step may change.
-        loss = _loss_in(trainer.strategy.training_step(*{**kwargs, "batch": cloned(part)}.values()))
+        with EqualNoise(_num_samples(part)):
+            loss = _loss_in(trainer.strategy.training_step(*{**kwargs, "batch": cloned(part)}.values()))
         dtypes.add(loss.dtype)
-        return float(loss)
+        return float(loss.detach())
 
-    with without_a_trace(trainer, module, batch), torch.no_grad():
+    def find() -> Finding:
+        weighted = parts
+        if config.weight_fn is not None:
+            weighted = [(part, float(config.weight_fn(part))) for part, _ in parts]
+        losses = {id(part): loss_of(part) for part in (whole, *(part for part, _ in weighted))}
+        tolerance = _relative_tolerance(trainer, dtypes)
+        return infer_reduction(lambda part: losses[id(part)], whole, weighted, tolerance)
+
+    with without_a_trace(trainer, module, batch):
         module.eval()
         try:
-            if config.weight_fn is not None:
-                parts = [(part, float(config.weight_fn(part))) for part, _ in parts]
-            losses = {id(part): loss_of(part) for part in (whole, *(part for part, _ in parts))}
-            tolerance = _relative_tolerance(trainer, dtypes)
-            found = infer_reduction(lambda part: losses[id(part)], whole, parts, tolerance)
+            found = _without_graph(find)
         except Exception as error:  # whatever user code raises outside its usual mode
             if is_out_of_memory(error):  # says nothing about the loss
                 raise
@@ -83,9 +94,83 @@ def infer_module_reduction(
     if found == "neither":
         return ProbeResult(
             why_not="the loss of a batch is neither the mean nor the sum of the losses of its parts "
-            "(in-batch negatives, or a mean over something else than samples).",
+            "(in-batch negatives, a mean over something else than samples, noise that differs from sample to sample).",
         )
     return ProbeResult(found)
+
+
+def _without_graph(find: Callable[[], Finding]) -> Finding:
+    """Without gradients, unless that fails. Beyond this stance a compiled region that a mode met would stay eager."""
+    with torch.compiler.set_stance("force_eager"):
+        try:
+            with torch.no_grad():
+                return find()
+        except RuntimeError as error:  # perhaps for want of a graph
+            if is_out_of_memory(error):
+                raise
+            return find()
+
+
+class EqualNoise(TorchDispatchMode):
+    """Inside, random tensors with one entry per sample have the same entries for each, whatever the number of samples.
+
+    So a loss that draws noise (diffusion, variational autoencoders) can be compared between a batch and its parts.
+    Generators start anew, so that what is drawn once for all samples is equal, too.
+
+    Example:
+        >>> with EqualNoise(2):
+        ...     two = torch.randn(2, 3)
+        >>> with EqualNoise(5):
+        ...     five = torch.rand(5), torch.randn(5, 3)
+        >>> torch.equal(two[:1].expand(5, 3), five[1]), len(five[0].unique())
+        (False, 1)
+        >>> torch.equal(two[0], two[1])
+        True
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, num_samples: int | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._num_samples, self._num_drawn = num_samples, 0
+
+    def __enter__(self) -> EqualNoise:
+        random.seed(0)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(0)
+        super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return func(*args, **kwargs)
+        self._num_drawn += 1
+        torch.manual_seed(self._num_drawn)
+        one = [self._of_one(value) for value in args]
+        if all(mine is theirs for mine, theirs in zip(one, args, strict=True)):
+            return func(*args, **kwargs)
+        drawn = func(*one, **kwargs)
+        if not isinstance(drawn, Tensor):
+            return func(*args, **kwargs)
+        assert self._num_samples is not None, "something has one entry per sample"
+        everyone = drawn.expand(self._num_samples, *drawn.shape[1:])
+        return args[0].copy_(everyone) if func._schema.is_mutable else everyone.clone()
+
+    def _of_one(self, value: Any) -> Any:
+        """A size, or a tensor whose size counts, of one sample instead of all."""
+        if isinstance(value, Tensor) and value.dim() and len(value) == self._num_samples:
+            return value[:1].clone()
+        if isinstance(value, list | tuple) and value and value[0] == self._num_samples:
+            return type(value)([1, *value[1:]])
+        return value
+
+
+def _num_samples(batch: Any) -> int | None:
+    try:
+        return batch_size(batch)
+    except UnsplittableBatchError:
+        return None
 
 
 def _loss_in(output: Any) -> Tensor:

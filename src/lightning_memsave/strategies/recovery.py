@@ -62,6 +62,8 @@ class Recovery:
         """The microbatch that the latest batch was cut into; `None`: whole."""
         self.num_recovered = 0
         self.changing: set[str] | None = None
+        self.has_new_regions = False
+        """Whether no batch has gone well since a measure was taken that may be regions."""
         self._num_good = 0
         self._limit_before_growth: float | None = None
         self._latest: Measurement | None = None
@@ -101,6 +103,7 @@ class Recovery:
         taken = self._back_to_what_fitted(batch)
         if taken is None and self._ladder is not None:
             taken = self._ladder.climb(trainer)
+            self.has_new_regions = taken is not None
         if taken is None and can_cut:
             taken = self._halve(batch)
         if taken is None:
@@ -113,6 +116,7 @@ class Recovery:
         """The model refuses the regions that were taken: undo them; `False` if they were not taken here."""
         if self._ladder is None or not self._ladder.withdraw():
             return False
+        self.has_new_regions = False
         _tell("the model cannot be checkpointed that way; run again without.")
         return True
 
@@ -144,6 +148,7 @@ class Recovery:
             device: where it was trained on.
             held_bytes: what was allocated there before it; `None` where that is not known.
         """
+        self.has_new_regions = False
         if self.interval is None or num_parts == 1 or self.limit_elements is None:
             return
         self._num_good += 1

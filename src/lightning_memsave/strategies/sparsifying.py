@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.optimizers import PENDING
 from lightning_memsave.core.report import Applied
 from lightning_memsave.techniques.optimizer_state import is_low_bit
 from lightning_memsave.techniques.sparsity import (
@@ -23,7 +24,7 @@ from lightning_memsave.techniques.sparsity import (
     sparse_layers,
 )
 from lightning_memsave.techniques.sparsity.checkpoints import from_dense_layout, layouts_of, to_dense_layout
-from lightning_memsave.techniques.sparsity.updates import refuse_codes
+from lightning_memsave.techniques.sparsity.updates import refuse_codes, refuse_lost_gradients
 
 
 class Sparsifying:
@@ -74,6 +75,7 @@ class Sparsifying:
                 )
             if self._config.is_updated:
                 refuse_codes(self._config, is_low_bit(optimizer))
+                refuse_lost_gradients(self._config, PENDING in vars(optimizer))
         if not self._config.is_updated:
             return
         num_steps = trainer.estimated_stepping_batches if isinstance(self._config.schedule.until, float) else None

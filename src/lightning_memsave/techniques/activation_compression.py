@@ -27,7 +27,7 @@ and custom functions keep every bit. Noise that a gradient is linear in leaves i
 Sources: Chen et al., "ActNN", 2021 (https://arxiv.org/abs/2104.14129); Liu et al., "GACT", 2022
 (https://arxiv.org/abs/2206.11357) for activations of any network; Chen et al., 2016 (https://arxiv.org/abs/1604.06174),
 section 4.2, for recomputing the cheap half. Different: one vault for all of it, found from the autograd graph; no
-mixed bits per layer; zeros and signs survive coding.
+mixed bits per layer; zeros survive coding, and which elements are positive.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.errors import check_unused, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.selection import is_selected
 from lightning_memsave.core.units import format_bytes
@@ -95,6 +95,8 @@ class ActivationCompression:
             raise setting_error(
                 "ActivationCompression.min_numel", "must be a positive integer", self.min_numel, "The default is 1024."
             )
+        if "offload" not in self.codecs:
+            check_unused(self, "offload_folder", 'the codec "offload"')
         if self.offload_folder is not None and not Path(self.offload_folder).is_dir():
             raise setting_error(
                 "ActivationCompression.offload_folder", "must be an existing folder", self.offload_folder, "Create it."

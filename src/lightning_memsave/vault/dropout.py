@@ -49,10 +49,10 @@ def dropout(call: Call) -> Tensor | None:
     ):
         return None
     mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
-    return _Dropped.apply(x, mask, _scale(p))  # type: ignore[no-any-return, no-untyped-call]
+    return _Dropped.apply(x, mask, scale_of(p))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _scale(p: float) -> float:
+def scale_of(p: float) -> float:
     """1 / (1 - p), rounded where torch rounds: to float32, twice."""
     return _rounded(1 / _rounded(1 - p))
 

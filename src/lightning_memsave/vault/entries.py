@@ -44,6 +44,7 @@ class Entry:
         "_watched",
         "decoded",
         "form",
+        "has_gradient",
         "interval",
         "keeps_sign",
         "need",
@@ -58,6 +59,8 @@ class Entry:
         self._recent = recent
         self.form: Form = Raw(self._watched)
         self.decoded: Tensor | None = None
+        self.has_gradient = tensor.requires_grad
+        """Whether it is a result that is differentiated, and no mask or noise."""
         self.need = Rank.SHAPE
         """The most that any consumer needs."""
         self.interval: tuple[float, float] | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch._dynamo.trace_rules
@@ -49,6 +49,15 @@ def output_of(node: Node, output_nr: int) -> Any:
 def sequence_nr_of(node: Node) -> int:
     """The number of a node: unique among those that one thread made."""
     return node._sequence_nr()
+
+
+@overload
+def signed(number: int) -> int: ...
+@overload
+def signed(number: None) -> None: ...
+def signed(number: int | None) -> int | None:
+    """What a node shows as an unsigned number of 64 bits: a dimension or an index, perhaps from the end."""
+    return number - 2**64 if number is not None and number >= 2**63 else number
 
 
 class Kept:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lightning_memsave.numerics.fakes import is_plain, truth
 from lightning_memsave.vault.entries import Handle
 from lightning_memsave.vault.forms import Rank
-from lightning_memsave.vault.graph import ForeignError, Node, has_hooks, inputs_of, output_of, packed, saved
+from lightning_memsave.vault.graph import ForeignError, Node, has_hooks, inputs_of, output_of, packed, saved, signed
 from lightning_memsave.vault.policy import Call
 
 
@@ -164,18 +164,13 @@ def _viewed(rows: Tensor, node: Node, num_classes: int) -> Tensor | None:
     if node.name() in _VIEWS:
         return rows.reshape(*positions, rows.shape[-1])
     if node.name() == "SliceBackward0":
-        dim, *part = (_signed(saved(node, name)) for name in ("dim", "start", "end", "step"))
+        dim, *part = (signed(saved(node, name)) for name in ("dim", "start", "end", "step"))
         assert dim is not None, "every slice has one"
         return rows[(slice(None),) * (dim % rows.dim()) + (slice(*part),)]
     given, given_nr = inputs_of(node)[0]
     assert given is not None, "the Linear is behind it"
     before = output_of(given, given_nr).dtype
     return rows if torch.promote_types(before, made.dtype) == made.dtype else None  # a copy, or a wider one
-
-
-def _signed(number: int | None) -> int | None:
-    """Nodes tell negative numbers as unsigned ones."""
-    return number - 2**64 if number is not None and number >= 2**63 else number
 
 
 def _leaf(node: Node | None) -> Tensor | None:

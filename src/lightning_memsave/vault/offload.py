@@ -48,8 +48,9 @@ class Offloader:
 
     def _place(self, tensor: Tensor) -> Place:
         if tensor.device.type == "cuda":
-            stream = self._streams.setdefault(tensor.device, Stream(tensor.device))
-            return InHostMemory(tensor, stream)
+            if tensor.device not in self._streams:
+                self._streams[tensor.device] = Stream(tensor.device)
+            return InHostMemory(tensor, self._streams[tensor.device])
         if self._file is None:
             self._file = File(self._folder)
         return InFile(tensor, self._file)

@@ -6,7 +6,11 @@ operation, whatever is nonlinear in what it keeps.
 
 *Lossy* are operations whose gradient is linear in the tensor that they keep, so that unbiased noise there is unbiased
 noise in the gradient (convolution, matmul, multiplication), those that read its sign only, and those whose curvature
-was measured to be harmless (activations, attention, normalisation; `tests/techniques/test_activation_compression.py`).
+was measured to be harmless (activations, normalisation; `tests/techniques/test_activation_compression.py`).
+
+Fused attention needs 8 bits: its backward computes exp(q k - lse) with a log-sum-exp that is exact, so noise of
+variance v in a score makes a probability exp(v / 2) times too large on average. With 4 bits and sharp scores (standard
+deviation 4) gradients would be 1.5 times too long, with 2 bits they would explode; with 8 bits it is 0.1 %.
 
 *Sensitive* are results that appear in their own derivative (softmax, tanh, exp), statistics, and everything that
 carries no gradient (targets, masks, attention's log-sum-exp): kept exactly, whoever keeps them.
@@ -35,11 +39,14 @@ LOSSY = _names(
     __matmul__ __rmatmul__ multi_head_attention_forward scaled_dot_product_attention
     mul mul_ __mul__ __rmul__ __imul__ multiply addcmul square
     batch_norm instance_norm group_norm layer_norm rms_norm
-    relu relu_ leaky_relu leaky_relu_ prelu abs
+    relu relu_ leaky_relu leaky_relu_ prelu
     gelu silu mish elu softplus hardswish glu
     """
 )
 """Functions whose saved tensors may be noisy, where a gradient flows through these."""
+
+NEEDS_8_BITS = _names("multi_head_attention_forward scaled_dot_product_attention")
+"""Of the lossy functions, those that put noise into an exponent."""
 
 SHAPE_ONLY = _names(
     """
@@ -52,8 +59,8 @@ SHAPE_ONLY = _names(
 SIGN_ONLY = _names("relu relu_ leaky_relu leaky_relu_")
 """Functions whose backward compares what they keep with zero."""
 
-KEEPS_SIGN = _names("leaky_relu leaky_relu_ prelu abs")
-"""Functions that may keep negative values, and read signs: a lossy copy must have the same ones."""
+KEEPS_SIGN = _names("leaky_relu leaky_relu_ prelu")
+"""Functions that may keep negative values, and ask which are positive: a lossy copy must have the same ones."""
 
 INTERVAL_ONLY = {"hardtanh": (-1.0, 1.0), "hardtanh_": (-1.0, 1.0), "relu6": (0.0, 6.0)}
 """Functions whose backward asks whether their input lies inside an interval, and its default ends."""
@@ -118,7 +125,7 @@ def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank])
         return Need(Rank.MASK, interval) if all(_is_exact(end, tensor) for end in interval) else Need(Rank.EXACT)
     if _is_sensitive(tensor, node) or not _may_be_lossy(call):
         return Need(Rank.EXACT)
-    return Need(lossy, keeps_sign=call.name in KEEPS_SIGN)
+    return Need(max(lossy, Rank.INT8) if call.name in NEEDS_8_BITS else lossy, keeps_sign=call.name in KEEPS_SIGN)
 
 
 def _is_exact(end: float, tensor: Tensor) -> bool:

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_memsave.numerics import kernels
-from lightning_memsave.vault.graph import Kept, Node, inputs_of, output_of, packed, saved, sequence_nr_of
+from lightning_memsave.vault.dropout import scale_of
+from lightning_memsave.vault.graph import Kept, Node, inputs_of, output_of, packed, saved, sequence_nr_of, signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,8 @@ def _native_dropout(node: Node, output_nr: int, operands: Mapping[int, Any]) -> 
     p, mask = saved(node, "p"), packed(node, "result1")
     if p >= 1 or not isinstance(mask, Kept):
         return None
-    return Rule(lambda x: x * mask.get() * (1.0 / (1.0 - p)), is_linear=True)
+    # The CPU's scale is rounded once, when it multiplies; that of CUDA's kernel as dropout's noise is.
+    return Rule(lambda x: x * mask.get() * (scale_of(p) if x.is_cuda else 1.0 / (1.0 - p)), is_linear=True)
 
 
 def _dropped(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule | None:
@@ -195,18 +197,13 @@ def _view(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule:
 
 
 def _transpose(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule:
-    first, second = _signed(saved(node, "dim0")), _signed(saved(node, "dim1"))
+    first, second = signed(saved(node, "dim0")), signed(saved(node, "dim1"))
     return Rule(lambda x: x.transpose(first, second), is_linear=True)
 
 
 def _permute(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule:
-    dims = tuple(_signed(d) for d in saved(node, "dims"))
+    dims = tuple(signed(d) for d in saved(node, "dims"))
     return Rule(lambda x: x.permute(dims), is_linear=True)
-
-
-def _signed(dim: int) -> int:
-    """Nodes show negative dimensions as unsigned 64-bit integers."""
-    return dim - 2**64 if dim >= 2**63 else dim
 
 
 def _clone(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule:

@@ -319,7 +319,7 @@ class Vault:
         if need == Rank.MASK:
             return forms.Mask.positive(flat) if entry.interval is None else forms.Inside(flat, *entry.interval)
         if need == Rank.EXACT:
-            return forms.TwoValues.of(flat)
+            return None if entry.has_gradient else forms.TwoValues.of(flat)  # which would wait for the device
         if need == Rank.BF16:
             return forms.Cast.of(flat, self.noise.next_seed())
         return forms.Coded.of(flat, need, self.noise.next_seed(), entry.keeps_sign)

@@ -44,7 +44,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.errors import check_unused, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.selection import Selector, as_selectors
 from lightning_memsave.techniques.low_precision.scaling import LossScaling
@@ -108,6 +108,8 @@ class LowPrecision:
             raise setting_error(
                 "LowPrecision.lower_frozen", "needs a format of weights", self.format, 'Use `format="bf16-sr"`.'
             )
+        if self.format != "fp16-scaled":
+            check_unused(self, "initial_scale growth_interval", 'format="fp16-scaled"')
         object.__setattr__(self, "keep_32bit", as_selectors("LowPrecision.keep_32bit", self.keep_32bit))
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memsave.core.optimizers import original
 from lightning_memsave.numerics.fakes import truth
 
 _GROWTH, _BACKOFF = 2.0, 0.5
@@ -41,10 +42,12 @@ class LossScaling:
         """Steps that were skipped since this was made."""
         self._growth_interval, self._num_good = growth_interval, 0
         self._of_gradients: float | None = None
+        self._clipped: dict[Tensor, Tensor] = {}  # what float16 gradients are still to be multiplied by
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call `backward` on."""
         self._of_gradients = self.factor
+        self._clipped.clear()
         return (loss.float() if loss.dtype == torch.float16 else loss) * self.factor
 
     @property
@@ -61,6 +64,13 @@ class LossScaling:
             )
         return self._of_gradients
 
+    def unscaled(self, p: Tensor) -> Tensor:
+        """The gradient of `p`, or of what it is a part of, in float32: without the factor, and clipped."""
+        assert p.grad is not None
+        gradient = p.grad.to(torch.float32, copy=True).div_(self.of_gradients)
+        factor = self._clipped.get(original(p))
+        return gradient if factor is None else gradient.mul_(factor)
+
     def update(self, overflown: bool) -> None:
         """Adapt the factor of the next loss to how this step went."""
         if overflown:
@@ -74,19 +84,24 @@ class LossScaling:
     # ---------------------------------------------------------------- limits are those of gradients without the factor
     @torch.no_grad()
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-        """Scale gradients so that their norm, computed in float32, is at most `max_norm`.
+        """Scale gradients so that their norm, computed in float32, is at most `max_norm`; float16 ones in their step.
 
         Returns:
             The norm before, without the factor of the loss.
         """
+        parameters = [p for p in parameters if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not gradients:
             return torch.zeros(())
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         together = torch.stack([each.to(norms[0].device) for each in norms])
         norm: Tensor = torch.linalg.vector_norm(together) / self.of_gradients
-        for gradient in gradients:
-            gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradient.device))
+        for p, gradient in zip(parameters, gradients, strict=True):
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradient.device)
+            if gradient.dtype == torch.float16:  # the small ones would vanish
+                self._clipped[p] = self._clipped.get(p, 1.0) * factor
+            else:
+                gradient.mul_(factor)
         return norm
 
     @torch.no_grad()
@@ -95,7 +110,8 @@ class LossScaling:
         limit = value * self.of_gradients
         for p in parameters:
             if p.grad is not None:
-                p.grad.copy_(torch.where(p.grad.isfinite(), p.grad.clamp(-limit, limit), p.grad))
+                at_most = limit / float(self._clipped.get(p, 1.0))
+                p.grad.copy_(torch.where(p.grad.isfinite(), p.grad.clamp(-at_most, at_most), p.grad))
 
     # ------------------------------------------------------------------ as torch's GradScaler writes it
     def state_dict(self) -> dict[str, Any]:

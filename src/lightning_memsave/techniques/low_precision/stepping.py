@@ -102,7 +102,7 @@ def _in_float32(plain: Any) -> Any:
                 super().load_state_dict(state_dict)
             for p, state in self.state.items():
                 if p in memory.weights:
-                    _shorten(state, memory)
+                    _shorten(state, memory, p)
             load_counter(self, state_dict)
 
         def __getstate__(self) -> dict[str, Any]:
@@ -123,11 +123,11 @@ def _step_in_float32(
     scaling = memory.weights.scaling
     whole = stand_in(p, memory.weights.whole(p))
     if p.grad is not None:  # else it is in the state already
-        whole.grad = p.grad.float() if scaling is None else p.grad.float().div_(scaling.of_gradients)
+        whole.grad = p.grad.float() if scaling is None else scaling.unscaled(p)
     _lengthen(optimizer.state.get(p, {}))
     with state_moved(optimizer, p, whole):
         step_one(step, optimizer, group, whole)
-    _shorten(optimizer.state.get(p, {}), memory)
+    _shorten(optimizer.state.get(p, {}), memory, p)
     memory.weights.write(p, whole.detach(), memory.num_steps)
 
 
@@ -149,10 +149,12 @@ def _unscale(weights: Weights, groups: list[dict[str, Any]]) -> bool:
 
 
 # SGD's momentum is of the size of gradients, and as short as they are. Squares of them would leave float16's range.
-def _shorten(state: dict[str, Any], memory: _Memory) -> None:
+# Rounded stochastically: to the nearest, a small one would never decay. What float16 has already stays as it is.
+def _shorten(state: dict[str, Any], memory: _Memory, p: Tensor) -> None:
     momentum = state.get("momentum_buffer")
     if memory.weights.scaling is not None and memory.plain_class is torch.optim.SGD and momentum is not None:
-        state["momentum_buffer"] = momentum.clamp(-_LARGEST, _LARGEST).half()
+        within = momentum.clamp(-_LARGEST, _LARGEST)
+        state["momentum_buffer"] = memory.weights.rounded(p, within, memory.num_steps, draw=1)
 
 
 def _lengthen(state: dict[str, Any]) -> None:

@@ -139,16 +139,23 @@ class Weights:
             return  # it has been changed in place
         correction = self._correction(p)
         if correction is None:
-            seed = mix(mix(mix(self._seed & 0xFFFFFFFF) ^ (num_steps & 0xFFFFFFFF)) ^ self._places[original(p)].index)
-            if start := span_of(p).start:
-                seed = mix(seed ^ start)
-            to_nearby = round_to_bfloat16 if self.format.dtype == torch.bfloat16 else round_to_float16
-            rounded = to_nearby(whole.reshape(-1), seed)
-            p.copy_(whole if rounded is None else rounded.view(whole.shape))  # not finite: nothing to be exact about
+            p.copy_(self.rounded(p, whole, num_steps))
         else:
             rounded, latest = split(whole, correction.dtype)
             p.copy_(rounded)
             correction.copy_(latest)
+
+    def rounded(self, p: Tensor, whole: Tensor, num_steps: int, draw: int = 0) -> Tensor:
+        """`whole`, which is of `p` or its gradient's size, in 16 bits; `draw` tells several of one step apart."""
+        seed = mix(mix(mix(self._seed & 0xFFFFFFFF) ^ (num_steps & 0xFFFFFFFF)) ^ self._places[original(p)].index)
+        if start := span_of(p).start:
+            seed = mix(seed ^ start)
+        if draw:
+            seed = mix(seed ^ draw)
+        to_nearby = round_to_bfloat16 if self.format.dtype == torch.bfloat16 else round_to_float16
+        found = to_nearby(whole.reshape(-1), seed)
+        # Not finite: nothing to be exact about.
+        return whole.to(self.format.dtype) if found is None else found.view(whole.shape)
 
     @property
     def scaling_now(self) -> LossScaling | None:

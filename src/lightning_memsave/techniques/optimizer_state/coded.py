@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.optimizers import (
     PENDING,
+    SCALES_ITSELF,
     Counts,
     MadeClass,
     bare_step,
@@ -64,6 +65,8 @@ class Memory(Counts):
     is_compact: bool
     """Whether checkpoints have codes instead of float32 moments."""
     numbers: dict[Tensor, int]
+    scales_itself: Any = None
+    """What the plain class says to a GradScaler, where steps need gradients as they are."""
     last_number: int = -1
     order: list[Tensor] = field(default_factory=list)
 
@@ -165,6 +168,8 @@ def become_coded(
         numbers={p: number for number, p in enumerate(parameters)},
         order=parameters,
     )
+    if state_format in projection.METHODS:  # they read gradients outside of the fused step
+        memory.scales_itself = vars(optimizer).pop(SCALES_ITSELF, None)
     change_class(optimizer, _class_coded(plain_class))
     vars(optimizer)[MEMORY] = memory
     for p, state in optimizer.state.items():
@@ -186,6 +191,8 @@ def leave_coded(optimizer: torch.optim.Optimizer) -> None:
             state[name] = _decoded(memory, name, value, p)
     del vars(optimizer)[MEMORY]
     vars(optimizer).pop(PENDING, None)
+    if memory.scales_itself is not None:
+        vars(optimizer)[SCALES_ITSELF] = memory.scales_itself
     change_class(optimizer, memory.plain_class)
 
 
@@ -287,13 +294,15 @@ def _to_disk(optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[st
 
 def _from_disk(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     memory, side = memory_of(optimizer), state_dict.get(layout.SIDE_KEY, {})
+    betas = layout.second_betas(optimizer.param_groups)
     for number, p in layout.numbered(optimizer, state_dict).items():
         if saved := state_dict["state"].get(number):
             read = functools.partial(layout.read, memory.format_of(p), p=p, means=side.get("means", {}).get(number, {}))
-            plain = layout.plain_state(saved, p.shape)
+            plain = layout.plain_state(saved, p.shape, betas.get(p))
             state = {name: read(name, value) for name, value in plain.items()}
             load_state(optimizer, p, state)
             optimizer.state[p] = state
+    layout.move_counts(optimizer)
     memory.num_steps = side.get("num_steps", memory.num_steps)
     if PENDING in vars(optimizer):
         known = {number: p for p, number in memory.numbers.items()}

@@ -130,9 +130,10 @@ def from_plain(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) 
     by_number = layout.numbered(optimizer, state_dict)
     for saved, group in zip(layout.groups_for(optimizer, state_dict), optimizer.param_groups, strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
-    saved_state = state_dict["state"].items()
+    betas = layout.second_betas(optimizer.param_groups)
+    own = {by_number[number]: state for number, state in state_dict["state"].items()}
     load_plain_state(
         optimizer,
-        {by_number[number]: layout.plain_state(state, by_number[number].shape) for number, state in saved_state},
+        {p: layout.plain_state(state, p.shape, betas.get(p)) for p, state in own.items()},
         {by_number[number]: scales for number, scales in side["absmax"].items()},
     )

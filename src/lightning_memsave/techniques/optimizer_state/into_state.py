@@ -115,7 +115,7 @@ def _add(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, n
     else:
         first, second = moments.values()
         _add_to_moments(first, second, gradient, group, is_first)
-        state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        state.setdefault("step", torch.zeros((), dtype=torch.float32, device=p.device if group.get("fused") else "cpu"))
     noise = memory.noise_of(p, now.num_parts)
     for name, moment in moments.items():
         state[name] = put_back(memory.format_of(p), before.get(name), name, moment, p.shape, noise)

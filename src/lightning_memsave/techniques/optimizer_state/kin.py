@@ -14,9 +14,18 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.core.optimizers import IN_BACKWARD, MadeClass, change_class, check_latest, original
+from lightning_memsave.core.optimizers import (
+    IN_BACKWARD,
+    SCALES_ITSELF,
+    MadeClass,
+    change_class,
+    check_latest,
+    original,
+)
 
 MEMORY = "_memsave_8bit"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MAX_NUMEL = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +44,8 @@ class Kin:
     """Whether the plain optimizer keeps a step count in its state."""
     paged_name: str | None = None
     """The class in `bitsandbytes.optim` with paged state."""
+    has_bfloat16: bool = True
+    """Whether CUDA has a kernel for bfloat16 parameters whose state stays at 32 bits."""
 
 
 def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
@@ -55,6 +66,7 @@ KINS: Mapping[str, Kin] = {
         betas=lambda group: (float(group["momentum"]), float(group["dampening"])),
         required={**_COMMON, "nesterov": _OFF, "dampening": _OFF},
         has_step=False,
+        has_bfloat16=False,
     ),
     "Lion": Kin(
         class_name="Lion8bit",
@@ -69,12 +81,14 @@ KINS: Mapping[str, Kin] = {
         moments=("square_avg",),
         betas=lambda group: (float(group["alpha"]), 0.0),
         required={**_COMMON, "momentum": _OFF, "centered": _OFF},
+        has_bfloat16=False,
     ),
     "Adagrad": Kin(
         class_name="Adagrad8bit",
         moments=("sum",),
         betas=lambda group: (0.0, 0.0),
         required={**_COMMON, "lr_decay": _OFF},
+        has_bfloat16=False,
     ),
     "LAMB": Kin(
         class_name="LAMB8bit",
@@ -112,13 +126,8 @@ def find_kin(optimizer: torch.optim.Optimizer) -> Kin:
                     value,
                     f"Use `{key}={neutral[0]}`, or `optimizer_state=False`.",
                 )
-        if any(p.is_complex() for p in group["params"]):
-            raise setting_error(
-                "optimizer_state",
-                "of bitsandbytes has no complex parameters",
-                "complex",
-                'Use `OptimizerState(backend="own")`, which keeps their state as it is.',
-            )
+        for p in group["params"]:
+            _check_parameter(p, name, kin)
         if name == "Adam" and group["weight_decay"] and not group.get("decoupled_weight_decay"):
             raise setting_error(
                 "optimizer_state",
@@ -134,6 +143,21 @@ def find_kin(optimizer: torch.optim.Optimizer) -> Kin:
                 "Use `optimizer_state=False`.",
             )
     return kin
+
+
+def _check_parameter(p: Tensor, name: str, kin: Kin) -> None:
+    if p.dtype not in _DTYPES or (p.is_cuda and p.dtype == torch.bfloat16 and not kin.has_bfloat16):
+        found = f"{p.dtype} under {name} on {p.device.type}"
+    elif p.numel() > _MAX_NUMEL:
+        found = f"{p.numel()} elements"
+    else:
+        return
+    raise setting_error(
+        "optimizer_state",
+        "of bitsandbytes has no kernel for such a parameter",
+        found,
+        'Use `OptimizerState(backend="own")`.',
+    )
 
 
 def check_paged(optimizer: torch.optim.Optimizer) -> None:
@@ -171,6 +195,8 @@ class Memory:
     plain_class: type[torch.optim.Optimizer]
     plain_attributes: frozenset[str]
     kept: set[Tensor]
+    scales_itself: Any = None
+    """What the plain class says to a GradScaler; bitsandbytes' steps take gradients as they are."""
     is_paged: bool = False
     is_compact: bool = False
     """Whether checkpoints have codes instead of float32 moments."""
@@ -213,6 +239,11 @@ def _class_8bit(class_name: str) -> Any:
             "skip_zeros": False,
         }
 
+    def get_state_buffer(self: Any, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Contiguous where the parameter is not (channels last): kernels walk the memory in that order."""
+        made: Tensor = base.get_state_buffer(self, p, dtype)
+        return made.contiguous()
+
     def getstate(self: Any) -> dict[str, Any]:
         """For copies: what torch copies of an optimizer, and what makes this one an 8-bit one."""
         own = vars(self).keys() - memory_of(self).plain_attributes - {"step", IN_BACKWARD}
@@ -233,6 +264,7 @@ def _class_8bit(class_name: str) -> Any:
         "made_from": class_name,
         "memory_name": MEMORY,
         "get_config": get_config,
+        "get_state_buffer": get_state_buffer,
         "state_dict": state_dict,
         "load_state_dict": load_state_dict,
         "__getstate__": getstate,
@@ -282,12 +314,16 @@ def become_8bit(
     placeholder = torch.nn.Parameter(torch.zeros(1))
     arguments = {"momentum": 0.9} if kin.class_name == "SGD8bit" else {}
     donor = kin_class([placeholder], lr=1e-3, **arguments)
+    if kin.class_name == "LAMB8bit":  # for which CUDA has no kernel of 8 bits; what `_lamb_step` takes is Adam's
+        donor.optimizer_name = "adam"
+    scales_itself = vars(optimizer).pop(SCALES_ITSELF, None)
     plain_attributes = frozenset(vars(optimizer))
     plain_state = dict(optimizer.state)
     memory = Memory(
         plain_class=type(optimizer),
         plain_attributes=plain_attributes,
         kept=kept,
+        scales_itself=scales_itself,
         is_paged=is_paged,
         is_compact=is_compact,
     )
@@ -304,16 +340,20 @@ def become_plain(optimizer: torch.optim.Optimizer) -> None:
         RuntimeError: the optimizer was changed again since.
     """
     from lightning_memsave.techniques.optimizer_state.conversion import plain_state
+    from lightning_memsave.techniques.optimizer_state.layout import move_counts
 
     check_latest(optimizer, MEMORY)
     memory = memory_of(optimizer)
     # In the dtype of the parameter, as the plain optimizer would hold it.
     state = {
-        p: {name: value if name == "step" else value.to(p.dtype) for name, value in moments.items()}
+        p: {name: value if name == "step" else value.to(p.device, p.dtype) for name, value in moments.items()}
         for p, moments in plain_state(optimizer).items()
     }
     change_class(optimizer, memory.plain_class)
     for name in vars(optimizer).keys() - memory.plain_attributes - {"step", "_opt_called"}:
         del vars(optimizer)[name]
+    if memory.scales_itself is not None:
+        vars(optimizer)[SCALES_ITSELF] = memory.scales_itself
     optimizer.state.clear()
     optimizer.state.update(state)
+    move_counts(optimizer)

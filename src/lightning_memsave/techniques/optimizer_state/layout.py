@@ -18,7 +18,7 @@ moments that are zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -119,6 +119,15 @@ def _to(value: Tensor, p: Tensor) -> Tensor:
     return value.to(device, p.dtype if is_moment else value.dtype, copy=True)
 
 
+def move_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Counts of steps to the device of their parameter where fused kernels read them, as torch does on loading."""
+    for group in optimizer.param_groups:
+        for p in group["params"] if group.get("fused") else ():
+            state = optimizer.state.get(p, {})
+            if isinstance(count := state.get("step"), Tensor):
+                state["step"] = count.to(p.device, torch.float32)
+
+
 def decoded(value: Any) -> Any:
     """The float32 moment that a compact entry stands for; anything else as it is."""
     if not isinstance(value, Mapping) or "layout" not in value:
@@ -132,8 +141,18 @@ def decoded(value: Any) -> Any:
     return dequantize_from_map(value["codes"], value["map"].float(), value["absmax"], *bits).view(shape)
 
 
-def plain_state(state: Mapping[str, Any], shape: torch.Size) -> Mapping[str, Any]:
-    """A parameter's state of `torch.optim.Adafactor` as Adam's; any other as it is."""
+def second_betas(groups: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
+    """Adam's second beta by parameter, or by its number in a checkpoint."""
+    return {p: float(group["betas"][1]) for group in groups if "betas" in group for p in group["params"]}
+
+
+def _correction(state: Mapping[str, Any], beta: float | None) -> float:
+    """What Adam's second moment lacks of a mean of squares; Adafactor's is one from the first step on."""
+    return 1.0 if beta is None else 1.0 - beta ** max(1.0, float(state["step"]))
+
+
+def plain_state(state: Mapping[str, Any], shape: torch.Size, beta: float | None = None) -> Mapping[str, Any]:
+    """A parameter's state of `torch.optim.Adafactor` as Adam's with this second beta; any other as it is."""
     if "row_var" not in state and "variance" not in state:
         return state
     if "variance" in state:
@@ -141,14 +160,15 @@ def plain_state(state: Mapping[str, Any], shape: torch.Size) -> Mapping[str, Any
     else:
         rows, columns = state["row_var"].float(), state["col_var"].float()  # [..., N, 1], [..., 1, M]
         second = rows @ columns / rows.mean(-2, keepdim=True).clamp_min(1e-30)
-    return {"step": state["step"], "exp_avg": torch.zeros_like(second), "exp_avg_sq": second.view(shape)}
+    second = second.view(shape) * _correction(state, beta)
+    return {"step": state["step"], "exp_avg": torch.zeros_like(second), "exp_avg_sq": second}
 
 
-def factored_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A parameter's state of Adam as that of `torch.optim.Adafactor`, which keeps no first moment."""
+def factored_state(state: Mapping[str, Any], beta: float | None) -> Mapping[str, Any]:
+    """A parameter's state of Adam, with its second beta, as that of `torch.optim.Adafactor`: no first moment."""
     if "exp_avg_sq" not in state:
         return state
-    second = decoded(state["exp_avg_sq"])
+    second = decoded(state["exp_avg_sq"]) / _correction(state, beta)
     step = torch.as_tensor(state["step"], dtype=torch.float32)
     if second.dim() < 2:
         return {"step": step, "variance": second}
@@ -157,7 +177,8 @@ def factored_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def for_adafactor(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict of Adam as that of `optimizer`, a `torch.optim.Adafactor`; its own as it is."""
-    state = {number: factored_state(values) for number, values in state_dict["state"].items()}
+    betas = second_betas(state_dict["param_groups"])
+    state = {number: factored_state(values, betas.get(number)) for number, values in state_dict["state"].items()}
     return {**state_dict, "state": state, "param_groups": groups_for(optimizer, state_dict)}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.errors import check_unused, setting_error
 from lightning_memsave.core.selection import Selector, as_selectors
 
 Format = Literal["8bit", "4bit", "fp8", "factored", "4bit-factored", "lowrank", "apollo", "offload", "paged", "32bit"]
@@ -60,6 +60,10 @@ class OptimizerState:
             raise setting_error("OptimizerState.min_size", "must not be negative", self.min_size, "Use 0 for all.")
         if self.rank < 1:
             raise setting_error("OptimizerState.rank", "must be positive", self.rank, "The default is 128.")
+        if self.format not in ("lowrank", "apollo"):
+            check_unused(self, "rank", 'format="lowrank" or "apollo"')
+        if self.format in ("lowrank", "apollo", "offload", "paged", "32bit"):
+            check_unused(self, "checkpoint", "formats of codes or means")
 
     def _check_pairs(self) -> None:
         if self.format == "32bit" and self.gradients == "keep":

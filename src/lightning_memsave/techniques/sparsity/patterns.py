@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.selection import Selector, is_selected
-from lightning_memsave.numerics.fakes import is_plain
+from lightning_memsave.numerics.fakes import is_plain, truth
 
 _KINDS = (
     nn.Linear,
@@ -180,19 +180,37 @@ def choose_positions(
 ) -> dict[str, Tensor]:
     """The positions of the values that live, ascending in each flat weight.
 
-    A model, or without `"global"` a layer, that is as sparse already keeps what it has, and draws the rest.
+    A model, or without `"global"` a layer, that is as sparse already keeps what it has, and draws the rest. Layers that
+    start with the same values, as an average of weights does, have the same positions.
     """
     num_nonzero = {name: int(weight.count_nonzero()) for name, weight in weights.items()}
+    first = _first_alike(weights, num_nonzero)
     if distribution == "global":
         total = max(1, round(density * sum(weight.numel() for weight in weights.values())))
         is_sparse = sum(num_nonzero.values()) <= total
-        return best_of_all({name: _scores(name, w, initial, seed, is_sparse) for name, w in weights.items()}, total)
+        return best_of_all(
+            {name: _scores(first[name], w, initial, seed, is_sparse) for name, w in weights.items()}, total
+        )
     counts = count_live({name: weight.shape for name, weight in weights.items()}, density, distribution)
     chosen = {}
     for name, weight in weights.items():
-        scores = _scores(name, weight, initial, seed, num_nonzero[name] <= counts[name])
+        scores = _scores(first[name], weight, initial, seed, num_nonzero[name] <= counts[name])
         chosen[name] = best(scores, counts[name]) if group is None else _best_of_groups(scores, group)
     return chosen
+
+
+def _first_alike(weights: Weights, num_nonzero: Mapping[str, int]) -> dict[str, str]:
+    """For each layer the first one with the same values, if they are not all zero."""
+    first: dict[str, str] = {}
+    seen: dict[tuple[torch.Size, int], list[str]] = {}
+    for name, weight in weights.items():
+        alike = seen.setdefault((weight.shape, num_nonzero[name]), [])
+        others = alike if num_nonzero[name] else ()
+        found = (other for other in others if truth((weights[other].to(weight.device) == weight).all(), False))
+        first[name] = next(found, name)
+        if first[name] == name:
+            alike.append(name)
+    return first
 
 
 def _scores(name: str, weight: Tensor, initial: str, seed: int, is_sparse: bool) -> Tensor:

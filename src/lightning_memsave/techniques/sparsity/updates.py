@@ -221,6 +221,17 @@ def refuse_codes(config: Sparsity, is_low_bit: bool) -> None:
         )
 
 
+def refuse_lost_gradients(config: Sparsity, are_lost: bool) -> None:
+    """Raise `ValueError` where each backward frees gradients, of which growth would see the last one alone."""
+    if are_lost and config.method == "rigl":
+        raise setting_error(
+            "Sparsity.method",
+            'cannot add gradients up where each backward frees them (`gradients="into-state"`)',
+            config.method,
+            'Use `OptimizerState(gradients="keep")`, or `method="set"`.',
+        )
+
+
 def _is_code(moment: Any) -> bool:
     if isinstance(moment, Tensor):
         return moment.dtype == torch.uint8
