@@ -4,6 +4,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
@@ -514,3 +515,14 @@ def test_post_accumulate_hooks_run_with_the_gradient_in_place():
     (parameter * 2).sum().backward()
     handle.remove()
     assert seen == [True]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_higher_order_operators_are_operations():
+    """Dispatch modes that do not say that they know them make torch raise."""
+    q = torch.randn(1, 2, 16, 8)
+    with Ledger() as ledger:
+        out = flex_attention(q, q, q)
+        chosen = torch.cond(q.sum() > 0, lambda x: x + 1, lambda x: x - 1, (q,))
+    assert ledger.measurement.peak_bytes >= out.nbytes + chosen.nbytes
+    assert torch.allclose(out, nn.functional.scaled_dot_product_attention(q, q, q), atol=1e-5)

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from lightning_memsave.core.report import CATEGORIES, MemoryReport
 from lightning_memsave.memory import Ledger, Meter
 from lightning_memsave.memory import meter as meter_module
+from lightning_memsave.memory.allocator import AllocatorBytes
+from lightning_memsave.memory.meter import stop_measuring
 from tests.memory.test_allocator import fake_device  # noqa: F401  # a fixture
 
 CPU = torch.device("cpu")
@@ -365,3 +367,69 @@ def test_workspace_is_that_of_the_batch_that_was_measured():
 def test_workspace_needs_two_steps_between_measured_ones(every):
     with pytest.raises(ValueError, match=f"`every` must be 3 or more with `workspace=True`, got {every}"):
         Meter(every, workspace=True)
+
+
+# ---------------------------------------------------------------------------------------------- accelerators
+def test_compiled_code_is_measured_by_the_allocator_where_it_counts(monkeypatch):
+    """Under the ledger it would run eagerly, and take what eager code takes."""
+    peak = AllocatorBytes(allocated_bytes=5000, reserved_bytes=9000)
+    monkeypatch.setattr(meter_module.allocator, "counts_peaks", lambda device: True)
+    monkeypatch.setattr(meter_module.allocator, "reset_peak", lambda device: None)
+    monkeypatch.setattr(meter_module.allocator, "read_peak", lambda device: peak)
+    compiled = torch.compile(nn.Linear(8, 8), backend=CompileCounter())
+    for model, flag in ((compiled, False), (nn.Linear(8, 8), True)):
+        meter = Meter()
+        for step in range(1, 4):
+            meter.begin(model, [], torch.zeros(4), CPU, is_compiled=flag)
+            assert _get_current_dispatch_mode_stack() == []
+            assert (meter.end() is None) is (step == 1)
+        assert meter.report().peak_bytes == 5000
+        assert meter.report().by_category == {
+            **dict.fromkeys(CATEGORIES, 0),
+            "weights": 288,
+            "data": 16,
+            "activations": 5000 - 304,
+        }
+    meter = Meter()
+    run = Run(meter)
+    assert run.step() is None
+    assert run.step(30).by_category["temporary"] == 5000 - run.base
+
+
+def test_time_on_a_device_is_between_marks_in_its_own_work(monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, device, enable_timing):
+            assert enable_timing
+            self.name = f"event {len(log)}"
+            log.append(self.name)
+
+        def record(self):
+            log.append(f"record {self.name}")
+
+        def synchronize(self):
+            log.append(f"wait for {self.name}")
+
+        def elapsed_time(self, end):
+            return 1500.0  # milliseconds
+
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    stop = meter_module._stopwatch(torch.device("cuda", 0))
+    read = stop()
+    assert log == ["event 0", "event 1", "record event 0", "record event 1"]
+    assert read() == 1.5
+    assert log[-1] == "wait for event 1"
+
+
+def test_measuring_can_be_stopped_from_elsewhere():
+    meter = Meter(every=1)
+    run = Run(meter)
+    run.step()
+    assert not stop_measuring()
+    meter.begin(run.model, run.optimizers, run.batch, CPU)
+    assert stop_measuring()
+    assert _get_current_dispatch_mode_stack() == []
+    assert meter.end() is None
+    assert not stop_measuring()

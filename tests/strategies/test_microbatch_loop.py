@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import random
 import warnings
 import weakref
 from collections import namedtuple
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -200,6 +202,45 @@ def test_in_batch_negatives_are_detected_and_run_whole():
         plain, ours = both(Contrastive(), batches(), memsave)
     assert_same_run(plain, ours, 0.0)
     assert memsave.report.microbatch_size is None
+
+
+@pytest.mark.parametrize("draws", ["like", "size", "in place", "numbers"])
+def test_a_loss_that_draws_noise_is_known_for_a_mean(draws):
+    """As in diffusion and variational autoencoders; what is drawn differs from that of the whole batch."""
+
+    class Noisy(Module):
+        def training_step(self, batch, batch_idx):
+            x, _ = unpack(batch)
+            noise = {
+                "like": lambda: torch.randn_like(x),
+                "size": lambda: torch.rand(len(x), 1) * torch.randint(1, 9, (len(x), 1)),
+                "in place": lambda: torch.empty(x.shape).normal_(),
+                "numbers": lambda: random.random() + np.random.rand(),  # noqa: NPY002  # as mixup does,
+            }[draws]()
+            return (self.net(x) - self.net(x + noise)).square().mean()
+
+    memsave = MemSave(microbatch=3)
+    state = random.getstate()
+    both(Noisy(), batches(), memsave)
+    assert "(mean loss)" in memsave.report.applied[1].summary
+    assert memsave.report.microbatch_size == 3
+    random.setstate(state)
+
+
+def test_a_loss_that_takes_gradients_is_known_for_a_mean():
+    """As in networks of energies and forces, and in gradient penalties."""
+
+    class Forces(Module):
+        def training_step(self, batch, batch_idx):
+            x = unpack(batch)[0].clone().requires_grad_()
+            energy = self.net(x).sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+            return force.square().mean()
+
+    memsave = MemSave(microbatch=3)
+    plain, ours = both(Forces(), batches(), memsave)
+    assert_same_run(plain, ours, EXACT)
+    assert "(mean loss)" in memsave.report.applied[1].summary
 
 
 def test_an_ambiguous_batch_runs_whole_or_is_cut_by_split_fn():

@@ -9,10 +9,11 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
-from lightning_memsave import MemSave, Microbatching
+from lightning_memsave import Ledger, MemSave, Microbatching
 from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.strategies.out_of_memory import OutOfMeasuresError
 from tests.strategies.recovery_runs import Deterministic, limited, train
@@ -139,13 +140,29 @@ def test_an_error_of_the_users_comes_again_without_regions():
             self.blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
 
         def training_step(self, batch, batch_idx):
-            z = self.hungry(self.blocks(batch[0] * 1))
-            if len(self.hungry.tried) > 1:
+            z = self.blocks(batch[0] * 1)
+            if len(self.hungry.tried) == 2:  # with regions now
                 raise KeyError("the user's")
-            return z.square().mean()
+            return self.hungry(z).square().mean()
 
     with pytest.raises(KeyError, match="the user's"):
         train(limited(Raises), MemSave())
+
+
+def test_a_step_that_only_fails_under_the_ledger_is_run_again_without_it():
+    class FailsWhenMeasured(Deterministic):
+        def training_step(self, batch, batch_idx):
+            if any(isinstance(mode, Ledger) for mode in _get_current_dispatch_mode_stack()):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().training_step(batch, batch_idx)
+
+    module, plain, memsave = limited(FailsWhenMeasured, 10**9), limited(Deterministic, 10**9), MemSave()
+    train(module, memsave)
+    train(plain, MemSave())
+    assert memsave.report.num_oom_recovered == 2  # steps 2 and 3
+    assert memsave.report.num_steps_measured == 0
+    assert memsave.report.microbatch_size is None
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
 
 
 def test_large_containers_are_not_copied_but_changes_are_final():

@@ -407,7 +407,7 @@ def test_settings_without_a_kin_are_refused(build, word):
 def test_parameters_without_a_kernel_are_refused(build):
     """bitsandbytes has none for float64, and for bfloat16 beside a 32-bit momentum none on CUDA."""
     model = big_model(torch.float64)
-    with pytest.raises(ValueError, match='float64 .* on cpu.*backend="own"'):
+    with pytest.raises(ValueError, match=r'float64 .* on cpu.*backend="own"'):
         apply_optimizer_state(build(list(model.parameters())), CONFIG, model)
     with FakeTensorMode():
         p = nn.Parameter(torch.empty(8, device="cuda", dtype=torch.bfloat16))

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_memsave import Ledger, Sparsity, apply_sparsity
 from lightning_memsave.demo.model import WideResNet
@@ -209,3 +210,37 @@ def test_an_embedding_with_a_forward_of_its_own_sees_its_whole_weight():
     dense.load_state_dict(sparse.state_dict())
     ids = torch.arange(9)
     assert torch.equal(sparse(ids), dense(ids))
+
+
+def test_an_average_of_the_weights_has_their_pattern():
+    """`update_parameters` goes by the order of parameters; positions by name would average other weights."""
+
+    class Averaged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = small()
+            self.average = AveragedModel(self.net)
+
+    torch.manual_seed(0)
+    model = Averaged()
+    apply_sparsity(model, Sparsity(sparsity=0.75, min_size=0))
+    model.average.update_parameters(model.net)
+    with torch.no_grad():
+        for p in model.net.parameters():
+            p.add_(torch.randn_like(p))
+    model.average.update_parameters(model.net)
+    patterns = {name: layer.values_index for name, layer in sparse_layers(model).items()}
+    assert len(patterns) >= 2
+    for name in patterns:
+        if name.startswith("net."):
+            assert torch.equal(patterns[name], patterns[name.replace("net.", "average.module.")])
+    ours, expected = (dict(m.named_parameters()) for m in (model.average.module, model.net))
+    assert ours.keys() == expected.keys()
+
+
+def test_layers_that_start_at_zero_have_patterns_of_their_own():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    for layer in model:
+        nn.init.zeros_(layer.weight)
+    apply_sparsity(model, Sparsity(sparsity=0.75))
+    assert not torch.equal(model[0].values_index, model[1].values_index)

@@ -22,6 +22,7 @@ from lightning_memsave.memory.predict import Prediction
 from lightning_memsave.memory.snapshot import Snapshot
 from lightning_memsave.reporting.findings import growth_text, miss_text, post_mortem_text
 from lightning_memsave.reporting.loggers import log_config, log_metrics, log_summary
+from lightning_memsave.strategies.namespaces import is_compiled
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
 from lightning_memsave.techniques.microbatching.split import UnsplittableBatchError, batch_size
 
@@ -164,6 +165,7 @@ class MemoryMonitor(Callback):
                 strategy.root_device,
                 num_updates=trainer.global_step,
                 num_samples=_num_samples(batch),
+                is_compiled=is_compiled(pl_module),
             )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -3,7 +3,8 @@
 Tracking costs some tens of microseconds per operation, so it runs on steps 2 and 3 and every `every`-th. A step is what
 lies between two optimizer steps: with gradient accumulation, several batches. The first step is never tracked: it
 creates state (optimizers, caches, compiled code) that the later ones start with. While a step is tracked,
-`torch.compile`d regions run eagerly.
+`torch.compile`d regions run eagerly; where an allocator counts peaks, such a step is not tracked at all: the peak is
+the allocator's, of the compiled code, and what was not there before the step goes under `activations`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -21,6 +23,7 @@ from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.memory import allocator
 from lightning_memsave.memory.ledger import Ledger, Measurement
 from lightning_memsave.memory.verify import AllocationProfile
+from lightning_memsave.vault.compiled import compiled_regions
 
 _FIRST_MEASURED = (2, 3)
 _LONGEST_STEP = 256  # batches
@@ -42,6 +45,7 @@ class Meter:
         self.every = every
         self._workspace = workspace
         self._ledger: Ledger | None = None
+        self._held: Measurement | None = None  # when the step began, if it is left to the allocator
         self._profile: AllocationProfile | None = None
         self._warm_profile: AllocationProfile | None = None  # of the step before the one that counts
         self._profile_next: Measurement | None = None
@@ -51,9 +55,9 @@ class Meter:
         self._num_steps = 0
         self._num_updates: int | None = None
         self._num_batches_in_step = 0
-        self._began_seconds: float | None = None
+        self._stop: Callable[[], Seconds] | None = None  # of this batch's stopwatch
         self._is_timed = True  # nothing is measured in this step
-        self._batches: list[tuple[float, int | None]] = []  # seconds and samples, of this step
+        self._batches: list[tuple[Seconds, int | None]] = []  # seconds and samples, of this step
         self._seconds: list[float] = []
         self._num_samples: int | None = None
         self._num_samples_of: list[int | None] = []  # of the steps in `_seconds`
@@ -72,6 +76,7 @@ class Meter:
         device: torch.device,
         num_updates: int | None = None,
         num_samples: int | None = None,
+        is_compiled: bool = False,
     ) -> None:
         """Start a batch; enters the ledger when its step is to be measured.
 
@@ -83,9 +88,10 @@ class Meter:
             num_updates: how often optimizers have stepped so far. Batches between two updates are one step; by default
                 each batch is.
             num_samples: in the batch, for the samples per second.
+            is_compiled: whether the model runs compiled in a way that it does not show itself.
         """
         self.abandon()  # a batch that Lightning skipped has had no end
-        self._is_timed &= self._began_seconds is None
+        self._is_timed &= self._stop is None
         self._num_batches_in_step += 1
         is_new = num_updates is None or num_updates != self._num_updates
         if is_new:
@@ -101,8 +107,15 @@ class Meter:
         )
         if self._is_scheduled or self._num_steps <= self._measured_until:
             self.close()
-            self._ledger = Ledger(device).watching(model, optimizers, batch)
-            self._ledger.__enter__()
+            ledger = Ledger(device).watching(model, optimizers, batch)
+            if allocator.counts_peaks(device) and (is_compiled or any(compiled_regions(model))):
+                with ledger:
+                    pass
+                self._held = ledger.measurement
+            else:
+                ledger.__enter__()
+                self._ledger = ledger
+                _measuring.add(self)
         elif self._warm_profile is not None:
             self._profile, self._warm_profile = self._warm_profile, None
             self._profile.mark()
@@ -110,7 +123,7 @@ class Meter:
             self._warm_profile = AllocationProfile()
             self._warm_profile.__enter__()
         self._num_samples = num_samples
-        self._began_seconds = time.perf_counter()
+        self._stop = _stopwatch(device)
 
     @property
     def _is_before_its_like(self) -> bool:
@@ -120,7 +133,7 @@ class Meter:
     def _end_step(self) -> None:
         if self._is_timed and self._num_steps > 1 and self._batches:
             seconds, num_samples = zip(*self._batches, strict=True)
-            self._seconds.append(sum(seconds))
+            self._seconds.append(sum(taken() for taken in seconds))
             self._num_samples_of.append(None if None in num_samples else sum(num_samples))
         self._is_timed, self._batches = True, []
 
@@ -145,17 +158,16 @@ class Meter:
         That is `None` for a step that was not tracked, unless an allocator shows that it went beyond the highest peak.
         """
         self.tracked = None
-        if self._began_seconds is None:
+        if self._stop is None:
             return None
-        seconds, self._began_seconds = time.perf_counter() - self._began_seconds, None
+        seconds, self._stop = self._stop(), None
         allocated = allocator.read_peak(self._device)
         profiled, expected = self._profile, self._profile_next
-        tracked = self.abandon()
+        rest, held = ("temporary", None) if self._held is None else ("activations", self._held)
+        tracked = self.abandon() or held
         if tracked is not None:
-            self.tracked = _with_allocator(tracked, allocated)
-        if profiled is not None and expected is not None:
-            found = expected.held_bytes + profiled.peak_bytes - expected.peak_bytes
-            self._workspace_bytes = max(self._workspace_bytes or 0, found)
+            self.tracked = _with_allocator(tracked, allocated, rest)
+        self._note_workspace(profiled, expected)
         if tracked is not None:
             self._profile_next = dataclasses.replace(tracked, survivors=())
             self._profile_place = self._num_batches_in_step % (_LONGEST_STEP + 1)
@@ -164,8 +176,8 @@ class Meter:
         if allocated is not None:
             self._reserved_bytes = max(self._reserved_bytes or 0, allocated.reserved_bytes)
         highest = self._peak
-        if tracked is not None:
-            measured = _with_allocator(tracked, allocated)
+        if self.tracked is not None:
+            measured = self.tracked
         elif allocated is not None and highest is not None and allocated.allocated_bytes > highest.peak_bytes:
             measured = _with_allocator(highest, allocated)  # the highest tracked step's split, and what came on top
         else:
@@ -175,6 +187,11 @@ class Meter:
         if highest is None or measured.peak_bytes > highest.peak_bytes:
             self._peak = dataclasses.replace(measured, survivors=())
         return measured
+
+    def _note_workspace(self, profiled: AllocationProfile | None, like: Measurement | None) -> None:
+        if profiled is not None and like is not None:
+            found = like.held_bytes + profiled.peak_bytes - like.peak_bytes
+            self._workspace_bytes = max(self._workspace_bytes or 0, found)
 
     def close(self) -> None:
         """Measure no more: nothing stays open, not even between two steps."""
@@ -186,7 +203,8 @@ class Meter:
 
     def abandon(self) -> Measurement | None:
         """Leave the ledger whatever happened in the step; safe to call at any time."""
-        ledger, self._ledger = self._ledger, None
+        ledger, self._ledger, self._held = self._ledger, None, None
+        _measuring.discard(self)
         profiled, self._profile = self._profile, None
         if profiled is not None:
             profiled.__exit__(None, None, None)
@@ -226,11 +244,53 @@ class Meter:
         )
 
 
-def _with_allocator(tracked: Measurement, peak: allocator.AllocatorBytes | None) -> Measurement:
-    """On an accelerator the allocator's peak is the peak; what the ledger did not see goes under `temporary`."""
+_measuring: weakref.WeakSet[Meter] = weakref.WeakSet()
+
+
+def stop_measuring() -> bool:
+    """Leave the ledger, under which a step takes more than it does alone; whether a step was being tracked."""
+    return bool([meter for meter in list(_measuring) if meter.abandon() is not None])
+
+
+Seconds = Callable[[], float]
+"""Tells how long something took; may wait for a device to have done it."""
+
+
+def _stopwatch(device: torch.device) -> Callable[[], Seconds]:
+    """Starts now; what it returns stops it. On a device that works by itself, by marks among the device's work.
+
+    Nothing waits until the figure is read, which is when the next step ends.
+    """
+    if device.type in ("cpu", "mps") or not torch.accelerator.is_available():
+        began = time.perf_counter()
+
+        def stop() -> Seconds:
+            seconds = time.perf_counter() - began
+            return lambda: seconds
+
+        return stop
+    first, last = (torch.Event(device, enable_timing=True) for _ in range(2))
+    first.record()
+
+    def stop_on_device() -> Seconds:
+        last.record()
+
+        def read() -> float:
+            last.synchronize()
+            return float(first.elapsed_time(last)) / 1000
+
+        return read
+
+    return stop_on_device
+
+
+def _with_allocator(
+    tracked: Measurement, peak: allocator.AllocatorBytes | None, rest: str = "temporary"
+) -> Measurement:
+    """On an accelerator the allocator's peak is the peak; what the ledger did not see goes under `rest`."""
     if peak is None:
         return tracked
     untracked = peak.allocated_bytes - tracked.peak_bytes
     split = dict(tracked.by_category)
-    split["temporary"] += untracked
+    split[rest] += untracked
     return dataclasses.replace(tracked, peak_bytes=peak.allocated_bytes, by_category=split)

@@ -102,7 +102,9 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                     return self._try_a_last_time(state, start, exchange, failure)
 
         def _failure(self, error: Exception, start: BatchStart, exchange: LateReduction | None) -> str | None:
-            """What to say about memory that ran out; `None` for regions that the model refuses and that are undone.
+            """What to say about memory that ran out; `None` to run the batch again as it is.
+
+            That is once without being measured, which takes memory itself, and without regions that the model refuses.
 
             A model shows in many ways that a region cannot be repeated (a cache that has grown, a compiler that meets
             it), so each error in the first batch of new regions counts: one of the user's comes again without them.
@@ -124,6 +126,8 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                 raise OutOfMeasuresError(
                     f"Memory ran out and the batch cannot be run again: {why_final}. The error was: {error}"
                 ) from error
+            if state.recovery.leave_ledger(f"batch {self._loop.trainer.fit_loop.batch_idx}"):
+                return None
             return f"{error}{fragmentation(self._loop.trainer.strategy.root_device)}"
 
         def _try_a_last_time(

@@ -25,6 +25,7 @@ from lightning_utilities.core import rank_zero
 from lightning_memsave.core.units import format_bytes, parse_bytes
 from lightning_memsave.memory.allocator import read_peak, total_bytes
 from lightning_memsave.memory.ledger import Measurement
+from lightning_memsave.memory.meter import stop_measuring
 from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
@@ -103,13 +104,21 @@ class Recovery:
         taken = self._back_to_what_fitted(batch)
         if taken is None and self._ladder is not None:
             taken = self._ladder.climb(trainer)
-            self.has_new_regions = taken is not None
+            self.has_new_regions |= taken is not None
         if taken is None and can_cut:
             taken = self._halve(batch)
         if taken is None:
             return False
         self.num_recovered += 1
         _tell(f"out of memory in {what}; run again with {taken}.")
+        return True
+
+    def leave_ledger(self, what: str) -> bool:
+        """The step was being measured, which takes memory itself: run it again without; `False` if it was not."""
+        if not stop_measuring():
+            return False
+        self.num_recovered += 1
+        _tell(f"out of memory in {what}, which was being measured; run again without that.")
         return True
 
     def withdraw(self) -> bool:
