@@ -143,6 +143,8 @@ def main() -> int:
 
         if not torch.cuda.is_available():
             parser.error("needs a CUDA device; `bench` runs everything on the CPU")
+        # torch's allocator holds cuBLAS' workspace, up to 32 MiB, which would hide what is left of a small model.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     names = [] if options.what == "check" else scripts(options.what)
     with ThreadPoolExecutor(options.jobs) as pool:
         parts = {"bench": PARTS, "quality": STUDIES}.get(options.what, {})

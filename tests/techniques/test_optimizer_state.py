@@ -18,10 +18,12 @@ from lightning_memsave.techniques.optimizer_state import (
     estimate_optimizer_state,
     from_plain,
     is_8bit,
+    pages_kept,
     to_plain,
     uses_bitsandbytes,
 )
-from lightning_memsave.techniques.optimizer_state.kin import KINS, find_kin
+from lightning_memsave.techniques.optimizer_state.conversion import load_plain_state
+from lightning_memsave.techniques.optimizer_state.kin import KINS, become_8bit, find_kin
 from lightning_memsave.techniques.optimizer_state.layout import move_counts
 from tests.contracts.spec import Spec
 
@@ -437,6 +439,28 @@ def test_counts_are_where_fused_steps_read_them():
     optimizer.state.update({each: {"step": torch.tensor(3.0)} for each in (p, q)})
     move_counts(optimizer)
     assert [optimizer.state[each]["step"].device.type for each in (p, q)] == ["meta", "cpu"]
+
+
+def test_paged_state_is_paged_after_it_was_moved_to_its_device(monkeypatch):
+    """As Lightning does after each checkpoint that it loads, and at the start of a fit."""
+
+    def paged(self, p, dtype=torch.float32):
+        made = torch.zeros(p.shape, dtype=dtype)
+        made.is_paged = True
+        return made
+
+    monkeypatch.setattr(bitsandbytes.optim.PagedAdamW32bit, "get_state_buffer", paged)
+    p = nn.Parameter(torch.ones(64))
+    optimizer = torch.optim.AdamW([p])
+    plain = {p: {"step": torch.tensor(3.0), "exp_avg": torch.full((64,), 2.0), "exp_avg_sq": torch.ones(64)}}
+    become_8bit(optimizer, find_kin(optimizer), set(), is_paged=True)
+    with pages_kept([optimizer]):
+        load_plain_state(optimizer, plain)  # of a checkpoint
+        pages = [optimizer.state[p][name] for name in ("state1", "state2")]
+        optimizer.state[p]["state1"] = pages[0].clone().fill_(5)
+    assert optimizer.state[p]["state1"] is pages[0]
+    assert optimizer.state[p]["state2"] is pages[1]
+    assert torch.equal(pages[0], torch.full((64,), 5.0))
 
 
 def test_lamb_takes_adams_kernels():

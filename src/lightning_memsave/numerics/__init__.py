@@ -1,1 +1,1 @@
-"""Pure tensor functions: blockwise quantisation to a code map."""
+"""Pure tensor functions: codes of few bits, blockwise maps, masks, positions, and rounding to 16 bits."""

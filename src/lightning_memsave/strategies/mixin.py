@@ -28,7 +28,7 @@ from lightning_memsave.techniques.activation_compression import ActivationCompre
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
-from lightning_memsave.techniques.optimizer_state import OptimizerState
+from lightning_memsave.techniques.optimizer_state import OptimizerState, pages_kept
 from lightning_memsave.techniques.sparsity import Sparsity
 
 
@@ -58,7 +58,8 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
                 _install_loop(trainer, self.memsave.loop, namespace)
                 self._sparsifying = self.memsave.with_config(Sparsity, self.memsave.sparsify, trainer)
                 self.memsave.with_config(LowPrecision, self.memsave.lower_precision, trainer)
-            super().setup(trainer)
+            with pages_kept(self.optimizers if fitting else ()):
+                super().setup(trainer)
             if fitting:
                 self.memsave.with_config(Checkpointing, self.memsave.make_regions, trainer)
                 self.memsave.with_config(ActivationCompression, self.memsave.open_scope, trainer)
@@ -118,13 +119,15 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
             checkpoint = readable(self.optimizers, checkpoint)
             if self._sparsifying is not None:
                 checkpoint = self._sparsifying.from_disk(self.optimizers, checkpoint)
-            super().load_optimizer_state_dict(checkpoint)
+            with pages_kept(self.optimizers):
+                super().load_optimizer_state_dict(checkpoint)
 
         def teardown(self) -> None:
             module = self.lightning_module
             self.memsave.finish()
             _remove_loop(module)
-            super().teardown()
+            with pages_kept(self.optimizers):
+                super().teardown()
             self.memsave.loop.warn_if_unused(module)
 
     MemSaveMixin.__qualname__ = "MemSaveMixin"

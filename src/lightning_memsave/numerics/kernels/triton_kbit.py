@@ -11,6 +11,9 @@ finite gets NaN for its lower ends, and decodes to NaN.
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +25,9 @@ _PER_PROGRAM = 4  # blocks; a program is one warp, so that no reduction leaves i
 _SIZE = tl.constexpr(BLOCK_SIZE)
 _SMALLEST_STEP = tl.constexpr(2.0**-126)
 _SMALLEST_POSITIVE = tl.constexpr(1e-38)
+_OPTIONS: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
+if torch.version.hip is None and os.environ.get("TRITON_INTERPRET") != "1":  # which do not know it
+    _OPTIONS["enable_reflect_ftz"] = False  # else a division flushes subnormal steps to zero
 _NAN_RANGE = tl.constexpr(0x7FC0)  # from NaN by steps of 0
 
 
@@ -37,8 +43,7 @@ def quantize(flat: Tensor, bits: int, seed: int | None, signed: bool = False) ->
             *(flat.view(torch.int16) if is_bfloat16 else flat, codes, ranges.view(torch.int32)),
             *(flat.numel(), num_blocks, ((seed or 0) ^ 2**31) - 2**31),  # the seed's 32 bits as a signed integer
             *(bits, signed, seed is not None, is_bfloat16, _PER_PROGRAM),
-            num_warps=1,
-            enable_fp_fusion=False,
+            **_OPTIONS,
         )
     return codes, ranges
 
@@ -50,8 +55,7 @@ def dequantize(codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bo
         _dequantize[(triton.cdiv(len(codes), _PER_PROGRAM),)](
             *(codes, ranges.view(torch.int32), target, out.numel(), len(codes)),
             *(bits, signed, torch.finfo(target.dtype).max, _PER_PROGRAM),
-            num_warps=1,
-            enable_fp_fusion=False,
+            **_OPTIONS,
         )
     return out if target is out else out.copy_(target)
 

@@ -3,7 +3,7 @@
 What shrinks: of each region only its inputs stay (for a chain of residual blocks, one tensor instead of all they save);
 during backward one region at a time is whole again. Peak of the activations: the sum of region inputs plus the largest
 region. A chain of n equal blocks that save s bytes each, with inputs of i bytes: n s without, n i + s with a region per
-block (`"blocks"`), about 2 sqrt(n s i) with the best groups (`"sqrt"`), (i + s) log2(n) with groups inside of groups
+block (`"blocks"`), about 2 sqrt(n s i) with the best groups (`"sqrt"`), i log2(n) + s with groups inside of groups
 (`"recursive"`). Cost: one extra forward at most, about a third of the step's arithmetic; log2(n) of them for
 `"recursive"`.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.numerics.blockwise import dequantize_blockwise, quantize_blockwise
 from lightning_memsave.techniques.optimizer_state import layout
-from lightning_memsave.techniques.optimizer_state.kin import Kin, memory_of
+from lightning_memsave.techniques.optimizer_state.kin import Kin, memory_of, note_pages
 
 SIDE_KEY = "memsave_8bit"
 _VERSION = 1
@@ -57,6 +57,7 @@ def load_plain_state(
                 continue
             optimizer.init_state(group, p, gindex, pindex)  # type: ignore[attr-defined]  # a bitsandbytes optimizer
             _fill(optimizer.state[p], state[p], memory.kin, (absmax or {}).get(p, {}))
+    note_pages(optimizer)
 
 
 def _fill(target: dict[str, Any], plain: Mapping[str, Any], kin: Kin, absmax: Mapping[str, Tensor]) -> None:

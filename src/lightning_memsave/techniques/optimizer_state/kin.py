@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -198,6 +198,8 @@ class Memory:
     scales_itself: Any = None
     """What the plain class says to a GradScaler; bitsandbytes' steps take gradients as they are."""
     is_paged: bool = False
+    pages: dict[Tensor, dict[str, Tensor]] = field(default_factory=dict)
+    """State in managed memory, by parameter and name."""
     is_compact: bool = False
     """Whether checkpoints have codes instead of float32 moments."""
 
@@ -331,6 +333,24 @@ def become_8bit(
     vars(optimizer).update({k: v for k, v in vars(donor).items() if k not in plain_attributes})
     vars(optimizer)[MEMORY] = memory
     load_plain_state(optimizer, plain_state)
+
+
+def note_pages(optimizer: torch.optim.Optimizer) -> None:
+    """Remember which tensors are managed memory: bitsandbytes never frees it, and a copy is none."""
+    memory_of(optimizer).pages = {
+        p: {name: value for name, value in state.items() if getattr(value, "is_paged", False)}
+        for p, state in optimizer.state.items()
+    }
+
+
+def put_back_pages(optimizer: torch.optim.Optimizer) -> None:
+    """Undo what a move of the state to its device has done: that made ordinary tensors of pages."""
+    for p, pages in memory_of(optimizer).pages.items():
+        state = optimizer.state[p]
+        for name, page in pages.items():
+            if state[name] is not page:
+                page.copy_(state[name])
+                state[name] = page
 
 
 def become_plain(optimizer: torch.optim.Optimizer) -> None:
