@@ -9,6 +9,7 @@ import random
 import warnings
 import weakref
 from collections import namedtuple
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -31,6 +32,9 @@ from lightning_memsave import (
     NotLosslessWarning,
     microbatches,
 )
+from lightning_memsave.planner.recipes import resolve
+from lightning_memsave.strategies import loop_state
+from lightning_memsave.strategies.loop_state import LoopState
 
 from .harness import Net, assert_same_run, fit, largest_difference
 
@@ -202,6 +206,21 @@ def test_in_batch_negatives_are_detected_and_run_whole():
         plain, ours = both(Contrastive(), batches(), memsave)
     assert_same_run(plain, ours, 0.0)
     assert memsave.report.microbatch_size is None
+
+
+def test_processes_that_wait_for_each_other_refuse_uneven_parts(monkeypatch):
+    """Under FSDP a process with more microbatches would wait for the others for ever."""
+    state = LoopState(resolve("lossless", {"microbatch": Microbatching(size=4, reduction="mean")}))
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda counts, reduce_op: torch.tensor([3, -2]))
+    trainer = SimpleNamespace(world_size=2, strategy=strategy, lightning_module=Module())
+    kwargs = {"batch": torch.zeros(8, 4)}
+    monkeypatch.setattr(loop_state, "ways_of_training", lambda trainer: ["DDP"])
+    assert len(state.microbatches(trainer, kwargs)) == 2
+    monkeypatch.setattr(loop_state, "ways_of_training", lambda trainer: ["model parallel (FSDP2)"])
+    with pytest.raises(ValueError, match=r"into as many parts.*got '2 here, and 2 to 3'"):
+        state.microbatches(trainer, kwargs)
+    strategy.reduce = lambda counts, reduce_op: counts
+    assert len(state.microbatches(trainer, kwargs)) == 2
 
 
 @pytest.mark.parametrize("draws", ["like", "size", "in place", "numbers"])

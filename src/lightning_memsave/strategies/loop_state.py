@@ -6,11 +6,14 @@ import dataclasses
 import warnings
 from typing import Any
 
+import torch
+
 from lightning_memsave.core.errors import MicrobatchWarning, NoEffectWarning, NotLosslessWarning, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.probe import ProbeResult, infer_module_reduction
 from lightning_memsave.strategies.recovery import Ladder, Recovery
+from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
 from lightning_memsave.techniques.microbatching import (
     Microbatching,
@@ -19,6 +22,9 @@ from lightning_memsave.techniques.microbatching import (
     why_not_exact,
 )
 from lightning_memsave.techniques.microbatching.reduction import Reduction
+
+
+_WAITING = frozenset(("FSDP", "model parallel (FSDP2)", "SyncBatchNorm"))
 
 
 class LoopState:
@@ -68,14 +74,19 @@ class LoopState:
     def microbatches(self, trainer: Any, kwargs: dict[str, Any]) -> list[tuple[Any, float]]:
         """The microbatches of `kwargs["batch"]`; only the batch itself when it cannot or need not be cut."""
         batch = kwargs.get("batch")
-        if self.microbatching is None or self._given_up:
-            return [(batch, 0)]
-        try:
-            config = self.sized_for(batch, self.recovery)
-            parts = config.parts(batch)
-        except UnsplittableBatchError as error:
-            self._run_whole(f"A batch is run whole: {error}")
-            return [(batch, 0)]
+        whole: list[tuple[Any, float]] = [(batch, 0)]
+        if self.microbatching is None:
+            return whole
+        config, parts = self.microbatching, whole
+        if not self._given_up:
+            try:
+                config = self.sized_for(batch, self.recovery)
+                parts = config.parts(batch)
+            except UnsplittableBatchError as error:
+                self._run_whole(f"A batch is run whole: {error}")
+        self._check_agreed(trainer, len(parts))
+        if parts is whole:
+            return whole
         if len(parts) > 1 and self.reduction is None:
             self.reduction = self._find_reduction(trainer, kwargs, config, parts)
             if self.reduction is None:
@@ -83,6 +94,28 @@ class LoopState:
         if self._applied is None and self.runs_in_parts(parts):
             self._applied = self._describe(trainer.lightning_module, config, "batches run")
         return parts
+
+    def _check_agreed(self, trainer: Any, num_parts: int) -> None:
+        """Where processes wait for each other in every forward, they must make as many: else they would wait for ever.
+
+        Raises:
+            ValueError: on every process, they do not.
+        """
+        if not self._waits(trainer):
+            return
+        counts = torch.tensor([num_parts, -num_parts], device=trainer.strategy.root_device)
+        most, least = trainer.strategy.reduce(counts, reduce_op="max").abs().tolist()
+        if most != least:
+            raise setting_error(
+                "microbatch",
+                "must cut the batches of all processes into as many parts, as they wait for each other in every forward",
+                f"{num_parts} here, and {least} to {most}",
+                "Use batches of one size, or `split_fn`.",
+            )
+
+    @staticmethod
+    def _waits(trainer: Any) -> bool:
+        return trainer.world_size > 1 and not _WAITING.isdisjoint(ways_of_training(trainer))
 
     def runs_in_parts(self, parts: list[tuple[Any, float]]) -> bool:
         """Whether a batch is not run as without microbatching."""
@@ -125,6 +158,8 @@ class LoopState:
         if config.reduction != "auto":
             return config.reduction
         result = infer_module_reduction(trainer, kwargs, int(sum(n for _, n in parts)), config)
+        if self._waits(trainer):
+            result = trainer.strategy.broadcast(result)
         if config.weight_fn is not None:
             self._check_weights(result)
             return "mean"
