@@ -23,7 +23,6 @@ from lightning_memsave.techniques.microbatching import (
 )
 from lightning_memsave.techniques.microbatching.reduction import Reduction
 
-
 _WAITING = frozenset(("FSDP", "model parallel (FSDP2)", "SyncBatchNorm"))
 
 
@@ -108,7 +107,7 @@ class LoopState:
         if most != least:
             raise setting_error(
                 "microbatch",
-                "must cut the batches of all processes into as many parts, as they wait for each other in every forward",
+                "must cut batches into as many parts in every process, as they wait for each other in each forward",
                 f"{num_parts} here, and {least} to {most}",
                 "Use batches of one size, or `split_fn`.",
             )

@@ -31,8 +31,7 @@ the trust ratio that bitsandbytes' 8-bit LAMB drops.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from importlib.util import find_spec
 
 import torch
@@ -70,10 +69,9 @@ from lightning_memsave.techniques.optimizer_state.kin import (
     check_paged,
     find_kin,
     is_8bit,
-    note_pages,
-    put_back_pages,
 )
 from lightning_memsave.techniques.optimizer_state.layout import check_whole, decoded_state_dict, for_adafactor
+from lightning_memsave.techniques.optimizer_state.pages import pages_kept
 from lightning_memsave.techniques.optimizer_state.release import GradientRelease, GradientsIntoState, InBackward
 from lightning_memsave.techniques.optimizer_state.settings import OptimizerState
 
@@ -169,17 +167,6 @@ def apply_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerSta
         reasons=tuple(reason for part in parts for reason in part.reasons),
         restore=restore,
     )
-
-
-@contextmanager
-def pages_kept(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-    """Inside, Lightning may move optimizer state from device to device; paged state is where it was afterwards."""
-    paged = [optimizer for optimizer in optimizers if is_8bit(optimizer)]
-    for optimizer in paged:
-        note_pages(optimizer)
-    yield
-    for optimizer in paged:
-        put_back_pages(optimizer)
 
 
 def needs_format(config: OptimizerState) -> bool:

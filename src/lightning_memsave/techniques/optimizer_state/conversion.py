@@ -15,7 +15,8 @@ from torch import Tensor
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.numerics.blockwise import dequantize_blockwise, quantize_blockwise
 from lightning_memsave.techniques.optimizer_state import layout
-from lightning_memsave.techniques.optimizer_state.kin import Kin, memory_of, note_pages
+from lightning_memsave.techniques.optimizer_state.kin import Kin, memory_of
+from lightning_memsave.techniques.optimizer_state.pages import note_pages
 
 SIDE_KEY = "memsave_8bit"
 _VERSION = 1

@@ -335,24 +335,6 @@ def become_8bit(
     load_plain_state(optimizer, plain_state)
 
 
-def note_pages(optimizer: torch.optim.Optimizer) -> None:
-    """Remember which tensors are managed memory: bitsandbytes never frees it, and a copy is none."""
-    memory_of(optimizer).pages = {
-        p: {name: value for name, value in state.items() if getattr(value, "is_paged", False)}
-        for p, state in optimizer.state.items()
-    }
-
-
-def put_back_pages(optimizer: torch.optim.Optimizer) -> None:
-    """Undo what a move of the state to its device has done: that made ordinary tensors of pages."""
-    for p, pages in memory_of(optimizer).pages.items():
-        state = optimizer.state[p]
-        for name, page in pages.items():
-            if state[name] is not page:
-                page.copy_(state[name])
-                state[name] = page
-
-
 def become_plain(optimizer: torch.optim.Optimizer) -> None:
     """Undo `become_8bit`; the state is converted back, with the rounding it has suffered.
 
