@@ -22,6 +22,7 @@ from lightning_memsave.core.optimizers import (
     check_latest,
     original,
 )
+from lightning_memsave.techniques.optimizer_state.lamb import lamb_config, lamb_step
 
 MEMORY = "_memsave_8bit"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -273,35 +274,8 @@ def _class_8bit(class_name: str) -> Any:
         "__module__": __name__,
     }
     if class_name == "LAMB8bit":
-        body |= {"get_config": _lamb_config(get_config), "update_step": _lamb_step(base.update_step)}
+        body |= {"get_config": lamb_config(get_config), "update_step": lamb_step(base.update_step)}
     return MadeClass(f"MemSave{class_name}", (base,), body)
-
-
-def _lamb_config(get_config: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    def lamb(self: Any, gindex: int, pindex: int, group: Mapping[str, Any]) -> dict[str, Any]:
-        # The kernel takes a bare Adam step of size one; `_lamb_step` scales it.
-        return get_config(self, gindex, pindex, group) | {"lr": 1.0, "weight_decay": 0.0}
-
-    return lamb
-
-
-def _lamb_step(adam_step: Callable[..., None]) -> Callable[..., None]:
-    """LAMB's step: Adam's direction plus decay, times the ratio of the norms of parameter and direction.
-
-    Source: You et al., https://arxiv.org/abs/1904.00962, algorithm 2. bitsandbytes' 8-bit LAMB leaves the ratio out.
-    """
-
-    @torch.no_grad()
-    def update_step(self: Any, group: Mapping[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
-        before = p.detach().float().clone()
-        p.data.zero_()  # so that the step itself is what remains, at full precision
-        adam_step(self, group, p, gindex, pindex)
-        direction = p.detach().float().neg_().add_(before, alpha=float(group["weight_decay"]))
-        norms = before.norm(), direction.norm()
-        trust = norms[0] / norms[1] if norms[0] > 0 and norms[1] > 0 else before.new_ones(())
-        p.data.copy_(before.sub_(direction.mul_(trust * float(group["lr"]))))
-
-    return update_step
 
 
 def become_8bit(
@@ -316,7 +290,7 @@ def become_8bit(
     placeholder = torch.nn.Parameter(torch.zeros(1))
     arguments = {"momentum": 0.9} if kin.class_name == "SGD8bit" else {}
     donor = kin_class([placeholder], lr=1e-3, **arguments)
-    if kin.class_name == "LAMB8bit":  # for which CUDA has no kernel of 8 bits; what `_lamb_step` takes is Adam's
+    if kin.class_name == "LAMB8bit":  # for which CUDA has no kernel of 8 bits; what `lamb_step` takes is Adam's
         donor.optimizer_name = "adam"
     scales_itself = vars(optimizer).pop(SCALES_ITSELF, None)
     plain_attributes = frozenset(vars(optimizer))
