@@ -14,6 +14,7 @@ from lightning_memsave.core.report import CATEGORIES, MemoryReport
 from lightning_memsave.memory import Ledger, Meter
 from lightning_memsave.memory import meter as meter_module
 from lightning_memsave.memory.allocator import AllocatorBytes
+from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.memory.meter import stop_measuring
 from tests.memory.test_allocator import fake_device  # noqa: F401  # a fixture
 
@@ -429,7 +430,16 @@ def test_measuring_can_be_stopped_from_elsewhere():
     run.step()
     assert not stop_measuring()
     meter.begin(run.model, run.optimizers, run.batch, CPU)
+    held = torch.zeros(1000)
     assert stop_measuring()
     assert _get_current_dispatch_mode_stack() == []
-    assert meter.end() is None
     assert not stop_measuring()
+    assert meter.end().peak_bytes == run.base + held.nbytes  # as every process must report its steps
+    assert meter.tracked is not None
+    assert meter.pop_speed() == (None, None)
+
+
+def test_a_try_that_took_more_than_the_step_has_no_negative_category():
+    seen = Measurement(peak_bytes=100, by_category={**dict.fromkeys(CATEGORIES, 0), "weights": 40, "temporary": 60})
+    found = meter_module._with_allocator(seen, AllocatorBytes(allocated_bytes=70, reserved_bytes=0), "activations")
+    assert found.by_category == {**dict.fromkeys(CATEGORIES, 0), "weights": 40, "temporary": 30}

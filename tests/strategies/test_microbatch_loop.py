@@ -246,6 +246,26 @@ def test_a_loss_that_draws_noise_is_known_for_a_mean(draws):
     random.setstate(state)
 
 
+def test_samples_that_meet_through_their_noise_are_still_detected():
+    class Diverse(Module):
+        def training_step(self, batch, batch_idx):
+            x = unpack(batch)[0]
+            return self.net(torch.randn_like(x)).std(0).mean()
+
+    with pytest.warns(MicrobatchWarning, match="neither the mean nor the sum"):
+        both(Diverse(), batches(), MemSave(microbatch=3))
+
+
+def test_activations_with_noise_are_no_noise():
+    class Random(Module):
+        def training_step(self, batch, batch_idx):
+            return F.rrelu(self.net(unpack(batch)[0]), training=False).square().mean()
+
+    memsave = MemSave(microbatch=3)
+    both(Random(), batches(), memsave)
+    assert "(mean loss)" in memsave.report.applied[1].summary
+
+
 def test_a_loss_that_takes_gradients_is_known_for_a_mean():
     """As in networks of energies and forces, and in gradient penalties."""
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_memsave import LowPrecision, apply_low_precision
 from lightning_memsave.techniques.low_precision import LossScaling
+from lightning_memsave.techniques.low_precision.stepping import _unscale
 from tests.techniques.low_precision_subjects import (
     factor_of,
     give_gradients,
@@ -142,8 +143,30 @@ def test_small_gradients_survive_clipping():
     scaling.clip_by_norm([p], 2.0**-6)
     assert torch.equal(p.grad, torch.tensor([2.0**-10, 2.0**10], dtype=torch.float16))
     torch.testing.assert_close(scaling.unscaled(p), torch.tensor([2.0**-26, 2.0**-6]))
-    scaling.scale(torch.ones(()))
+    scaling.scale(torch.ones(()))  # another backward: what was clipped stays so
+    assert float(p.grad[1]) == 2.0**-6
     assert torch.equal(scaling.unscaled(p), p.grad.float())
+
+
+class Only:
+    """Stands for `Weights` with one parameter."""
+
+    def __init__(self, scaling, p):
+        self.scaling_now, self._p = scaling, p
+
+    def __contains__(self, p):
+        return p is self._p
+
+
+def test_float16_gradients_of_parameters_that_are_kept_are_clipped():
+    kept, other = (nn.Parameter(torch.zeros(1, dtype=torch.float16)) for _ in range(2))
+    scaling = LossScaling(1.0, 2000)
+    scaling.scale(torch.ones(()))
+    kept.grad, other.grad = (torch.full((1,), 3.0, dtype=torch.float16) for _ in range(2))
+    scaling.clip_by_norm([kept, other], 1.0)
+    assert _unscale(Only(scaling, other), [{"params": [kept, other]}])
+    assert float(kept.grad) == pytest.approx(0.5**0.5, rel=1e-3)
+    assert float(scaling.unscaled(other)) == pytest.approx(0.5**0.5, rel=1e-3)
 
 
 def test_a_small_momentum_decays():

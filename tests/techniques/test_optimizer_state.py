@@ -155,8 +155,6 @@ def test_channels_last_parameters(name):
     assert (found - expected).norm() / expected.norm() < BOUNDS_8BIT[name]
     buffers = [v for v in ours.state[second.weight].values() if isinstance(v, torch.Tensor)]
     assert all(buffer.is_contiguous() for buffer in buffers)  # CUDA's kernels walk the memory
-    buffers = [v for v in ours.state[second.weight].values() if isinstance(v, torch.Tensor)]
-    assert all(buffer.is_contiguous() for buffer in buffers)  # CUDA's kernels walk the memory
     for moment, value in plain.state[first.weight].items():
         if moment != "step":  # each element's own, in a checkpoint as well
             error = ours.state_dict()["state"][0][moment].reshape(-1) - value.reshape(-1)

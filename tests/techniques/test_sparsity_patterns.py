@@ -238,9 +238,9 @@ def test_an_average_of_the_weights_has_their_pattern():
     assert ours.keys() == expected.keys()
 
 
-def test_layers_that_start_at_zero_have_patterns_of_their_own():
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    for layer in model:
-        nn.init.zeros_(layer.weight)
+def test_layers_that_start_alike_have_patterns_of_their_own():
+    """As those of `nn.TransformerEncoder`, which are copies of one."""
+    layer = nn.Linear(64, 64)
+    model = nn.Sequential(layer, copy.deepcopy(layer))
     apply_sparsity(model, Sparsity(sparsity=0.75))
     assert not torch.equal(model[0].values_index, model[1].values_index)

@@ -59,6 +59,7 @@ class Meter:
         self._is_timed = True  # nothing is measured in this step
         self._batches: list[tuple[Seconds, int | None]] = []  # seconds and samples, of this step
         self._seconds: list[float] = []
+        self._unread: tuple[Seconds, ...] = ()  # of the latest step in `_num_samples_of`
         self._num_samples: int | None = None
         self._num_samples_of: list[int | None] = []  # of the steps in `_seconds`
         self._peak: Measurement | None = None
@@ -132,10 +133,16 @@ class Meter:
 
     def _end_step(self) -> None:
         if self._is_timed and self._num_steps > 1 and self._batches:
-            seconds, num_samples = zip(*self._batches, strict=True)
-            self._seconds.append(sum(taken() for taken in seconds))
+            self._read_seconds()
+            self._unread, num_samples = zip(*self._batches, strict=True)
             self._num_samples_of.append(None if None in num_samples else sum(num_samples))
         self._is_timed, self._batches = True, []
+
+    def _read_seconds(self) -> None:
+        """One step late, so that a device has one in hand while it is asked about the one before."""
+        if self._unread:
+            self._seconds.append(sum(taken() for taken in self._unread))
+            self._unread = ()
 
     @property
     def scheduled_bytes(self) -> int | None:
@@ -220,6 +227,7 @@ class Meter:
         Each is `None` when there were no such steps, or when nobody said how many samples they had.
         """
         self._end_step()
+        self._read_seconds()
         seconds, num_samples = self._seconds, self._num_samples_of
         self._seconds, self._num_samples_of = [], []
         rates = [n / each for n, each in zip(num_samples, seconds, strict=True) if n is not None]
@@ -248,8 +256,16 @@ _measuring: weakref.WeakSet[Meter] = weakref.WeakSet()
 
 
 def stop_measuring() -> bool:
-    """Leave the ledger, under which a step takes more than it does alone; whether a step was being tracked."""
-    return bool([meter for meter in list(_measuring) if meter.abandon() is not None])
+    """Leave the ledger, under which a step takes more than it does alone; whether a step was being tracked.
+
+    It counts as measured all the same, by what was seen until now, and on an accelerator by the allocator: what is due
+    after a measured step happens on every process.
+    """
+    found = False
+    for meter in list(_measuring):
+        if (seen := meter.abandon()) is not None:
+            meter._held, found = seen, True
+    return found
 
 
 Seconds = Callable[[], float]
@@ -259,7 +275,7 @@ Seconds = Callable[[], float]
 def _stopwatch(device: torch.device) -> Callable[[], Seconds]:
     """Starts now; what it returns stops it. On a device that works by itself, by marks among the device's work.
 
-    Nothing waits until the figure is read, which is when the next step ends.
+    Nothing waits until the figure is read.
     """
     if device.type in ("cpu", "mps") or not torch.accelerator.is_available():
         began = time.perf_counter()
@@ -293,4 +309,7 @@ def _with_allocator(
     untracked = peak.allocated_bytes - tracked.peak_bytes
     split = dict(tracked.by_category)
     split[rest] += untracked
+    for name in sorted(split, key=lambda each: -split[each]):  # less than was seen of a try that has failed
+        moved = min(split[name], max(0, -split[rest]))
+        split[name], split[rest] = split[name] - moved, split[rest] + moved
     return dataclasses.replace(tracked, peak_bytes=peak.allocated_bytes, by_category=split)

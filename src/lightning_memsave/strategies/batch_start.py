@@ -31,6 +31,7 @@ class BatchStart:
         batch: its containers are put back, its tensors are watched.
         noise: of codes, whose stream is put back.
         small_bytes: while it is not known which buffers change, those up to this size are cloned, larger ones watched.
+        most_entries: containers of the module up to this size are copied; a larger one must not change its length.
     """
 
     @torch.no_grad()  # what is kept here is no activation
@@ -42,6 +43,7 @@ class BatchStart:
         batch: Any = None,
         noise: Noise | None = None,
         small_bytes: float = 2**20,
+        most_entries: float = 2**12,
     ) -> None:
         self._module = module
         self._noise, self._place = noise, None if noise is None else noise.place
@@ -52,7 +54,7 @@ class BatchStart:
         self._modes = [(m, m.training) for _, m in owners]
         self._fx_name = module._current_fx_name
         plain = {key: value for key, value in vars(module).items() if _is_plain(key, value)}
-        self._large = {k: (v, len(v)) for k, v in plain.items() if _is_container(v) and len(v) > _MOST_COPIED}
+        self._large = {k: (v, len(v)) for k, v in plain.items() if _is_container(v) and len(v) > most_entries}
         self._attributes = {key: _kept(value) for key, value in plain.items() if key not in self._large}
         self._buffers = Buffers(owners, changing, small_bytes)
         # By reference, as a sum makes a new tensor.
@@ -131,8 +133,6 @@ class BatchStart:
             parameter.grad = gradient
 
 
-_MOST_COPIED = 4096
-"""Entries of a list, dictionary or set of a module up to which it is copied before each batch."""
 _IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, type(None))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.core.errors import RefusedRegionError
-from lightning_memsave.memory.allocator import read_current
+from lightning_memsave.memory.allocator import read_current, reset_peak
 from lightning_memsave.memory.ledger import Ledger
 from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.strategies.ddp import LateReduction
@@ -97,6 +97,7 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                 free_memory()
                 what = f"batch {trainer.fit_loop.batch_idx}"
                 if failure is None:
+                    reset_peak(device)  # of the try that does not count
                     continue
                 if not recovery.shrink(trainer, batch, state.can_cut(batch), what):
                     return self._try_a_last_time(state, start, exchange, failure)

@@ -19,10 +19,10 @@ _MESSAGES = (
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
     "device_allocation_failed",
-    "unable to find an engine to execute this computation",  # cuDNN, where no algorithm had room
     "ur_result_error_out_of_device_memory",
     "ur_result_error_out_of_host_memory",
 )
+_NO_ENGINE, _NEARLY_FULL = "unable to find an engine to execute this computation", 0.1
 _FRAGMENTED_FRACTION = 0.1  # of the reserved bytes
 
 
@@ -35,7 +35,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and (is_oom_error(error) or any(m in text for m in _MESSAGES))
+    if not isinstance(error, RuntimeError):
+        return False
+    return is_oom_error(error) or any(m in text for m in _MESSAGES) or (_NO_ENGINE in text and _is_nearly_full())
+
+
+def _is_nearly_full() -> bool:
+    """Whether CUDA's current device has little left, for which cuDNN has the words that it has for unknown shapes."""
+    if not torch.cuda.is_available():
+        return False
+    free, total = torch.cuda.mem_get_info()
+    return free < _NEARLY_FULL * total
 
 
 class OutOfMeasuresError(torch.OutOfMemoryError):

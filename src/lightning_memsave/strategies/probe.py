@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import sys
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
 from lightning_memsave.strategies.rehearsal import without_a_trace
-from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
+from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.reduction import Finding, Reduction, infer_reduction
 from lightning_memsave.techniques.microbatching.split import cloned, take
 
@@ -37,7 +38,7 @@ class ProbeResult:
 def infer_module_reduction(
     trainer: Any, kwargs: dict[str, Any], num_samples: int, config: Microbatching
 ) -> ProbeResult:
-    """Evaluate `training_step` three times on some samples of a batch, in eval mode and with equal noise.
+    """Evaluate `training_step` three times on some samples of a batch, in eval mode, with the same noise.
 
     Without gradients, unless the step itself asks for some (`torch.autograd.grad`).
 
@@ -64,10 +65,12 @@ def infer_module_reduction(
         parts = config.parts(batch)
 
     dtypes = set()
+    sizes = [int(n) for _, n in parts]
+    starts, num_all = [0, *itertools.accumulate(sizes[:-1])], sum(sizes)
 
-    def loss_of(part: Any) -> float:
+    def loss_of(part: Any, start: int, num_samples: int) -> float:
         # A copy, as the parts are views of the batch, which a step may change.
-        with EqualNoise(_num_samples(part)):
+        with SampleNoise(start, num_samples, num_all):
             loss = _loss_in(trainer.strategy.training_step(*{**kwargs, "batch": cloned(part)}.values()))
         dtypes.add(loss.dtype)
         return float(loss.detach())
@@ -76,7 +79,8 @@ def infer_module_reduction(
         weighted = parts
         if config.weight_fn is not None:
             weighted = [(part, float(config.weight_fn(part))) for part, _ in parts]
-        losses = {id(part): loss_of(part) for part in (whole, *(part for part, _ in weighted))}
+        losses = {id(whole): loss_of(whole, 0, num_all)}
+        losses |= {id(part): loss_of(part, start, n) for (part, _), start, n in zip(parts, starts, sizes, strict=True)}
         tolerance = _relative_tolerance(trainer, dtypes)
         return infer_reduction(lambda part: losses[id(part)], whole, weighted, tolerance)
 
@@ -94,7 +98,7 @@ def infer_module_reduction(
     if found == "neither":
         return ProbeResult(
             why_not="the loss of a batch is neither the mean nor the sum of the losses of its parts "
-            "(in-batch negatives, a mean over something else than samples, noise that differs from sample to sample).",
+            "(in-batch negatives, or a mean over something else than samples).",
         )
     return ProbeResult(found)
 
@@ -111,30 +115,36 @@ def _without_graph(find: Callable[[], Finding]) -> Finding:
             return find()
 
 
-class EqualNoise(TorchDispatchMode):
-    """Inside, random tensors with one entry per sample have the same entries for each, whatever the number of samples.
+class SampleNoise(TorchDispatchMode):
+    """Inside, each sample of a batch has noise of its own, which is the same when the sample is in a part of the batch.
 
-    So a loss that draws noise (diffusion, variational autoencoders) can be compared between a batch and its parts.
-    Generators start anew, so that what is drawn once for all samples is equal, too.
+    So a loss that draws noise (diffusion, variational autoencoders) can be compared between a batch and its parts. What
+    is drawn with one entry per sample is drawn for the whole batch, of which a part takes its own. Noise whose
+    distribution is in tensors (`torch.bernoulli(p)`) is drawn as it is. Generators start anew, so that what is drawn
+    once for all samples is equal, too.
+
+    Args:
+        start: the place of the first sample in the whole batch.
+        num_samples: of the part.
+        num_all: of the whole batch.
 
     Example:
-        >>> with EqualNoise(2):
-        ...     two = torch.randn(2, 3)
-        >>> with EqualNoise(5):
-        ...     five = torch.rand(5), torch.randn(5, 3)
-        >>> torch.equal(two[:1].expand(5, 3), five[1]), len(five[0].unique())
-        (False, 1)
-        >>> torch.equal(two[0], two[1])
-        True
+        >>> with SampleNoise(0, 5, 5):
+        ...     whole = torch.randn(5, 3)
+        >>> with SampleNoise(2, 3, 5):
+        ...     part = torch.randn(3, 3)
+        >>> torch.equal(whole[2:], part), torch.equal(part[0], part[1])
+        (True, False)
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, num_samples: int | None) -> None:
+    def __init__(self, start: int, num_samples: int, num_all: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self._num_samples, self._num_drawn = num_samples, 0
+        self._span, self._num_samples = slice(start, start + num_samples), num_samples
+        self._num_all, self._num_drawn = num_all, 0
 
-    def __enter__(self) -> EqualNoise:
+    def __enter__(self) -> SampleNoise:
         random.seed(0)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
@@ -147,30 +157,23 @@ class EqualNoise(TorchDispatchMode):
             return func(*args, **kwargs)
         self._num_drawn += 1
         torch.manual_seed(self._num_drawn)
-        one = [self._of_one(value) for value in args]
-        if all(mine is theirs for mine, theirs in zip(one, args, strict=True)):
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        gives_shape = func._schema.is_mutable or func._schema.name.endswith("_like")
+        if len(tensors) > gives_shape:  # their values count
             return func(*args, **kwargs)
-        drawn = func(*one, **kwargs)
-        if not isinstance(drawn, Tensor):
+        of_all = [self._of_all(value) for value in args]
+        if all(mine is theirs for mine, theirs in zip(of_all, args, strict=True)):
             return func(*args, **kwargs)
-        assert self._num_samples is not None, "something has one entry per sample"
-        everyone = drawn.expand(self._num_samples, *drawn.shape[1:])
-        return args[0].copy_(everyone) if func._schema.is_mutable else everyone.clone()
+        drawn = func(*of_all, **kwargs)[self._span]
+        return args[0].copy_(drawn) if func._schema.is_mutable else drawn.clone()
 
-    def _of_one(self, value: Any) -> Any:
-        """A size, or a tensor whose size counts, of one sample instead of all."""
+    def _of_all(self, value: Any) -> Any:
+        """A size, or a tensor that gives one, of the whole batch instead of the part."""
         if isinstance(value, Tensor) and value.dim() and len(value) == self._num_samples:
-            return value[:1].clone()
+            return value.new_empty(self._num_all, *value.shape[1:])
         if isinstance(value, list | tuple) and value and value[0] == self._num_samples:
-            return type(value)([1, *value[1:]])
+            return type(value)([self._num_all, *value[1:]])
         return value
-
-
-def _num_samples(batch: Any) -> int | None:
-    try:
-        return batch_size(batch)
-    except UnsplittableBatchError:
-        return None
 
 
 def _loss_in(output: Any) -> Tensor:

@@ -202,6 +202,7 @@ class Recovery:
         taken = self._back_to_what_fitted(batch)
         if taken is None and self._ladder is not None:
             taken = self._ladder.climb(trainer)
+            self.has_new_regions |= taken is not None
         if taken is None and may_cut and sum(map(step.by_category.__getitem__, _OF_THE_MODEL)) < self._max_bytes:
             with contextlib.suppress(UnsplittableBatchError):
                 taken = self._halve(batch)

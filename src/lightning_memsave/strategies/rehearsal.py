@@ -25,7 +25,7 @@ def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[None]:
     So do the containers of the batch, of which a step may take things away.
     """
     noise = trainer.strategy.memsave.noise
-    start = BatchStart(module, changing=None, batch=batch, noise=noise, small_bytes=math.inf)
+    start = BatchStart(module, None, batch=batch, noise=noise, small_bytes=math.inf, most_entries=math.inf)
     metrics = MergedMetrics(module)
     metrics.set_aside()
     gradients = {p: p.grad for p in module.parameters()}

@@ -235,7 +235,8 @@ class MemSaveState:
     def run(self, trainer: Any, step: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         """Run `step`, which is `training_step(*args)`, in the scopes of this run."""
         while self._num_measures < self._num_learned:
-            self.climb(trainer)
+            if self.climb(trainer) is not None and self.loop.recovery is not None:
+                self.loop.recovery.has_new_regions = True
         scope = None if self.forward_scope is None else functools.partial(self.forward_scope.run, trainer)
         if self.planned is not None and self.planned.is_due:
             self.planned.plan(trainer, args, scope)

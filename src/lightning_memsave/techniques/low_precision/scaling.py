@@ -47,7 +47,8 @@ class LossScaling:
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call `backward` on."""
         self._of_gradients = self.factor
-        self._clipped.clear()
+        for p in list(self._clipped):  # they go on with what is added now
+            self.fold(p)
         return (loss.float() if loss.dtype == torch.float16 else loss) * self.factor
 
     @property
@@ -70,6 +71,12 @@ class LossScaling:
         gradient = p.grad.to(torch.float32, copy=True).div_(self.of_gradients)
         factor = self._clipped.get(original(p))
         return gradient if factor is None else gradient.mul_(factor)
+
+    def fold(self, p: Tensor) -> None:
+        """Clip the gradient of `p` itself, where that is still to be done."""
+        factor = self._clipped.pop(p, None)
+        if factor is not None and p.grad is not None:
+            p.grad.mul_(factor)
 
     def update(self, overflown: bool) -> None:
         """Adapt the factor of the next loss to how this step went."""
@@ -110,8 +117,8 @@ class LossScaling:
         limit = value * self.of_gradients
         for p in parameters:
             if p.grad is not None:
-                at_most = limit / float(self._clipped.get(p, 1.0))
-                p.grad.copy_(torch.where(p.grad.isfinite(), p.grad.clamp(-at_most, at_most), p.grad))
+                self.fold(p)
+                p.grad.copy_(torch.where(p.grad.isfinite(), p.grad.clamp(-limit, limit), p.grad))
 
     # ------------------------------------------------------------------ as torch's GradScaler writes it
     def state_dict(self) -> dict[str, Any]:

@@ -145,6 +145,7 @@ def _unscale(weights: Weights, groups: list[dict[str, Any]]) -> bool:
         for p in group["params"]:
             if p.grad is not None and p not in weights:
                 p.grad.div_(scaling.of_gradients)
+                scaling.fold(p)
     return True
 
 

@@ -155,7 +155,10 @@ class Weights:
         to_nearby = round_to_bfloat16 if self.format.dtype == torch.bfloat16 else round_to_float16
         found = to_nearby(whole.reshape(-1), seed)
         # Not finite: nothing to be exact about.
-        return whole.to(self.format.dtype) if found is None else found.view(whole.shape)
+        if found is None:
+            return whole.to(self.format.dtype)
+        found = found.view(whole.shape)
+        return found if whole.is_contiguous() else torch.empty_like(whole, dtype=found.dtype).copy_(found)
 
     @property
     def scaling_now(self) -> LossScaling | None:

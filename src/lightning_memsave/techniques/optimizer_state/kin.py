@@ -46,7 +46,7 @@ class Kin:
     paged_name: str | None = None
     """The class in `bitsandbytes.optim` with paged state."""
     has_bfloat16: bool = True
-    """Whether CUDA has a kernel for bfloat16 parameters whose state stays at 32 bits."""
+    """Whether CUDA has all kernels for bfloat16 parameters, of which some keep 32-bit state."""
 
 
 def _betas(group: Mapping[str, Any]) -> tuple[float, float]:

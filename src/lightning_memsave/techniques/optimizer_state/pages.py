@@ -24,9 +24,11 @@ def pages_kept(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
     paged = [optimizer for optimizer in optimizers if is_8bit(optimizer)]
     for optimizer in paged:
         note_pages(optimizer)
-    yield
-    for optimizer in paged:
-        _put_back(optimizer)
+    try:
+        yield
+    finally:
+        for optimizer in paged:
+            _put_back(optimizer)
 
 
 def _put_back(optimizer: torch.optim.Optimizer) -> None:

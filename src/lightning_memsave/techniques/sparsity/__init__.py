@@ -43,7 +43,7 @@ from lightning_memsave.techniques.sparsity.layers import (
     export_dense,
     sparse_layers,
 )
-from lightning_memsave.techniques.sparsity.patterns import choose_positions, select_layers
+from lightning_memsave.techniques.sparsity.patterns import averaged, choose_positions, select_layers
 from lightning_memsave.techniques.sparsity.settings import Sparsity, UpdateSchedule
 from lightning_memsave.techniques.sparsity.updates import MaskUpdates
 
@@ -112,7 +112,8 @@ def choose_patterns(model: nn.Module, config: Sparsity) -> dict[str, Tensor]:
         positions = {name: torch.arange(weight.numel(), device=weight.device) for name, weight in weights.items()}
     else:
         density, group, initial = config.density, config.group, config.initial
-        positions = choose_positions(weights, density, group, initial, config.distribution, config.seed)
+        named = averaged(model)
+        positions = choose_positions(weights, density, group, initial, config.distribution, config.seed, named)
     return {name: pack_positions(positions[name], weight.numel()) for name, weight in weights.items()}
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.selection import Selector, is_selected
@@ -176,41 +177,55 @@ def best_of_all(scores: Mapping[str, Tensor], num_live: int) -> dict[str, Tensor
 
 
 def choose_positions(
-    weights: Weights, density: float, group: Group | None, initial: str, distribution: str, seed: int
+    weights: Weights,
+    density: float,
+    group: Group | None,
+    initial: str,
+    distribution: str,
+    seed: int,
+    named: Mapping[str, str],
 ) -> dict[str, Tensor]:
     """The positions of the values that live, ascending in each flat weight.
 
-    A model, or without `"global"` a layer, that is as sparse already keeps what it has, and draws the rest. Layers that
-    start with the same values, as an average of weights does, have the same positions.
+    A model, or without `"global"` a layer, that is as sparse already keeps what it has, and draws the rest. A layer in
+    `named` draws under that name.
     """
     num_nonzero = {name: int(weight.count_nonzero()) for name, weight in weights.items()}
-    first = _first_alike(weights, num_nonzero)
     if distribution == "global":
         total = max(1, round(density * sum(weight.numel() for weight in weights.values())))
         is_sparse = sum(num_nonzero.values()) <= total
         return best_of_all(
-            {name: _scores(first[name], w, initial, seed, is_sparse) for name, w in weights.items()}, total
+            {name: _scores(named.get(name, name), w, initial, seed, is_sparse) for name, w in weights.items()}, total
         )
     counts = count_live({name: weight.shape for name, weight in weights.items()}, density, distribution)
     chosen = {}
     for name, weight in weights.items():
-        scores = _scores(first[name], weight, initial, seed, num_nonzero[name] <= counts[name])
+        scores = _scores(named.get(name, name), weight, initial, seed, num_nonzero[name] <= counts[name])
         chosen[name] = best(scores, counts[name]) if group is None else _best_of_groups(scores, group)
     return chosen
 
 
-def _first_alike(weights: Weights, num_nonzero: Mapping[str, int]) -> dict[str, str]:
-    """For each layer the first one with the same values, if they are not all zero."""
-    first: dict[str, str] = {}
-    seen: dict[tuple[torch.Size, int], list[str]] = {}
-    for name, weight in weights.items():
-        alike = seen.setdefault((weight.shape, num_nonzero[name]), [])
-        others = alike if num_nonzero[name] else ()
-        found = (other for other in others if truth((weights[other].to(weight.device) == weight).all(), False))
-        first[name] = next(found, name)
-        if first[name] == name:
-            alike.append(name)
-    return first
+def averaged(model: nn.Module) -> dict[str, str]:
+    """For layers of a `torch.optim.swa_utils.AveragedModel` inside of `model`: those that it averages, by name."""
+    modules = dict(model.named_modules())
+    found: dict[str, str] = {}
+    for name, average in modules.items():
+        if isinstance(average, AveragedModel):
+            inside = average.module
+            ours = next((n for n, m in modules.items() if m is not inside and _starts_as(m, inside)), None)
+            if ours is not None:
+                found |= {f"{name}.module.{n}".rstrip("."): f"{ours}.{n}".strip(".") for n, _ in inside.named_modules()}
+    return found
+
+
+def _starts_as(module: nn.Module, other: nn.Module) -> bool:
+    if type(module) is not type(other):
+        return False
+    mine, theirs = dict(module.named_parameters()), dict(other.named_parameters())
+    return mine.keys() == theirs.keys() and all(
+        p.shape == q.shape and truth((p.to(q.device) == q).all(), True)
+        for p, q in zip(mine.values(), theirs.values(), strict=True)
+    )
 
 
 def _scores(name: str, weight: Tensor, initial: str, seed: int, is_sparse: bool) -> Tensor:
