@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from lightning_memsave import Checkpointing
+from lightning_memsave import ActivationCompression, Checkpointing, LowPrecision, Sparsity
 from lightning_memsave.core.errors import BudgetTooSmallError
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.memory.predict import Prediction
@@ -91,3 +91,39 @@ def test_where_nothing_can_be_predicted_the_reason_is_told():
 
     with pytest.raises(ValueError, match=r"no setting can be predicted.*must be at least 7 bytes"):
         plan(50_000, predict=refusing, confirm=None, checkpointing=Checkpointing(budget=5))
+
+
+def modelled(techniques):
+    """Codecs, weights of few bits and zeros each save a part."""
+    num_bytes = PLAIN_BYTES
+    for technique in techniques:
+        if isinstance(technique, ActivationCompression):
+            num_bytes -= 10_000 * len(technique.codecs)
+        elif isinstance(technique, (LowPrecision, Sparsity)):
+            num_bytes -= 30_000
+    return predicted(num_bytes)
+
+
+def refused(budget_bytes):
+    """The words of a refusal, and the settings that were asked about, of all recipes."""
+    asked = []
+
+    def predict(techniques):
+        asked.append(repr(tuple(techniques)))
+        return modelled(techniques)
+
+    with pytest.raises(ValueError, match="must be at least") as refusal:
+        plan(budget_bytes, confirm=None, predict=predict, checkpointing=False, activations=None)
+    return str(refusal.value), asked
+
+
+def test_a_refusal_names_every_recipe_that_reaches_less_and_asks_for_nothing_twice():
+    text, asked = refused(81_000)
+    assert '"balanced" reaches 78.1 KiB (fits), "extreme" reaches 19.5 KiB (fits)' in text
+    assert len(set(asked)) == len(asked)
+
+
+def test_where_the_last_recipe_is_too_much_those_before_it_are_not_searched():
+    text, asked = refused(10_000)
+    assert 'Of the other recipes "extreme" reaches 19.5 KiB (too much as well).' in text
+    assert len(set(asked)) == len(asked)

@@ -83,18 +83,19 @@ def make_plan(
     """
     budget_bytes = budget.in_bytes(needed_bytes(plain), situation.device_bytes)
     sizes = budget_bytes, needed_bytes(plain)
-    search = _search(sizes, recipe, situation, predict, recipe.name)
+    fixed = [t for t in recipe.techniques if not _is_open(recipe, t)]
+    search = Search(_open_knobs(sizes, recipe, situation, recipe.name), predict, fixed, situation.ways)
     room = budget_bytes - situation.noted_bytes
     found, smallest = _fit(search, room - budget_bytes // _MARGIN, confirm)
     if found is None:  # to the byte where that is all there is
         found, smallest = _fit(search, room, confirm)
     if found is None:
-        raise _infeasible(budget, sizes, recipe, situation, predict, search, smallest)
+        raise _infeasible(budget, sizes, recipe, situation, search, smallest)
     return _plan(budget, budget_bytes, recipe, situation, plain, search, found)
 
 
-def _search(sizes: tuple[int, int], recipe: Recipe, situation: Situation, predict: Predict, tier: str) -> Search:
-    fixed = [t for t in recipe.techniques if not _is_open(recipe, t)]
+def _open_knobs(sizes: tuple[int, int], recipe: Recipe, situation: Situation, tier: str) -> dict[type[Config], Knob]:
+    """What a tier may choose from besides what the recipe has fixed."""
     table = knobs(
         *sizes,
         tier=tier if tier in TIERS else TIERS[0],
@@ -104,11 +105,11 @@ def _search(sizes: tuple[int, int], recipe: Recipe, situation: Situation, predic
         overhead=situation.overhead,
         num_blocks=situation.num_blocks,
     )
-    taken = {type(t) for t in fixed} | set(recipe.switched_off)
+    taken = {type(t) for t in recipe.techniques if not _is_open(recipe, t)} | set(recipe.switched_off)
     left: dict[type[Config], Knob] = {kind: knob for kind, knob in table.items() if kind not in taken}
     if (own := recipe.get(Microbatching)) is not None and Microbatching in left:
         left[Microbatching] = tuple(_like(option, own) for option in left[Microbatching])
-    return Search(left, predict, fixed, situation.ways)
+    return left
 
 
 def _is_open(recipe: Recipe, config: Config) -> bool:
@@ -120,10 +121,10 @@ def _is_open(recipe: Recipe, config: Config) -> bool:
 
 def _like(option: Option, own: Microbatching) -> Option:
     """Microbatches of a size, with the user's weights and ways of cutting."""
-    config = option.config
-    if not isinstance(config, Microbatching):
+    if not isinstance(option.config, Microbatching):
         return option
-    return dataclasses.replace(option, config=dataclasses.replace(own, size=config.size, start=None, max_bytes=None))
+    assert option.config.size != "auto", "a ladder has sizes"
+    return dataclasses.replace(option, config=own.of_size(option.config.size))
 
 
 def _fit(search: Search, budget_bytes: int, confirm: Predict | None) -> tuple[Found | None, Found | None]:
@@ -281,11 +282,13 @@ def _infeasible(
     sizes: tuple[int, int],
     recipe: Recipe,
     situation: Situation,
-    predict: Predict,
     search: Search,
     smallest: Found | None,
 ) -> ValueError:
-    """The error that names the smallest peak, what dominates it, and what the later recipes come to."""
+    """The error that names the smallest peak, what dominates it, and what the later recipes come to.
+
+    The last of them first: where that is too much, so are those before it, and they are not searched.
+    """
     choice = smallest.choice if smallest is not None else search.lowest()
     prediction = smallest.prediction if smallest is not None else search.predict(choice)
     if prediction is None:
@@ -294,13 +297,15 @@ def _infeasible(
     lowest = needed_bytes(prediction) + situation.noted_bytes
     category = max(prediction.by_category, key=lambda name: prediction.by_category[name], default="activations")
     share = prediction.by_category.get(category, 0) / max(1, lowest)
-    offers = []
-    for tier in TIERS[TIERS.index(recipe.name) + 1 if recipe.name in TIERS else 1 :]:
-        other = _search(sizes, recipe, situation, predict, tier)
+    offers: list[str] = []
+    for tier in reversed(TIERS[TIERS.index(recipe.name) + 1 if recipe.name in TIERS else 1 :]):
+        other = search.among(_open_knobs(sizes, recipe, situation, tier))
         peak = other.peak(other.lowest()) + situation.noted_bytes
         if peak < lowest:
             fits = "fits" if peak <= sizes[0] else "too much as well"
-            offers.append(f'"{tier}" reaches {format_bytes(int(peak))} ({fits})')
+            offers.insert(0, f'"{tier}" reaches {format_bytes(int(peak))} ({fits})')
+        if peak > sizes[0]:
+            break
     others = f"Of the other recipes {', '.join(offers)}." if offers else "No recipe reaches less."
     if search.is_exhausted:
         others += f" The search ended after {search.num_predictions} predictions: there may be a smaller one."

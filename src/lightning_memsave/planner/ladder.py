@@ -47,6 +47,12 @@ class Option:
         """Its loss class, then the recipe that may use it."""
         return LOSS_CLASSES.index(self.loss_class), TIERS.index(self.tier)
 
+    def is_no_stronger_than(self, other: Option) -> bool:
+        """Whether it is known to save no more than another setting of its knob."""
+        if self.strength is None:
+            return False
+        return self.strength == 0 or (other.strength is not None and self.strength <= other.strength)
+
 
 Knob = tuple[Option, ...]
 OVERHEAD = 0.006

@@ -91,6 +91,12 @@ class Search:
         """Of regions that cannot meet the budget, what they could meet, by the text of the settings."""
         self._num_predictions = 0
 
+    def among(self, table: Mapping[type[Config], Knob]) -> Search:
+        """Another search, among other settings of the same knobs; what has been predicted stays known."""
+        other = Search(table, self._predict, self._fixed, self._ways, self._max_predictions)
+        other._known, other.refusals, other._least_budgets = self._known, self.refusals, self._least_budgets
+        return other
+
     # ------------------------------------------------------------------ predictions
     @property
     def num_predictions(self) -> int:
@@ -161,7 +167,8 @@ class Search:
     @staticmethod
     def _is_weaker(choice: Choice, other: Choice) -> bool:
         """Whether `choice` is no stronger than `other` in any knob, as far as that is known."""
-        return all(mine is theirs or _is_no_stronger(mine, theirs) for mine, theirs in zip(choice, other, strict=True))
+        settings = zip(choice, other, strict=True)
+        return all(mine == theirs or mine.is_no_stronger_than(theirs) for mine, theirs in settings)
 
     # ------------------------------------------------------------------ the search
     def cheapest(self, limit_bytes: int) -> Found | None:
@@ -283,7 +290,7 @@ class Search:
                         return best
                     tried = _with(best, number, option)
                     # The smallest microbatches are not always the best: something is noted of each.
-                    may_be_lower = number == self._position or not _is_no_stronger(option, best[number])
+                    may_be_lower = number == self._position or not option.is_no_stronger_than(best[number])
                     if may_be_lower and peak(tried) < peak(best):
                         best, improved = tried, True
         return best
@@ -325,13 +332,6 @@ class Search:
             middle = (low + high) // 2
             low, high = (low, middle) if self._fits(tries[middle], limit_bytes) else (middle + 1, high)
         return tries[high]
-
-
-def _is_no_stronger(option: Option, other: Option) -> bool:
-    """Whether a setting is known to save no more than another one of its knob."""
-    if option.strength is None:
-        return False
-    return option.strength == 0 or (other.strength is not None and option.strength <= other.strength)
 
 
 def in_order(techniques: Sequence[Config]) -> tuple[Config, ...]:

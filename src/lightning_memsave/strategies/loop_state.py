@@ -124,9 +124,7 @@ class LoopState:
         """The settings, with a number of samples that suits this batch where one has been learned."""
         assert self.microbatching is not None
         size = None if recovery is None else recovery.size_for(batch)
-        if size is None:
-            return self.microbatching
-        return dataclasses.replace(self.microbatching, size=size, start=None, max_bytes=None)
+        return self.microbatching if size is None else self.microbatching.of_size(size)
 
     def can_cut(self, batch: Any) -> bool:
         """Whether smaller microbatches of this batch are possible, as far as is known."""

@@ -97,7 +97,7 @@ class Trial:
         if config.split_fn is not None or num_samples < 2:
             return ""
         few = min(8, num_samples)
-        step = _OneStep(Recipe("trial", (dataclasses.replace(config, size=few // 2, start=None, max_bytes=None),)))
+        step = _OneStep(Recipe("trial", (config.of_size(few // 2),)))
         try:
             has_room = self._has_room(step, take(self._batch, 0, few, num_samples))
         except ValueError:  # which says nothing about other numbers of samples

@@ -21,12 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from torch import nn
 
-from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.errors import check_unused, setting_error
 from lightning_memsave.core.units import parse_bytes
 from lightning_memsave.techniques.microbatching.batchnorm import PooledBatchNorms, pooled_batchnorm
 from lightning_memsave.techniques.microbatching.reduction import LabelCount, infer_reduction
@@ -43,12 +43,15 @@ __all__ = [
 ]
 
 
+_OF_RECOVERY = "start growth_interval headroom_fraction max_bytes keeps_gradients"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Microbatching:
     """Settings of microbatching.
 
     Raises:
-        ValueError: a size below 1, or an unknown reduction.
+        ValueError: a size below 1, an unknown choice, a number out of its range, or settings that nothing would read.
     """
 
     size: int | Literal["auto"] = "auto"
@@ -113,6 +116,8 @@ class Microbatching:
                 self.batchnorm_warmup,
                 "Use 0 to normalise by running statistics from the start.",
             )
+        if self.batchnorm != "running":
+            check_unused(self, "batchnorm_warmup", 'batchnorm="running"')
 
     def _check_recovery(self) -> None:
         interval = self.growth_interval
@@ -124,19 +129,19 @@ class Microbatching:
             raise setting_error(
                 "Microbatching.headroom_fraction", "must be in [0, 1)", self.headroom_fraction, "The default is 0.1."
             )
-        if self.start is not None and (self.size != "auto" or not isinstance(self.start, int) or self.start < 1):
+        if self.start is not None and (not isinstance(self.start, int) or self.start < 1):
             raise setting_error(
-                "Microbatching.start",
-                'must be a positive integer, with size="auto"',
-                self.start,
-                "Use `size` to fix it.",
+                "Microbatching.start", "must be a positive integer", self.start, "Use `None` for whole batches."
             )
         if self.max_bytes is not None:
             parse_bytes("Microbatching.max_bytes", self.max_bytes)
-            if self.size != "auto":
-                raise setting_error(
-                    "Microbatching.max_bytes", 'needs size="auto", which may choose a size', self.size, "Drop one."
-                )
+        if self.size != "auto":
+            check_unused(self, _OF_RECOVERY, 'size="auto"')
+
+    def of_size(self, size: int) -> Microbatching:
+        """The same with a number of samples that is fixed, which needs no settings of `"auto"`."""
+        defaults: dict[str, Any] = {f.name: f.default for f in fields(self) if f.name in _OF_RECOVERY.split()}
+        return replace(self, size=size, **defaults)
 
     @property
     def rows(self) -> tuple[str, ...]:
