@@ -321,6 +321,25 @@ optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.001}}
     assert found["peak_bytes"] not in (whole["peak_bytes"], single["peak_bytes"])
 
 
+def test_a_setting_beside_a_config_file_leaves_the_others_of_its_memsave(configured, capsys):
+    configured.write_text(
+        """
+trainer:
+  callbacks:
+    - {class_path: lightning_memsave.MemSave, init_args: {microbatch: 2, optimizer_state: {class_path: \
+lightning_memsave.OptimizerState, init_args: {format: 8bit, min_size: 0}}}}
+model: {class_path: configured.Deep, init_args: {depth: 5}}
+data: {class_path: configured.Data, init_args: {num_samples: 16}}
+optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.001}}
+"""
+    )
+    own = _plan(capsys, "--config", str(configured))
+    cut = _plan(capsys, "--config", str(configured), "--microbatch", "16")
+    other = _plan(capsys, "--config", str(configured), "--recipe", "lossless")
+    assert cut["by_category"]["optimizer_state"] == own["by_category"]["optimizer_state"]
+    assert other["by_category"]["optimizer_state"] > own["by_category"]["optimizer_state"]
+
+
 def test_plan_of_a_config_file_without_classes(configured, capsys):
     configured.write_text("model: {depth: 3}\n")
     found = _plan(capsys, "configured:Deep", "--batch", "configured:batch", "--config", str(configured))

@@ -75,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     command, run = options.pop("command"), options.pop("run")
     try:
-        return run(**options) or 0
+        with _current_folder():  # whatever is called there may import from it
+            return run(**options) or 0
     except ModuleNotFoundError as error:
         has_extra = command in ("compare", "dashboard", "demo", "plan")
         remedy = f" `{command}` needs its extra: pip install 'lightning-memsave[{command}]'" if has_extra else ""
@@ -217,17 +218,15 @@ def _subject(
     if config is not None:
         from lightning_memsave.callbacks.configured import read_config
 
-        with _current_folder():
-            configured = read_config(config, model, with_data=samples is None)
+        configured = read_config(config, model, with_data=samples is None)
         model, settings, memsave = configured.module, configured.trainer, configured.memsave
         if samples is None:
             samples, settings["data_module"] = configured.batch, configured.data_module
     for name, found in (("MODULE:CLASS", model), ("--batch", samples)):
         if found is None:
             raise setting_error(name, "must be given", None, "Name one, or a `--config` that has it.")
-    if memsave is None or recipe is not None or any(value is not None for value in slots.values()):
-        memsave = MemSave(recipe or "lossless", **slots)
     settings |= given
+    memsave = MemSave(recipe or "lossless", **slots) if memsave is None or recipe else _besides(memsave, slots)
     if memsave.budgeted is None:
         return model, samples, settings, memsave.recipe
     for name, plain in _PLANNED_FOR.items():
@@ -241,6 +240,14 @@ def _subject(
     plan = plan_training(_made(model), _made(samples), memsave)
     print(plan, file=sys.stderr)
     return model, samples, settings, plan.as_recipe()
+
+
+def _besides(memsave: Any, slots: dict[str, Any]) -> Any:
+    """What a file has set, and what is set besides."""
+    if all(value is None for value in slots.values()):
+        return memsave
+    own = None if memsave.budgeted is None else memsave.budgeted.budget_text
+    return type(memsave)(memsave.recipe, **{**slots, "budget": slots["budget"] or own})
 
 
 def _made(found: Any) -> Any:
@@ -271,8 +278,7 @@ def _named(name: str) -> Any:
     """What `package.module:name` names."""
     where, _, attribute = name.partition(":")
     try:
-        with _current_folder():
-            return getattr(import_module(where), attribute)
+        return getattr(import_module(where), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise setting_error(
             "MODULE:NAME", "must name what can be imported, as `package.module:name`", name, str(error)

@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,6 +25,7 @@ from lightning_memsave import (
     Plan,
     Recipe,
     plan_training,
+    predict,
 )
 from lightning_memsave.planner.search import Search
 from lightning_memsave.reporting.findings import outcome
@@ -206,6 +208,26 @@ def test_what_cannot_fit_is_refused_before_training_and_the_smallest_that_can_is
     assert made.needed_bytes == smallest
     with pytest.raises(ValueError, match=f"{smallest} bytes"):
         plan_training(module, next(iter(data())), MemSave(budget=smallest - 1, **few))
+
+
+def test_each_module_has_a_plan_of_its_own():
+    class Wide(Net):
+        def __init__(self):
+            super().__init__()
+            self.more = torch.nn.Linear(100, 100)
+
+    memsave = MemSave(budget="1x", **ONLY_PARTS)
+    small, large = (plan_training(make(), next(iter(data())), memsave) for make in (Net, Wide))
+    assert large.baseline_by_category["weights"] == small.baseline_by_category["weights"] + 4 * 100 * 101
+
+
+def test_a_prediction_under_a_budget_is_of_its_plan():
+    memsave, batch = MemSave(budget="0.9x", **ONLY_PARTS), torch.ones(512, 32)
+    with pytest.raises(ValueError, match="`budget` needs a plan first"):
+        predict(BoringModel(), batch, memsave)
+    made = plan_training(BoringModel(), batch, memsave)
+    plain, planned, again = (predict(BoringModel(), batch, *given) for given in ((), (memsave,), (MemSave(made),)))
+    assert planned.peak_bytes == again.peak_bytes <= made.budget_bytes < plain.peak_bytes
 
 
 def test_lossless_never_cuts_a_batch_whose_statistics_count():

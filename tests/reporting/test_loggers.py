@@ -48,6 +48,16 @@ class Recorder(Logger):
         self.hyperparams.append(params)
 
 
+QUIET = {
+    "max_epochs": 1,
+    "limit_val_batches": 0,
+    "accelerator": "cpu",
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
 def fit(callbacks, logger, **options):
     trainer = L.Trainer(
         **{
@@ -223,7 +233,14 @@ def test_fast_dev_run_writes_nothing(tmp_path, monkeypatch, num_steps, num_measu
 
 def fake_trainer(is_global_zero, *loggers):
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=7))
-    return SimpleNamespace(is_global_zero=is_global_zero, loggers=list(loggers), fit_loop=loop)
+    return SimpleNamespace(
+        is_global_zero=is_global_zero,
+        loggers=list(loggers),
+        fit_loop=loop,
+        enable_autolog_hparams=True,
+        lightning_module=OddModel(),
+        datamodule=None,
+    )
 
 
 def test_only_the_first_rank_writes_the_configuration():
@@ -232,6 +249,40 @@ def test_only_the_first_rank_writes_the_configuration():
     assert recorder.hyperparams == []
     log_config(fake_trainer(True, recorder), {"recipe": "measure"})
     assert recorder.hyperparams == [{"memsave": {"recipe": "measure"}}]
+
+
+class WithHyperparameters(OddModel):
+    def __init__(self, width=7):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_the_first_that_tensorboard_hears_has_the_hyperparameters_of_the_run_as_well():
+    recorder = Recorder()
+    L.Trainer(**QUIET, callbacks=[MemSave(microbatch=2)], logger=recorder).fit(WithHyperparameters())
+    assert recorder.hyperparams[0]["width"] == 7
+    assert recorder.hyperparams[0]["memsave"]["recipe"] == "lossless"
+    assert recorder.hyperparams[1:] == [{"width": 7}]  # Lightning's
+
+
+def test_hyperparameters_are_not_logged_where_the_trainer_says_so():
+    recorder = Recorder()
+    options = {**QUIET, "enable_autolog_hparams": False}
+    L.Trainer(**options, callbacks=[MemSave(microbatch=2)], logger=recorder).fit(WithHyperparameters())
+    assert recorder.hyperparams == []
+
+
+def test_a_logger_that_takes_no_other_settings_ends_no_run():
+    class Strict(Recorder):
+        def log_hyperparams(self, params, *args, **kwargs):
+            if self.hyperparams and params != self.hyperparams[0]:
+                raise RuntimeError("params do not change")
+            super().log_hyperparams(params)
+
+    strict, memsave = Strict(), MemSave(microbatch=2)
+    L.Trainer(**QUIET, callbacks=[MemSave("measure")], logger=strict).fit(OddModel())
+    L.Trainer(**QUIET, callbacks=[memsave], logger=strict).fit(OddModel())
+    assert memsave.report.num_steps_measured
 
 
 def test_a_logger_cannot_change_what_the_next_one_gets():

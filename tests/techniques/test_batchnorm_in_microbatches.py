@@ -255,3 +255,29 @@ def test_what_is_remembered_does_not_grow_with_the_number_of_microbatches(mode):
             return ledger.live_bytes - 4 * x.numel()
 
     assert held_bytes(50) == held_bytes(2)
+
+
+@pytest.mark.parametrize("mode", ["ghost", "running"])
+def test_a_batchnorm_that_is_called_by_keyword(mode):
+    norms = [nn.BatchNorm1d(3) for _ in range(2)]
+    x = torch.randn(8, 3)
+    for norm, call in zip(norms, (lambda n, p: n(p), lambda n, p: n(input=p)), strict=True):
+        with pooled_batchnorm(norm, mode) as batch:
+            for part in x.split(4):
+                with batch.microbatch():
+                    call(norm, part)
+    assert torch.equal(norms[0].running_mean, norms[1].running_mean)
+    assert torch.equal(norms[0].running_var, norms[1].running_var)
+
+
+def test_a_batchnorm_that_cannot_be_pooled_leaves_the_others_as_they_were(monkeypatch):
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+
+    def clone():
+        raise torch.OutOfMemoryError("of a buffer")
+
+    monkeypatch.setattr(model[1].running_mean, "clone", clone)
+    with pytest.raises(torch.OutOfMemoryError), pooled_batchnorm(model):
+        pass
+    assert model[0].momentum == 0.1
+    assert not model[0]._forward_hooks

@@ -102,6 +102,17 @@ def test_tied_weights_are_whole_under_both_names(weight_format):
     assert torch.equal(copied.state_dict()["b.weight"], saved["b.weight"])
 
 
+@pytest.mark.parametrize("weight_format", WITH_CORRECTION)
+def test_a_parameter_with_two_names_in_one_module_is_whole_under_both(weight_format):
+    model = nn.Linear(8, 8)
+    model.again = model.weight
+    _, optimizer, _ = lowered(weight_format, model=model)
+    run(model, optimizer, range(3))
+    saved = model.state_dict()
+    assert torch.equal(saved["weight"], saved["again"])
+    assert not torch.equal(saved["weight"], saved["weight"].bfloat16().float())
+
+
 # ------------------------------------------------------------------------------- frozen weights
 @every_format
 def test_frozen_weights_are_lowered_when_asked(weight_format):

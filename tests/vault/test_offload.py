@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memsave.vault import Rank, Vault
+from lightning_memsave.vault import Rank, Vault, offload
 from lightning_memsave.vault.forms import Coded, Mask, Raw, Recipe, TwoValues
 from lightning_memsave.vault.offload import Offloader
 from tests.vault.nets import Data, assert_same_bits, cnn, gradients, relative_error
@@ -99,6 +100,21 @@ def test_a_file_without_a_name_in_the_folder_that_was_given(tmp_path):
     taken = Offloader(str(tmp_path)).take(Raw(torch.randn(LARGE)))
     assert list(tmp_path.iterdir()) == []
     assert taken.flat().numel() == LARGE
+
+
+def test_the_collector_may_free_a_place_while_another_is_written(monkeypatch):
+    file, written = offload.File(None), []
+    first = file.write(torch.ones(8))
+
+    def collected(tensor, _bytes=offload._bytes):
+        file.give_back(first, 32)  # as a finalizer does, in the middle of it
+        return _bytes(tensor)
+
+    monkeypatch.setattr(offload, "_bytes", collected)
+    thread = threading.Thread(target=lambda: written.append(file.write(torch.ones(4))), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert written == [32]
 
 
 def test_a_copy_opens_a_file_of_its_own(tmp_path):

@@ -62,13 +62,40 @@ def assigned(h, w):
     return y @ w
 
 
+def assigned_in_between(h, w):
+    y = F.gelu(h)
+    with torch.no_grad():
+        y[:, ::2].zero_()
+    return (y * 2) @ w
+
+
+def written_in_between(h, w):
+    y = F.gelu(h)
+    with torch.no_grad():
+        torch.clamp(y, max=0.5, out=y)
+    return (y * 2) @ w
+
+
+def scaled_in_a_list(h, w):
+    y = F.gelu(h)
+    with torch.no_grad():
+        torch._foreach_mul_([y], 0.5)
+    return (y * 2) @ w
+
+
 def binarised(h, w):
     y = F.gelu(h)
     y.data = y.data.sign()
     return y @ w
 
 
-@pytest.mark.parametrize("function", [clamped, clamped_in_between, assigned, binarised])
+CHANGES = (
+    *(clamped, clamped_in_between, assigned, assigned_in_between, written_in_between, scaled_in_a_list),
+    binarised,
+)
+
+
+@pytest.mark.parametrize("function", CHANGES)
 def test_changes_without_gradient_are_kept(function):
     assert torch.equal(gradient(function), gradient(function, exact()))
 

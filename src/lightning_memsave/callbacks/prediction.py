@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from lightning_memsave.callbacks.memsave import MemSave
+from lightning_memsave.core.errors import setting_error
 from lightning_memsave.memory.predict import Prediction
 from lightning_memsave.strategies.predicting import Predictor
 
@@ -29,7 +30,8 @@ def predict(
         trainer: arguments of `Trainer` that steps depend on, for example `precision="bf16-mixed"`.
 
     Raises:
-        ValueError: as `MemSave` and its techniques raise it; or the step reads values and the module is not real.
+        ValueError: as `MemSave` and its techniques raise it; a budget that was not planned for yet; or the step reads
+            values and the module is not real.
 
     Example:
         >>> import torch
@@ -39,4 +41,8 @@ def predict(
         ('fake', True)
     """
     predictor = Predictor(module, batch, target=target, **trainer)
-    return predictor((memsave or MemSave()).recipe, num_samples=num_samples)
+    memsave = memsave or MemSave()
+    if memsave.budgeted is not None and memsave.plan is None:
+        raise setting_error("budget", "needs a plan first", "none", "Predict with `MemSave(plan_training(...))`.")
+    recipe = memsave.recipe if memsave.plan is None else memsave.plan.as_recipe()
+    return predictor(recipe, num_samples=num_samples)

@@ -156,7 +156,7 @@ def resolve(recipe: str | Recipe, slots: Mapping[str, object]) -> Recipe:
             )
         recipe = RECIPES[recipe]
     chosen: list[Config] = []
-    switched_off = tuple(t.config for t in TECHNIQUES if t.slot and slots.get(t.slot) is False)
+    left_out = [t.config for t in TECHNIQUES if t.slot and slots.get(t.slot) is False]
     for technique in TECHNIQUES:
         value = slots.get(technique.slot) if technique.slot else None
         if value is None:
@@ -167,6 +167,7 @@ def resolve(recipe: str | Recipe, slots: Mapping[str, object]) -> Recipe:
             assert technique.shorthand is not None, "what has a slot has a shorthand"
             chosen.append(technique.shorthand(value))
     asked_for = {t.config for t in TECHNIQUES if t.slot and slots.get(t.slot) is not None}
+    switched_off = (*left_out, *(config for config in recipe.switched_off if config not in asked_for))
     by_default = tuple(config for config in recipe.by_default if config not in asked_for)
     others = tuple(row for config in chosen if type(config) not in by_default for row in _rows(config))
     kept = [config for config in chosen if type(config) not in by_default or _why_not(config, others) is None]

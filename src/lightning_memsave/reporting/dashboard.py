@@ -96,6 +96,7 @@ def write_workspace(workspace: Workspace, path: Path) -> Path:
     """
     # Private name of wandb-workspaces, seen in 0.4.13: the only way to the specification without sending it.
     specification = workspace._to_model().model_dump(by_alias=True, mode="json", exclude_none=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(specification, indent=1), encoding="utf-8")
     return path
 

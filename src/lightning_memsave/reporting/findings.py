@@ -20,8 +20,9 @@ _MAX_LINES = 12  # of each list: a page, not a book
 
 def outcome(plan: Plan, report: MemoryReport) -> str:
     """How a plan turned out: what was predicted, what was measured, and what limits it."""
+    plain_bytes = sum(plan.baseline_by_category.values())  # without what kernels take, as the others
     predicted = (
-        f"memsave: budget {format_bytes(plan.budget_bytes)}: plain step {format_bytes(plan.baseline_bytes)} predicted, "
+        f"memsave: budget {format_bytes(plan.budget_bytes)}: plain step {format_bytes(plain_bytes)} predicted, "
         f"planned step {format_bytes(plan.peak_bytes)} predicted"
     )
     if report.peak_bytes is None:

@@ -26,8 +26,18 @@ def log_config(trainer: Any, config: Mapping[str, Any]) -> None:
         if wandb.is_wandb(logger):
             wandb.declare_metrics(logger.experiment)
             wandb.record_config(logger.experiment, config)
-        else:
-            logger.log_hyperparams({"memsave": dict(config)})
+        elif trainer.enable_autolog_hparams:
+            # With the run's own: TensorBoard shows the first that it is told, and Lightning tells them after this.
+            try:
+                logger.log_hyperparams({**_hyperparameters(trainer), "memsave": dict(config)})
+            except Exception as error:  # MLflow's, for one, do not change; settings must not end a run
+                rank_zero_info(f"memsave: {type(logger).__name__} has not taken the settings: {error}")
+
+
+def _hyperparameters(trainer: Any) -> dict[str, Any]:
+    """Of the module and the data that Lightning will log (`_log_hyperparams` is private, seen in Lightning 2.6)."""
+    sources = [s for s in (trainer.lightning_module, trainer.datamodule) if s is not None and s._log_hyperparams]
+    return {k: v for source in sources for k, v in source.hparams_initial.items() if k != "_class_path"}
 
 
 def log_metrics(trainer: Any, metrics: Mapping[str, float]) -> None:

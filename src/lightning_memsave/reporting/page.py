@@ -44,6 +44,7 @@ def write_page(comparison: Comparison, path: Path, title: str) -> Path:
     """
     from plotly.offline import get_plotlyjs
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(_page(comparison, title, get_plotlyjs())), encoding="utf-8")
     return path
 

@@ -139,5 +139,6 @@ def write_figure(prediction: Prediction, path: Path) -> Path:
         x=line.events[peak], y=line.total_bytes[peak] / MIB, text=f"peak {format_bytes(prediction.peak_bytes)}"
     )
     figure.update_layout(showlegend=True, title={"text": "one predicted training step"}, margin={"t": 40})
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.write_html(path, include_plotlyjs=True)
     return path

@@ -68,6 +68,11 @@ class BudgetedRun:
         self._has_told = self._has_warned = False
 
     @property
+    def budget_text(self) -> int | str | None:
+        """The budget as the user wrote it; `None` with a plan instead of one."""
+        return None if self._budget is None else self._budget.text
+
+    @property
     def _asked(self) -> str:
         """What was set besides the budget; the same in another process."""
         return re.sub(r" at 0x[0-9a-f]+", "", repr((self._recipe.techniques, self._recipe.switched_off)))
@@ -79,7 +84,7 @@ class BudgetedRun:
             ValueError: the budget cannot be met, or this way of training cannot be planned.
         """
         module = trainer.lightning_module
-        if self._made_for not in (None, _shapes(module)):
+        if self._budget is not None and self._made_for not in (None, _shapes(module)):
             self.plan, self._has_told, self._has_warned = None, False, False
         if self.plan is None:
             assert self._budget is not None, "without a plan there is a budget"
@@ -87,15 +92,15 @@ class BudgetedRun:
             _refuse(self._budget, ways)
             rank_zero_info(f"memsave: looking for a plan within {self._budget.text}, by predicting steps")
             self.plan = plan_for(module, first_batch(trainer), self._budget, self._recipe, trainer)
-            self._made_for = _shapes(module)
             rank_zero_info(f"memsave: {self.plan}")
+        self._made_for = _shapes(module)  # of a plan from a checkpoint as well
         return self.plan.as_recipe()
 
     def plan_for(self, module: Any, batch: Any) -> Plan:
-        """The plan for a module and a batch outside of a run; the one that there is, if there is one."""
-        if self.plan is None:
-            assert self._budget is not None, "without a plan there is a budget"
+        """The plan for a module and a batch outside of a run; with a plan instead of a budget, that."""
+        if self._budget is not None:
             self.plan, self._made_for = plan_for(module, batch, self._budget, self._recipe), _shapes(module)
+        assert self.plan is not None, "without a budget there is a plan"
         return self.plan
 
     def check(self, trainer: Any, step: Measurement, changed: bool) -> None:
@@ -142,7 +147,7 @@ class BudgetedRun:
         plan = Plan.from_json(state["plan"])
         asked = self._budget.text, self._recipe.name, self._asked
         if (plan.budget, plan.recipe, state.get("plan_asked")) == asked:
-            self.plan = plan
+            self.plan, self._made_for = plan, None
         else:
             rank_zero_info(
                 f'memsave: the checkpoint was planned for {plan.budget!r} ("{plan.recipe}") with other settings; '

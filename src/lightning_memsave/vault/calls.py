@@ -64,10 +64,12 @@ class Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         before, name = self.current, _name(func)
         is_hidden = _changes_unseen(name) or func in _DATA
-        if is_hidden and (edge := _edge_of_first(args)) is not None:
-            self._changed.add(edge)
-        if func in _HOOKING and (edge := _edge_of_first(args)) is not None:
-            self._hooked.add(edge)
+        if is_hidden:
+            self._changed.update(_edges(args[:1]))
+        if "out" in kwargs and not torch.is_grad_enabled():
+            self._changed.update(_edges(kwargs["out"]))
+        if func in _HOOKING:
+            self._hooked.update(_edges(args[:1]))
         call = self.current = Call(name, args, kwargs)
         try:
             answer = self._ask(call) if name in _ANSWERED else None
@@ -111,8 +113,15 @@ def _changes_unseen(name: str) -> bool:
     return (is_in_place or name in _IN_PLACE_OPERATORS) and not torch.is_grad_enabled()
 
 
-def _edge_of_first(args: tuple[Any, ...]) -> Edge | None:
-    return edge_of(args[0]) if args and isinstance(args[0], Tensor) else None
+def _edges(changed: Any) -> Iterator[Edge]:
+    """Of a tensor, or of those of a list; of a slice that was made without gradients, those of what it is of."""
+    if isinstance(changed, (tuple, list)):
+        for item in changed:
+            yield from _edges(item)
+    elif isinstance(changed, Tensor):
+        base = changed._base if changed.grad_fn is None and changed._base is not None else changed
+        if (edge := edge_of(base)) is not None:
+            yield edge
 
 
 _ANSWERED = frozenset(("cross_entropy", "dropout"))

@@ -101,7 +101,7 @@ class File:
     def __init__(self, folder: str | None) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # lives as long as this object
         weakref.finalize(self, self._file.close)
-        self._lock, self._end = threading.Lock(), 0
+        self._lock, self._end = threading.RLock(), 0  # taken again where the collector runs inside of it
         self._free: defaultdict[int, list[int]] = defaultdict(list)
 
     def write(self, tensor: Tensor) -> int:

@@ -116,7 +116,8 @@ def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank])
     if not tensor.requires_grad:
         return Need(Rank.EXACT)
     if call.name.removesuffix("_with_indices") in SHAPE_ONLY:
-        return Need(Rank.SHAPE)
+        has_indices = "max" not in call.name or tensor.device.type in ("cpu", "cuda", "meta")
+        return Need(Rank.SHAPE if has_indices else Rank.EXACT)  # elsewhere (MPS) the maxima may be looked for again
     node = tensor.grad_fn
     if call.name in SIGN_ONLY and _reads_the_sign(node, call):
         return Need(Rank.MASK, keeps_sign=call.name in KEEPS_SIGN)

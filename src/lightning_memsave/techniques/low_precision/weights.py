@@ -97,7 +97,7 @@ class Weights:
             self._store(parameter, place, parameter.detach())
         if self.format.correction is not None:
             for module in model.modules():
-                for name, p in module.named_parameters(recurse=False):
+                for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
                     if p in self._places and p.requires_grad:
                         self._hooks += _on_disk_whole(module, name, self._places[p])
 

@@ -61,18 +61,18 @@ class PooledStatistics:
         self._is_evaluated_for_us = False
         if mode == "ghost":
             module.momentum = 1.0  # the running statistics are then those of the latest call
-            self._handles = [module.register_forward_hook(self._see)]
+            self._handles = [module.register_forward_hook(self._see, with_kwargs=True)]
         else:
             self._handles = [
-                module.register_forward_pre_hook(self._evaluate),
+                module.register_forward_pre_hook(self._evaluate, with_kwargs=True),
                 module.register_forward_hook(self._train_again, always_call=True),
             ]
 
     # Not compiled with the block that the layer is in: a change of mode would compile that anew for each batch.
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
-    def _evaluate(self, module: Any, args: tuple[Any, ...]) -> None:
+    def _evaluate(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training:  # else the user's own `eval()`, as for layers that are frozen
-            self._see(module, args)
+            self._see(module, args, kwargs)
             module.training, self._is_evaluated_for_us = False, True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
@@ -81,10 +81,10 @@ class PooledStatistics:
             module.training, self._is_evaluated_for_us = True, False
 
     @torch.no_grad()
-    def _see(self, module: Any, args: tuple[Any, ...], output: Any = None) -> None:
+    def _see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
         if self.num_calls is None or not module.training:
             return
-        x = args[0].detach()  # [N, C, ...]
+        x = (args[0] if args else kwargs["input"]).detach()  # [N, C, ...]
         count = x.numel() // x.shape[1]
         if self._mode == "ghost":
             mean, deviations = module.running_mean.clone(), (count - 1) * module.running_var
@@ -173,15 +173,15 @@ def pooled_batchnorm(model: nn.Module, mode: Mode = "ghost", warmup: int = 0) ->
         >>> torch.allclose(norm.running_mean, 0.1 * x.mean(0)), int(norm.num_batches_tracked)
         (True, 1)
     """
-    pools = []
-    for module in model.modules():
-        if pools_statistics(module):
-            num_batches: Any = module.num_batches_tracked
-            is_warm = num_batches is None or int(num_batches) >= warmup
-            pools.append(PooledStatistics(module, mode if is_warm else "ghost"))
+    pools: list[PooledStatistics] = []
     updates, batch = False, PooledBatchNorms(pools)
     token = _ACTIVE.set(batch)
     try:
+        for module in model.modules():
+            if pools_statistics(module):
+                num_batches: Any = module.num_batches_tracked
+                is_warm = num_batches is None or int(num_batches) >= warmup
+                pools.append(PooledStatistics(module, mode if is_warm else "ghost"))
         yield batch
         updates = True
     finally:
