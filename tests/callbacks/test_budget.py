@@ -211,11 +211,6 @@ def test_what_cannot_fit_is_refused_before_training_and_the_smallest_that_can_is
 
 
 def test_each_module_has_a_plan_of_its_own():
-    class Wide(Net):
-        def __init__(self):
-            super().__init__()
-            self.more = torch.nn.Linear(100, 100)
-
     memsave = MemSave(budget="1x", **ONLY_PARTS)
     small, large = (plan_training(make(), next(iter(data())), memsave) for make in (Net, Wide))
     assert large.baseline_by_category["weights"] == small.baseline_by_category["weights"] + 4 * 100 * 101
@@ -223,7 +218,7 @@ def test_each_module_has_a_plan_of_its_own():
 
 def test_a_prediction_under_a_budget_is_of_its_plan():
     memsave, batch = MemSave(budget="0.9x", **ONLY_PARTS), torch.ones(512, 32)
-    with pytest.raises(ValueError, match="`budget` needs a plan first"):
+    with pytest.raises(ValueError, match=r"`budget` needs a plan first, got '0\.9x'"):
         predict(BoringModel(), batch, memsave)
     made = plan_training(BoringModel(), batch, memsave)
     plain, planned, again = (predict(BoringModel(), batch, *given) for given in ((), (memsave,), (MemSave(made),)))
@@ -251,6 +246,12 @@ def test_what_is_set_stays_as_it_is_set():
     assert all(step.technique == "microbatching" for step in made.steps)
 
 
+class Wide(Net):
+    def __init__(self):
+        super().__init__()
+        self.more = torch.nn.Linear(100, 100)
+
+
 def test_a_resumed_run_has_the_plan_of_the_first_one(tmp_path, monkeypatch):
     path, memsave = tmp_path / "half.ckpt", MemSave(budget="0.7x", **ONLY_PARTS)
     trainer, _ = train(memsave, loader=data(shuffle=False))
@@ -258,11 +259,13 @@ def test_a_resumed_run_has_the_plan_of_the_first_one(tmp_path, monkeypatch):
     assert "plan" in next(iter(torch.load(path, weights_only=True)["callbacks"].values()))
     _, straight = train(MemSave(budget="0.7x", **ONLY_PARTS), max_epochs=4, loader=data(shuffle=False))
 
+    resumed = MemSave(budget="0.7x", **ONLY_PARTS)
+    plan_training(Wide(), next(iter(data())), resumed)  # another module's
+
     def predict(self, techniques):
         raise AssertionError("a resumed run does not plan")
 
     monkeypatch.setattr(Trial, "__call__", predict)
-    resumed = MemSave(budget="0.7x", **ONLY_PARTS)
     _, module = train(resumed, max_epochs=4, loader=data(shuffle=False), ckpt_path=path)
     assert resumed.plan == memsave.plan
     assert same_bits(straight, module)

@@ -69,6 +69,13 @@ def assigned_in_between(h, w):
     return (y * 2) @ w
 
 
+def assigned_through_a_view(h, w):
+    y = F.gelu(h).view(64, 32)
+    with torch.no_grad():
+        y[::2].zero_()
+    return (y * 2).view(32, 64) @ w
+
+
 def written_in_between(h, w):
     y = F.gelu(h)
     with torch.no_grad():
@@ -90,7 +97,15 @@ def binarised(h, w):
 
 
 CHANGES = (
-    *(clamped, clamped_in_between, assigned, assigned_in_between, written_in_between, scaled_in_a_list),
+    *(
+        clamped,
+        clamped_in_between,
+        assigned,
+        assigned_in_between,
+        assigned_through_a_view,
+        written_in_between,
+        scaled_in_a_list,
+    ),
     binarised,
 )
 

@@ -43,6 +43,7 @@ def predict(
     predictor = Predictor(module, batch, target=target, **trainer)
     memsave = memsave or MemSave()
     if memsave.budgeted is not None and memsave.plan is None:
-        raise setting_error("budget", "needs a plan first", "none", "Predict with `MemSave(plan_training(...))`.")
+        remedy = "Predict with `MemSave(plan_training(...))`."
+        raise setting_error("budget", "needs a plan first", memsave.budgeted.budget_text, remedy)
     recipe = memsave.recipe if memsave.plan is None else memsave.plan.as_recipe()
     return predictor(recipe, num_samples=num_samples)
