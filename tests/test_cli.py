@@ -51,6 +51,13 @@ def test_missing_extra_is_named(monkeypatch, capsys, tmp_path):
     assert "sklearn" in err
 
 
+def test_a_missing_module_of_the_users_is_no_extra(capsys, tmp_path, monkeypatch):
+    (tmp_path / "model_of_mine.py").write_text("def make():\n    import a_module_that_is_not_there\n")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", "model_of_mine:make", "--batch", "model_of_mine:make"]) == 2
+    assert capsys.readouterr().err == "error: No module named 'a_module_that_is_not_there'.\n"
+
+
 @pytest.fixture
 def two_runs(tmp_path):
     for name, peak, accuracy in (("small", 1000, 0.5), ("large", 4000, 0.75)):

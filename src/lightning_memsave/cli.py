@@ -43,10 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check = commands.add_parser("verify", help="compare a training step of your module with and without memory saving")
     check.add_argument("module", metavar="MODULE:CLASS", help="a LightningModule, or what makes it")
     check.add_argument("--batch", required=True, metavar="MODULE:NAME", help="a batch, a loader, or a function of one")
+    check.add_argument("--recipe", default="lossless", help="as `MemSave(recipe)` (default: %(default)s)")
     _add_slots(check)
     check.add_argument("--seed", type=int, default=0, help="of both steps (default: %(default)s)")
     check.set_defaults(run=_verify)
-    plan = commands.add_parser("plan", help="predict the memory of a training step of your module, without running it")
+    plan = commands.add_parser("plan", help="predict the memory of a training step of your module")
     plan.add_argument(
         "module", nargs="?", metavar="MODULE:CLASS", help="a LightningModule, or what makes it without arguments"
     )
@@ -78,13 +79,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _current_folder():  # whatever is called there may import from it
             return run(**options) or 0
     except ModuleNotFoundError as error:
-        has_extra = command in ("compare", "dashboard", "demo", "plan")
-        remedy = f" `{command}` needs its extra: pip install 'lightning-memsave[{command}]'" if has_extra else ""
+        # Lightning gives its own such errors no name. Others may be about a module of the user's.
+        extra = _EXTRAS.get(command)
+        is_extra = extra is not None and (error.name is None or error.name.partition(".")[0] in extra)
+        remedy = f" `{command}` needs its extra: pip install 'lightning-memsave[{command}]'" if is_extra else ""
         print(f"error: {error}.{remedy}", file=sys.stderr)
         return 2
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+_EXTRAS = {
+    "compare": ("plotly",),
+    "dashboard": ("wandb_workspaces",),
+    "demo": ("sklearn", "matplotlib", "plotly", "wandb_workspaces"),
+    "plan": ("jsonargparse", "plotly"),
+}
+"""What each command imports that only its extra installs."""
 
 
 def _demo(**options: Any) -> None:
@@ -122,13 +134,13 @@ def _dashboard(target: str, metric: str, json: Path | None) -> None:
         print(f"Workspace: {save_workspace(workspace)}")
 
 
-def _verify(module: str, batch: str, seed: int, **slots: Any) -> int:
+def _verify(module: str, batch: str, seed: int, recipe: str, **slots: Any) -> int:
     from rich.console import Console
 
     from lightning_memsave.callbacks import MemSave, verify
     from lightning_memsave.reporting.console import print_verification
 
-    result = verify(_made(_named(module)), _made(_named(batch)), MemSave(**slots), seed=seed)
+    result = verify(_made(_named(module)), _made(_named(batch)), MemSave(recipe, **slots), seed=seed)
     print_verification(result, Console())
     return 0 if result.holds else 1
 
@@ -296,11 +308,15 @@ def _current_folder() -> Iterator[None]:
 
 
 def _value(text: str) -> Any:
-    """A number or a name, as a slot of `MemSave` takes it.
+    """A number, a name, names with commas, true or false, as a slot of `MemSave` takes it.
 
-    >>> _value("8"), _value("0.9"), _value("int4")
-    (8, 0.9, 'int4')
+    >>> _value("8"), _value("0.9"), _value("int4"), _value("exact,int4"), _value("false")
+    (8, 0.9, 'int4', ['exact', 'int4'], False)
     """
+    if "," in text:
+        return [name.strip() for name in text.split(",")]
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)

@@ -45,12 +45,13 @@ def loader(n: int = 64) -> DataLoader:
 EVERYTHING = {"microbatch": 4, "checkpointing": "blocks", "optimizer_state": "8bit"}
 
 
-def fit(memsave, module=None, **options):
+def fit(memsave, module=None, resume=None, **options):
     torch.manual_seed(0)
     module = module or Regressor()
     options = {"max_epochs": 2, "enable_checkpointing": False, **options}
-    trainer = L.Trainer(callbacks=[memsave] if memsave else [], **QUIET, **options)
-    trainer.fit(module, loader())
+    callbacks = [*([memsave] if memsave else []), *options.pop("monitors", [])]
+    trainer = L.Trainer(callbacks=callbacks, **QUIET, **options)
+    trainer.fit(module, loader(), ckpt_path=resume)
     return trainer, module
 
 
@@ -174,6 +175,32 @@ def test_checkpoints_load_both_ways_and_resume_is_bit_equal(tmp_path):
     assert all(torch.isfinite(p).all() for p in plain.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+def test_a_run_without_optimizer_resumes(tmp_path):
+    class Without(Regressor):
+        def configure_optimizers(self):
+            return None
+
+    path = tmp_path / "last.ckpt"
+    trainer, _ = fit(MemSave(), Without())
+    trainer.save_checkpoint(path)
+    trainer, _ = fit(MemSave(), Without(), resume=path, max_epochs=3)
+    assert trainer.current_epoch == 3
+
+
+def test_as_a_default_16_bit_weights_step_aside_for_an_optimizer_that_cannot_step_them():
+    class Searches(Regressor):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=2)
+
+    memsave = MemSave("extreme", sparsity=False)
+    _, module = fit(memsave, Searches())
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    assert not {"low_precision", "optimizer_state"} & {a.technique for a in memsave.report.applied}
+    with pytest.raises(ValueError, match="`precision` needs an optimizer that steps each parameter by itself"):
+        fit(MemSave(precision="bf16-sr"), Searches())
+
+
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 def test_fit_twice_validate_and_a_second_trainer():
     memsave = MemSave(**EVERYTHING)
@@ -201,6 +228,27 @@ def test_monitor_alone_changes_nothing_and_a_second_one_reads_the_first():
     assert monitor.report == second.report
     assert monitor.report.num_steps_measured == 2
     assert trainer.callback_metrics["memsave/peak_bytes"].item() == monitor.report.peak_bytes
+
+
+def test_what_a_second_monitor_is_told_reaches_the_figures_of_the_first():
+    baseline, memsave = MemoryMonitor(), MemSave(**EVERYTHING)
+    fit(baseline)
+    trainer, _ = fit(memsave, monitors=[MemoryMonitor().against(baseline.report)])
+    assert memsave.report.factor == baseline.report.peak_bytes / memsave.report.peak_bytes > 1
+    assert trainer.callback_metrics["memsave/factor"].item() == memsave.report.factor
+
+
+def test_logged_settings_are_without_defaults_that_stepped_aside(monkeypatch):
+    class Rprop(Regressor):
+        def configure_optimizers(self):
+            return torch.optim.Rprop(self.parameters())
+
+    logged = []
+    monkeypatch.setattr("lightning_memsave.callbacks.monitor.log_config", lambda _, config: logged.append(config))
+    for module in (Regressor(), Rprop()):
+        fit(MemSave("balanced"), module)
+    both = {"recipe", "early_zero_grad", "microbatching", "activation_compression", "every"}
+    assert [set(config) for config in logged] == [both | {"optimizer_state"}, both]
 
 
 def test_an_exception_in_the_middle_of_a_measured_step_leaves_nothing_behind():

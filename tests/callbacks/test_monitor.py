@@ -129,6 +129,16 @@ def test_what_is_on_already_is_not_advised(messages):
     assert "`optimizer_state=" not in text
 
 
+def test_what_would_be_refused_is_not_advised(messages):
+    released = OptimizerState(format="32bit", gradients="release")
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(Model(fails_at=5, error=torch.OutOfMemoryError("none")), MemSave(optimizer_state=released))
+    (text,) = messages
+    assert '`activations="exact"`' in text
+    assert "`microbatch=" not in text, "release is not cut"
+    assert "gradients=" not in text, "on already, or the other way of the two"
+
+
 def test_a_recovery_that_gives_up_is_explained_once(messages):
     """Of two monitors, one speaks; the advice of the recovery is in its first line."""
     error = torch.OutOfMemoryError("none")

@@ -141,3 +141,12 @@ def test_gradients_that_are_released_and_tensors_of_other_names(batch, slots, lo
     assert "norm" in result.gradient_differences
     if loss_class == "exact":
         assert result.largest_difference == 0
+
+
+def test_a_batch_that_does_not_fit_without_memory_saving_is_refused():
+    class Large(Net):
+        def training_step(self, batch, batch_idx):
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+    with pytest.raises(ValueError, match=r"`batch` must fit without memory saving.* 2.00 GiB'. Take fewer samples"):
+        verify(Large(), (torch.ones(8, 6), torch.ones(8, 2)), MemSave(microbatch=1))

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.memory import Ledger
-from lightning_memsave.memory.accumulation import autograd_is_running
 from lightning_memsave.memory.storages import tensors_in
+from lightning_memsave.vault.graph import autograd_is_running
 
 MIB = 2**20
 

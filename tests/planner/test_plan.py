@@ -146,3 +146,16 @@ def test_a_plan_stands_alone():
         MemSave(plan(), budget="1GiB")
     with pytest.raises(ValueError, match="needs a recipe that may change something"):
         MemSave("measure", budget="1GiB")
+
+
+def test_a_plan_that_is_handed_over_keeps_its_microbatches_where_recovery_does_not_work():
+    recipe = MemSave(plan()).recipe
+    assert recipe.stepping_aside(["DDP with static_graph"])[0].get(Microbatching) is not None  # refused in the run
+    for ways in (["model parallel (FSDP2)"], ["DDP"], ["manual optimization"]):
+        handed_over, reasons = recipe.stepping_aside(ways)
+        (found,) = [t for t in handed_over.techniques if isinstance(t, Microbatching)]
+        assert (found.size, found.max_bytes, found.weight_fn) == (4, None, LabelCount(shifted=True))
+        assert len(reasons) == 1
+    assert recipe.stepping_aside(["accumulate_grad_batches"])[0] == recipe
+    without = MemSave(plan(techniques=(Microbatching(max_bytes=1000),))).recipe
+    assert without.stepping_aside(["DDP"])[0].techniques == ()

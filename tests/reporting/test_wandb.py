@@ -255,9 +255,10 @@ def test_run_that_raises_keeps_its_rows_and_their_maximum(tmp_path, session):
     wandb.teardown()
     file = only_file(tmp_path)
     peaks = [row["memsave/peak_bytes"] for row in file.history if "memsave/peak_bytes" in row]
-    assert len(peaks) == len(MEASURED_STEPS)
-    assert max(peaks) == memsave.report.peak_bytes
-    assert file.summary["memsave/peak_bytes"] == {"max": memsave.report.peak_bytes}
+    assert len(peaks) == len(MEASURED_STEPS) + 1, "a row for each measured step, and one of the final figures"
+    assert max(peaks) == peaks[-1] == memsave.report.peak_bytes
+    assert file.summary["memsave/peak_bytes"] == memsave.report.peak_bytes
+    assert file.summary["memsave/loss_class"] == "exact"
 
 
 def go_online(monkeypatch, folder, api_key):

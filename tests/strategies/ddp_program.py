@@ -9,10 +9,13 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import ActivationCompression, Checkpointing, MemSave, OptimizerState
+from lightning_memsave.core.report import CATEGORIES
 
 
 class Module(L.LightningModule):
@@ -39,7 +42,7 @@ def train(memsave, strategy, **options):
         torch.randn(46, 6, generator=generator, dtype=torch.float64).to(dtype),
         torch.randint(0, 3, (46,), generator=generator),
     )
-    module = Module()
+    module = options.pop("module", None) or Module()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
@@ -47,7 +50,7 @@ def train(memsave, strategy, **options):
         precision=precision,
         strategy=strategy,
         callbacks=[memsave] if memsave else [],
-        logger=False,
+        logger=options.pop("logger", False),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -62,6 +65,40 @@ def assert_ranks_agree(module):
     both = [torch.zeros_like(flat) for _ in range(2)]
     torch.distributed.all_gather(both, flat)
     assert torch.equal(*both), "ranks have drifted apart"
+
+
+class Rows(Logger):
+    name, version = "rows", 0
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_hyperparams(self, *_, **__):
+        pass
+
+    @rank_zero_only
+    def log_metrics(self, metrics, step=None):
+        self.rows.append(metrics)
+
+
+class Uneven(Module):
+    """The second process takes more."""
+
+    def training_step(self, batch, batch_idx):
+        more = torch.zeros(1000 * (1 + self.global_rank), 100)
+        return super().training_step(batch, batch_idx) + 0 * more.sum()
+
+
+def check_final_figures_are_those_of_the_largest_rank():
+    memsave, rows = MemSave(), Rows()
+    _, trainer = train(memsave, "ddp", logger=rows, module=Uneven())
+    largest = trainer.callback_metrics["memsave/peak_bytes"].item()
+    assert largest >= 8e5
+    if trainer.is_global_zero:
+        assert memsave.report.peak_bytes < largest
+        assert rows.rows[-1]["memsave/peak_bytes"] == largest
+        assert sum(rows.rows[-1][f"memsave/peak_{category}_bytes"] for category in CATEGORIES) == largest
 
 
 def check_lean_weights_and_state():
@@ -114,6 +151,7 @@ def main() -> None:
     assert_ranks_agree(coded)
 
     check_lean_weights_and_state()
+    check_final_figures_are_those_of_the_largest_rank()
     with pytest.raises(ValueError, match="static graph"):
         train(MemSave(microbatch=3), L.pytorch.strategies.DDPStrategy(static_graph=True))
     if torch.distributed.get_rank() == 0:

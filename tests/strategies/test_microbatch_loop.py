@@ -160,6 +160,14 @@ def test_trainer_options(options, optimizer):
     assert_same_run(plain, ours, EXACT)
 
 
+@pytest.mark.parametrize("factor", [2, 7, 11])  # x / 7 * 7 is not x for each of them
+def test_a_summed_loss_is_known_in_the_logs_under_accumulation(factor):
+    plain, ours = both(
+        Module(reduction="sum"), batches(sizes=(10, 9, 8, 7)), MemSave(microbatch=3), accumulate_grad_batches=factor
+    )
+    assert_same_run(plain, ours, EXACT)
+
+
 def test_lbfgs_calls_the_closure_many_times():
     plain, ours = both(Module(optimizer="lbfgs", metrics=False), batches(), MemSave(microbatch=3))
     # Round-off is amplified by the line search, so the bar is lower; the number of evaluations is the same.
@@ -440,6 +448,16 @@ def test_manual_optimization_gan_with_two_optimizers():
     assert memsave.report.peak_bytes is not None
     with pytest.warns(NoEffectWarning, match="microbatches"):
         fit(plain_module, data, MemSave(microbatch=2), precision="64-true")
+
+
+def test_a_validation_says_nothing_of_microbatches_in_training():
+    class Validated(Gan):
+        def validation_step(self, batch, batch_idx):
+            return self.critic(batch[0]).mean()
+
+    data = torch.utils.data.DataLoader([(torch.zeros(5), torch.zeros(3))] * 4, 2)
+    trainer = L.Trainer(accelerator="cpu", callbacks=[MemSave(microbatch=1)], logger=False, enable_progress_bar=False)
+    trainer.validate(Validated(whole), data, verbose=False)  # a warning is an error here
 
 
 def test_manual_optimization_gan_with_regions_and_8bit_state():

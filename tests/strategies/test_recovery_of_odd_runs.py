@@ -192,6 +192,21 @@ def test_large_containers_are_not_copied_but_changes_are_final():
         train(limited(Collects), MemSave())
 
 
+def test_gradients_of_a_failed_try_are_taken_back_or_make_it_final():
+    """Under accumulation, without a copy: of a parameter that earlier batches have not met, they are taken back."""
+    module = limited(Net)
+    met, unmet = list(module.parameters())[:2]
+    met.grad = torch.ones_like(met)
+    start = BatchStart(module, set(), "watched")
+    unmet.grad = torch.ones_like(unmet)
+    assert start.why_final() is None
+    start.restore()
+    assert unmet.grad is None
+    assert torch.equal(met.grad, torch.ones_like(met))
+    met.grad = met.grad + 1  # as under `create_graph=True`
+    assert "added to gradients of earlier batches" in start.why_final()
+
+
 def test_regions_that_the_user_asked_for_are_not_withdrawn():
     module = limited(Net)
     module.net = nn.Sequential(*(EditsItsInput() for _ in range(2)))

@@ -84,7 +84,8 @@ def set_gradients(model, step):
     for i, p in enumerate(model.parameters()):
         if p.requires_grad:
             noise = torch.randn(p.shape, generator=random)
-            p.grad = (0.1 * (noise + 0.5 * torch.sin(torch.arange(p.numel()).view(p.shape) + i))).to(p.dtype)
+            gradient = 0.1 * (noise + 0.5 * torch.sin(torch.arange(p.numel()).view(p.shape) + i))
+            p.grad = torch.empty_like(p).copy_(gradient)  # in memory as autograd's are: as the parameter is
 
 
 def run_steps(model, optimizer, steps):

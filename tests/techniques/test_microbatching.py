@@ -55,6 +55,21 @@ def test_scalars_constants_and_unrelated_lists_are_given_to_every_part():
         assert (part["task"], part["classes"], part["n"]) == ("a", ["cat", "dog"], 3)
 
 
+def test_a_list_of_containers_without_tensors_has_one_for_each_sample():
+    meta = [{"id": i, "boxes": [i] * i, "scale": torch.tensor(float(i))} for i in range(5)]
+    captions = [["a"] * i for i in range(5)]
+    batch = {"x": torch.arange(5), "meta": meta, "captions": captions, "of the whole": [["a", "b"], ["c"]]}
+    for part, n in split(batch, 2):
+        assert [each["id"] for each in part["meta"]] == part["x"].tolist()
+        assert [len(each) for each in part["captions"]] == part["x"].tolist()
+        assert len(part["meta"]) == n
+        assert part["of the whole"] == batch["of the whole"]
+    transposed = {"x": torch.arange(5), "captions": [list("abcde"), list("fghij")]}  # as `default_collate` has it
+    assert [part["captions"][1] for part, _ in split(transposed, 2)] == [["f", "g"], ["h", "i"], ["j"]]
+    with pytest.raises(UnsplittableBatchError, match="list of 2 lists of 2"):
+        split({"x": torch.arange(2), "captions": [["a", "b"], ["c", "d"]]}, 1)
+
+
 def test_frozen_dataclasses_and_dict_subclasses_keep_their_type_and_extras():
     @dataclasses.dataclass(frozen=True)
     class Frozen:

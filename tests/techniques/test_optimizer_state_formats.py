@@ -19,6 +19,7 @@ from lightning_memsave.techniques.optimizer_state import (
 )
 from lightning_memsave.techniques.optimizer_state.codecs import CODECS, Coded, Elsewhere, Factored
 from lightning_memsave.techniques.optimizer_state.coded import is_coded
+from lightning_memsave.techniques.optimizer_state.layout import read
 
 from .optimizer_state_subjects import PLAIN, big_model, flat, run_steps, set_gradients, state_bytes, through_disk
 
@@ -448,3 +449,29 @@ def test_codes_are_written_where_they_were_and_counted_as_state(name, gradients)
     assert before == places(optimizer) != set()
     counts = sum(state["step"].nbytes for state in optimizer.state.values())
     assert ledger.measurement.by_category["optimizer_state"] == estimate + counts
+
+
+# ------------------------------------------------------------------------------- how moments lie in memory
+@every_format
+def test_fused_kernels_find_moments_in_the_order_of_their_parameter(name):
+    """They go through the memory of both, and channels-last weights do not lie as they are numbered."""
+    start, last = nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last), []
+    for fused in (False, True):
+        model, optimizer, _ = changed(name, model=copy.deepcopy(start), fused=fused)
+        assert model.weight.is_contiguous(memory_format=torch.channels_last)
+        run_steps(model, optimizer, range(6))
+        plain = OPTIMIZERS["AdamW"](model.parameters(), fused=fused)
+        if name not in ("lowrank", "apollo"):  # which load into their own kind
+            plain.load_state_dict(optimizer.state_dict())
+            assert plain.state[model.weight]["exp_avg"].stride() == model.weight.stride()
+            run_steps(model, plain, range(2))
+        last.append(flat(model))
+    assert (last[1] - last[0]).norm() < 0.05 * (last[0] - flat(start)).norm()
+
+
+def test_moments_of_a_number_go_to_the_device_of_their_parameter():
+    p = nn.Parameter(torch.empty((), device="meta"))
+    saved = {"step": torch.tensor(3.0), "exp_avg": torch.tensor(1.0, dtype=torch.float64)}
+    found = {name: read("8bit", name, value, p=p, means={}) for name, value in saved.items()}
+    assert (found["exp_avg"].device.type, found["exp_avg"].dtype) == ("meta", torch.float32)
+    assert found["step"].device.type == "cpu"

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from lightning_memsave import (
+    Checkpointing,
     LowPrecision,
     MaskUpdates,
     OptimizerState,
     Sparsity,
     UpdateSchedule,
+    apply_checkpointing,
     apply_low_precision,
     apply_optimizer_state,
     apply_sparsity,
@@ -132,6 +134,29 @@ def test_rigl_adds_up_the_gradients_of_microbatches():
         updates.step()
         patterns.append([layer.layout.positions() for layer in sparse_layers(model).values()])
     assert all(torch.equal(a, b) for a, b in zip(*patterns, strict=True))
+
+
+def test_rigl_adds_up_the_gradients_of_a_layer_that_regions_call_twice():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.linear(self.linear(x).tanh())
+
+    found = []
+    for has_regions in (False, True):
+        torch.manual_seed(0)
+        model = Twice()
+        apply_sparsity(model, setting("rigl"))
+        (layer,) = sparse_layers(model).values()
+        layer.watches_gradient = True
+        if has_regions:
+            apply_checkpointing(model, Checkpointing(modules="linear"))
+        model(torch.randn(4, 32, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+        found.append(layer.dense_gradient)
+    assert torch.equal(*found)
 
 
 def test_a_step_that_is_run_again_counts_once():

@@ -215,3 +215,23 @@ def test_cuda_holds_nothing_between_forward_and_backward():
     (plain, expected), (ours, grads) = step(None), step(Vault(offloader=Offloader()))
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
     assert ours < 0.3 * plain
+
+
+def test_what_is_fetched_ahead_is_what_was_sent_before_also_when_others_have_died(monkeypatch):
+    class Sent:
+        is_fetched = False
+
+        def fetch(self):
+            self.is_fetched = True
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    stream = offload.Stream(torch.device("cuda"))
+    first = [Sent() for _ in range(6)]
+    numbers = [stream.sent(place) for place in first]
+    del first[4:], first[1]  # dead: the last two, and one in the middle
+    second = [Sent() for _ in range(3)]
+    assert [stream.sent(place) for place in second] == [6, 7, 8]
+    stream.fetch_before(8)
+    assert [place.is_fetched for place in second] == [True, True, False]
+    stream.fetch_before(numbers[3])
+    assert [place.is_fetched for place in first] == [False, True, False]

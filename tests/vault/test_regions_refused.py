@@ -12,7 +12,7 @@ from lightning_memsave import (
     Checkpointing,
     apply_checkpointing,
 )
-from lightning_memsave.vault.holders import RegionError
+from lightning_memsave.core.errors import RegionError
 from tests.vault.region_nets import Block, Impure, assert_same_steps, samples, sequential, with_regions
 
 

@@ -172,16 +172,26 @@ class MemSave(MemoryMonitor):
     def _outcome(self) -> str | None:
         return super()._outcome() if self.plan is None else outcome(self.plan, self.report)
 
+    def _settings_on(self) -> tuple[set[str], set[str]]:
+        recipe, by_recovery = self._in_force, {a.technique for a in self.report.applied}
+        fixed = Recipe(recipe.name, tuple(t for t in recipe.techniques if type(t) not in recipe.by_default))
+        return {*recipe.rows(), *by_recovery}, set(fixed.rows())
+
     def _headlines(self) -> dict[str, float]:
-        config = self.recipe.get(Microbatching)
+        config = self._in_force.get(Microbatching)
         configured = {"memsave/microbatch_size": config.size} if config is not None and config.size != "auto" else {}
         return {**super()._headlines(), **configured, **({} if self._state is None else self._state.metrics())}
 
     def _config(self) -> dict[str, Any]:
+        settings = {**self._in_force.as_dict(), "every": self._meter.every}
         if self.budgeted is None or self.plan is None:
-            return {**self.recipe.as_dict(), "every": self._meter.every}
-        data = self.budgeted.state_dict().get("plan", str(self.plan))  # `Plan.from_json` is the way back
-        return {**self.plan.as_recipe().as_dict(), "every": self._meter.every, "plan": data}
+            return settings
+        return {**settings, "plan": self.budgeted.state_dict().get("plan", str(self.plan))}  # read by `Plan.from_json`
+
+    @property
+    def _in_force(self) -> Recipe:
+        """The recipe; once a fit has begun, without defaults that stepped aside in it, or as its plan has it."""
+        return self.recipe if self._state is None or not self._state.started else self._state.recipe
 
 
 def _check_alone(budget: object, slots: Mapping[str, object]) -> None:

@@ -21,9 +21,10 @@ from lightning_memsave.memory.meter import Meter
 from lightning_memsave.memory.predict import Prediction
 from lightning_memsave.memory.snapshot import Snapshot
 from lightning_memsave.reporting.findings import growth_text, miss_text, post_mortem_text
-from lightning_memsave.reporting.loggers import log_config, log_metrics, log_summary
+from lightning_memsave.reporting.loggers import log_config, log_metrics, log_summary, of_the_largest_rank
 from lightning_memsave.strategies.namespaces import is_compiled
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
+from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.microbatching.split import UnsplittableBatchError, batch_size
 
 # Below Lightning's own logger, so that it is shown as Lightning's messages are; on every rank.
@@ -69,6 +70,8 @@ class MemoryMonitor(Callback):
         self._snapshot: Snapshot | None = None
         self._meter = Meter(every, workspace=workspace)
         self._leader: MemoryMonitor | None = None
+        self._followers: list[MemoryMonitor] = []
+        self._has_figures_to_log = False
         self._baseline_peak_bytes: int | None = None
         self._baseline_source: Literal["measured", "predicted"] | None = None
         self._prediction: Prediction | None = None
@@ -101,8 +104,13 @@ class MemoryMonitor(Callback):
 
     @property
     def report(self) -> MemoryReport:
-        """What was measured so far."""
+        """What was measured so far, held against what this callback was told, or else those that read its figures."""
         measured = self._leader.report if self._leader is not None else self._measured()
+        for told in (*reversed(self._followers), self):
+            measured = told._held_against(measured)
+        return measured
+
+    def _held_against(self, measured: MemoryReport) -> MemoryReport:
         if self._baseline_source is not None:
             peak_bytes, source = self._baseline_peak_bytes, self._baseline_source
             measured = dataclasses.replace(measured, baseline_peak_bytes=peak_bytes, baseline_source=source)
@@ -132,6 +140,7 @@ class MemoryMonitor(Callback):
         monitors = [c for c in trainer.callbacks if isinstance(c, MemoryMonitor)]
         leader = min(monitors, key=lambda c: type(c) is MemoryMonitor)  # the first one, a subclass before others
         self._leader = None if leader is self else leader
+        self._followers = [c for c in monitors if c is not self] if leader is self else []
         # How to measure is said by the first plain monitor, beside a MemSave as well.
         settings = next((c for c in monitors if type(c) is MemoryMonitor), self)
         self._meter = Meter(settings._every, workspace=settings._workspace)
@@ -142,6 +151,7 @@ class MemoryMonitor(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Tell the loggers how this run is configured."""
+        self._has_figures_to_log = self._leader is None
         if self._leader is None:
             log_config(trainer, self._config())
         if self._snapshot_path is not None:
@@ -209,8 +219,9 @@ class MemoryMonitor(Callback):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Write the final figures to the loggers that keep summaries, and one line for people."""
+        self._has_figures_to_log = False
         if self._leader is None:
-            log_summary(trainer, self.report)
+            log_summary(trainer, of_the_largest_rank(trainer, self.report))
         if (text := self._outcome()) is not None:
             rank_zero_info(text)
 
@@ -219,7 +230,7 @@ class MemoryMonitor(Callback):
         return None if self._prediction is None else miss_text(self.report)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop measuring and keep the figures; when memory has run out, say what is alive and what would help."""
+        """Stop measuring and log what was measured; out of memory, say what is alive and what would help."""
         failing = self._meter.abandon()
         self._meter.close()
         self._save_snapshot()
@@ -228,17 +239,30 @@ class MemoryMonitor(Callback):
                 _log.error(self._post_mortem(trainer, failing, exception))
             except Exception as error:  # nothing may take the place of the run's own error
                 _log.error(f"memsave: out of memory, and looking where it went failed as well: {error}")
+        if self._has_figures_to_log:
+            self._has_figures_to_log = False
+            try:
+                if self.report.peak_bytes is not None:
+                    log_summary(trainer, self.report)
+            except Exception as error:
+                _log.error(f"memsave: the final figures could not be logged: {error}")
         self._batch = None
 
     def _post_mortem(self, trainer: Any, failing: Measurement | None, exception: BaseException) -> str:
         strategy = trainer.strategy
         model = trainer.lightning_module if strategy.model is None else strategy.model
+        applied, fixed = self._settings_on()
         return post_mortem_text(
             alive(model, trainer.optimizers, self._batch, strategy.root_device),
-            {a.technique for a in self.report.applied},
+            applied,
+            {*fixed, *ways_of_training(trainer)},
             failing or self._meter.highest,
             f"{type(exception).__name__}: {exception}",
         )
+
+    def _settings_on(self) -> tuple[set[str], set[str]]:
+        """What is on, by the names of the compatibility table, and what of it does not step aside for others."""
+        return set(), set()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop measuring."""

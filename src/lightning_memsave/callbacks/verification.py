@@ -20,7 +20,9 @@ from torch.utils.data import DataLoader
 
 from lightning_memsave.callbacks.memsave import MemSave
 from lightning_memsave.core.copies import copied
+from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.verification import Verification
+from lightning_memsave.strategies.out_of_memory import is_out_of_memory
 from lightning_memsave.strategies.random_state import random_state_kept
 
 _NUM_STEPS = 8  # the second and the third are measured, the others timed
@@ -38,7 +40,8 @@ def verify(module: L.LightningModule, batch: Any, memsave: MemSave | None = None
         seed: of the random numbers of both.
 
     Raises:
-        ValueError: the module trains by manual optimization, whose gradients nobody hands out.
+        ValueError: the module trains by manual optimization, whose gradients nobody hands out; or memory runs out
+            without memory saving, which is what is compared with.
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
@@ -51,7 +54,15 @@ def verify(module: L.LightningModule, batch: Any, memsave: MemSave | None = None
             "`verify` needs automatic optimization: under manual optimization no step hands its gradients out."
         )
     baseline = MemSave("measure")
-    plain, ours = (_one_run(module, batch, each, seed) for each in (baseline, memsave or MemSave()))
+    try:
+        plain = _one_run(module, batch, baseline, seed)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise setting_error(
+            "batch", "must fit without memory saving, which `verify` compares with", str(error), "Take fewer samples."
+        ) from error
+    ours = _one_run(module, batch, memsave or MemSave(), seed)
     is_exact = ours.memsave.report.loss_class == "exact"
     return Verification(
         plain=plain.memsave.report,

@@ -363,6 +363,12 @@ def check_compatibility(present: Iterable[str]) -> None:
             raise ValueError(f"{row.first} cannot be combined with {row.second}: {row.refused_because}. {row.remedy}")
 
 
+def is_refused(first: str, second: str) -> bool:
+    """Whether these two do not work together."""
+    pair = {first, second}
+    return any(row.refused_because is not None and {row.first, row.second} == pair for row in COMPATIBILITY)
+
+
 def costs_of(present: Iterable[str]) -> list[str]:
     """What the pairs of `present` cost besides; a default is not worth that."""
     names = set(present)

@@ -63,5 +63,9 @@ class RefusedRegionError(ValueError):
     """A module cannot be a checkpoint region, which its forward has shown."""
 
 
+class RegionError(RuntimeError):
+    """A checkpoint region cannot be run again as it ran, which backward has found out."""
+
+
 class MemoryGrowthWarning(UserWarning):
     """A run holds, or needs, more memory from measured step to measured step; the text names what and where."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from lightning_memsave.core.compatibility import is_refused
+
 _MICROBATCHES = ("microbatching", '`microbatch="auto"` (runs the batch in parts when memory is out), or a size')
 _SHORTER = ("", "shorter samples")
 _SHARDS = ("", '`strategy="memsave_fsdp"` (a shard on each device, for a module that calls `fully_shard`)')
@@ -30,24 +32,30 @@ REMEDIES: Mapping[str, Sequence[tuple[str, str]]] = {
         _SHARDS,
     ),
     "gradients": (
-        ("", '`OptimizerState(format="32bit", gradients="release")` (one at a time; `"into-state"` with microbatches)'),
+        ("gradient release", '`OptimizerState(format="32bit", gradients="release")` (one at a time)'),
+        ("into-state gradients", '`OptimizerState(format="32bit", gradients="into-state")` (with microbatches)'),
         ("low_precision", '`precision="bf16-sr"` (half of 32 bits)'),
         ("sparsity", "`sparsity=0.9` (a tenth)"),
         _SHARDS,
     ),
     "data": (("", "a smaller `batch_size` in the DataLoader"),),
 }
-"""By category, what helps first: the technique's stem, empty for what is none, and what a user writes."""
+"""By category, what helps first: its name in the compatibility table, empty for none, and what a user writes."""
 
 
-def remedies_for(category: str, applied: Collection[str]) -> list[str]:
-    """Those of techniques that are not on yet.
+def remedies_for(category: str, applied: Collection[str], fixed: Collection[str] = ()) -> list[str]:
+    """Those that are not on yet, and would not be refused.
 
     Args:
         category: one of `CATEGORIES`.
-        applied: stems of the techniques that are on.
+        applied: what is on, by the names of the compatibility table.
+        fixed: what of it stays on in any case, and the way of training.
 
     >>> remedies_for("data", applied=())
     ['a smaller `batch_size` in the DataLoader']
     """
-    return [remedy for stem, remedy in REMEDIES.get(category, ()) if stem not in applied]
+    return [
+        remedy
+        for name, remedy in REMEDIES.get(category, ())
+        if name not in applied and not any(is_refused(name, other) for other in fixed)
+    ]

@@ -122,6 +122,7 @@ class MemoryReport:
     """What a step was to fit into; `None` without a budget."""
     baseline_peak_bytes: int | None = None
     baseline_source: Literal["measured", "predicted"] | None = None
+    """`None` also of a run that was read from a log which does not tell (CSV)."""
     predicted_peak_bytes: int | None = None
     """What was predicted for this run; `None` without a prediction."""
     predicted_by_category: Mapping[str, int] = field(default_factory=dict)
@@ -151,13 +152,13 @@ class MemoryReport:
 
     @property
     def miss(self) -> Miss | None:
-        """How far the prediction was off; `None` without a prediction or a measurement.
+        """How far the prediction was off; `None` without a measurement, or a prediction by category.
 
         >>> MemoryReport(peak_bytes=50, by_category={"weights": 20, "data": 30},
         ...              predicted_peak_bytes=40, predicted_by_category={"weights": 20, "data": 20}).miss
         Miss(fraction=0.25, category='data', category_bytes=10)
         """
-        if not self.peak_bytes or self.predicted_peak_bytes is None:
+        if not self.peak_bytes or self.predicted_peak_bytes is None or not self.predicted_by_category:
             return None
         return Miss.between(self.predicted_peak_bytes, self.predicted_by_category, self.peak_bytes, self.by_category)
 

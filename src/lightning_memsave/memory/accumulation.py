@@ -16,22 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
+from lightning_memsave.vault.graph import autograd_is_running
+
 _ADD = torch.ops.aten.add.Tensor
 _ENGINE = _engine_run_backward.__code__
 _BETWEEN = ("torch._dynamo.eval_frame", "torch._compile")  # the engine and `__torch_dispatch__`
 # The engine's buffer, and three of the call: nobody else has the tensor. Its storage: the tensor, and Python's handle.
 _HOLDERS, _STORAGE_HOLDERS = 4, 2
-
-
-def autograd_is_running() -> bool:
-    """Whether this thread executes a backward pass (private name of torch, seen in 2.13)."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def running_node() -> int:
-    """Which node of the graph this thread evaluates; -1 outside of backward (private name of torch, seen in 2.13)."""
-    node = torch._C._current_autograd_node()
-    return -1 if node is None else int(node._sequence_nr())
 
 
 def replaces_first(func: Any, args: tuple[Any, ...]) -> bool:

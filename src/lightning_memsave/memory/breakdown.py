@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_memsave.memory.accumulation import autograd_is_running
 from lightning_memsave.memory.allocations import Allocations
 from lightning_memsave.memory.cost import cost_of
 from lightning_memsave.memory.ledger import Entry, Ledger
 from lightning_memsave.memory.origins import line_text
 from lightning_memsave.memory.storages import storages, tensors_in
+from lightning_memsave.vault.graph import autograd_is_running
 
 _NUM_SHOWN = 10
 BACKWARD, BATCH, ELSEWHERE = "(backward)", "(batch)", "(outside of modules)"

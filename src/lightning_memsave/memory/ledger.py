@@ -28,13 +28,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.core.report import CATEGORIES, Timeline
-from lightning_memsave.memory.accumulation import autograd_is_running, replaces_first, running_node
+from lightning_memsave.memory.accumulation import replaces_first
 from lightning_memsave.memory.origins import Line, Survivor, line_text, user_line
 from lightning_memsave.memory.resizing import resizes_seen
 from lightning_memsave.memory.storages import storages, tensors_in
 from lightning_memsave.memory.timeline import timeline
 from lightning_memsave.numerics.fakes import is_fake
-from lightning_memsave.vault.graph import WeakStorage
+from lightning_memsave.vault.graph import WeakStorage, autograd_is_running, running_node
 
 
 class Entry:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memsave.memory.accumulation import autograd_is_running, replaces_first, running_node
+from lightning_memsave.memory.accumulation import replaces_first
 from lightning_memsave.memory.cost import cost_of
 from lightning_memsave.memory.storages import storages, tensors_in
+from lightning_memsave.vault.graph import autograd_is_running, running_node
 from lightning_memsave.vault.state import Attributes
 
 

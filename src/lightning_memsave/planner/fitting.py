@@ -138,13 +138,15 @@ def _fit(search: Search, budget_bytes: int, confirm: Predict | None) -> tuple[Fo
         if (real := _confirmed(search, found.choice, confirm)) is not None:
             over = needed_bytes(real) - budget_bytes
             if over <= 0:
-                return dataclasses.replace(found, prediction=_with_flags(real, found.prediction)), None
+                prediction, beyond = _with_flags(real, found.prediction), _beyond(real, found.prediction)
+                return dataclasses.replace(found, prediction=prediction, beyond_bytes=beyond), None
             limit = min(limit, needed_bytes(found.prediction)) - over
         found = search.cheapest(limit) if limit > 0 else None
     for _ in range(_MAX_CONFIRMATIONS):
         smallest = search.lowest()
         if (real := _confirmed(search, smallest, confirm)) is not None:
-            last = Found(smallest, real, budget_bytes, not search.is_exhausted)
+            beyond = _beyond(real, search.predict(smallest))
+            last = Found(smallest, real, budget_bytes, not search.is_exhausted, beyond)
             return (last, None) if needed_bytes(real) <= budget_bytes else (None, last)
     return None, None
 
@@ -158,6 +160,10 @@ def _confirmed(search: Search, choice: Choice, confirm: Predict) -> Prediction |
             raise
         search.refuse(choice, error)
         return None
+
+
+def _beyond(real: Prediction, predicted: Prediction | None) -> int:
+    return 0 if predicted is None else needed_bytes(real) - needed_bytes(predicted)
 
 
 def _with_flags(real: Prediction, predicted: Prediction) -> Prediction:
@@ -215,9 +221,11 @@ def _steps(search: Search, found: Found, budget_bytes: int) -> tuple[PlanStep, .
         if without is None:
             reason, saves = "the others need it, or nothing more was predicted", None
         else:
-            saves = needed_bytes(without) - needed_bytes(found.prediction)
-            fits = "which fits as well" if needed_bytes(without) <= budget_bytes else "above the budget"
-            reason = f"without it the step would take {format_bytes(needed_bytes(without))}, {fits}"
+            takes = needed_bytes(without)
+            saves = takes + found.beyond_bytes - needed_bytes(found.prediction)  # of predictions of one kind
+            fits = "above the budget" if takes > budget_bytes else "too close to the budget"
+            fits = fits if takes > found.limit_bytes else "which fits as well"
+            reason = f"without it the step would take {format_bytes(takes)}, {fits}"
         steps.append(
             PlanStep(
                 technique=technique_of(option.config).stem,

@@ -102,8 +102,9 @@ class Plan:
         return {"early_zero_grad", *(["microbatching"] if waits else [])}
 
     def as_recipe(self) -> Recipe:
-        """The settings, for `MemSave`."""
-        return Recipe(self.recipe, self.techniques)
+        """The settings, for `MemSave`. Recovery in case that a step takes more than its budget may step aside."""
+        own = next((t for t in self.techniques if isinstance(t, Microbatching) and t.size == "auto"), None)
+        return Recipe(self.recipe, self.techniques, by_default=() if own is None else (Microbatching,))
 
     def __str__(self) -> str:
         """The plan for people."""

@@ -50,11 +50,17 @@ class Recipe:
         return self.get(kind) is None and kind not in self.switched_off
 
     def stepping_aside(self, ways: Sequence[str]) -> tuple[Recipe, list[str]]:
-        """This recipe without the defaults that do not work in these ways of training, and why each is left out."""
-        kept, reasons = [], []
+        """This recipe without the defaults that do not work in these ways of training, and why each is left out.
+
+        Of microbatches that a plan has, only the recovery is: they keep the planned size.
+        """
+        kept: list[Config] = []
+        reasons: list[str] = []
         for config in self.techniques:
             if type(config) in self.by_default and (why_not := _why_not(config, ways)):
                 reasons.append(why_not)
+                if isinstance(config, Microbatching) and config.start is not None:
+                    kept.append(config.of_size(config.start))
             else:
                 kept.append(config)
         return replace(self, techniques=tuple(kept)), reasons

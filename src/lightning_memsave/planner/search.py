@@ -6,9 +6,8 @@ bisection; the search ends at the first choice that could no longer beat the bes
 weaker in every knob than a choice that did not fit is not asked for. Where predictions are real steps on CPU, they were
 timed as well, and the fastest of all that fit is taken.
 
-The smallest peak of a level is found by coordinate descent: from strong settings of every knob, once with microbatches
-chosen first and once last, one knob after the other, until none lowers the peak. That is exact where the best setting
-of a knob does not hang on two others at once; a test compares it with all combinations.
+The smallest peak of a level is found by coordinate descent from strong settings, once with microbatches chosen first
+and once last. That is exact where the best setting of a knob does not hang on two others at once.
 """
 
 from __future__ import annotations
@@ -54,6 +53,7 @@ class Found:
     limit_bytes: int
     is_complete: bool
     """Whether all was asked that had to be."""
+    beyond_bytes: int = 0  # what `prediction` needs above the less certain one that the search went by
 
     @property
     def loss_class(self) -> LossClass:
@@ -204,7 +204,7 @@ class Search:
 
     def _useful(self, level: tuple[int, int], limit_bytes: int) -> list[Choice]:
         """All that is known to fit, but for what takes no less than with fewer settings: its time is only luck."""
-        known = [choice for choice, _ in self._known.values() if all(option.level <= level for option in choice)]
+        known = (choice for choice, _ in self._known.values() if all(option.level <= level for option in choice))
         fitting = [choice for choice in known if self.peak(choice) <= limit_bytes]
         return [choice for choice in fitting if not any(self._has_more(choice, other) for other in fitting)]
 

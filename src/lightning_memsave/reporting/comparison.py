@@ -212,6 +212,9 @@ def _rows(runs: Sequence[Run], quality: Quality | None) -> Iterable[Row]:
     yield row("loss_class", "loss class", lambda run: run.loss_class)
     yield from map(category, CATEGORIES)
     optional = [
+        figure("baseline_source", "baseline"),
+        figure("budget_bytes", "budget", format_bytes),
+        figure("predicted_peak_bytes", "predicted peak", format_bytes),
         figure("workspace_bytes", "workspace", format_bytes),
         figure("reserved_bytes", "reserved", format_bytes),
         figure("microbatch_size", "microbatch"),

@@ -64,20 +64,31 @@ def miss_text(report: MemoryReport) -> str | None:
     return f"{text}: {miss}." if miss.is_much else f"{text}."
 
 
-def post_mortem_text(kinds: Sequence[Alive], applied: Collection[str], measured: Measurement | None, error: str) -> str:
+def post_mortem_text(
+    kinds: Sequence[Alive],
+    applied: Collection[str],
+    fixed: Collection[str],
+    measured: Measurement | None,
+    error: str,
+) -> str:
     """What was alive when memory ran out, largest first, and what would help.
 
     Args:
         kinds: what is alive.
-        applied: stems of the techniques that are on.
+        applied: what is on, by the names of the compatibility table.
+        fixed: what of it was set, and the way of training: what these refuse is no help.
         measured: the failing step up to the error, if it was being measured, or else the highest one before it.
         error: what was raised.
     """
-    return "\n".join(_post_mortem(kinds, applied, measured, error))
+    return "\n".join(_post_mortem(kinds, applied, fixed, measured, error))
 
 
 def _post_mortem(
-    kinds: Sequence[Alive], applied: Collection[str], measured: Measurement | None, error: str
+    kinds: Sequence[Alive],
+    applied: Collection[str],
+    fixed: Collection[str],
+    measured: Measurement | None,
+    error: str,
 ) -> Iterator[str]:
     totals: Counter[str] = Counter()
     for kind in kinds:
@@ -96,7 +107,7 @@ def _post_mortem(
             yield f"  {format_bytes(size):>10}  {line}"
     yield "What would help, with what it works on:"
     for category, size in totals.most_common():
-        for remedy in remedies_for(category, applied):
+        for remedy in remedies_for(category, applied, fixed):
             yield f"  {format_bytes(size):>10}  {category.replace('_', ' ')}: {remedy}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memsave.core.report import MemoryReport
@@ -56,6 +57,15 @@ def log_summary(trainer: Any, report: MemoryReport) -> None:
                 wandb.record_charts(logger.experiment, report, _global_step(trainer))
                 wandb.record_summary(logger.experiment, report)
     rank_zero_info(one_line(report))
+
+
+def of_the_largest_rank(trainer: Any, report: MemoryReport) -> MemoryReport:
+    """Of all processes' reports the one with the highest peak, which is what has to fit; all of them have to ask."""
+    if trainer.world_size == 1 or not dist.is_available() or not dist.is_initialized():
+        return report
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, report.as_dict())
+    return max(map(MemoryReport.from_dict, reports), key=lambda each: each.peak_bytes or 0)
 
 
 def one_line(report: MemoryReport) -> str:

@@ -150,7 +150,9 @@ def _read_wandb(path: Path) -> Run:
     return dataclasses.replace(
         run,
         report=dataclasses.replace(
-            run.report, timeline=_timeline(path.parent / "files" / tables[-1]) if tables else None
+            run.report,
+            timeline=_timeline(path.parent / "files" / tables[-1]) if tables else None,
+            baseline_source=log.summary.get("memsave/baseline_source"),
         ),
         loss_class=log.summary.get("memsave/loss_class"),
         applied=tuple(log.summary.get("memsave/applied", ())),
@@ -212,6 +214,8 @@ def _from_rows(name: str, rows: Sequence[Mapping[str, Any]], config: Mapping[str
     report = MemoryReport(
         workspace_bytes=last.get("memsave/workspace_bytes"),
         reserved_bytes=last.get("memsave/reserved_bytes"),
+        budget_bytes=last.get("memsave/budget_bytes"),
+        predicted_peak_bytes=last.get("memsave/predicted_peak_bytes"),
         microbatch_size=last.get("memsave/microbatch_size"),
         num_oom_recovered=last.get("memsave/num_oom_recovered"),
         step_seconds=last.get("memsave/step_seconds"),
@@ -227,7 +231,6 @@ def _from_rows(name: str, rows: Sequence[Mapping[str, Any]], config: Mapping[str
             peak_bytes=peak,
             by_category={c: int(highest[f"memsave/peak_{c}_bytes"]) for c in CATEGORIES},
             baseline_peak_bytes=None if factor is None else round(factor * peak),  # exact: both are whole numbers
-            baseline_source=None if factor is None else "measured",
         )
     metrics = {key: value for key, value in last.items() if not _NOT_A_METRIC.fullmatch(key) and math.isfinite(value)}
     return Run(name=name, report=report, metrics=metrics, config=config, peaks=tuple(map(_peak, steps)))

@@ -112,9 +112,11 @@ def record_charts(run: Any, report: MemoryReport, step: int) -> None:
 
 def record_summary(run: Any, report: MemoryReport) -> None:
     """The final figures, and what was applied, under their own names in the run's summary."""
+    source = {} if report.factor is None else {"memsave/baseline_source": report.baseline_source}
     run.summary.update(
         {
             **report.metrics(),
+            **source,
             "memsave/loss_class": report.loss_class,
             "memsave/applied": [f"{a.technique}: {a.summary}" for a in report.applied],
         }

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.strategies.ddp import num_collectives
 from lightning_memsave.techniques.sparsity.layers import SparseLayer
+from lightning_memsave.vault.buffers import Buffers
 from lightning_memsave.vault.noise import Noise
-from lightning_memsave.vault.state import Buffers, Randomness
+from lightning_memsave.vault.state import Randomness
 
 
 class BatchStart:
@@ -59,7 +60,7 @@ class BatchStart:
         self._buffers = Buffers(owners, changing, small_bytes)
         # By reference, as a sum makes a new tensor.
         self._dense_gradients = [(layer, layer.dense_gradient) for _, layer in owners if isinstance(layer, SparseLayer)]
-        self._gradients: list[tuple[nn.Parameter, Tensor | None]] | None = None
+        self._summed: list[tuple[nn.Parameter, Tensor]] = []
         self._watched = [(t, t._version, "the batch") for t in tensors_in(batch) if not t.is_inference()]
         self._watched += [
             (t, t._version, f"`{key}`")
@@ -68,10 +69,11 @@ class BatchStart:
         ]
         if gradients == "watched":
             self._watched += [(p.grad, p.grad._version, "gradients") for p in parameters if p.grad is not None]
-        else:
-            self._gradients = [
-                (p, p.grad.clone() if gradients == "added to" and p.grad is not None else None) for p in parameters
-            ]
+            self._summed = [(p, p.grad) for p in parameters if p.grad is not None]
+            parameters = [p for p in parameters if p.grad is None]
+        self._gradients = [
+            (p, p.grad.clone() if gradients == "added to" and p.grad is not None else None) for p in parameters
+        ]
         self._containers = [(container, copy.copy(container)) for container in _containers(batch)]
         self._num_collectives = num_collectives()
 
@@ -86,6 +88,8 @@ class BatchStart:
     def why_final(self) -> str | None:
         """Why what has happened since cannot be undone; `None` if it can."""
         edited = next((what for tensor, version, what in self._watched if tensor._version != version), None)
+        if any(p.grad is not gradient for p, gradient in self._summed):  # summed out of place, for higher derivatives
+            edited = "gradients"
         if edited == "gradients":
             return (
                 "the failed try has added to gradients of earlier batches, of which no copy was kept: ask for one with "
@@ -129,7 +133,7 @@ class BatchStart:
         self._buffers.put_back()
         for layer, dense_gradient in self._dense_gradients:
             layer.dense_gradient = dense_gradient
-        for parameter, gradient in (self._gradients or ()) if gradients else ():
+        for parameter, gradient in self._gradients if gradients else ():
             parameter.grad = gradient
 
 

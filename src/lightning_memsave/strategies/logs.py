@@ -58,13 +58,17 @@ class DeferredLogs:
         )
         self._calls.setdefault((fx, name), []).append(call)
 
-    def flush(self, batch: Any, losses: list[Tensor | None], reduction: Literal["mean", "sum"]) -> None:
+    def flush(
+        self, batch: Any, losses: list[Tensor | None], reduction: Literal["mean", "sum"], num_accumulated: int = 1
+    ) -> None:
         """Log the merged values, with the full batch as the one they belong to.
 
         Args:
             batch: the full batch.
-            losses: each microbatch's loss as `training_step` returned it; a logged value that equals it is the loss.
+            losses: each microbatch's loss, of which a step sums `num_accumulated`: `training_step` returned it before
+                it was divided by that. A logged value that equals it is the loss.
             reduction: how the loss depends on the batch.
+            num_accumulated: batches for each step.
         """
         self._results.batch, self._results.batch_size = batch, None
         for (fx, name), calls in self._calls.items():
@@ -72,7 +76,7 @@ class DeferredLogs:
                 for call in calls:
                     self._log(self._results, fx, name, call.value, **call.options)
                 continue
-            value, options = _merge(calls, losses, reduction)
+            value, options = _merge(calls, losses, reduction, num_accumulated)
             self._log(self._results, fx, name, value, **options)
 
 
@@ -103,12 +107,14 @@ class KeptLogs:
     def begin(self, microbatch: Any, num_samples: float, weight: float) -> None:
         """The batch is the microbatch."""
 
-    def flush(self, batch: Any, losses: list[Tensor | None], reduction: Literal["mean", "sum"]) -> None:
+    def flush(
+        self, batch: Any, losses: list[Tensor | None], reduction: Literal["mean", "sum"], num_accumulated: int = 1
+    ) -> None:
         """Everything is there."""
 
 
 def _merge(
-    calls: list[_Call], losses: list[Tensor | None], reduction: Literal["mean", "sum"]
+    calls: list[_Call], losses: list[Tensor | None], reduction: Literal["mean", "sum"], num_accumulated: int
 ) -> tuple[Any, dict[str, Any]]:
     last, options = calls[-1].value, dict(calls[-1].options)
     if not isinstance(last, Tensor) or len(calls) == 1:
@@ -119,7 +125,7 @@ def _merge(
     sizes = [call.options.get("batch_size") for call in calls]
     reduce_fx = options.get("reduce_fx", "mean")
     reduce_name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
-    is_loss = all(_is_loss(call, losses) for call in calls)
+    is_loss = all(_is_loss(call, losses, num_accumulated) for call in calls)
     if is_loss:
         reduce_name = reduction  # of the batches' losses, of which this is one
     if sizes[0] is None:
@@ -137,9 +143,10 @@ def _merge(
     return torch.where(shares > 0, values * shares, 0).sum() / shares.sum(), options
 
 
-def _is_loss(call: _Call, losses: list[Tensor | None]) -> bool:
+def _is_loss(call: _Call, losses: list[Tensor | None], num_accumulated: int) -> bool:
     loss = losses[call.microbatch]
-    return loss is not None and torch.equal(_comparable(call.value), _comparable(loss))
+    # Divided as Lightning divides it: the way back would not always be the number that it was.
+    return loss is not None and torch.equal(_comparable(call.value / num_accumulated), _comparable(loss))
 
 
 def _comparable(value: Tensor) -> Tensor:

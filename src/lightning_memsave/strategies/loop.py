@@ -149,7 +149,7 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                     raise
             start.restore()
             assert ledger.measurement is not None, "it has been left"
-            module, can_cut, applied = trainer.lightning_module, state.can_cut(batch), state.recipe.stems()
+            module, can_cut, applied = trainer.lightning_module, state.can_cut(batch), state.recipe.rows()
             raise OutOfMeasuresError(nothing_left(module, ledger.measurement, can_cut, applied, failure))
 
         def _zero_gradients_made_since(self) -> None:
@@ -185,7 +185,7 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                         if i == 0 and self._zero_grad_fn is not None:
                             self._zero_grad_fn()
                             self._has_zeroed = True
-                        losses.append(None if out.loss is None else out.loss * trainer.accumulate_grad_batches)
+                        losses.append(out.loss)
                         if out.closure_loss is None:
                             continue
                         outputs.append(out.extra if len(parts) == 1 else detached(out.extra))
@@ -199,7 +199,7 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                         del out, loss  # the next microbatch must not meet this one's graph
             if exchange is not None:
                 exchange.finish()  # where the last microbatch had no loss
-            logs.flush(self._kwargs["batch"], losses, reduction or "mean")
+            logs.flush(self._kwargs["batch"], losses, reduction or "mean", trainer.accumulate_grad_batches)
             if total is None:
                 self.warning_cache.warn("`training_step` returned `None` for every microbatch; the step is skipped.")
                 return pl.ClosureResult(None)

@@ -58,6 +58,16 @@ def _check_averaging(trainer: Any, config: LowPrecision) -> None:
             config.format,
             'Use `precision="bf16-sr"`, or `StochasticWeightAveraging`.',
         )
+    # torch's own way of averaging groups tensors of two dtypes, or calls kernels that take one.
+    by_itself = [c for c in averaging if not {"avg_fn", "multi_avg_fn"} & c._kwargs.keys()]
+    has_kernels = config.format == "bf16-sr" and trainer.strategy.root_device.type == "cpu"
+    if by_itself and config.format != "bf16-gradients" and not has_kernels:
+        raise setting_error(
+            "precision",
+            f"has 16-bit weights, which {type(averaging[0]).__name__} cannot add to its own of 32 bits by itself",
+            config.format,
+            "Use `EMAWeightAveraging`, or `WeightAveraging(avg_fn=torch.optim.swa_utils.get_swa_avg_fn())`.",
+        )
 
 
 def _check_precision(plugins: Any, plugin: Any, config: LowPrecision) -> None:

@@ -40,6 +40,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
     class MemSaveMixin(base):  # type: ignore[misc, valid-type]  # a base known at run time
         _memsave: MemSaveState | None = None
         _memsave_before: MemSaveState | None = None
+        _has_fitted = False
         _sparsifying: Sparsifying | None = None  # outlives the callback, as checkpoints may still be written
 
         @property
@@ -50,7 +51,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
             return self._memsave
 
         def setup(self, trainer: Any) -> None:
-            fitting = trainer.state.fn == "fit"
+            fitting = self._has_fitted = trainer.state.fn == "fit"
             if not fitting and not self.memsave.recipe.stepping_aside(ways_of_training(trainer))[0].get(Microbatching):
                 self.memsave.loop.evaluation = None
             if fitting:
@@ -80,6 +81,9 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
             super().setup_optimizers(trainer)
             state = self.memsave
             state.with_config(OptimizerState, state.check_optimizers, trainer)
+            state.with_config(LowPrecision, state.check_steps, trainer)
+            if state.weights is not None and state.recipe.get(LowPrecision) is None:
+                state.raise_precision()
             done, state.release = change_optimizers(trainer, state.recipe, state.weights)
             state.changes.extend(done)
             if self._sparsifying is not None:
@@ -128,7 +132,8 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
             _remove_loop(module)
             with pages_kept(self.optimizers):
                 super().teardown()
-            self.memsave.loop.warn_if_unused(module)
+            if self._has_fitted:
+                self.memsave.loop.warn_if_unused(module)
 
     MemSaveMixin.__qualname__ = "MemSaveMixin"
     return MemSaveMixin

@@ -114,14 +114,17 @@ def _accumulates(callback: Any) -> bool:
 
 def readable(optimizers: Sequence[torch.optim.Optimizer], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint whose optimizer states these can read: others than ours know neither codes nor another's moments."""
-    states = [
-        state if is_low_bit(optimizer) else _for_torch(optimizer, state)
-        for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True)
-    ]
+    states = list(checkpoint["optimizer_states"])
+    for number, optimizer in enumerate(optimizers[: len(states)]):  # Lightning leaves the others alone as well
+        if not is_low_bit(optimizer):
+            states[number] = _for_torch(optimizer, states[number])
     return {**checkpoint, "optimizer_states": states}
 
 
-def _for_torch(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def _for_torch(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    state = state_dict.get("state")
+    if not isinstance(state, Mapping) or not all(isinstance(each, Mapping) for each in state.values()):
+        return state_dict  # not torch's layout: Lightning's stand-in for no optimizer has none
     check_whole(state_dict)
     found = decoded_state_dict(state_dict)
     return for_adafactor(optimizer, found) if isinstance(optimizer, torch.optim.Adafactor) else found

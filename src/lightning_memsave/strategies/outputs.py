@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -38,6 +39,10 @@ def _merge(values: list[Any], sizes: list[float]) -> Any:
         return [child for v in values for child in v]
     if all(type(v) is dict and v.keys() == values[0].keys() for v in values):
         return {key: _merge([v[key] for v in values], sizes) for key in values[0]}
+    if isinstance(values[0], tuple) and all(type(v) is type(values[0]) and len(v) == len(values[0]) for v in values):
+        children = [_merge(list(each), sizes) for each in zip(*values, strict=True)]
+        kind: Any = type(values[0])
+        return kind(*children) if hasattr(kind, "_fields") else kind(children)
     flat = [tree_flatten(v) for v in values]
     if any(spec != flat[0][1] for _, spec in flat):
         return values
@@ -50,8 +55,7 @@ def _merge_leaf(values: list[Any], sizes: list[float]) -> Any:
     if any(type(v) is not type(first) for v in values):
         return values
     if not isinstance(first, Tensor) and hasattr(first, "__array__"):
-        joined = _merge_leaf([torch.as_tensor(v) for v in values], sizes)
-        return joined.numpy() if isinstance(joined, Tensor) else values
+        return _merge_arrays(values, sizes)
     if isinstance(first, Tensor):
         if first.ndim and all(v.size(0) == n for v, n in zip(values, sizes, strict=True)):
             return torch.cat(values)
@@ -59,3 +63,14 @@ def _merge_leaf(values: list[Any], sizes: list[float]) -> Any:
             return sum(v * n for v, n in zip(values, sizes, strict=True)) / sum(sizes)
         return first if all(torch.equal(v, first) for v in values) else values
     return first if all(v is first or v == first for v in values) else values
+
+
+def _merge_arrays(values: list[Any], sizes: list[float]) -> Any:
+    """As tensors; of texts and objects, which no tensor holds, only what has an entry for each sample is joined."""
+    first = values[0]
+    if first.dtype.kind in "biufc":
+        joined = _merge_leaf([torch.as_tensor(v) for v in values], sizes)
+        return joined.numpy() if isinstance(joined, Tensor) else values
+    if first.ndim and all(len(v) == n for v, n in zip(values, sizes, strict=True)):
+        return sys.modules["numpy"].concatenate(values)
+    return values

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memsave.core.compatibility import check_compatibility
+from lightning_memsave.core.optimizers import check_steps_parameters_alone
 from lightning_memsave.core.report import Applied
 from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.planner.recipes import Recipe
@@ -93,6 +94,20 @@ class MemSaveState:
         """Turn the weights to bfloat16."""
         self.weights, applied = lower_precision(trainer, config)
         self.changes.append(applied)
+
+    @staticmethod
+    def check_steps(trainer: Any, config: LowPrecision) -> None:
+        """Raise `ValueError` for optimizers that cannot step 16-bit weights."""
+        for optimizer in trainer.strategy.optimizers:
+            check_steps_parameters_alone(optimizer, "precision")
+
+    def raise_precision(self) -> None:
+        """Give the weights back their 32 bits: the optimizer cannot step others."""
+        for applied in self.changes:
+            if applied.technique == "low_precision":
+                applied.undo()
+        self.changes = [applied for applied in self.changes if applied.technique != "low_precision"]
+        self.weights = None
 
     def open_scope(self, trainer: Any, config: ActivationCompression) -> None:
         """See to it that what autograd keeps goes to a vault."""

@@ -135,8 +135,9 @@ class Sparsifying:
 
     def from_disk(self, optimizers: Sequence[torch.optim.Optimizer], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """A checkpoint of a dense run with the optimizer states of this one."""
-        pairs = zip(optimizers, checkpoint["optimizer_states"], strict=True)
-        states = [from_dense_layout(optimizer, state, self._layouts()) for optimizer, state in pairs]
+        states = list(checkpoint["optimizer_states"])
+        for number, optimizer in enumerate(optimizers[: len(states)]):  # Lightning leaves the others alone as well
+            states[number] = from_dense_layout(optimizer, states[number], self._layouts())
         return {**checkpoint, "optimizer_states": states}
 
     def _layouts(self) -> dict[Any, Any]:

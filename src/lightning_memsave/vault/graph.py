@@ -51,6 +51,17 @@ def sequence_nr_of(node: Node) -> int:
     return node._sequence_nr()
 
 
+def autograd_is_running() -> bool:
+    """Whether this thread executes a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def running_node() -> int:
+    """Which node of the graph this thread evaluates; -1 outside of backward."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
+
+
 @overload
 def signed(number: int) -> int: ...
 @overload

@@ -10,14 +10,11 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_memsave.core.errors import RegionError
 from lightning_memsave.vault.entries import Passed
 from lightning_memsave.vault.graph import Kept
 from lightning_memsave.vault.inputs import Keeper
 from lightning_memsave.vault.vault import Vault
-
-
-class RegionError(RuntimeError):
-    """A region did not do the same thing twice."""
 
 
 class Repeats(Protocol):

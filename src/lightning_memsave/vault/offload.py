@@ -159,19 +159,19 @@ class Stream:
 
     def __init__(self, device: torch.device) -> None:
         self.side = torch.cuda.Stream(device)
-        self._sent: list[weakref.ref[InHostMemory]] = []
+        self._sent: weakref.WeakValueDictionary[int, InHostMemory] = weakref.WeakValueDictionary()
+        self._num_sent = 0
 
     def sent(self, place: InHostMemory) -> int:
-        """Note a tensor; returns its number."""
-        if all(other() is None for other in self._sent[-1:]):  # a new forward pass
-            self._sent = [other for other in self._sent if other() is not None]
-        self._sent.append(weakref.ref(place))
-        return len(self._sent) - 1
+        """Note a tensor; returns its number, which stays its own."""
+        self._sent[self._num_sent] = place
+        self._num_sent += 1
+        return self._num_sent - 1
 
     def fetch_before(self, number: int) -> None:
         """Start fetching what backward asks for next: it goes from the last to the first."""
-        for reference in self._sent[max(0, number - _NUM_AHEAD) : number]:
-            if (place := reference()) is not None:
+        for earlier in range(number - 1, number - 1 - _NUM_AHEAD, -1):
+            if (place := self._sent.get(earlier)) is not None:
                 place.fetch()
 
 

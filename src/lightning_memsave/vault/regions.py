@@ -6,10 +6,12 @@ fills the rest. What one call of a region takes from an earlier one is not kept 
 region, inner ones are regions again, and that is how memory becomes logarithmic.
 
 In the repetition everything is as it was: torch's generators of the CPU and of the inputs' devices (kept only where a
-call drew numbers), autocast, the default device, the parameters, and the buffers that the first call in training, or
-the first in evaluation, changed. It stops behind the last tensor that backward waits for. In the scope of a vault,
-inputs are kept by the vault, and the repetition runs under it: what it keeps is in codes and recipes again. A function
-mode is off while backward runs, so a repetition enters the vault's own again.
+call drew numbers), autocast, the default device, the parameters, and the buffers. Of these, each call clones those that
+the first call in training, or the first in evaluation, has edited; of others that are small, one clone serves all calls
+until somebody edits them; where a call edits a large one later on, backward raises. A repetition stops behind the last
+tensor that backward waits for. In the scope of a vault, inputs are kept by the vault, and the repetition runs under it:
+what it keeps is in codes and recipes again. A function mode is off while backward runs, so a repetition enters the
+vault's own again.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016
 (https://arxiv.org/abs/1604.06174). The way through saved-tensor hooks is that of `torch.utils.checkpoint`
@@ -32,11 +34,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_memsave.core.errors import RegionError
+from lightning_memsave.vault.buffers import Buffers, Spares
 from lightning_memsave.vault.calls import Place
 from lightning_memsave.vault.entries import Passed
-from lightning_memsave.vault.holders import Collector, Holder, RegionError, Stop, unpack
+from lightning_memsave.vault.holders import Collector, Holder, Stop, unpack
 from lightning_memsave.vault.inputs import Input, Keeper, keep, vault_around
-from lightning_memsave.vault.state import Buffers, Randomness, Surroundings, Weights
+from lightning_memsave.vault.state import Randomness, Surroundings, Weights
 from lightning_memsave.vault.vault import Vault
 
 
@@ -73,6 +77,7 @@ class Member:
     def __init__(self, memberships: Sequence[Membership], previous_forward: Callable[..., Any] | None) -> None:
         self.memberships, self.previous_forward = tuple(memberships), previous_forward
         self.changing: dict[bool, set[str]] = {}  # in training, and not: spectral norm iterates in training only
+        self.spares = Spares()
         self.num_calls = 0
 
     def forward_of(self, module: nn.Module) -> Callable[..., Any]:
@@ -85,7 +90,7 @@ def run(memberships: Sequence[Membership], member: Member, module: nn.Module, ar
 
     Raises:
         EditsInputError: the call edits its input in place.
-        RegionError: in backward, when its repetition keeps other tensors.
+        RegionError: in backward, when its repetition keeps other tensors, or would read a buffer that has changed.
     """
     function = member.forward_of(module)
     if not memberships:
@@ -94,7 +99,7 @@ def run(memberships: Sequence[Membership], member: Member, module: nn.Module, ar
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     versions = [tensor._version for tensor in tensors]
     devices = {tensor.device for tensor in tensors}
-    buffers = Buffers(module.named_modules(), member.changing.get(module.training))
+    buffers = Buffers(module.named_modules(), member.changing.get(module.training), spares=member.spares)
     surroundings = Surroundings(devices)
     before = Randomness(devices)
     call = _Call(member, module, tree, Weights(module), buffers, surroundings, before.devices)
@@ -221,7 +226,9 @@ class _Call:
             if isinstance(leaf, Tensor)
         ]
         self.weights.note()
-        if self.module.training not in self.member.changing:
+        if self.module.training in self.member.changing:
+            self.buffers.end_call()
+        else:
             self.member.changing[self.module.training] = self.buffers.changed()
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.vault.graph import check_version, compiler_callback, compiling
 
 _PARTS_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, children, hooks
@@ -130,94 +127,6 @@ class Weights:
         finally:
             for owner, key, other in others:
                 owner._parameters[key] = other
-
-
-_Buffer = tuple[nn.Module, str, Tensor]
-
-
-class Buffers:
-    """Clones of the buffers of a module that a call may change; while they are entered, the module has these.
-
-    A second run of a call then reads the buffers that the first one read, and changes none twice: BatchNorm's running
-    statistics are updated once (https://github.com/pytorch/pytorch/issues/96136), spectral norm iterates once.
-
-    Args:
-        owners: whose buffers: modules by name, as `named_modules` tells them.
-        changing: names of those that change, which the first call finds out; normalisation layers' always do.
-        small_bytes: up to this size buffers are cloned while it is not known which of them change.
-    """
-
-    def __init__(
-        self, owners: Iterable[tuple[str, nn.Module]], changing: set[str] | None, small_bytes: float = math.inf
-    ) -> None:
-        self._before: dict[str, _Buffer] = {}
-        self._marks: dict[str, tuple[bool, int, int]] = {}  # always changed, or if this is no longer so
-        self._others: list[tuple[str, Tensor, int]] = []
-        for prefix, owner in owners:
-            if not owner._buffers:
-                continue
-            always = isinstance(owner, nn.modules.batchnorm._NormBase) and owner.training
-            for key, value in owner._buffers.items():
-                name = f"{prefix}.{key}"
-                if value is None or is_lazy(value):
-                    continue
-                if always or (name in changing if changing is not None else _size(value) <= small_bytes):
-                    self._before[name] = owner, key, value.detach().clone()
-                    self._marks[name] = always, id(value), 0 if value.is_inference() else value._version
-                elif not value.is_inference():
-                    self._others.append((name, value, value._version))
-
-    def changed(self) -> set[str]:
-        """The names of those that have changed since; the others are forgotten."""
-        found = {name for name in self._before if not self._is_equal(name)}
-        for name in self._before.keys() - found:
-            del self._before[name]
-        return found
-
-    def _is_equal(self, name: str) -> bool:
-        owner, key, before = self._before[name]
-        current = owner._buffers[key]
-        if current is not None and is_fake(current):  # no values: told by the number of its edits
-            always, identity, version = self._marks[name]
-            return not always and (id(current), current._version) == (identity, version)
-        return _equal(current, before)
-
-    def moved(self) -> set[str]:
-        """The names of those that were edited in place since, although nobody expected that: there is no clone."""
-        return {name for name, value, version in self._others if value._version != version}
-
-    def put_back(self) -> None:
-        """Give the module's buffers, in place, the values that they had; others are not touched, which would count."""
-        with torch.no_grad():
-            for owner, key, value in [self._before[name] for name in self._before if not self._is_equal(name)]:
-                current = owner._buffers[key]
-                if current is not None and current.shape == value.shape:
-                    current.copy_(value)
-                else:
-                    owner._buffers[key] = value.clone()
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """The module has (clones of) these buffers; a double backward comes here twice."""
-        after = [(owner, key, owner._buffers[key]) for owner, key, _ in self._before.values()]
-        for owner, key, value in self._before.values():
-            owner._buffers[key] = value.clone()
-        try:
-            yield
-        finally:
-            for owner, key, latest in after:
-                owner._buffers[key] = latest
-
-
-def _size(tensor: Tensor) -> int:
-    """Bytes; of a sparse tensor, what it would take dense."""
-    return tensor.numel() * tensor.element_size()
-
-
-def _equal(current: Tensor | None, before: Tensor) -> bool:
-    if current is None or current.layout is not torch.strided:
-        return False
-    return torch.equal(current, before)
 
 
 class Attributes:

@@ -110,24 +110,36 @@ def _with_samples(node: Any, num_samples: int, change: Callable[[Any], Any]) -> 
         has_samples = len(leaf.shape) > 0 if _is_array(leaf) else len(leaf) == num_samples
         return change(leaf) if has_samples else leaf
 
-    return _mapped(node, changed)
+    return _mapped(node, changed, lambda child: _has_one_each(child, num_samples))
 
 
-def _mapped(node: Any, change: Callable[[Any], Any]) -> Any:
-    """The same containers around what `change` makes of each tensor, array and list of other leaves."""
-    if _is_array(node):
+def _has_one_each(node: Any, num_samples: int) -> bool:
+    """Whether a list has one value for each sample that is a container itself: dictionaries of names, for example."""
+    if type(node) not in (list, tuple) or len(node) != num_samples or _is_plain_list(node) or _first_dimensions(node):
+        return False
+    if all(isinstance(child, (list, tuple)) and len(child) == num_samples for child in node):
+        raise UnsplittableBatchError(
+            f"a list of {num_samples} lists of {num_samples} values has samples in the one or in the other. Pass "
+            "`Microbatching(split_fn=...)`."
+        )
+    return True
+
+
+def _mapped(node: Any, change: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = _is_array) -> Any:
+    """The same containers around what `change` makes of each tensor, array, list of other leaves, and `is_leaf`."""
+    if _is_array(node) or is_leaf(node):
         return change(node)
     if isinstance(node, Mapping):
-        return _rebuilt(node, {key: _mapped(value, change) for key, value in node.items()})
+        return _rebuilt(node, {key: _mapped(value, change, is_leaf) for key, value in node.items()})
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*(_mapped(child, change) for child in node))
+        return type(node)(*(_mapped(child, change, is_leaf) for child in node))
     if _is_dataclass(node):
         rebuilt = copy.copy(node)
         for f in dataclasses.fields(node):
-            object.__setattr__(rebuilt, f.name, _mapped(getattr(node, f.name), change))
+            object.__setattr__(rebuilt, f.name, _mapped(getattr(node, f.name), change, is_leaf))
         return rebuilt
     if isinstance(node, (list, tuple)):
-        return change(node) if _is_plain_list(node) else type(node)(_mapped(child, change) for child in node)
+        return change(node) if _is_plain_list(node) else type(node)(_mapped(child, change, is_leaf) for child in node)
     return node
 
 
@@ -149,7 +161,7 @@ def _rebuilt(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 def split(batch: Any, size: int) -> list[tuple[Any, int]]:
     """Microbatches of at most `size` samples, each with its number of samples.
 
-    Sizes differ by at most one, so that no microbatch of a single sample appears by accident.
+    Sizes differ by at most one, so that no microbatch of a single sample appears by accident, unless `size` is 2.
 
     >>> import torch
     >>> [n for _, n in split({"x": torch.zeros(10, 3)}, 4)]

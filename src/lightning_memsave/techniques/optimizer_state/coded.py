@@ -208,7 +208,7 @@ def load_state(optimizer: torch.optim.Optimizer, p: Tensor, state: dict[str, Any
 def _decoded(memory: Memory, name: str, stored: Any, p: Tensor) -> Any:
     """As the optimizer itself would hold it."""
     value = decode(memory.format_of(p), name, stored, p.shape)
-    return value if value is stored else value.to(p.device, p.dtype)
+    return value if value is stored else layout.as_strided_as(value.to(p.device, p.dtype), p)
 
 
 def _step_one(step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any], p: Tensor) -> None:
@@ -279,7 +279,8 @@ def _to_disk(optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[st
     for number, values in found["state"].items():
         p = parameters[number]
         write = functools.partial(layout.write, memory.format_of(p), shape=p.shape, is_compact=memory.is_compact)
-        state[number] = {name: write(name, value) for name, value in values.items()}
+        written = {name: write(name, value) for name, value in values.items()}
+        state[number] = {k: layout.as_strided_as(v, p) if isinstance(v, Tensor) else v for k, v in written.items()}
         if not memory.is_compact and (means := layout.means_of(values)):
             exact[number] = means
     pending = vars(optimizer).get(PENDING, {})

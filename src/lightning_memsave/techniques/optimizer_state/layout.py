@@ -88,12 +88,12 @@ def read(state_format: str, name: str, value: Any, *, p: Tensor, means: Mapping[
         return value
     if isinstance(value, Mapping):
         found = _as_kept(state_format, name, value, p.device)
-        return _to(decoded(value), p) if found is None else found
+        return _to(decoded(value), p, name) if found is None else found
     if name in means and isinstance(codec_of(state_format, name), Means):
         factored = Factored(*(mean.to(p.device) for mean in means[name]))
         if torch.equal(decode(state_format, name, factored, p.shape), value.to(p.device)):
             return factored
-    return _to(value, p)
+    return _to(value, p, name)
 
 
 def _as_kept(state_format: str, name: str, value: Mapping[str, Any], device: torch.device) -> Coded | Factored | None:
@@ -112,11 +112,20 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, copy=True)
 
 
-def _to(value: Tensor, p: Tensor) -> Tensor:
+def _to(value: Tensor, p: Tensor, name: str) -> Tensor:
     """On the device of its parameter and of its dtype, as torch does; counts and moments of a subspace stay."""
-    is_moment = value.shape == p.shape and value.is_floating_point() and value.dim() > 0
-    device = p.device if value.dim() else value.device
-    return value.to(device, p.dtype if is_moment else value.dtype, copy=True)
+    is_named = name in SIGNED or name in POSITIVE  # of a parameter without dimensions as well
+    is_moment = value.shape == p.shape and value.is_floating_point() and (value.dim() > 0 or is_named)
+    device = p.device if value.dim() or is_named else value.device
+    moved = value.to(device, p.dtype if is_moment else value.dtype, copy=True)
+    return as_strided_as(moved, p) if is_moment else moved
+
+
+def as_strided_as(value: Tensor, p: Tensor) -> Tensor:
+    """A moment in memory as its parameter is: fused kernels go through both without a look at their strides."""
+    if value.shape != p.shape or value.stride() == p.stride():
+        return value
+    return torch.empty_like(p, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def move_counts(optimizer: torch.optim.Optimizer) -> None:

@@ -16,6 +16,7 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.numerics.master import join
 from lightning_memsave.numerics.positions import entries_of_rows, gather, pack_positions, scatter, unpack_positions
+from lightning_memsave.vault.graph import autograd_is_running
 from lightning_memsave.vault.sparse_weights import densify, rebuilding_weights
 
 
@@ -60,7 +61,8 @@ class SparseLayer(nn.Module):
         """The dense weight; its gradient goes to `values`."""
         if not (self.watches_gradient and torch.is_grad_enabled()):
             return densify(self.values, self.values_index, self.dense_shape)
-        if self.values.grad is None:  # the first forward pass of a step, or of a step that is run again
+        # The first forward pass of a step, or of a step that is run again; no repetition of a region's.
+        if self.values.grad is None and not autograd_is_running():
             self.dense_gradient = None
         return densify(self.values, self.values_index, self.dense_shape, self._add_gradient)
 
