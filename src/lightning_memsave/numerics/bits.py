@@ -49,7 +49,7 @@ def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:
     return (values * mask).mul_(scale)
 
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def pack_two(flat: Tensor) -> tuple[Tensor, Tensor] | None:

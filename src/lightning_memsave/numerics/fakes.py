@@ -43,8 +43,9 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor, kind: type = Tensor) -> bool:
-    """Whether a tensor is of torch's own `kind` and of no subclass; a fake one stands for such a tensor."""
-    return type(tensor) is kind or (is_fake(tensor) and isinstance(tensor, kind))
+    """Whether a tensor is of torch's own `kind`, of no subclass and not nested; a fake one stands for such a tensor."""
+    is_kind = type(tensor) is kind or (is_fake(tensor) and isinstance(tensor, kind))
+    return is_kind and not tensor.is_nested
 
 
 def truth(condition: Tensor, otherwise: bool) -> bool:

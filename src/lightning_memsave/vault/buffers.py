@@ -15,8 +15,10 @@ from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.errors import RegionError
 from lightning_memsave.numerics.fakes import is_fake
+from lightning_memsave.vault.graph import version_of
 
 _Buffer = tuple[nn.Module, str, Tensor]
+_Norm = nn.modules.batchnorm._NormBase
 _MOST_SPARED_BYTES = 2**14
 """Counters, ranges of observers, averages of a few numbers: what is switched on late in training is mostly small."""
 
@@ -33,14 +35,20 @@ class Spares:
         """A copy of the module has other buffers."""
         return {"_clones": {}, "rewritten": self.rewritten}
 
-    def of(self, name: str, value: Tensor) -> Tensor | None:
-        """What a buffer holds now; `None` for a large one."""
+    def of(self, name: str, value: Tensor, version: int) -> Tensor | None:
+        """What a buffer holds at this version; `None` for a large one."""
         if _size(value) > _MOST_SPARED_BYTES or value.requires_grad:
             return None
         known = self._clones.get(name)
-        if known is None or known[0]() is not value or known[1] != value._version:
-            known = self._clones[name] = weakref.ref(value), value._version, value.clone()
+        if known is None or known[0]() is not value or known[1] != version:
+            known = self._clones[name] = weakref.ref(value), version, value.clone()
         return known[2]
+
+
+def _version(owner: nn.Module, value: Tensor) -> int:
+    """Edits of a buffer: those that torch counts, and those of BatchNorm's kernel, which its count of batches tells."""
+    batches = owner._buffers.get("num_batches_tracked") if isinstance(owner, _Norm) else None
+    return version_of(value) + (0 if batches is None else version_of(batches))
 
 
 @dataclass
@@ -59,7 +67,7 @@ class _Other:
     @property
     def has_moved(self) -> bool:
         """Whether it was edited in place since."""
-        return self.value._version != self.version
+        return _version(self.owner, self.value) != self.version
 
     def before(self) -> Iterator[_Buffer]:
         """What it was, if it is no longer that."""
@@ -103,22 +111,22 @@ class Buffers:
         for prefix, owner in owners:
             if not owner._buffers:
                 continue
-            always = isinstance(owner, nn.modules.batchnorm._NormBase) and owner.training
+            always = isinstance(owner, _Norm) and owner.training
             for key, value in owner._buffers.items():
                 name = f"{prefix}.{key}"
                 if value is None or is_lazy(value):
                     continue
                 if always or (name in changing if changing is not None else _size(value) <= small_bytes):
                     self._before[name] = owner, key, value.detach().clone()
-                    self._marks[name] = always, id(value), 0 if value.is_inference() else value._version
+                    self._marks[name] = always, id(value), version_of(value)
                 else:
                     self._watch(name, owner, key, value)
 
     def _watch(self, name: str, owner: nn.Module, key: str, value: Tensor) -> None:
-        is_norm = isinstance(owner, nn.modules.batchnorm._NormBase)  # in evaluation, which reads its buffers only
-        if not value.is_inference() and not (is_norm and self._spares is not None):
-            clone = None if self._spares is None else self._spares.of(name, value)
-            self._others.append(_Other(name, owner, key, value, value._version, clone))
+        if not value.is_inference():
+            version = _version(owner, value)
+            clone = None if self._spares is None else self._spares.of(name, value, version)
+            self._others.append(_Other(name, owner, key, value, version, clone))
 
     def changed(self) -> set[str]:
         """The names of those that have changed since; the others are watched from now on."""
@@ -127,7 +135,7 @@ class Buffers:
             owner, key, _ = self._before.pop(name)
             value = owner._buffers[key]
             assert value is not None, "it equals what it was"
-            if self._spares is not None and not value.is_inference() and value._version != self._marks[name][2]:
+            if self._spares is not None and version_of(value) != self._marks[name][2]:
                 self._spares.rewritten.add(name)
             self._watch(name, owner, key, value)
         return found

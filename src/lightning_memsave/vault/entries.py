@@ -146,7 +146,7 @@ class Passed(Kept):
 
     def get(self) -> Tensor:
         """The tensor; raises as `Handle.get` does."""
-        check_version(self._tensor, self._version, self._tensor.shape)
+        check_version(self._tensor, self._version)
         return self._tensor
 
 

@@ -263,12 +263,27 @@ def watch_again(watched: Tensor, storage: torch.UntypedStorage) -> None:
     watched.data = watched.new_empty(0).set_(storage, 0, (size,), (1,))
 
 
-def check_version(watched: Tensor, version: int, shape: tuple[int, ...]) -> None:
-    """Raise what autograd raises for a saved tensor that was changed in place; hooks switch its own check off."""
-    if watched._version != version:
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was edited in place; 0 for what was made in inference mode, where nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def check_version(watched: Tensor, version: int, shape: tuple[int, ...] | None = None) -> None:
+    """Raise what autograd raises for a saved tensor that was changed in place; hooks switch its own check off.
+
+    Args:
+        watched: the tensor, or another one of its storage.
+        version: the one that it had.
+        shape: of the tensor, if `watched` is another one.
+
+    Raises:
+        RuntimeError: it has another one now.
+    """
+    if (now := version_of(watched)) != version:
+        shape = shape or (() if watched.is_nested else watched.shape)
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{watched.type()} {list(shape)}] is at version {watched._version}; expected version {version} instead."
+            f"[{watched.type()} {list(shape)}] is at version {now}; expected version {version} instead."
         )
 
 

@@ -7,12 +7,13 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_memsave.core.errors import RegionError
 from lightning_memsave.vault.entries import Passed
-from lightning_memsave.vault.graph import Kept
+from lightning_memsave.vault.graph import Kept, version_of
 from lightning_memsave.vault.inputs import Keeper
 from lightning_memsave.vault.vault import Vault
 
@@ -65,6 +66,8 @@ class Collector(Keeper):
         self._holders = holders
         waiting = [number for number, reference in enumerate(holders) if _waits(reference())]
         self._last, self._num_seen = waiting[-1], 0
+        self._unfilled: tuple[torch.Size, torch.dtype] | None = None
+        """Of the latest tensor, where the kernel that comes may be what fills it."""
         self.vault: Vault | None = None
 
     @contextlib.contextmanager
@@ -83,10 +86,11 @@ class Collector(Keeper):
         kept = tensor.detach() if self.vault is None else self.vault.pack(tensor)
         if tensor.is_leaf and tensor.requires_grad:
             return kept
-        number = self._num_seen
+        number, unfilled = self._num_seen, self._unfilled
         self._num_seen += 1
+        self._unfilled = (tensor.shape, tensor.dtype) if _may_be_unfilled(tensor) else None
         if number > self._last:
-            return kept
+            raise Stop
         holder = self._holders[number]()
         if _waits(holder):
             assert holder is not None
@@ -96,7 +100,8 @@ class Collector(Keeper):
                     f"{list(tensor.shape)} {tensor.dtype} when it was run again. {_ADVICE}"
                 )
             holder.value = kept
-        if number == self._last:
+        # RReLU's noise is kept before its input, and both before the kernel that draws it.
+        if number == self._last and not (tensor.requires_grad and unfilled == (tensor.shape, tensor.dtype)):
             raise Stop
         return kept
 
@@ -110,6 +115,11 @@ class Collector(Keeper):
 
 
 _ADVICE = "It must do the same twice: no Python or numpy randomness, no counters. Leave this module out."
+
+
+def _may_be_unfilled(tensor: Tensor) -> bool:
+    """Whether it may be noise that is yet to be drawn; what torch has filled has a version above 0, as dropout's."""
+    return not tensor.requires_grad and tensor.is_floating_point() and version_of(tensor) == 0
 
 
 def _waits(holder: Holder | None) -> bool:

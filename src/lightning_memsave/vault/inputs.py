@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memsave.vault.graph import check_version, innermost_hooks
+from lightning_memsave.vault.graph import check_version, innermost_hooks, version_of
 from lightning_memsave.vault.vault import Vault
 
 
@@ -37,7 +37,7 @@ class Input:
 
     def __init__(self, tensor: Tensor) -> None:
         self._has_graph = tensor.grad_fn is not None
-        self._version = tensor._version
+        self._version = version_of(tensor)
         self._unpack: Any = None
         pack, unpack = innermost_hooks()
         if pack is None or (tensor.is_leaf and tensor.requires_grad):
@@ -55,7 +55,7 @@ class Input:
             RuntimeError: it was changed in place since, as autograd itself would.
         """
         if self._unpack is None:
-            check_version(self._kept, self._version, self._kept.shape)
+            check_version(self._kept, self._version)
             tensor = self._kept
         else:
             with torch.no_grad():

@@ -5,13 +5,13 @@ inside becomes a number; the first number that backward asks for makes all calls
 fills the rest. What one call of a region takes from an earlier one is not kept at all. Regions nest: inside a repeated
 region, inner ones are regions again, and that is how memory becomes logarithmic.
 
-In the repetition everything is as it was: torch's generators of the CPU and of the inputs' devices (kept only where a
-call drew numbers), autocast, the default device, the parameters, and the buffers. Of these, each call clones those that
-the first call in training, or the first in evaluation, has edited; of others that are small, one clone serves all calls
-until somebody edits them; where a call edits a large one later on, backward raises. A repetition stops behind the last
-tensor that backward waits for. In the scope of a vault, inputs are kept by the vault, and the repetition runs under it:
-what it keeps is in codes and recipes again. A function mode is off while backward runs, so a repetition enters the
-vault's own again.
+In the repetition everything is as it was: torch's generators of the CPU and of the devices of inputs and parameters
+(kept only where a call drew numbers), autocast, the default device, kinds of attention, the parameters, the module's
+mode, and the buffers. Of these, each call clones those that the first call in training, or the first in evaluation, has
+edited; of others that are small, one clone serves all calls until somebody edits them; where a call edits a large one
+later on, backward raises. A repetition stops behind the last tensor that backward waits for. In the scope of a vault,
+inputs are kept by the vault, and the repetition runs under it: what it keeps is in codes and recipes again. A function
+mode is off while backward runs, so a repetition enters the vault's own again.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016
 (https://arxiv.org/abs/1604.06174). The way through saved-tensor hooks is that of `torch.utils.checkpoint`
@@ -38,6 +38,7 @@ from lightning_memsave.core.errors import RegionError
 from lightning_memsave.vault.buffers import Buffers, Spares
 from lightning_memsave.vault.calls import Place
 from lightning_memsave.vault.entries import Passed
+from lightning_memsave.vault.graph import version_of
 from lightning_memsave.vault.holders import Collector, Holder, Stop, unpack
 from lightning_memsave.vault.inputs import Input, Keeper, keep, vault_around
 from lightning_memsave.vault.state import Randomness, Surroundings, Weights
@@ -97,12 +98,13 @@ def run(memberships: Sequence[Membership], member: Member, module: nn.Module, ar
         return function(*args, **kwargs)
     leaves, tree = _flat(args, kwargs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    versions = [tensor._version for tensor in tensors]
-    devices = {tensor.device for tensor in tensors}
+    versions = [version_of(tensor) for tensor in tensors]
+    weights = Weights(module)
+    devices = {tensor.device for tensor in tensors} | weights.devices
     buffers = Buffers(module.named_modules(), member.changing.get(module.training), spares=member.spares)
     surroundings = Surroundings(devices)
     before = Randomness(devices)
-    call = _Call(member, module, tree, Weights(module), buffers, surroundings, before.devices)
+    call = _Call(member, module, tree, weights, buffers, surroundings, before.devices)
     regions: list[Region] = []
     with contextlib.ExitStack() as hooks:
         for depth, membership in enumerate(memberships):
@@ -111,7 +113,7 @@ def run(memberships: Sequence[Membership], member: Member, module: nn.Module, ar
             hooks.enter_context(saved_tensors_hooks(region.pack, unpack))
             regions.append(region)
         output = function(*args, **kwargs)
-    if versions != [tensor._version for tensor in tensors]:
+    if versions != [version_of(tensor) for tensor in tensors]:
         raise EditsInputError(type(module).__name__)
     call.end(output)
     if any(membership.group.num_members > 1 for membership in memberships):
@@ -221,7 +223,7 @@ class _Call:
     def end(self, output: Any) -> None:
         """Note what the call returned, and which buffers it changed."""
         self.outputs = [
-            (number, weakref.ref(leaf), leaf._version)
+            (number, weakref.ref(leaf), version_of(leaf))
             for number, leaf in enumerate(_leaves(output))
             if isinstance(leaf, Tensor)
         ]
@@ -271,7 +273,7 @@ class Region(Keeper):
     def _kept(self, tensor: Tensor) -> Input | _Output:
         for number in range(len(self._parts) - 1, -1, -1):  # mostly the latest
             for leaf, reference, version in self._parts[number].call.outputs:
-                if reference() is tensor and tensor._version == version:
+                if reference() is tensor and version_of(tensor) == version:
                     return _Output(number, leaf)
         return keep(tensor)
 

@@ -52,9 +52,9 @@ def _batch_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
         return None
     weight, bias = affine
     if not saved(node, "training"):
-        stats = saved(node, "running_mean"), saved(node, "running_var")
-        eps = saved(node, "eps")
-        reads = (*stats, *affine)
+        # Copies: a call in training mode edits both in its kernel, which no version counts.
+        stats = saved(node, "running_mean").clone(), saved(node, "running_var").clone()
+        eps, reads = saved(node, "eps"), affine
         return Rule(lambda x: F.batch_norm(x, *stats, weight, bias, False, 0.0, eps), is_linear=True, reads=reads)
     mean, rstd = saved(node, "result1"), saved(node, "result2")
     eps = saved(node, "epsilon" if "Cudnn" in node.name() else "eps")

@@ -111,8 +111,8 @@ def rebuilt(tensor: Tensor) -> Rebuilt | None:
     while node is not None and node.name().removesuffix("Backward0") in _TRANSPARENT:
         path.append(node)
         node = inputs_of(node)[0][0]
-    if node is None or node.name() != DENSIFY:
-        return None
+    if node is None or node.name() != DENSIFY or not hasattr(inputs_of(node)[0][0], "variable"):
+        return None  # also of values that were computed (`torch.func.functional_call`)
     rules = [_TRANSPARENT[step.name().removesuffix("Backward0")](step, 0, {}) for step in reversed(path)]
     return Rebuilt(tensor, node, [rule for rule in rules if rule is not None])
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.vault.graph import check_version, compiler_callback, compiling
+from lightning_memsave.vault.graph import check_version, compiler_callback, compiling, version_of
 
 _PARTS_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, children, hooks
 
@@ -28,9 +28,8 @@ class Randomness:
 
     def equals(self, other: Randomness) -> bool:
         """Whether no number was drawn between the two."""
-        return _bytes(self._cpu) == _bytes(other._cpu) and all(
-            _bytes(state) == _bytes(other._others[d]) for d, state in self._others.items()
-        )
+        is_same = self.devices == other.devices and _bytes(self._cpu) == _bytes(other._cpu)
+        return is_same and all(_bytes(state) == _bytes(other._others[d]) for d, state in self._others.items())
 
     def restore(self) -> None:
         """Let the generators go on from here."""
@@ -55,13 +54,14 @@ def _bytes(state: Tensor) -> bytes:
 
 
 class Surroundings:
-    """Autocast, the default device and Dynamo's callback, as they are now; entered, they hold again.
+    """Autocast, the default device, the kinds of attention, and Dynamo's callback, as they are now; entered, they hold.
 
     Without the callback, what was compiled in a compiled module's region would be eager in its repetition.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._device, self._compiler = torch.get_default_device(), compiler_callback()
+        self._attention = _attention()
         kinds = {"cpu", *(device.type for device in devices)}
         self._autocast = [_autocast_of(kind) for kind in kinds if torch.amp.is_autocast_available(kind)]
 
@@ -74,8 +74,24 @@ class Surroundings:
             for settings in self._autocast:
                 if settings != _autocast_of(settings[0]):
                     stack.enter_context(torch.autocast(*settings))
+            if (attention := _attention()) != self._attention:
+                _set_attention(self._attention)
+                stack.callback(_set_attention, attention)
             with compiling(self._compiler):
                 yield
+
+
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def _attention() -> tuple[bool, ...]:
+    """Which kinds of scaled dot product attention may be used (`torch.nn.attention.sdpa_kernel`), on CPU as well."""
+    return tuple(getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in _ATTENTION)
+
+
+def _set_attention(allowed: tuple[bool, ...]) -> None:
+    for kind, is_allowed in zip(_ATTENTION, allowed, strict=True):
+        getattr(torch.backends.cuda, f"enable_{kind}_sdp")(is_allowed)
 
 
 def _autocast_of(kind: str) -> tuple[str, torch.dtype, bool, bool]:
@@ -84,47 +100,64 @@ def _autocast_of(kind: str) -> tuple[str, torch.dtype, bool, bool]:
 
 
 class Weights:
-    """The parameters that a call computes with: those of `module`, which stays with them.
+    """The parameters that a call computes with: those of `module`, and the mode that it is in.
 
     Autograd notices changes of the parameters that it keeps; a repetition computes with all of them. Others may have
-    been lent for one forward (`torch.func.functional_call`).
+    been lent for one forward (`torch.func.functional_call`). Whether they take gradients, and whether a module trains,
+    says what its forward does and keeps.
 
     Args:
         module: whose.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        owners = list(module.modules())
+        self._modes = [(owner, owner.training) for owner in owners]
         self._owned = [
-            (owner, key, value)
-            for owner in module.modules()
-            for key, value in owner._parameters.items()
-            if value is not None
+            (owner, key, value) for owner in owners for key, value in owner._parameters.items() if value is not None
         ]
+        self._need_gradients = [value.requires_grad for _, _, value in self._owned]
         self._versions: list[int] = []
 
     def __iter__(self) -> Iterator[Tensor]:
         return (value for _, _, value in self._owned)
 
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where they are."""
+        return {value.device for value in self}
+
     def note(self) -> None:
         """They may not be changed in place from now on."""
-        self._versions = [value._version for _, _, value in self._owned]
+        self._versions = [version_of(value) for value in self]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """The module has these parameters.
+        """The module has these parameters, and is in its mode.
 
         Raises:
             RuntimeError: one was changed in place since, as autograd itself would.
         """
-        others = []
+        others, frozen_since = [], []
         for (owner, key, value), version in zip(self._owned, self._versions, strict=True):
             check_version(value, version, value.shape)
             if (other := owner._parameters.get(key)) is not value:
                 others.append((owner, key, other))
                 owner._parameters[key] = value
+        for p, needs_gradient in zip(self, self._need_gradients, strict=True):
+            if p.requires_grad != needs_gradient and p.is_leaf:
+                frozen_since.append((p, p.requires_grad))
+                p.requires_grad_(needs_gradient)
+        modes = [(owner, owner.training) for owner, mode in self._modes if owner.training != mode]
+        for owner, mode in modes:
+            owner.training = not mode
         try:
             yield
         finally:
+            for owner, mode in modes:
+                owner.training = mode
+            for p, needs_gradient in frozen_since:
+                p.requires_grad_(needs_gradient)
             for owner, key, other in others:
                 owner._parameters[key] = other
 
@@ -168,7 +201,7 @@ def _fingerprint(value: Any) -> tuple[Any, ...]:
     if isinstance(value, (bool, int, float, str, bytes, type(None))):
         return type(value), value
     if isinstance(value, Tensor):
-        return id(value), value._version
+        return id(value), version_of(value)
     if isinstance(value, tuple):
         return type(value), *map(_fingerprint, value)
     if isinstance(value, (list, set)):

@@ -205,8 +205,8 @@ class Vault:
             entry = self._entries[key] = Entry(tensor, self._recent)
             self._waiting.append(weakref.ref(entry))
         handle = Handle(entry, tensor)
-        edge = edge_of(tensor)
-        if edge is not None:
+        # Under `create_graph` backward keeps what it has unpacked, or decoded, under its old edge: the first stands.
+        if (edge := edge_of(tensor)) is not None and self._handles.setdefault(edge, handle).entry is entry:
             self._handles[edge] = handle
         self._raise_need(entry, tensor)
         self._code_all_but_the_latest(entry.need == Rank.EXACT)
