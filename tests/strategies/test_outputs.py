@@ -38,3 +38,6 @@ def test_what_cannot_be_merged_is_a_list_of_all():
     texts = np.array(["a"]), np.array(["b"])
     assert merged(*texts) == list(texts)
     assert merged((1, 2), (1, 2, 3)) == [(1, 2), (1, 2, 3)]
+    shapes = torch.Size([2, 8]), torch.Size([1, 8])
+    assert merged(*shapes) == ([2, 1], 8)  # no shape of anything, and no error
+    assert merged(shapes[0], shapes[0]) == (2, 8)

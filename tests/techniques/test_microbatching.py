@@ -66,8 +66,10 @@ def test_a_list_of_containers_without_tensors_has_one_for_each_sample():
         assert part["of the whole"] == batch["of the whole"]
     transposed = {"x": torch.arange(5), "captions": [list("abcde"), list("fghij")]}  # as `default_collate` has it
     assert [part["captions"][1] for part, _ in split(transposed, 2)] == [["f", "g"], ["h", "i"], ["j"]]
-    with pytest.raises(UnsplittableBatchError, match="list of 2 lists of 2"):
+    with pytest.raises(UnsplittableBatchError, match="list of 2 containers with lists of 2"):
         split({"x": torch.arange(2), "captions": [["a", "b"], ["c", "d"]]}, 1)
+    with pytest.raises(UnsplittableBatchError, match="list of 2 containers"):
+        split({"x": torch.arange(2), "objects": [{"name": ("a", "b")}, {"name": ("c", "d")}]}, 1)
 
 
 def test_frozen_dataclasses_and_dict_subclasses_keep_their_type_and_extras():

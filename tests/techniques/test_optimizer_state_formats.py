@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_memsave import Ledger, LowPrecision, apply_low_precision
+from lightning_memsave.strategies.optimizers import readable
 from lightning_memsave.techniques.optimizer_state import (
     OptimizerState,
     apply_optimizer_state,
@@ -19,7 +20,7 @@ from lightning_memsave.techniques.optimizer_state import (
 )
 from lightning_memsave.techniques.optimizer_state.codecs import CODECS, Coded, Elsewhere, Factored
 from lightning_memsave.techniques.optimizer_state.coded import is_coded
-from lightning_memsave.techniques.optimizer_state.layout import read
+from lightning_memsave.techniques.optimizer_state.layout import decoded, read
 
 from .optimizer_state_subjects import PLAIN, big_model, flat, run_steps, set_gradients, state_bytes, through_disk
 
@@ -467,6 +468,21 @@ def test_fused_kernels_find_moments_in_the_order_of_their_parameter(name):
             run_steps(model, plain, range(2))
         last.append(flat(model))
     assert (last[1] - last[0]).norm() < 0.05 * (last[0] - flat(start)).norm()
+
+
+@pytest.mark.parametrize("name", ["8bit", "4bit-factored"])
+def test_compact_checkpoints_come_to_plain_optimizers_in_the_order_of_their_parameter(name):
+    model = nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    apply_optimizer_state(optimizer, replace(FORMATS[name], checkpoint="compact"), model)
+    run_steps(model, optimizer, range(2))
+    plain = OPTIMIZERS["AdamW"](model.parameters(), fused=True)
+    saved = optimizer.state_dict()
+    (read,) = readable([plain], {"optimizer_states": [saved]})["optimizer_states"]
+    plain.load_state_dict(read)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        assert plain.state[model.weight][moment].stride() == model.weight.stride()
+        assert torch.equal(plain.state[model.weight][moment], decoded(saved["state"][0][moment]))
 
 
 def test_moments_of_a_number_go_to_the_device_of_their_parameter():

@@ -64,14 +64,22 @@ def test_what_a_second_derivative_unpacks_stands_for_no_activation():
     assert_same(step(exact().scope()), step(contextlib.nullcontext()))
 
 
+IN_PLACE = {
+    "relu_": lambda x: x.relu_(),
+    "F.relu": lambda x: F.relu(x, inplace=True),
+    "nn.ReLU": nn.ReLU(inplace=True),
+}
+
+
+@pytest.mark.parametrize("relu", IN_PLACE.values(), ids=IN_PLACE)
 @pytest.mark.parametrize("vault", [exact, int4], ids=["exact", "int4"])
-def test_a_relu_in_place_of_a_slice_is_closed_where_it_was(vault):
+def test_a_relu_in_place_of_a_slice_is_closed_where_it_was(vault, relu):
     torch.manual_seed(0)
     x, head = torch.randn(64, 32, requires_grad=True), nn.Linear(32, 8)
 
     def forward():  # lets go of what is kept in codes
         h = x * 1
-        h[:, :16].relu_()
+        relu(h[:, :16])
         return head(h)
 
     with vault().scope():
@@ -194,7 +202,8 @@ class WithBias(nn.Module):
         return x if scale is None else x + scale
 
 
-def test_regions_with_tensors_that_were_made_in_inference_mode():
+@pytest.mark.parametrize("scope", [contextlib.nullcontext, lambda: exact().scope()], ids=["plain", "vault"])
+def test_regions_with_tensors_that_were_made_in_inference_mode(scope):
     torch.manual_seed(0)
     plain = nn.Sequential(WithBias(), nn.Linear(8, 8))
     ours, x = copy.deepcopy(plain), samples()
@@ -204,7 +213,8 @@ def test_regions_with_tensors_that_were_made_in_inference_mode():
         scale = torch.ones(8)
         plain(x), ours(x)
     for model in (plain, ours):
-        loss = model[1](model[0](x, scale)).square().mean() + model(x).mean()
+        with scope() if model is ours else contextlib.nullcontext():
+            loss = model[1](model[0](x, scale)).square().mean() + model(x).mean()
         results.append(gradients(model, loss))
     assert_same(*results)
 

@@ -174,8 +174,7 @@ class MemSave(MemoryMonitor):
 
     def _settings_on(self) -> tuple[set[str], set[str]]:
         recipe, by_recovery = self._in_force, {a.technique for a in self.report.applied}
-        fixed = Recipe(recipe.name, tuple(t for t in recipe.techniques if type(t) not in recipe.by_default))
-        return {*recipe.rows(), *by_recovery}, set(fixed.rows())
+        return {*recipe.rows(), *by_recovery}, set(recipe.fixed_rows())
 
     def _headlines(self) -> dict[str, float]:
         config = self._in_force.get(Microbatching)

@@ -6,41 +6,50 @@ from collections.abc import Collection, Mapping, Sequence
 
 from lightning_memsave.core.compatibility import is_refused
 
-_MICROBATCHES = ("microbatching", '`microbatch="auto"` (runs the batch in parts when memory is out), or a size')
-_SHORTER = ("", "shorter samples")
-_SHARDS = ("", '`strategy="memsave_fsdp"` (a shard on each device, for a module that calls `fully_shard`)')
+_RECOVERY = (
+    ("microbatching", "out-of-memory recovery"),
+    '`microbatch="auto"` (runs the batch in parts when memory is out)',
+)
+_MICROBATCHES = (("microbatching",), "`microbatch=8`, for example (always in parts)")
+_SHORTER = ((), "shorter samples")
+_SHARDS = (
+    ("model parallel (FSDP2)",),
+    '`strategy="memsave_fsdp"` (a shard on each device, for a module that calls `fully_shard`)',
+)
 _LINEAR = '`activations=["exact", "linear-cross-entropy"]` where logits over a large vocabulary are it'
-REMEDIES: Mapping[str, Sequence[tuple[str, str]]] = {
+REMEDIES: Mapping[str, Sequence[tuple[tuple[str, ...], str]]] = {
     "activations": (
+        _RECOVERY,
         _MICROBATCHES,
-        ("checkpointing", '`checkpointing="sqrt"` (computes them again)'),
-        ("activation_compression", '`activations="exact"` or `"int4"` (keeps them in fewer bytes)'),
+        (("checkpointing",), '`checkpointing="sqrt"` (computes them again)'),
+        (("activation_compression",), '`activations="exact"` or `"int4"` (keeps them in fewer bytes)'),
         _SHORTER,
     ),
     "temporary": (
+        _RECOVERY,
         _MICROBATCHES,
-        ("activation_compression", _LINEAR),
+        (("activation_compression",), _LINEAR),
         _SHORTER,
     ),
     "optimizer_state": (
-        ("optimizer_state", '`optimizer_state="8bit"` (a quarter of 32 bits) or `"4bit"` (an eighth)'),
-        ("sparsity", "`sparsity=0.9` (a tenth, and a bit per weight)"),
+        (("optimizer_state",), '`optimizer_state="8bit"` (a quarter of 32 bits) or `"4bit"` (an eighth)'),
+        (("sparsity",), "`sparsity=0.9` (a tenth, and a bit per weight)"),
     ),
     "weights": (
-        ("low_precision", '`precision="bf16-sr"` (half of 32 bits, and half of their gradients)'),
-        ("sparsity", "`sparsity=0.9` (a tenth of them and a bit per weight, of their gradients and of their state)"),
+        (("low_precision",), '`precision="bf16-sr"` (half of 32 bits, and half of their gradients)'),
+        (("sparsity",), "`sparsity=0.9` (a tenth of them and a bit per weight, of their gradients and of their state)"),
         _SHARDS,
     ),
     "gradients": (
-        ("gradient release", '`OptimizerState(format="32bit", gradients="release")` (one at a time)'),
-        ("into-state gradients", '`OptimizerState(format="32bit", gradients="into-state")` (with microbatches)'),
-        ("low_precision", '`precision="bf16-sr"` (half of 32 bits)'),
-        ("sparsity", "`sparsity=0.9` (a tenth)"),
+        (("gradient release",), '`OptimizerState(format="32bit", gradients="release")` (one at a time)'),
+        (("into-state gradients",), '`OptimizerState(format="32bit", gradients="into-state")` (with microbatches)'),
+        (("low_precision",), '`precision="bf16-sr"` (half of 32 bits)'),
+        (("sparsity",), "`sparsity=0.9` (a tenth)"),
         _SHARDS,
     ),
-    "data": (("", "a smaller `batch_size` in the DataLoader"),),
+    "data": (((), "a smaller `batch_size` in the DataLoader"),),
 }
-"""By category, what helps first: its name in the compatibility table, empty for none, and what a user writes."""
+"""By category, what helps first: its names in the compatibility table, and what a user writes."""
 
 
 def remedies_for(category: str, applied: Collection[str], fixed: Collection[str] = ()) -> list[str]:
@@ -54,8 +63,9 @@ def remedies_for(category: str, applied: Collection[str], fixed: Collection[str]
     >>> remedies_for("data", applied=())
     ['a smaller `batch_size` in the DataLoader']
     """
+    on = {*applied, *fixed}
     return [
         remedy
-        for name, remedy in REMEDIES.get(category, ())
-        if name not in applied and not any(is_refused(name, other) for other in fixed)
+        for names, remedy in REMEDIES.get(category, ())
+        if on.isdisjoint(names) and not any(is_refused(name, other) for name in names for other in fixed)
     ]

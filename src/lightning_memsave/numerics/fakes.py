@@ -43,9 +43,12 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor, kind: type = Tensor) -> bool:
-    """Whether a tensor is of torch's own `kind`, of no subclass and not nested; a fake one stands for such a tensor."""
+    """Whether a tensor is of torch's own `kind`, of no subclass and not nested; a fake one stands for such a tensor.
+
+    None that was made in inference mode, of which nobody counts the edits.
+    """
     is_kind = type(tensor) is kind or (is_fake(tensor) and isinstance(tensor, kind))
-    return is_kind and not tensor.is_nested
+    return is_kind and not tensor.is_nested and not tensor.is_inference()
 
 
 def truth(condition: Tensor, otherwise: bool) -> bool:

@@ -77,6 +77,10 @@ class Recipe:
         """What the compatibility table knows of it: the names of what is on, and settings with rows of their own."""
         return tuple(row for config in self.techniques for row in _rows(config))
 
+    def fixed_rows(self) -> tuple[str, ...]:
+        """Those of `rows` that do not step aside for anything."""
+        return tuple(row for config in self.techniques if type(config) not in self.by_default for row in _rows(config))
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for loggers and checkpoints; functions and classes by name.
 

@@ -33,6 +33,7 @@ from lightning_memsave.strategies.out_of_memory import (
 )
 from lightning_memsave.strategies.outputs import detached, merge_outputs
 from lightning_memsave.strategies.recovery import Recovery, free_memory
+from lightning_memsave.strategies.ways import ways_of_training
 
 
 @functools.cache
@@ -150,7 +151,8 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             start.restore()
             assert ledger.measurement is not None, "it has been left"
             module, can_cut, applied = trainer.lightning_module, state.can_cut(batch), state.recipe.rows()
-            raise OutOfMeasuresError(nothing_left(module, ledger.measurement, can_cut, applied, failure))
+            fixed = {*state.recipe.fixed_rows(), *ways_of_training(trainer)}
+            raise OutOfMeasuresError(nothing_left(module, ledger.measurement, can_cut, applied, failure, fixed))
 
         def _zero_gradients_made_since(self) -> None:
             """A `training_step` may call backward itself; Lightning drops what that leaves behind."""

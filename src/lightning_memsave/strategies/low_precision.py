@@ -59,7 +59,7 @@ def _check_averaging(trainer: Any, config: LowPrecision) -> None:
             'Use `precision="bf16-sr"`, or `StochasticWeightAveraging`.',
         )
     # torch's own way of averaging groups tensors of two dtypes, or calls kernels that take one.
-    by_itself = [c for c in averaging if not {"avg_fn", "multi_avg_fn"} & c._kwargs.keys()]
+    by_itself = [c for c in averaging if not {"avg_fn", "multi_avg_fn"} & getattr(c, "_kwargs", {}).keys()]
     has_kernels = config.format == "bf16-sr" and trainer.strategy.root_device.type == "cpu"
     if by_itself and config.format != "bf16-gradients" and not has_kernels:
         raise setting_error(

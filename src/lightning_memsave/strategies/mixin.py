@@ -81,7 +81,8 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
             super().setup_optimizers(trainer)
             state = self.memsave
             state.with_config(OptimizerState, state.check_optimizers, trainer)
-            state.with_config(LowPrecision, state.check_steps, trainer)
+            if self.model is self.lightning_module:  # DDP's buckets have the dtype that weights had when it was made
+                state.with_config(LowPrecision, state.check_steps, trainer)
             if state.weights is not None and state.recipe.get(LowPrecision) is None:
                 state.raise_precision()
             done, state.release = change_optimizers(trainer, state.recipe, state.weights)

@@ -26,6 +26,7 @@ from lightning_memsave.techniques.optimizer_state import (
     for_adafactor,
     gradients_applied,
     has_effect,
+    in_order_of,
     inherited,
     is_low_bit,
     is_ours,
@@ -126,5 +127,5 @@ def _for_torch(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) 
     if not isinstance(state, Mapping) or not all(isinstance(each, Mapping) for each in state.values()):
         return state_dict  # not torch's layout: Lightning's stand-in for no optimizer has none
     check_whole(state_dict)
-    found = decoded_state_dict(state_dict)
+    found = in_order_of(optimizer, decoded_state_dict(state_dict))
     return for_adafactor(optimizer, found) if isinstance(optimizer, torch.optim.Adafactor) else found

@@ -71,7 +71,12 @@ def fragmentation(device: torch.device) -> str:
 
 
 def nothing_left(
-    module: torch.nn.Module, last_try: Measurement, can_cut: bool, applied: Collection[str], error: str
+    module: torch.nn.Module,
+    last_try: Measurement,
+    can_cut: bool,
+    applied: Collection[str],
+    error: str,
+    fixed: Collection[str] = (),
 ) -> str:
     """The message when every measure is taken.
 
@@ -79,14 +84,15 @@ def nothing_left(
         module: the model.
         last_try: what was alive at its highest point.
         can_cut: whether smaller microbatches were possible at all.
-        applied: stems of the techniques that are on.
+        applied: what is on, by the names of the compatibility table.
         error: what the allocator said.
+        fixed: what of it was set, and the way of training: what these refuse is no help.
     """
     found = {name: size for name, size in last_try.by_category.items() if size}
     largest_first = sorted(found, key=found.__getitem__, reverse=True)
     alive = ", ".join(f"{name} {format_bytes(found[name])}" for name in largest_first)
-    tried = {*applied, "microbatching", "checkpointing"}  # by recovery, as far as they work here
-    remedies = dict.fromkeys(remedy for name in largest_first for remedy in remedies_for(name, tried)[:1])
+    tried = {*applied, "out-of-memory recovery", "microbatching", "checkpointing"}  # as far as they work here
+    remedies = dict.fromkeys(remedy for name in largest_first for remedy in remedies_for(name, tried, fixed)[:1])
     last = "at one sample per microbatch" if can_cut else "and this batch cannot be cut into microbatches"
     return (
         f"Memory runs out {last}, after every exact measure. At its highest point the last try of "

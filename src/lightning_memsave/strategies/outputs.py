@@ -39,7 +39,7 @@ def _merge(values: list[Any], sizes: list[float]) -> Any:
         return [child for v in values for child in v]
     if all(type(v) is dict and v.keys() == values[0].keys() for v in values):
         return {key: _merge([v[key] for v in values], sizes) for key in values[0]}
-    if isinstance(values[0], tuple) and all(type(v) is type(values[0]) and len(v) == len(values[0]) for v in values):
+    if all(_has_parts(v) and type(v) is type(values[0]) and len(v) == len(values[0]) for v in values):
         children = [_merge(list(each), sizes) for each in zip(*values, strict=True)]
         kind: Any = type(values[0])
         return kind(*children) if hasattr(kind, "_fields") else kind(children)
@@ -48,6 +48,11 @@ def _merge(values: list[Any], sizes: list[float]) -> Any:
         return values
     leaves = zip(*(leaves for leaves, _ in flat), strict=True)
     return tree_unflatten([_merge_leaf(list(leaf), sizes) for leaf in leaves], flat[0][1])
+
+
+def _has_parts(value: Any) -> bool:
+    """Whether it is a tuple or a named one; a `torch.Size`, for example, is a value of its own."""
+    return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
 
 
 def _merge_leaf(values: list[Any], sizes: list[float]) -> Any:

@@ -102,7 +102,7 @@ class MemSaveState:
             check_steps_parameters_alone(optimizer, "precision")
 
     def raise_precision(self) -> None:
-        """Give the weights back their 32 bits: the optimizer cannot step others."""
+        """Give the weights back their 32 bits: the optimizer cannot step others. Not once DDP has wrapped them."""
         for applied in self.changes:
             if applied.technique == "low_precision":
                 applied.undo()

@@ -15,6 +15,7 @@ from lightning_memsave.vault.graph import (
     is_held_elsewhere,
     let_go,
     storage_key,
+    version_of,
     watch,
     watch_again,
 )
@@ -142,7 +143,7 @@ class Passed(Kept):
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor.detach(), tensor._version
+        self._tensor, self._version = tensor.detach(), version_of(tensor)
 
     def get(self) -> Tensor:
         """The tensor; raises as `Handle.get` does."""

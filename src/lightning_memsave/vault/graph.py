@@ -7,7 +7,7 @@ Every private name of torch that this room uses stands here (seen in torch 2.13)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -261,6 +261,11 @@ def watch_again(watched: Tensor, storage: torch.UntypedStorage) -> None:
     """Give it its bytes back."""
     size = storage.nbytes() // watched.element_size()
     watched.data = watched.new_empty(0).set_(storage, 0, (size,), (1,))
+
+
+def unwatched() -> AbstractContextManager[None]:
+    """Function modes do not see what is read of tensors inside, which takes time for each."""
+    return torch._C.DisableTorchFunction()
 
 
 def version_of(tensor: Tensor) -> int:

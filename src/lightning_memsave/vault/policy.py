@@ -120,8 +120,8 @@ def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank])
         return Need(Rank.SHAPE if has_indices else Rank.EXACT)  # elsewhere (MPS) the maxima may be looked for again
     node = tensor.grad_fn
     if call.name in SIGN_ONLY and _reads_the_sign(node, call):
-        is_edited_part = call.name == "relu_" and node is not None and node.name() != "ReluBackward0"
-        return Need(Rank.MASK, keeps_sign=call.name in KEEPS_SIGN or is_edited_part)  # others parts may be negative
+        is_edited_part = _edits_for_relu(call) and node is not None and node.name() != "ReluBackward0"
+        return Need(Rank.MASK, keeps_sign=call.name in KEEPS_SIGN or is_edited_part)  # other parts may be negative
     if (ends := INTERVAL_ONLY.get(call.name)) is not None:
         interval = call.argument(1, "min_val", ends[0]), call.argument(2, "max_val", ends[1])
         return Need(Rank.MASK, interval) if all(_is_exact(end, tensor) for end in interval) else Need(Rank.EXACT)
@@ -139,7 +139,12 @@ def _reads_the_sign(node: Node | None, call: Call) -> bool:
     if call.name.startswith("leaky"):  # keeps its input; the result where that was overwritten
         return bool(call.argument(1, "negative_slope", 0.01) > 0)
     # Keeps its result, under a node of another name where it has edited a view.
-    return call.name == "relu_" or (node is not None and node.name() == "ReluBackward0")
+    return _edits_for_relu(call) or (node is not None and node.name() == "ReluBackward0")
+
+
+def _edits_for_relu(call: Call) -> bool:
+    """Whether ReLU works in place: `F.relu` says so by an argument."""
+    return call.name == "relu_" or (call.name == "relu" and bool(call.argument(1, "inplace", False)))
 
 
 def _is_sensitive(tensor: Tensor, node: Node | None) -> bool:

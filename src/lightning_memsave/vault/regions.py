@@ -38,7 +38,7 @@ from lightning_memsave.core.errors import RegionError
 from lightning_memsave.vault.buffers import Buffers, Spares
 from lightning_memsave.vault.calls import Place
 from lightning_memsave.vault.entries import Passed
-from lightning_memsave.vault.graph import version_of
+from lightning_memsave.vault.graph import unwatched, version_of
 from lightning_memsave.vault.holders import Collector, Holder, Stop, unpack
 from lightning_memsave.vault.inputs import Input, Keeper, keep, vault_around
 from lightning_memsave.vault.state import Randomness, Surroundings, Weights
@@ -98,10 +98,11 @@ def run(memberships: Sequence[Membership], member: Member, module: nn.Module, ar
         return function(*args, **kwargs)
     leaves, tree = _flat(args, kwargs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    versions = [version_of(tensor) for tensor in tensors]
-    weights = Weights(module)
-    devices = {tensor.device for tensor in tensors} | weights.devices
-    buffers = Buffers(module.named_modules(), member.changing.get(module.training), spares=member.spares)
+    with unwatched():
+        versions = [version_of(tensor) for tensor in tensors]
+        weights = Weights(module)
+        devices = {tensor.device for tensor in tensors} | weights.devices
+        buffers = Buffers(module.named_modules(), member.changing.get(module.training), spares=member.spares)
     surroundings = Surroundings(devices)
     before = Randomness(devices)
     call = _Call(member, module, tree, weights, buffers, surroundings, before.devices)
@@ -115,7 +116,8 @@ def run(memberships: Sequence[Membership], member: Member, module: nn.Module, ar
         output = function(*args, **kwargs)
     if versions != [version_of(tensor) for tensor in tensors]:
         raise EditsInputError(type(module).__name__)
-    call.end(output)
+    with unwatched():
+        call.end(output)
     if any(membership.group.num_members > 1 for membership in memberships):
         _live_with(output, regions)
     after = Randomness(devices)

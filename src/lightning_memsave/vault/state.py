@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_memsave.vault.graph import check_version, compiler_callback, compiling, version_of
 
@@ -114,7 +115,10 @@ class Weights:
         owners = list(module.modules())
         self._modes = [(owner, owner.training) for owner in owners]
         self._owned = [
-            (owner, key, value) for owner in owners for key, value in owner._parameters.items() if value is not None
+            (owner, key, value)
+            for owner in owners
+            for key, value in owner._parameters.items()
+            if value is not None and not is_lazy(value)
         ]
         self._need_gradients = [value.requires_grad for _, _, value in self._owned]
         self._versions: list[int] = []
@@ -138,26 +142,25 @@ class Weights:
         Raises:
             RuntimeError: one was changed in place since, as autograd itself would.
         """
-        others, frozen_since = [], []
-        for (owner, key, value), version in zip(self._owned, self._versions, strict=True):
-            check_version(value, version, value.shape)
-            if (other := owner._parameters.get(key)) is not value:
-                others.append((owner, key, other))
-                owner._parameters[key] = value
-        for p, needs_gradient in zip(self, self._need_gradients, strict=True):
-            if p.requires_grad != needs_gradient and p.is_leaf:
-                frozen_since.append((p, p.requires_grad))
-                p.requires_grad_(needs_gradient)
+        for p, version in zip(self, self._versions, strict=True):
+            check_version(p, version)
+        others = [(o, key, o._parameters.get(key)) for o, key, p in self._owned if o._parameters.get(key) is not p]
+        changed = [p for p, needed in zip(self, self._need_gradients, strict=True) if p.requires_grad != needed]
+        flags = [(p, p.requires_grad) for p in dict.fromkeys(changed) if p.is_leaf]
         modes = [(owner, owner.training) for owner, mode in self._modes if owner.training != mode]
-        for owner, mode in modes:
-            owner.training = not mode
         try:
+            for owner, key, p in self._owned if others else ():
+                owner._parameters[key] = p
+            for p, flag in flags:
+                p.requires_grad_(not flag)
+            for owner, mode in modes:
+                owner.training = not mode
             yield
         finally:
             for owner, mode in modes:
                 owner.training = mode
-            for p, needs_gradient in frozen_since:
-                p.requires_grad_(needs_gradient)
+            for p, flag in flags:
+                p.requires_grad_(flag)
             for owner, key, other in others:
                 owner._parameters[key] = other
 

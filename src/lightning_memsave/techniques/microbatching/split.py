@@ -117,12 +117,20 @@ def _has_one_each(node: Any, num_samples: int) -> bool:
     """Whether a list has one value for each sample that is a container itself: dictionaries of names, for example."""
     if type(node) not in (list, tuple) or len(node) != num_samples or _is_plain_list(node) or _first_dimensions(node):
         return False
-    if all(isinstance(child, (list, tuple)) and len(child) == num_samples for child in node):
+    if all(_lists_samples(child, num_samples) for child in node):
         raise UnsplittableBatchError(
-            f"a list of {num_samples} lists of {num_samples} values has samples in the one or in the other. Pass "
-            "`Microbatching(split_fn=...)`."
+            f"a list of {num_samples} containers with lists of {num_samples} values, in a batch of {num_samples} "
+            "samples, has samples in the one or in the others. Pass `Microbatching(split_fn=...)`."
         )
     return True
+
+
+def _lists_samples(node: Any, num_samples: int) -> bool:
+    """Whether all plain lists in it, and there are some, have one value for each sample, as `default_collate` makes."""
+    if _is_plain_list(node):
+        return len(node) == num_samples
+    children = [child for child in _children(node) if isinstance(child, (list, tuple, Mapping)) or _is_dataclass(child)]
+    return bool(children) and all(_lists_samples(child, num_samples) for child in children)
 
 
 def _mapped(node: Any, change: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = _is_array) -> Any:

@@ -70,7 +70,12 @@ from lightning_memsave.techniques.optimizer_state.kin import (
     find_kin,
     is_8bit,
 )
-from lightning_memsave.techniques.optimizer_state.layout import check_whole, decoded_state_dict, for_adafactor
+from lightning_memsave.techniques.optimizer_state.layout import (
+    check_whole,
+    decoded_state_dict,
+    for_adafactor,
+    in_order_of,
+)
 from lightning_memsave.techniques.optimizer_state.pages import pages_kept
 from lightning_memsave.techniques.optimizer_state.release import GradientRelease, GradientsIntoState, InBackward
 from lightning_memsave.techniques.optimizer_state.settings import OptimizerState
@@ -90,6 +95,7 @@ __all__ = [
     "from_plain",
     "gradients_applied",
     "has_effect",
+    "in_order_of",
     "inherited",
     "is_8bit",
     "is_low_bit",

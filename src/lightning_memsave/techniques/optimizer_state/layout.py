@@ -123,9 +123,21 @@ def _to(value: Tensor, p: Tensor, name: str) -> Tensor:
 
 def as_strided_as(value: Tensor, p: Tensor) -> Tensor:
     """A moment in memory as its parameter is: fused kernels go through both without a look at their strides."""
-    if value.shape != p.shape or value.stride() == p.stride():
+    is_same = value.stride() == p.stride() or (value.is_contiguous() and p.is_contiguous())
+    if value.shape != p.shape or is_same:
         return value
     return torch.empty_like(p, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def in_order_of(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict whose moments are in memory as the parameters of `optimizer` are."""
+    saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = dict(state_dict["state"])
+    for number, p in zip(saved, parameters, strict=False):  # torch says what is wrong with other numbers of them
+        if number in state:
+            state[number] = {k: as_strided_as(v, p) if isinstance(v, Tensor) else v for k, v in state[number].items()}
+    return {**state_dict, "state": state}
 
 
 def move_counts(optimizer: torch.optim.Optimizer) -> None:

@@ -43,6 +43,8 @@ def _converted(
     layouts: Layouts,
     convert: Callable[[Layout, Tensor, Tensor], Tensor],
 ) -> dict[str, Any]:
+    if "state" not in state_dict or "param_groups" not in state_dict:
+        return state_dict  # not torch's layout: Lightning's stand-in for no optimizer has none
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     state = dict(state_dict["state"])
