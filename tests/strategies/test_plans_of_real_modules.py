@@ -76,6 +76,23 @@ class WarmsUp(Module):
         return [optimizer], [{"scheduler": warm_up, "interval": "step"}, {"scheduler": cosine, "interval": "epoch"}]
 
 
+@pytest.mark.parametrize("max_steps", [1, 100])
+def test_a_run_whose_length_is_steps_is_planned_with_its_schedule(max_steps):
+    """Without them a run of `max_steps` would have no end, and its schedule no length."""
+
+    class OneCycle(Module):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            total = max(2, int(self.trainer.estimated_stepping_batches))
+            return [optimizer], [
+                {"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total), "interval": "step"}
+            ]
+
+    memsave = MemSave(budget="0.95x")
+    train(OneCycle, memsave, max_epochs=-1, max_steps=max_steps, limit_train_batches=3)
+    assert memsave.plan is not None
+
+
 class ChangesItsBatch(Module):
     def training_step(self, batch, batch_idx):
         batch[0].mul_(1.5)

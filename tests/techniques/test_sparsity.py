@@ -235,3 +235,12 @@ def test_wide_resnet_at_90_percent_holds_two_megabytes():
     assert (held, gradients, momentum) == (805_500, 608_116, 608_116)
     dense = WideResNet()
     assert sum(t.nbytes for t in (*dense.parameters(), *dense.buffers())) == 5_885_104
+
+
+def test_ids_beyond_the_table_of_a_sparse_embedding_raise():
+    model = nn.Sequential(nn.Embedding(50, 8))
+    apply_sparsity(model, Sparsity(sparsity=0.5, min_size=1))
+    model(torch.tensor([0, 49])), model(torch.tensor([], dtype=torch.long))
+    for ids in ([50], [-1, 3]):
+        with pytest.raises(RuntimeError, match="index out of range"):
+            model(torch.tensor(ids))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Mapping
@@ -203,8 +204,7 @@ class MemoryMonitor(Callback):
         self._meter.abandon()  # a skipped batch has had no end
         if self._leader is not None:
             return
-        seconds, rate = self._meter.pop_speed()
-        self._step_seconds, self._samples_per_second = seconds or self._step_seconds, rate or self._samples_per_second
+        self._note_speed()
         for name, figure in self._headlines().items():
             # float64: `self.log` would round a Python float to float32.
             value = torch.tensor(figure, dtype=_widest(pl_module.device), device=pl_module.device)
@@ -212,6 +212,10 @@ class MemoryMonitor(Callback):
             # The factor of the rank that needs the most is the smallest.
             reduce_fx = "min" if name == "memsave/factor" else "max"
             pl_module.log(name, value, prog_bar=in_bar, reduce_fx=reduce_fx, sync_dist=True, batch_size=1)
+
+    def _note_speed(self) -> None:
+        seconds, rate = self._meter.pop_speed()
+        self._step_seconds, self._samples_per_second = seconds or self._step_seconds, rate or self._samples_per_second
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stop measuring a batch that Lightning skipped."""
@@ -242,6 +246,8 @@ class MemoryMonitor(Callback):
         if self._has_figures_to_log:
             self._has_figures_to_log = False
             try:
+                with contextlib.suppress(Exception):  # a device that has failed has no clock
+                    self._note_speed()
                 if self.report.peak_bytes is not None:
                     log_summary(trainer, self.report)
             except Exception as error:

@@ -310,7 +310,7 @@ class Ledger(TorchDispatchMode):
             timeline=timeline(_named(self._at_start), list(_named(self._events))),
         )
         # Weak callbacks of storages that live on must not keep this ledger or fire into it.
-        for entry in self._live.values():
+        for entry in list(self._live.values()):  # the collector may end some meanwhile
             entry.reference = None  # it holds the callback, which holds the entry
         self._live.clear()
         self._at_start.clear()
@@ -333,7 +333,7 @@ class Ledger(TorchDispatchMode):
 
     def _survivors(self) -> Iterator[Survivor]:
         kept_anyway = ("weights", "gradients", "optimizer_state")
-        for entry in self._live.values():
+        for entry in list(self._live.values()):
             storage = None if entry.reference is None else entry.reference()
             if storage is not None and entry.made is not None and entry.category not in kept_anyway:
                 shape, dtype, line = entry.made

@@ -162,9 +162,9 @@ def _choose(runs: Sequence[Run], wanted: str | None) -> str | None:
             raise setting_error("metric", "must be one that a run has logged", wanted, f"There are {sorted(times)}.")
         return wanted
 
-    def rank(name: str) -> tuple[bool, bool, bool, int]:
-        words = set(_words(name))
-        return words.isdisjoint(_STAGES), words.isdisjoint(_QUALITY), "test" not in words, -times[name]
+    def rank(name: str) -> tuple[bool, bool, bool, bool, int]:
+        words, is_rare = set(_words(name)), 2 * times[name] <= len(runs)
+        return is_rare, words.isdisjoint(_STAGES), words.isdisjoint(_QUALITY), "test" not in words, -times[name]
 
     usual = [name for name in times if not {*_words(name)}.isdisjoint({*_QUALITY, *_BETTER_WHEN_LOWER})]
     return min(usual, key=rank, default=None)

@@ -141,7 +141,7 @@ def _breakdown(comparison: Comparison) -> Figure:
     figure.update_layout(
         showlegend=True,
         legend={"orientation": "h", "traceorder": "normal", "y": 1.02, "yanchor": "bottom", "x": 0, "entrywidth": 110},
-        yaxis={"autorange": "reversed", "showgrid": False},
+        yaxis={"type": "category", "autorange": "reversed", "showgrid": False},  # names such as "8" are no numbers
         height=150 + 64 * len(measured),
     )
     return figure

@@ -46,8 +46,9 @@ STEPS_DEPEND_ON = (
     "gradient_clip_val",
     "gradient_clip_algorithm",
     "max_epochs",
+    "max_steps",
 )
-"""Arguments of `Trainer`."""
+"""Arguments of `Trainer`; of its length, as a schedule may be as long."""
 _REFUSED = ("FSDP", "model parallel (FSDP2)", "DeepSpeed", "dataloader_iter", "torch.compile of the whole module")
 
 

@@ -59,11 +59,17 @@ def dry_run(
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
+        options = {**options, "max_steps": enough_steps(options.get("max_steps", -1))}
         trainer = import_module(namespace).Trainer(callbacks=[watch], **nothing_around(namespace), **options)
         with contextlib.suppress(_DoneError):
             fit(trainer, module, batch, data_module)
     watch.flags = tuple(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, _TOLD)))
     return watch
+
+
+def enough_steps(max_steps: int) -> int:
+    """`Trainer.max_steps` of a run, for one beside it that takes a few steps: not fewer than those."""
+    return max_steps if max_steps < 0 else max(max_steps, _MANY)
 
 
 class _DoneError(Exception):

@@ -32,7 +32,7 @@ from lightning_memsave.memory.predict import Prediction
 from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.memory.verify import AllocationProfile
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.strategies.dry_run import fit, nothing_around, silence
+from lightning_memsave.strategies.dry_run import enough_steps, fit, nothing_around, silence
 from lightning_memsave.strategies.mixin import adopt
 from lightning_memsave.strategies.namespaces import namespace_of
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
@@ -160,6 +160,7 @@ class Trial:
             gradient_clip_algorithm=outer.gradient_clip_algorithm,
             accumulate_grad_batches=self._num_batches,
             max_epochs=outer.max_epochs,
+            max_steps=enough_steps(outer.max_steps),
             callbacks=[steps],
             **nothing_around(namespace),
         )
@@ -173,10 +174,7 @@ class Trial:
 
 
 def two_microbatches(techniques: Sequence[Config], batch: Any) -> int | None:
-    """How many samples show the peak of a batch that is cut: later microbatches meet what the second meets.
-
-    `None` for all of them.
-    """
+    """How many samples show the peak of a cut batch: later microbatches meet what the second meets. `None`: all."""
     config = next((t for t in techniques if isinstance(t, Microbatching)), None)
     if config is None or config.size == "auto" or config.split_fn is not None:
         return None

@@ -151,6 +151,8 @@ class SparseEmbedding(SparseLayer):
         if self.watches_gradient or is_fake(self.values) or is_fake(input):
             return super().forward(input)  # type: ignore[no-any-return]  # a tensor
         rows, inverse = input.long().unique(return_inverse=True)
+        if len(rows):  # the embedding of few rows would not notice
+            torch._assert_async((rows[0] >= 0) & (rows[-1] < self.dense_shape[0]), "index out of range in an embedding")
         numbers, places = entries_of_rows(self.values_index, self.dense_shape, rows)
         width = self.dense_shape[1]
         read = self.values.index_select(0, numbers)
