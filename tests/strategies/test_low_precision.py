@@ -8,8 +8,9 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from torch import nn
+from torch.optim.swa_utils import get_swa_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import Ledger, LowPrecision, MemSave, OptimizerState
@@ -313,6 +314,13 @@ def test_averages_of_weights(average, weight_format, state):
 def test_an_average_of_weights_and_corrections_is_refused(weight_format):
     with pytest.raises(ValueError, match="which EMAWeightAveraging cannot average"):
         fit(MemSave(precision=weight_format), callbacks=[EMAWeightAveraging()])
+
+
+def test_an_average_that_torch_cannot_add_to_is_refused_and_the_way_out_works():
+    with pytest.raises(ValueError, match="which WeightAveraging cannot add to its own of 32 bits"):
+        fit(MemSave(precision="fp16-scaled"), callbacks=[WeightAveraging()])
+    fit(MemSave(precision="fp16-scaled"), callbacks=[WeightAveraging(avg_fn=get_swa_avg_fn())])
+    fit(MemSave(precision="bf16-sr"), callbacks=[WeightAveraging()])
 
 
 def test_a_run_that_fails_gives_the_module_back():

@@ -204,7 +204,7 @@ class Search:
 
     def _useful(self, level: tuple[int, int], limit_bytes: int) -> list[Choice]:
         """All that is known to fit, but for what takes no less than with fewer settings: its time is only luck."""
-        known = (choice for choice, _ in self._known.values() if all(option.level <= level for option in choice))
+        known = [choice for choice, _ in self._known.values() if all(option.level <= level for option in choice)]
         fitting = [choice for choice in known if self.peak(choice) <= limit_bytes]
         return [choice for choice in fitting if not any(self._has_more(choice, other) for other in fitting)]
 

@@ -64,7 +64,7 @@ def _check_averaging(trainer: Any, config: LowPrecision) -> None:
     if by_itself and config.format != "bf16-gradients" and not has_kernels:
         raise setting_error(
             "precision",
-            f"has 16-bit weights, which {type(averaging[0]).__name__} cannot add to its own of 32 bits by itself",
+            f"has 16-bit weights, which {type(by_itself[0]).__name__} cannot add to its own of 32 bits by itself",
             config.format,
             "Use `EMAWeightAveraging`, or `WeightAveraging(avg_fn=torch.optim.swa_utils.get_swa_avg_fn())`.",
         )
