@@ -6,6 +6,9 @@ Generated German-English sentences (`examples/data/german_numbers.py`); with a f
 What translates is the mean of ten checkpoints from the last quarter of a run, as in the recipe for IWSLT'14 of Wu et
 al. (2019, https://arxiv.org/abs/1901.10430; fairseq's `examples/pay_less_attention_paper`): the rate of learning is
 still high at the end, and single weights scatter. It costs no memory in training; checkpoints lie on disk.
+
+No sentence is seen twice, and there is no dropout: with 6,000 sentences seen eight times, baselines were a point of
+BLEU apart, and a loss of 0.15 could not have been seen. With these they end above 99.9.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from translation import LADDER, Subwords, dynamicconv, german_numbers, microbatc
 from wrn import fit
 
 DATA_FOLDER: Path | None = None
-NUM_TRAIN, EPOCHS, NUM_TEST, NUM_TOKENS = 6000, 8, 2000, 500
+NUM_TRAIN, EPOCHS, NUM_TEST, NUM_TOKENS = 72_000, 1, 2000, 500
 NUM_CHECKPOINTS = 10
 BATCH_TOKENS = 2000
 SHAPE = {"width": 128, "hidden_width": 256, "encoder_kernels": (3, 7, 15), "decoder_kernels": (3, 7, 15)}
@@ -83,9 +86,9 @@ def train(seed: int, arguments: dict[str, Any]) -> dict[str, Any]:
     config = dynamicconv.DynamicConvConfig(
         num_source_tokens=len(german),
         num_target_tokens=len(english),
-        dropout=0.1,
-        lr=2e-3,
-        warmup_steps=200,
+        dropout=0.0,
+        lr=3e-3,
+        warmup_steps=100,
         **SHAPE,  # type: ignore[arg-type]
     )
     module = dynamicconv.Translator(config)
