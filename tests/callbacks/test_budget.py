@@ -12,9 +12,10 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from lightning_memsave import (
     BudgetWarning,
@@ -273,6 +274,30 @@ def test_a_resumed_run_has_the_plan_of_the_first_one(tmp_path, monkeypatch):
         train(MemSave(budget="0.71x", **ONLY_PARTS), max_epochs=4, loader=data(shuffle=False), ckpt_path=path)
 
 
+def test_a_plan_is_taken_again_by_a_run_of_its_kind_only():
+    memsave = MemSave(budget="0.7x", **ONLY_PARTS)
+    module = Net()
+    train(memsave, module, max_epochs=1)
+    first = memsave.plan
+    train(memsave, module, max_epochs=1)
+    assert memsave.plan is first
+    half = DataLoader(data().dataset, 48)
+    train(memsave, module, max_epochs=1, loader=half)
+    second = memsave.plan
+    assert second.budget_bytes < first.budget_bytes
+    train(memsave, module, max_epochs=1, loader=half, accumulate_grad_batches=2)
+    assert memsave.plan.budget_bytes > second.budget_bytes  # gradients stay through the next forward pass
+
+
+def test_batches_that_are_added_up_later_are_planned_for():
+    plans = []
+    for more in ({"callbacks": [GradientAccumulationScheduler({1: 2})]}, {"accumulate_grad_batches": 2}, {}):
+        memsave = MemSave(budget="0.7x", **ONLY_PARTS)
+        train(memsave, max_epochs=1, **more)
+        plans.append(memsave.plan)
+    assert plans[0].budget_bytes == plans[1].budget_bytes > plans[2].budget_bytes
+
+
 class TooLow(Trial):
     """Overlooks half of the activations."""
 
@@ -318,6 +343,33 @@ def test_the_first_batch_is_the_runs_and_nothing_moves_on():
 
     train(None, callbacks=[Look()], loader=data(generator=generator), max_epochs=1)
     assert all(torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))
+
+
+class OpenedInWorkers(Dataset):
+    """As of a file whose handle may not be shared by processes that are forked later."""
+
+    opened = None
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        worker = get_worker_info()
+        assert worker is not None, "read in the main process"
+        self.opened = worker.id
+        return torch.tensor([index, self.opened])
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"batch_size": None, "sampler": [3, 4]}])
+def test_the_first_batch_is_read_by_a_worker_where_the_run_has_workers(options):
+    loader = DataLoader(OpenedInWorkers(), num_workers=2, **{"batch_size": 4, **options})
+    trainer = L.Trainer(accelerator="cpu", logger=False)
+    trainer.strategy.connect(BoringModel())
+    trainer._data_connector.attach_data(BoringModel(), train_dataloaders=loader)
+    found = first_batch(trainer)
+    assert torch.equal(found, next(iter(loader)))
+    assert loader.dataset.opened is None
+    assert loader.num_workers == 2
 
 
 @pytest.mark.parametrize("size", [48, 32, 30, 20, 14, 5])

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave import MemSave, MemSaveStrategy, predict
 from lightning_memsave.numerics.fakes import is_fake
+from lightning_memsave.strategies.predicting import Predictor
 
 
 class Layers(L.LightningModule):
@@ -93,6 +94,32 @@ def test_a_step_that_reads_values_is_measured_in_a_group_of_one():
     assert found.source == "measured"
     assert found.by_category["gradients"] == 2 * WEIGHTS
     assert found.by_category["data"] == alone.by_category["data"] == 4 * 64 * 64
+
+
+class Data(L.LightningDataModule):
+    """Prepared before, by the run."""
+
+    def prepare_data(self):
+        raise AssertionError("again")
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch / 2
+
+
+class Prepared(Layers):
+    def prepare_data(self):
+        raise AssertionError("again")
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_data_is_not_prepared_again_and_nobody_is_waited_for(read):
+    """Around `prepare_data` Lightning makes a group of real processes, which are not there."""
+    settings = {"strategy": "ddp", "devices": 2}
+    alone = predict(Layers(read=read), torch.ones(64, 64), MemSave("measure"), **settings)
+    found = Predictor(Prepared(read=read), torch.ones(64, 64), data_module=Data(), **settings)(
+        MemSave("measure").recipe
+    )
+    assert found.by_category["gradients"] == alone.by_category["gradients"] == 2 * WEIGHTS
 
 
 def test_what_it_leaves_behind_is_nothing():

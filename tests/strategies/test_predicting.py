@@ -188,6 +188,23 @@ def test_a_step_that_reads_values_is_measured_and_says_so(as_factory):
     assert sum(prediction.by_category.values()) == prediction.peak_bytes == sum(prediction.by_module.values())
 
 
+class ReadingPairs(Reading):
+    """In-batch negatives: each sample is told from all others of its batch."""
+
+    def training_step(self, batch, batch_idx):
+        found = self.body(batch[0]).flatten(1)
+        return super().training_step(batch, batch_idx) + (found @ found.T).exp().mean()
+
+
+def test_what_compares_all_samples_is_extended_by_the_square():
+    module, batch = ReadingPairs(dropout=0.0), image_batch(512)
+    prediction = predict(module, batch, MemSave("measure"))
+    report = measured(module, batch, MemSave("measure"))
+    assert any("64 and 128 and 192 samples" in flag for flag in prediction.flags)
+    assert prediction.peak_bytes == report.peak_bytes
+    assert prediction.by_category == report.by_category
+
+
 class Masked(Net):
     """Takes another way where a mask is all ones: known from the batch, without reading a value of the model."""
 

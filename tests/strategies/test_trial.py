@@ -1,6 +1,7 @@
 """Trials show what the run will take: also where it does not cut its batches, and where it has more of a batch."""
 
 import contextlib
+import gc
 
 import lightning as L
 import pytest
@@ -9,11 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_memsave import Checkpointing, MemSave, Microbatching, Recipe, microbatches, plan_training
+from lightning_memsave import Checkpointing, MemSave, Microbatching, Recipe, microbatches, plan_training, predict
 from lightning_memsave.core.errors import BudgetTooSmallError, MicrobatchWarning
+from lightning_memsave.planner.budget import machine_bytes
 from lightning_memsave.planner.ladder import MANY_BLOCKS
 from lightning_memsave.strategies.budgeting import _situation
-from lightning_memsave.strategies.trial import Trial, as_if_whole
+from lightning_memsave.strategies.part_of_batch import as_if_whole
+from lightning_memsave.strategies.trial import Trial
 
 SAMPLES, WIDTH = 64, 32
 
@@ -67,6 +70,41 @@ class ByHand(Plain):
 class ByHandInParts(ByHand):
     def parts(self, batch):
         return microbatches(batch)
+
+
+SEEN = []
+
+
+class Noting(Plain):
+    """Keeps what it sees in a global of its file."""
+
+    def training_step(self, batch, batch_idx):
+        SEEN.append(batch)
+        if batch_idx:
+            assert float(batch[0].sum()) < 1e9  # no step for its shapes alone
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("measure", [lambda: Trial(Noting(), batch())(()), lambda: predict(Noting(), batch())])
+def test_what_a_step_keeps_outside_of_its_module_is_not_kept_of_a_trial(measure):
+    measure()
+    assert not SEEN
+
+
+class Large(Plain):
+    def __init__(self):
+        super().__init__()
+        self.large = nn.Linear(1024, 512)
+
+
+def test_nothing_of_a_large_copy_waits_for_a_collection():
+    gc.disable()
+    try:
+        module = Large()
+        Trial(module, batch())(())
+        assert [each for each in gc.get_objects() if type(each) is Large] == [module]
+    finally:
+        gc.enable()
 
 
 def train(memsave, module):
@@ -124,6 +162,10 @@ def test_what_one_process_finds_of_cutting_holds_for_all():
             exchanged.append(found)
             return "of rank 0", 7
 
+        def reduce(self, found, reduce_op):
+            assert reduce_op == "min"
+            return found - 1
+
     class Processes:
         world_size, strategy = 2, Strategy()
 
@@ -134,6 +176,7 @@ def test_what_one_process_finds_of_cutting_holds_for_all():
     assert exchanged == [("", SAMPLES)]
     assert situation.why_whole == "Batches are not cut into microbatches: of rank 0"
     assert situation.num_samples is None
+    assert situation.device_bytes == machine_bytes() - 1  # what the smallest of them has
 
 
 class Blocks(Plain):

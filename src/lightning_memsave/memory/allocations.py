@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from lightning_memsave.core.report import CATEGORIES, Timeline
@@ -29,27 +33,10 @@ class Allocations:
     labels: tuple[tuple[str, str], ...] = ()
     """Category and module of each number."""
 
-    def extended(self, more: Allocations, sizes: tuple[int, int], wanted: int) -> Allocations | None:
-        """The step with `wanted` samples, every size on the line through two steps of the same allocations.
-
-        Args:
-            more: the step with `sizes[1]` samples.
-            sizes: the numbers of samples of the two.
-            wanted: samples.
-
-        Returns:
-            `None` where the two do not do the same in the same order.
-        """
-        same = len(self.held) == len(more.held) and [n for _, n in self.changes] == [n for _, n in more.changes]
-        if not same or self.labels != more.labels:
-            return None
-
-        def at(one: int, two: int) -> int:
-            return round(one + (two - one) * (wanted - sizes[0]) / (sizes[1] - sizes[0]))
-
-        held = tuple(map(at, self.held, more.held))
-        pairs = zip(self.changes, more.changes, strict=True)
-        return Allocations(held, tuple((at(a, b), number) for (a, number), (b, _) in pairs), self.labels)
+    def is_like(self, other: Allocations) -> bool:
+        """Whether both do the same in the same order, sizes aside."""
+        numbers = [[number for _, number in step.changes] for step in (self, other)]
+        return len(self.held) == len(other.held) and numbers[0] == numbers[1] and self.labels == other.labels
 
     def peak(self) -> Peak:
         """Where the total is highest.
@@ -77,3 +64,34 @@ class Allocations:
             ((size, self.labels[number][0]) for number, size in enumerate(self.held)),
             [(change, self.labels[number][0]) for change, number in self.changes],
         )
+
+
+def extended(steps: Mapping[int, Allocations], wanted: int) -> Allocations | None:
+    """The step with `wanted` samples: every size on the line through two steps, or on the parabola through three.
+
+    Args:
+        steps: by their numbers of samples, the fewest first.
+        wanted: samples.
+
+    Returns:
+        `None` where the steps do not do the same in the same order, or a size grows faster than such a curve.
+
+    >>> one, two, three = (Allocations((8 * n,), ((n * n, 1), (-n * n, 1)), (("data", ""),) * 2) for n in (1, 2, 3))
+    >>> extended({1: one, 2: two}, 10) is None
+    True
+    >>> extended({1: one, 2: two, 3: three}, 10).peak().peak_bytes
+    180
+    """
+    first, *others = steps.values()
+    if not all(map(first.is_like, others)):
+        return None
+    nums = list(steps)
+    fastest = Fraction(nums[-1], nums[0]) ** len(others)
+    weights = [math.prod(Fraction(wanted - b, a - b) for b in nums if b != a) for a in nums]  # Lagrange's
+    held = [*zip(*(each.held for each in steps.values()), strict=True)]
+    changes = [*zip(*([size for size, _ in each.changes] for each in steps.values()), strict=True)]
+    if any(abs(sizes[-1]) > fastest * abs(sizes[0]) for sizes in (*held, *changes)):
+        return None
+    at = [round(sum(map(operator.mul, weights, sizes))) for sizes in (*held, *changes)]
+    numbers = [number for _, number in first.changes]
+    return Allocations(tuple(at[: len(held)]), tuple(zip(at[len(held) :], numbers, strict=True)), first.labels)

@@ -1,6 +1,7 @@
 """What a step may leave outside of its module: caches of functions, attributes of classes, globals of their files.
 
-A step that is run for its shapes alone would leave fake tensors there, and later steps would take them for values.
+A step that is run for its shapes alone would leave fake tensors there, and later steps would take them for values; one
+of a trial would leave what the run has not done.
 """
 
 from __future__ import annotations
@@ -23,19 +24,28 @@ _MANY = 100_000  # objects
 
 @contextlib.contextmanager
 def outside_kept(module: nn.Module) -> Iterator[None]:
-    """Classes of `module`, and the files that define them, get back what they had, as do their dictionaries and lists.
+    """`names_kept`, and caches of functions that grow inside and hold fake tensors are emptied.
 
-    Caches of functions that grow inside and hold fake tensors are emptied. What is kept elsewhere is not known.
+    What is kept elsewhere is not known.
     """
     before = _num_misses()
+    with names_kept(module):
+        try:
+            yield
+        finally:
+            for cache, misses in _num_misses().items():
+                has_grown = misses != before.get(cache, 0) and not _is_of_library(getattr(cache, "__module__", None))
+                if has_grown and _holds_fakes(cache):
+                    cache.cache_clear()
+
+
+@contextlib.contextmanager
+def names_kept(module: nn.Module) -> Iterator[None]:
+    """Classes of `module` and files that define them get back what they had, as do their dictionaries and lists."""
     spaces = [(space, _items(vars(space))) for space in _spaces(module)]
     try:
         yield
     finally:
-        for cache, misses in _num_misses().items():
-            has_grown = misses != before.get(cache, 0) and not _is_of_library(getattr(cache, "__module__", None))
-            if has_grown and _holds_fakes(cache):
-                cache.cache_clear()
         for space, items in spaces:
             _put_back(space, items)
 

@@ -30,8 +30,10 @@ from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.ddp import bytes_on_top
 from lightning_memsave.strategies.first_batch import first_batch
+from lightning_memsave.strategies.optimizers import most_accumulated
+from lightning_memsave.strategies.part_of_batch import as_if_whole, rest_bytes, two_microbatches
 from lightning_memsave.strategies.predicting import Predictor
-from lightning_memsave.strategies.trial import StepFailedError, Trial, as_if_whole, rest_bytes, two_microbatches
+from lightning_memsave.strategies.trial import StepFailedError, Trial
 from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.checkpointing.selection import repeated_blocks
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size, why_not_exact
@@ -65,7 +67,7 @@ class BudgetedRun:
         self._budget, self._recipe = budget, recipe
         self.plan = plan
         """What is trained with; `None` before it was made."""
-        self._made_for: list[tuple[int, ...]] | None = None
+        self._made_for: tuple[Any, ...] | None = None
         self._has_told = self._has_warned = False
 
     @property
@@ -79,28 +81,29 @@ class BudgetedRun:
         return re.sub(r" at 0x[0-9a-f]+", "", repr((self._recipe.techniques, self._recipe.switched_off)))
 
     def decide(self, trainer: Any) -> Recipe:
-        """The settings of this run; planned from its first batch unless a plan for such a module is there.
+        """The settings of this run; planned from its first batch unless a plan for such a run is there.
 
         Raises:
             ValueError: the budget cannot be met, or this way of training cannot be planned.
         """
-        module = trainer.lightning_module
-        if self._budget is not None and self._made_for not in (None, _shapes(module)):
-            self.plan, self._has_told, self._has_warned = None, False, False
-        if self.plan is None:
-            assert self._budget is not None, "without a plan there is a budget"
-            ways = ways_of_training(trainer)
-            _refuse(self._budget, ways)
-            rank_zero_info(f"memsave: looking for a plan within {self._budget.text}, by predicting steps")
-            self.plan = plan_for(module, first_batch(trainer), self._budget, self._recipe, trainer)
-            rank_zero_info(f"memsave: {self.plan}")
-        self._made_for = _shapes(module)  # of a plan from a checkpoint as well
+        if self._budget is not None:
+            _refuse(self._budget, ways_of_training(trainer))
+            module, batch = trainer.lightning_module, first_batch(trainer)
+            wanted = trainer.strategy.broadcast(_run_of(module, batch, trainer))
+            if self._made_for not in (None, wanted):
+                self.plan, self._has_told, self._has_warned = None, False, False
+            if self.plan is None:
+                rank_zero_info(f"memsave: looking for a plan within {self._budget.text}, by predicting steps")
+                self.plan = plan_for(module, batch, self._budget, self._recipe, trainer)
+                rank_zero_info(f"memsave: {self.plan}")
+            self._made_for = wanted  # of a plan from a checkpoint as well
+        assert self.plan is not None, "without a budget there is a plan"
         return self.plan.as_recipe()
 
     def plan_for(self, module: Any, batch: Any) -> Plan:
         """The plan for a module and a batch outside of a run; with a plan instead of a budget, that."""
         if self._budget is not None:
-            self.plan, self._made_for = plan_for(module, batch, self._budget, self._recipe), _shapes(module)
+            self.plan, self._made_for = plan_for(module, batch, self._budget, self._recipe), _run_of(module, batch)
         assert self.plan is not None, "without a budget there is a plan"
         return self.plan
 
@@ -198,7 +201,7 @@ def _predictors(module: Any, batch: Any, trainer: Any, stays_whole: bool) -> tup
         trainer: that is being set up, or `None`.
         stays_whole: whether the run will not cut its batches, which shapes alone do not tell.
     """
-    options = {} if trainer is None else {name: getattr(trainer, name) for name in STEPS_DEPEND_ON}
+    options = {} if trainer is None else _options_of(trainer)
     is_cuda = trainer is not None and trainer.strategy.root_device.type == "cuda"
     data = None if trainer is None else trainer.datamodule
     predictor = Predictor(module, lambda: batch, data_module=data, target="cuda" if is_cuda else "cpu", **options)
@@ -255,20 +258,36 @@ def _situation(module: Any, batch: Any, recipe: Recipe, trainer: Any) -> Situati
         why, num_samples = trainer.strategy.broadcast((why, num_samples))
     device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
     is_cpu = device.type == "cpu"
+    device_bytes = machine_bytes() if is_cpu else total_bytes(device)
+    if device_bytes is not None and trainer is not None and trainer.world_size > 1:
+        least = trainer.strategy.reduce(torch.tensor(device_bytes, device=device), reduce_op="min")
+        device_bytes = int(least)
     return Situation(
         num_samples=None if why else num_samples,
         why_whole=f"Batches are not cut into microbatches: {why}" if why else "",
         is_cut_exact=not why_not_exact(module),
         device_type=device.type,
-        device_bytes=machine_bytes() if is_cpu else total_bytes(device),
+        device_bytes=device_bytes,
         ways=() if trainer is None else tuple(ways_of_training(trainer)),
         noted_bytes=torch.get_rng_state().nbytes if is_cpu else 0,
         num_blocks=len(repeated_blocks(module)) or MANY_BLOCKS,
     )
 
 
-def _shapes(module: Any) -> list[tuple[int, ...]]:
-    return [tuple(p.shape) for p in module.parameters() if not is_lazy(p)]
+def _options_of(trainer: Any) -> dict[str, Any]:
+    options = {name: getattr(trainer, name) for name in STEPS_DEPEND_ON}
+    return options | {"accumulate_grad_batches": most_accumulated(trainer)}
+
+
+def _run_of(module: Any, batch: Any, trainer: Any = None) -> tuple[Any, ...]:
+    """What another run must have in common for a plan to be taken again."""
+    shapes = [tuple(p.shape) for p in module.parameters() if not is_lazy(p)]
+    num_samples = None
+    with contextlib.suppress(UnsplittableBatchError):
+        num_samples = batch_size(batch)
+    if trainer is None:
+        return shapes, num_samples, "32-true", 1
+    return shapes, num_samples, trainer.precision, most_accumulated(trainer)
 
 
 def _refuse(budget: Budget, ways: Sequence[str]) -> None:

@@ -9,16 +9,20 @@ import contextlib
 import copy
 import functools
 import logging
+import types
 import warnings
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
+
+import torch.distributed as dist
 
 from lightning_memsave.core.errors import BudgetWarning, MicrobatchWarning, NoEffectWarning, NotLosslessWarning
 from lightning_memsave.memory.breakdown import Breakdown, BreakdownLedger
 from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.mixin import adopt
+from lightning_memsave.strategies.namespaces import namespace_of
 from lightning_memsave.strategies.on_paper import on_paper
 from lightning_memsave.strategies.random_state import random_state_kept
 from lightning_memsave.strategies.run_state import MemSaveState
@@ -115,16 +119,25 @@ def fit(trainer: Any, module: Any, batch: Any, data_module: Any = None) -> None:
         data_module: whose hooks see the batch, as in the run.
     """
     module.configure_callbacks = lambda: []
+    if dist.is_available() and dist.is_initialized():
+        _has_prepared(module, "LightningModule")
     batches = _Batches(batch)
     if data_module is None:
         trainer.fit(module, batches)
         return
     data = copy.copy(data_module)
     data.trainer = None
-    for name in ("prepare_data", "setup", "teardown"):
+    _has_prepared(data, "LightningDataModule")
+    for name in ("setup", "teardown"):
         setattr(data, name, lambda *_, **__: None)
     data.train_dataloader, data.val_dataloader = lambda: batches, lambda: []
     trainer.fit(module, datamodule=data)
+
+
+def _has_prepared(owner: Any, base: str) -> None:
+    """Give `owner` its base's `prepare_data`: to any other Lightning comes with a process group of its own."""
+    empty = getattr(import_module(namespace_of(owner)), base).prepare_data
+    owner.prepare_data = types.MethodType(empty, owner)
 
 
 @functools.cache

@@ -7,7 +7,6 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -21,7 +20,7 @@ _REMEDY = "Plan before with `plan_training(module, batch, MemSave(budget=...))` 
 def first_batch(trainer: Any) -> Any:
     """What the first `training_step` of this run will get, or one like it, on the CPU.
 
-    Loaders are asked for once more, and read without workers; random states come back.
+    Loaders are asked for once more, and read by one worker where they have some; random states come back.
 
     Raises:
         ValueError: the loader is an iterator, of which a batch would be missing afterwards, or it is empty.
@@ -35,11 +34,7 @@ def first_batch(trainer: Any) -> Any:
 
 
 def _first_of(loader: Any) -> Any:
-    if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.dataset, IterableDataset):
-        with contextlib.suppress(StopIteration):
-            return _collated(loader)
-    # A copy: persistent workers would stay with the loader.
-    iterator = iter(copy.copy(loader) if isinstance(loader, DataLoader) else loader)
+    iterator = iter(_for_one_batch(loader) if isinstance(loader, DataLoader) else loader)
     if iterator is loader:
         raise setting_error(
             "budget", "needs data that can be read from the start again", type(loader).__name__, _REMEDY
@@ -50,13 +45,17 @@ def _first_of(loader: Any) -> Any:
         raise setting_error("budget", "needs a batch to plan from", "a loader without any", _REMEDY) from None
 
 
-def _collated(loader: DataLoader[Any]) -> Any:
-    """The first batch of a loader, made here: its workers are not started for one batch."""
-    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # the seed of workers comes first
-    if loader.batch_sampler is None:
-        return loader.collate_fn(loader.dataset[next(iter(loader.sampler))])
-    indices = next(iter(loader.batch_sampler))
-    return loader.collate_fn([loader.dataset[index] for index in indices])
+def _for_one_batch(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A copy, as persistent workers would stay with the loader, with the first worker alone where items have indices.
+
+    A worker, as a dataset may need one: a file that this process had opened would be shared by all that it starts.
+    """
+    loader = copy.copy(loader)
+    if loader.num_workers:
+        vars(loader).update(persistent_workers=False, pin_memory=False)
+        if not isinstance(loader.dataset, IterableDataset):  # of which workers share out the items
+            vars(loader).update(num_workers=1, prefetch_factor=1)
+    return loader
 
 
 @contextlib.contextmanager

@@ -100,17 +100,21 @@ def ways_of_stepping(trainer: Any) -> dict[str, bool]:
     clips = next(cls for cls in type(module).__mro__ if "configure_gradient_clipping" in vars(cls))
     by_value = trainer.gradient_clip_algorithm == "value"
     return {
-        "accumulate_grad_batches": trainer.accumulate_grad_batches > 1 or any(map(_accumulates, trainer.callbacks)),
+        "accumulate_grad_batches": most_accumulated(trainer) > 1,
         "gradient clipping by norm": bool(trainer.gradient_clip_val) and not by_value,
         "gradient clipping by value": bool(trainer.gradient_clip_val) and by_value,
         "configure_gradient_clipping": not clips.__module__.startswith(("lightning.", "pytorch_lightning.")),
     }
 
 
-def _accumulates(callback: Any) -> bool:
-    """Whether it is Lightning's scheduler of accumulation, and ever accumulates."""
-    is_scheduler = "GradientAccumulationScheduler" in {cls.__name__ for cls in type(callback).__mro__}
-    return is_scheduler and any(factor > 1 for factor in callback.scheduling.values())
+def most_accumulated(trainer: Any) -> int:
+    """The most batches whose gradients this run ever adds up, as Lightning's scheduler of accumulation may say."""
+    scheduled = [
+        max(callback.scheduling.values())
+        for callback in trainer.callbacks
+        if "GradientAccumulationScheduler" in {cls.__name__ for cls in type(callback).__mro__}
+    ]
+    return int(max([trainer.accumulate_grad_batches, *scheduled]))
 
 
 def readable(optimizers: Sequence[torch.optim.Optimizer], checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.memory.trace import Trace, trace_step
 from lightning_memsave.numerics.fakes import is_fake, with_values
 from lightning_memsave.planner.checkpointing import CheckpointingPlan, Planner, no_plan
+from lightning_memsave.strategies.optimizers import most_accumulated
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
 from lightning_memsave.strategies.rehearsal import values_kept, without_a_trace
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing
@@ -179,7 +180,7 @@ def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[],
 
 def _adds_up_gradients(trainer: Any) -> bool:
     """Whether a backward pass may find gradients of an earlier one."""
-    return trainer.accumulate_grad_batches > 1 or trainer.strategy.memsave.loop.size is not None
+    return most_accumulated(trainer) > 1 or trainer.strategy.memsave.loop.size is not None
 
 
 def _bring_gradients(trainer: Any, module: nn.Module) -> None:

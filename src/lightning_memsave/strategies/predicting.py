@@ -24,11 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memsave.core.copies import copied
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.memory.allocations import Allocations
+from lightning_memsave.memory.allocations import Allocations, extended
 from lightning_memsave.memory.breakdown import Breakdown
 from lightning_memsave.memory.facts import FactsMode, ReadsValueError
 from lightning_memsave.memory.fake import Copying, fake_copy, fakes_of, hidden_from_transformers, unlogged
-from lightning_memsave.memory.outside import outside_kept
+from lightning_memsave.memory.outside import names_kept, outside_kept
 from lightning_memsave.memory.predict import Prediction, prediction_of
 from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.numerics.fakes import is_fake
@@ -145,6 +145,10 @@ class Predictor:
 
     def _measured(self, recipe: Recipe, num_samples: int | None) -> Prediction:
         self._make_real()
+        with names_kept(self._module):
+            return self._measured_as_it_is(recipe, num_samples)
+
+    def _measured_as_it_is(self, recipe: Recipe, num_samples: int | None) -> Prediction:
         present, why = self.num_samples, f"the step cannot be run without values ({self._why})"
         if present is None:
             watch = self._train(copied(self._module), self._batch, recipe, fake=False)
@@ -152,13 +156,16 @@ class Predictor:
         wanted = num_samples or present
         config = recipe.get(Microbatching)
         least = config.size if config is not None and isinstance(config.size, int) else 1
-        sizes = max(least, wanted // 8), 2 * max(least, wanted // 8)
-        if sizes[1] < wanted:
-            small, large = (self._with_samples(recipe, size) for size in sizes)
-            step = small.breakdown.allocations.extended(large.breakdown.allocations, sizes, wanted)
-            if step is not None:
-                flag = f"{why}: measured with {sizes[0]} and {sizes[1]} samples, and extended"
-                return self._prediction(large, step, flag)
+        few = max(least, wanted // 8)
+        steps: dict[int, Allocations] = {}
+        for num in (few, 2 * few, 3 * few):  # the third for what grows with the square
+            if num >= wanted or (len(steps) == 2 and not steps[few].is_like(steps[2 * few])):
+                break
+            watch = self._with_samples(recipe, num)
+            steps[num] = watch.breakdown.allocations
+            if len(steps) > 1 and (step := extended(steps, wanted)) is not None:
+                numbers = " and ".join(map(str, steps))
+                return self._prediction(watch, step, f"{why}: measured with {numbers} samples, and extended")
         watch = self._with_samples(recipe, wanted)
         return self._prediction(watch, watch.breakdown.allocations, f"{why}: measured")
 

@@ -11,41 +11,39 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
+import gc
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
 from lightning_memsave.core.copies import copied
-from lightning_memsave.core.errors import BudgetTooSmallError
 from lightning_memsave.core.report import CATEGORIES
-from lightning_memsave.core.units import parse_bytes
 from lightning_memsave.memory import allocator
 from lightning_memsave.memory.ledger import Ledger, Measurement
+from lightning_memsave.memory.outside import names_kept
 from lightning_memsave.memory.predict import Prediction
-from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.memory.verify import AllocationProfile
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.dry_run import enough_steps, fit, nothing_around, silence
 from lightning_memsave.strategies.mixin import adopt
 from lightning_memsave.strategies.namespaces import namespace_of
+from lightning_memsave.strategies.optimizers import most_accumulated
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
+from lightning_memsave.strategies.part_of_batch import as_if_whole, rest_bytes, two_microbatches
 from lightning_memsave.strategies.random_state import random_state_kept
 from lightning_memsave.strategies.run_state import MemSaveState
-from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
-from lightning_memsave.techniques.microbatching.split import even_sizes, take
+from lightning_memsave.techniques.microbatching.split import take
 from lightning_memsave.techniques.registry import Config
 
-T = TypeVar("T")
 _NUM_TIMED = 3  # steps; the fastest counts
-_NOTED_BYTES = 64  # losses and logs of a microbatch, more than they are
+_SMALL_BYTES = 2**20  # of weights, that may wait for Python's own collection
 
 
 class StepFailedError(ValueError):
@@ -73,6 +71,13 @@ class Trial:
 
     def __call__(self, techniques: Sequence[Config]) -> Prediction:
         """The peak under these settings."""
+        try:
+            return self._measured(techniques)
+        finally:
+            if sum(p.nbytes for p in self._module.parameters()) > _SMALL_BYTES:
+                gc.collect()  # the copy: a trainer and its module know each other
+
+    def _measured(self, techniques: Sequence[Config]) -> Prediction:
         batch, missing_bytes, whole = self._as_much_as_shows(techniques)
 
         def stepped(techniques: Sequence[Config], batch: Any, whole: float) -> _Steps | None:
@@ -126,7 +131,7 @@ class Trial:
 
     @property
     def _num_batches(self) -> int:
-        return 1 if self._trainer is None else int(self._trainer.accumulate_grad_batches)
+        return 1 if self._trainer is None else most_accumulated(self._trainer)
 
     def _as_much_as_shows(self, techniques: Sequence[Config]) -> tuple[Any, int, float]:
         """Two microbatches of the batch, the bytes of the rest, and how many times as many samples there are."""
@@ -171,51 +176,6 @@ class Trial:
         flags = ("memory ran out in a trial; its peak is not known",)
         split = dict.fromkeys(CATEGORIES, 0) | {"activations": total + 1}
         return Prediction(peak_bytes=total + 1, by_category=split, source="measured", flags=flags)
-
-
-def two_microbatches(techniques: Sequence[Config], batch: Any) -> int | None:
-    """How many samples show the peak of a cut batch: later microbatches meet what the second meets. `None`: all."""
-    config = next((t for t in techniques if isinstance(t, Microbatching)), None)
-    if config is None or config.size == "auto" or config.split_fn is not None:
-        return None
-    try:
-        num_samples = batch_size(batch)
-    except UnsplittableBatchError:
-        return None
-    sizes = even_sizes(num_samples, config.size) if num_samples else []
-    return sum(sizes[:2]) if len(sizes) > 2 else None
-
-
-def rest_bytes(batch: Any, num_used: int) -> int:
-    """What the samples of a batch that are not used would add: their bytes, and what is noted of their microbatches.
-
-    Args:
-        batch: all of it.
-        num_used: samples, in two microbatches.
-    """
-    num_samples = batch_size(batch)
-    total = sum(tensor.nbytes for tensor in tensors_in(batch))
-    num_left_out = -(-num_samples // -(-num_used // 2)) - 2  # the first of two is the larger
-    return total - total * num_used // num_samples + _NOTED_BYTES * num_left_out
-
-
-def as_if_whole(predict: Callable[[Sequence[Config]], T], techniques: Sequence[Config], missing_bytes: int) -> T:
-    """Predict with a part of a batch: budgets of regions are the run's, so they are less what is missing.
-
-    Raises:
-        BudgetTooSmallError: with the smallest that the run could meet.
-    """
-
-    def less(config: Config) -> Config:
-        if not isinstance(config, Checkpointing) or config.budget is None or isinstance(config.budget, float):
-            return config
-        return dataclasses.replace(config, budget=max(1, parse_bytes("budget", config.budget) - missing_bytes))
-
-    try:
-        return predict([less(config) for config in techniques])
-    except BudgetTooSmallError as error:
-        error.lowest_bytes += missing_bytes
-        raise
 
 
 class _OneStep(pl.Callback):
@@ -335,12 +295,12 @@ class _Steps(_OneStep):
 
 @contextlib.contextmanager
 def _without_a_trace(module: Any) -> Iterator[None]:
-    """Random states and gradient mode leave as they came."""
+    """Random states, gradient mode and what steps keep outside of the module leave as they came."""
     devices = {p.device for p in module.parameters()}
     if (accelerator := torch.accelerator.current_accelerator()) is not None and torch.accelerator.is_available():
         devices.add(torch.device(accelerator.type, torch.accelerator.current_device_index()))
     is_enabled = torch.is_grad_enabled()
-    with random_state_kept(devices):
+    with random_state_kept(devices), names_kept(module):
         try:
             yield
         finally:
