@@ -167,9 +167,82 @@ def test_folders_of_runs_are_read_in_order_and_equal_names_are_numbered(tmp_path
     (tmp_path / "x.json").write_text(document)
     runs = read_runs([tmp_path, tmp_path / "x.json", tmp_path / "a" / "metrics.csv"])
     first = f"{tmp_path.name}/a"
-    assert [run.name for run in runs] == [first, f"{tmp_path.name}/b", f"{first} (2)", f"{first} (3)"]
+    names = [first, f"{tmp_path.name}/b", *(f"{first} ({number})" for number in (2, 3, 4))]
+    assert [run.name for run in runs] == names
     assert runs[0].report.peak_bytes is None
     assert runs[0].metrics == {"loss": 0.5}
+
+
+def test_of_a_folder_the_runs_that_can_be_read_are(tmp_path):
+    for name, content in (("good", "step,loss\n0,0.5\n"), ("bad", "name\nx\n"), ("empty", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.csv").write_text(content)
+    with pytest.warns(UserWarning, match="Left out: `run` must be whole.*(bad|empty)") as caught:
+        (run,) = read_runs([tmp_path])
+    assert run.metrics == {"loss": 0.5}
+    assert len(caught) == 2
+    with pytest.raises(ValueError, match="must be whole"):
+        read_runs([tmp_path / "bad"])
+
+
+def test_json_of_others_is_left_alone(tmp_path):
+    (tmp_path / "package.json").write_text("{}")
+    (tmp_path / "ours.json").write_text(Run(name="ours", report=MemoryReport()).to_json())
+    assert [run.name for run in read_runs([tmp_path])] == ["ours"]
+
+
+def history(steps):
+    """A log of W&B's with one row for each step."""
+    records = [entry(run={"run_id": "abc", "display_name": "resumed"})]
+    for step in steps:
+        records.append(entry(history={"trainer/global_step": step, "loss": 1 / (1 + step), **measured_row(step)}))
+    return log_of(*((1, record) for record in records))
+
+
+def measured_row(step):
+    split = {f"memsave/peak_{category}_bytes": step for category in CATEGORIES}
+    return {"memsave/peak_bytes": step * len(CATEGORIES), **split}
+
+
+def entry(run=None, history=None):
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    record = Record()
+    for name, value in (run or {}).items():
+        setattr(record.run, name, value)
+    for name, value in (history or {}).items():
+        item = record.history.item.add()
+        item.key, item.value_json = name, json.dumps(value)
+    return record.SerializeToString()
+
+
+def test_what_wandb_has_resumed_is_one_run(tmp_path):
+    for folder, steps in (("run-20261101_000000-abc", (1, 2)), ("run-20261102_000000-abc", (3, 4))):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "run-abc.wandb").write_bytes(history(steps))
+    (run,) = read_runs([tmp_path])
+    assert run.name == "resumed"
+    assert run.peaks == tuple((step, step * len(CATEGORIES)) for step in (1, 2, 3, 4))
+    assert run.metrics == {"loss": 0.2}
+
+
+def test_a_loggers_prefix_is_no_part_of_the_names(tmp_path):
+    memsave, logger = MemSave(), CSVLogger(tmp_path, "csv", "one", prefix="big-run")
+    trainer = L.Trainer(
+        max_epochs=1,
+        limit_val_batches=0,
+        log_every_n_steps=1,
+        accelerator="cpu",
+        callbacks=[memsave],
+        logger=logger,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(OddModel())
+    (run,) = read_runs([tmp_path])
+    assert run.report.metrics() == memsave.report.metrics()
+    assert run.metrics["train/loss"] == 3.0
 
 
 def test_what_is_no_quality_is_left_out(tmp_path):

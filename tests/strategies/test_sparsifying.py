@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -185,6 +186,36 @@ def test_dense_checkpoints_are_pruned_in_the_run_that_resumes(options, until, tm
     assert len(patterns.seen[-1]["blocks.0.0"]) == 64
     is_at_once = until == 4 or "initial" in options
     assert (len(patterns.seen[0]["blocks.0.0"]) == 64) == is_at_once
+
+
+class Data(L.LightningDataModule):
+    batch_size = 4
+
+    def train_dataloader(self):
+        return DataLoader(data().dataset, self.batch_size)
+
+
+@pytest.mark.parametrize("options", [{"method": "gradual"}, {"method": "set"}, {"initial": "snip", "method": "static"}])
+@pytest.mark.parametrize("find", ["lr_find", "scale_batch_size"])
+def test_trials_of_finders_would_leave_their_patterns(find, options):
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[MemSave(sparsity=setting(**options))], logger=False)
+    with pytest.raises(ValueError, match=r"changing patterns.*cannot be combined with (learning|batch).*Find it with"):
+        getattr(Tuner(trainer), find)(Net(), datamodule=Data())
+
+
+def test_a_learning_rate_is_found_with_patterns_that_stay(tmp_path):
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        callbacks=[MemSave(sparsity=setting("static"))],
+        logger=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
+    module = Net()
+    module.lr = 0.1
+    found = Tuner(trainer).lr_find(module, data(), num_training=4, update_attr=False)
+    assert len(found.results["lr"]) == 4
 
 
 def test_a_second_fit_keeps_the_pattern():

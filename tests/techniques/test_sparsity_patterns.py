@@ -69,6 +69,16 @@ def test_two_of_four(kind, initial):
         assert bool((expected[groups].view(-1, 2).min(1).values >= expected[~groups].view(-1, 2).max(1).values).all())
 
 
+def test_weights_that_are_loaded_live_in_groups_too():
+    torch.manual_seed(0)
+    model, other = nn.Sequential(nn.Linear(16, 8)), nn.Sequential(nn.Linear(16, 8))
+    apply_sparsity(model, tiny("2:4"))
+    model.load_state_dict(other.state_dict())
+    groups, whole = model[0].weight.detach().view(-1, 4), other[0].weight.detach().view(-1, 4)
+    assert torch.equal(groups.count_nonzero(dim=1), torch.full((32,), 2))
+    assert torch.equal(groups.abs().sort(dim=1).values, whole.abs().sort(dim=1).values * torch.tensor([0, 0, 1, 1]))
+
+
 def test_the_same_seed_gives_the_same_pattern_and_no_generator_is_touched():
     patterns = []
     for seed in (0, 0, 1):

@@ -449,6 +449,20 @@ def test_moving_weights_with_low_bit_state_is_refused(method, bits):
         train(model, made, updates, 2)
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_snip_waits_where_a_step_has_overflowed(value):
+    """As under a scaler of losses, which leaves such a step out."""
+    model, made, updates = make(setting("static", initial="snip"), "SGD")
+    backward(model, made)
+    model.head.values.grad[3] = value
+    assert updates.step() == 0
+    assert model.head.values.numel() == 16 * 12
+    expected = make(setting("static", initial="snip"), "SGD")
+    assert train(model, made, updates, 2) == train(*expected, 2)
+    assert model.head.values.numel() < 16 * 12
+    assert torch.equal(model.head.values_index, expected[0].head.values_index)
+
+
 def test_snip_needs_gradients_after_the_step():
     model, made, updates = make(setting("static", initial="snip"), "SGD")
     backward(model, made)

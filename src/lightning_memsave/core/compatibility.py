@@ -35,6 +35,7 @@ WAYS_OF_TRAINING = (
     "a DDP communication hook",
     "SyncBatchNorm",
     "batch size finder",
+    "learning rate finder",
     "accumulate_grad_batches",
     "gradient clipping by norm",
     "gradient clipping by value",
@@ -43,6 +44,7 @@ WAYS_OF_TRAINING = (
 
 SETTINGS = (
     "bf16 gradients",
+    "changing patterns",
     "compact checkpoints",
     "gradient release",
     "into-state gradients",
@@ -52,6 +54,9 @@ SETTINGS = (
 """Settings of techniques that have rows of their own."""
 
 _KEEP = '`OptimizerState(gradients="keep")`'
+
+_NOT_PUT_BACK = "its trial's steps move weights, and a pattern that has changed is not put back"
+_FIND_BEFORE = 'Find it with `Sparsity(method="static")` of another `initial` than "snip", or with `sparsity=False`.'
 
 COMPATIBILITY = (
     Row("early_zero_grad", "microbatching"),
@@ -108,6 +113,8 @@ COMPATIBILITY = (
     Row("sparsity", "optimizer_state"),
     Row("sparsity", "low_precision"),
     Row("sparsity", "manual optimization"),
+    Row("changing patterns", "batch size finder", _NOT_PUT_BACK, _FIND_BEFORE),
+    Row("changing patterns", "learning rate finder", _NOT_PUT_BACK, _FIND_BEFORE),
     Row("sparsity", "DDP"),
     Row(
         "sparsity",

@@ -1,8 +1,9 @@
 """Runs from disk: what the loggers of a training wrote, as one kind of object.
 
 A run is read from a W&B run folder, from the folder of Lightning's CSV logger, or from the JSON that `Run.to_json`
-writes. Figures are taken as they were logged: the report is the row with the highest peak, and every other figure is
-the last one that was logged, so that a killed run keeps what it had.
+writes; what W&B has resumed lies in several folders and is one run. Figures are taken as they were logged: the report
+is the row with the highest peak, and every other figure is the last one that was logged, so that a killed run keeps
+what it had.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,10 +102,12 @@ def run_of(
 def read_runs(paths: Iterable[Path]) -> list[Run]:
     """Read every run that `paths` name, in their order; runs of one name are numbered.
 
+    Of a folder of runs, those that cannot be read are left out with a warning, unless they are all there is.
+
     Raises:
-        ValueError: a path holds no run, or there is none at all.
+        ValueError: a path holds no run that can be read, or there is none at all.
     """
-    found = [_read(source) for path in paths for source in _sources(path)]
+    found = [run for path in paths for run in _read_all(path)]
     if not found:
         raise setting_error("run", "must be given", [], _REMEDY)
     times: dict[str, int] = {}
@@ -115,23 +119,47 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     return runs
 
 
-def _sources(path: Path) -> Sequence[Path]:
-    """The files behind a path: the file itself, or what is found in a folder."""
+def _read_all(path: Path) -> list[Run]:
+    runs, errors = [], []
+    for files in _sources(path):
+        try:
+            runs.append(_read(files))
+        except ValueError as error:
+            errors.append(error)
+    if errors and not runs:
+        raise errors[0]
+    for each in errors:
+        warnings.warn(f"Left out: {each}", stacklevel=3)
+    return runs
+
+
+def _sources(path: Path) -> list[list[Path]]:
+    """The files behind a path, run by run: the file itself, or what is found in a folder."""
     if path.is_file():
-        return [path]
+        return [[path]]
     for pattern in ("run-*.wandb", "metrics.csv"):  # the folder of one run
         if here := sorted(path.glob(pattern)):
-            return here
-    inside = [*path.glob("**/*run-*/run-*.wandb"), *path.glob("**/metrics.csv")]
+            return [[each] for each in here]
+    written = filter(_is_ours, path.glob("**/*.json"))
+    inside = sorted([*path.glob("**/*run-*/run-*.wandb"), *path.glob("**/metrics.csv"), *written])
     if not inside:
         raise setting_error("run", "must be a file or folder with a run", str(path), _REMEDY)
-    return sorted(inside)
+    runs: dict[Any, list[Path]] = {}
+    for each in inside:  # W&B names logs by the run's id, and folders by the time
+        runs.setdefault(each.name if each.suffix == ".wandb" else each, []).append(each)
+    return list(runs.values())
 
 
-def _read(path: Path) -> Run:
+def _is_ours(path: Path) -> bool:
+    with path.open("rb") as file:
+        return FORMAT.encode() in file.read(100)
+
+
+def _read(files: Sequence[Path]) -> Run:
+    path = files[-1]
     try:
         if path.suffix == ".wandb":
-            return _read_wandb(path)
+            return _read_wandb(files)
         if path.suffix == ".csv":
             return _read_csv(path)
         if path.suffix == ".json":
@@ -143,19 +171,25 @@ def _read(path: Path) -> Run:
     raise setting_error("run", "must be a `.wandb`, `.csv` or `.json` file", str(path), _REMEDY)
 
 
-def _read_wandb(path: Path) -> Run:
-    log = read_log(path)
-    run = _from_rows(log.name or path.stem, log.history, log.config)
-    tables = [row[_TIMELINE_PATH] for row in log.history if _TIMELINE_PATH in row]
+def _read_wandb(paths: Sequence[Path]) -> Run:
+    logs = [read_log(path) for path in paths]
+    run = _from_rows(logs[-1].name or paths[-1].stem, [row for log in logs for row in log.history], logs[-1].config)
+    summary = {name: value for log in logs for name, value in log.summary.items()}
+    tables = [
+        path.parent / "files" / row[_TIMELINE_PATH]
+        for path, log in zip(paths, logs, strict=True)
+        for row in log.history
+        if _TIMELINE_PATH in row
+    ]
     return dataclasses.replace(
         run,
         report=dataclasses.replace(
             run.report,
-            timeline=_timeline(path.parent / "files" / tables[-1]) if tables else None,
-            baseline_source=log.summary.get("memsave/baseline_source"),
+            timeline=_timeline(tables[-1]) if tables else None,
+            baseline_source=summary.get("memsave/baseline_source"),
         ),
-        loss_class=log.summary.get("memsave/loss_class"),
-        applied=tuple(log.summary.get("memsave/applied", ())),
+        loss_class=summary.get("memsave/loss_class"),
+        applied=tuple(summary.get("memsave/applied", ())),
     )
 
 
@@ -205,7 +239,17 @@ def _number(text: object) -> Any:
         return text
 
 
+def _without_prefix(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Rows as of a logger without the `prefix` that Lightning's put before each name, and a hyphen."""
+    ours = (name for row in rows for name in row if name.endswith("-memsave/peak_bytes"))
+    if (found := next(ours, None)) is None:
+        return rows
+    prefix = found.removesuffix("memsave/peak_bytes")
+    return [{name.removeprefix(prefix): value for name, value in row.items()} for row in rows]
+
+
 def _from_rows(name: str, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> Run:
+    rows = _without_prefix(rows)
     last: dict[str, Any] = {}
     for row in rows:
         last.update((key, value) for key, value in row.items() if isinstance(value, (int, float)))

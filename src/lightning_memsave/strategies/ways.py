@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import NoneType
 from typing import Any
 
-from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
@@ -19,6 +18,7 @@ def ways_of_training(trainer: Any) -> list[str]:
     strategy, kinds = trainer.strategy, {cls.__name__ for cls in type(trainer.strategy).__mro__}
     is_ddp = "DDPStrategy" in kinds
     ddp_options = getattr(strategy, "_ddp_kwargs", {}) if is_ddp else {}
+    callbacks = {cls.__name__ for callback in trainer.callbacks for cls in type(callback).__mro__}
     training_step = trainer.lightning_module.training_step
     present = {
         "manual optimization": not trainer.lightning_module.automatic_optimization,
@@ -34,7 +34,8 @@ def ways_of_training(trainer: Any) -> list[str]:
         ),
         "a DDP communication hook": is_ddp and getattr(strategy, "_ddp_comm_hook", None) is not None,
         "SyncBatchNorm": any(isinstance(m, nn.SyncBatchNorm) for m in trainer.lightning_module.modules()),
-        "batch size finder": any(isinstance(c, BatchSizeFinder) for c in trainer.callbacks),
+        "batch size finder": "BatchSizeFinder" in callbacks,
+        "learning rate finder": "LearningRateFinder" in callbacks,
         **ways_of_stepping(trainer),
     }
     return [name for name, is_present in present.items() if is_present]

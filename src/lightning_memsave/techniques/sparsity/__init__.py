@@ -89,7 +89,7 @@ def apply_sparsity(model: nn.Module, config: Sparsity, patterns: Mapping[str, Te
             sorted(modules.keys() ^ patterns.keys()),
             "Resume with the settings that the checkpoint was written with.",
         )
-    layers = {name: become_sparse(module, patterns[name]) for name, module in modules.items()}
+    layers = {name: become_sparse(module, patterns[name], config.group) for name, module in modules.items()}
 
     def restore() -> None:
         for layer in layers.values():

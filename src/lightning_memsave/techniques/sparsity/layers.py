@@ -16,6 +16,7 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.numerics.master import join
 from lightning_memsave.numerics.positions import entries_of_rows, gather, pack_positions, scatter, unpack_positions
+from lightning_memsave.techniques.sparsity.patterns import Group, best, best_of_groups
 from lightning_memsave.vault.graph import autograd_is_running
 from lightning_memsave.vault.sparse_weights import densify, rebuilding_weights
 
@@ -47,6 +48,8 @@ class SparseLayer(nn.Module):
     values: nn.Parameter
     values_index: Tensor
     dense_shape: torch.Size
+    group: Group | None
+    """Of a pattern that has as many values in each group."""
     watches_gradient: bool
     """Whether the dense gradient is added up in `dense_gradient`."""
     dense_gradient: Tensor | None
@@ -124,11 +127,14 @@ class SparseLayer(nn.Module):
         missing_keys[:] = [weight if key == values else key for key in missing_keys]
 
     def _taken_from(self, dense: Tensor) -> Tensor:
-        """As many values as there are, the largest of `dense`; the pattern stays where it covers what is not zero."""
+        """As many values as there are, of each group where there are groups, the largest of `dense`.
+
+        The pattern stays where it covers what is not zero.
+        """
         flat = dense.detach().reshape(-1)
         score = flat.abs().to(self.values.device, torch.float32)
         score[self.layout.positions()] += torch.finfo(torch.float32).tiny
-        positions = score.topk(self.values.numel()).indices.sort().values
+        positions = best(score, self.values.numel()) if self.group is None else best_of_groups(score, self.group)
         self.values_index = pack_positions(positions, flat.numel())
         return flat[positions.to(flat.device)]
 
@@ -181,8 +187,8 @@ def sparse_class(dense_class: type[nn.Module]) -> type[SparseLayer]:
     return _CLASSES[dense_class]
 
 
-def become_sparse(module: nn.Module, packed: Tensor) -> SparseLayer:
-    """Keep the values at `packed` positions and let the rest go."""
+def become_sparse(module: nn.Module, packed: Tensor, group: Group | None = None) -> SparseLayer:
+    """Keep the values at `packed` positions, which may be of groups, and let the rest go."""
     weight = module.get_parameter("weight")
     layout = Layout(packed.to(weight.device), weight.shape)
     values = nn.Parameter(layout.compact(weight.detach()))
@@ -190,7 +196,8 @@ def become_sparse(module: nn.Module, packed: Tensor) -> SparseLayer:
     module.__class__ = sparse_class(type(module))
     layer = cast("SparseLayer", module)
     layer.register_buffer("values_index", layout.packed, persistent=False)
-    layer.dense_shape, layer.watches_gradient, layer.dense_gradient = layout.shape, False, None
+    layer.dense_shape, layer.group = layout.shape, group
+    layer.watches_gradient, layer.dense_gradient = False, None
     return layer
 
 
@@ -198,7 +205,7 @@ def become_dense(layer: SparseLayer) -> None:
     """Undo `become_sparse`: a plain parameter, with zeros where nothing lived."""
     weight = nn.Parameter(layer.layout.dense(layer.values.detach()), requires_grad=layer.values.requires_grad)
     layer.__class__ = layer.dense_class  # type: ignore[assignment]  # the class it had
-    for name in ("values_index", "dense_shape", "watches_gradient", "dense_gradient"):
+    for name in ("values_index", "dense_shape", "group", "watches_gradient", "dense_gradient"):
         delattr(layer, name)
     _put_in_place(layer, "values", "weight", weight)
 

@@ -164,6 +164,14 @@ def best(scores: Tensor, num_live: int) -> Tensor:
     return scores.topk(num_live, sorted=False).indices.sort().values
 
 
+def best_of_groups(scores: Tensor, group: Group) -> Tensor:
+    """The ascending positions of the highest scores of each group."""
+    kept, size = group
+    inside = scores.view(-1, size).topk(kept, dim=1).indices  # [groups, kept]
+    starts = torch.arange(0, scores.numel(), size, device=scores.device)
+    return (inside + starts[:, None]).view(-1).sort().values
+
+
 def best_of_all(scores: Mapping[str, Tensor], num_live: int) -> dict[str, Tensor]:
     """The ascending positions of the highest scores of all layers together; at least one of each."""
     everything = torch.cat(list(scores.values()))
@@ -201,7 +209,7 @@ def choose_positions(
     chosen = {}
     for name, weight in weights.items():
         scores = _scores(named.get(name, name), weight, initial, seed, num_nonzero[name] <= counts[name])
-        chosen[name] = best(scores, counts[name]) if group is None else _best_of_groups(scores, group)
+        chosen[name] = best(scores, counts[name]) if group is None else best_of_groups(scores, group)
     return chosen
 
 
@@ -235,13 +243,6 @@ def _scores(name: str, weight: Tensor, initial: str, seed: int, is_sparse: bool)
         return flat.abs()
     scores = drawn(flat.numel(), flat.device, seed, "initial", name)
     return scores + (flat != 0) if is_sparse else scores
-
-
-def _best_of_groups(scores: Tensor, group: Group) -> Tensor:
-    kept, size = group
-    inside = scores.view(-1, size).topk(kept, dim=1).indices  # [groups, kept]
-    starts = torch.arange(0, scores.numel(), size, device=scores.device)
-    return (inside + starts[:, None]).view(-1).sort().values
 
 
 def cubic(density: float, progress: float) -> float:

@@ -139,6 +139,11 @@ class Sparsity:
         return self.method != "static" or self.initial == "snip"
 
     @property
+    def rows(self) -> tuple[str, ...]:
+        """Its settings with rows of their own in the compatibility table."""
+        return ("changing patterns",) if self.is_updated else ()
+
+    @property
     def resizes(self) -> bool:
         """Whether layers change their number of values during training."""
         return self.method in ("gradual", "dsr") or self.initial == "snip"

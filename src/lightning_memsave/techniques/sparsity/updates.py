@@ -57,6 +57,8 @@ class MaskUpdates:
         Returns:
             How many weights went, to grow elsewhere or for good.
         """
+        if self._config.initial == "snip" and self._is_due(self.num_steps + 1) and self._has_overflowed():
+            return 0  # a scaler has left this step out, and halves its scale: the next one tells
         self.num_steps += 1
         num_moved = self._update() if self._is_due(self.num_steps) else 0
         self._watch()
@@ -90,6 +92,10 @@ class MaskUpdates:
         is_wanted = self._config.method == "rigl" and self._is_due(self.num_steps + 1)
         for layer in self._layers.values():
             layer.watches_gradient, layer.dense_gradient = is_wanted, None
+
+    def _has_overflowed(self) -> bool:
+        gradients = [layer.values.grad for layer in self._layers.values() if layer.values.grad is not None]
+        return not all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def _update(self) -> int:
         layers = {name: layer for name, layer in self._layers.items() if layer.values.requires_grad}
