@@ -2,11 +2,14 @@
 
 python benchmarks/quality_wrn.py --parts 3        # three runs, then stop
 python benchmarks/quality_wrn.py --minutes 60     # as many as end within an hour, by the longest so far
+python benchmarks/quality_wrn.py --again 1        # a run that has a row once more, held against it
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -57,6 +60,20 @@ class Study:
         put_row(self.name, {**about, **found, **environment()}, self.key)
         print(f"{self.name}: seed {seed}, {setting}: {found['quality_value']:.2f}, {found['cpu_seconds_run']:.0f} s")
 
+    def again(self, row: Row) -> str | None:
+        """Make a run that has a row once more.
+
+        Returns:
+            What differs: the peak; or the quality by more than two standard errors, which are those of a single run:
+            the scatter of the baseline over its seeds.
+        """
+        found = self.train(int(row["seed"]), self.settings[row["setting"]])
+        baseline = [float(r["quality_value"]) for r in self.rows() if r["setting"] == next(iter(self.settings))]
+        difference, error = found["quality_value"] - float(row["quality_value"]), statistics.stdev(baseline)
+        about = f"{self.name}: seed {row['seed']}, {row['setting']}: {difference:+.3g} of {2 * error:.2g}"
+        print(f"{about}, peak {found['peak_bytes']} of {row['peak_bytes']} bytes")
+        return about if abs(difference) > 2 * error or found["peak_bytes"] != int(row["peak_bytes"]) else None
+
     def summary(self) -> Iterator[str]:
         """A line for each setting."""
         for setting, c in compared(self.rows(), next(iter(self.settings))).items():
@@ -68,9 +85,13 @@ class Study:
         parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--parts", type=int, default=len(self.settings), help="runs to make")
         parser.add_argument("--minutes", type=float, help="instead: the time to fill")
+        parser.add_argument("--again", type=int, help="instead: how many runs to make once more")
         parser.add_argument("--only", nargs="*", default=self.settings, choices=self.settings, help="settings")
         options = parser.parse_args()
         torch.set_num_threads(1)
+        if options.again is not None:
+            rows = [row for row in self.rows() if row["setting"] in options.only][: options.again]
+            sys.exit("\n".join(filter(None, map(self.again, rows))) or (None if rows else "there is no such row"))
         start, longest = time.monotonic(), 0.0
         for number, (seed, setting) in enumerate(self.missing(options.only)):
             passed = time.monotonic() - start

@@ -96,6 +96,30 @@ def test_a_study_of_some_settings(results, monkeypatch):
     assert seen == [(0, {"microbatch": 1}), (1, {"microbatch": 1})]
 
 
+@pytest.mark.parametrize(
+    ("quality", "peak_bytes", "complaint"),
+    [
+        (90.0, 7, None),
+        (92.8, 7, None),  # baselines 90 and 92 scatter by 1.41
+        (92.9, 7, "wrn_quality: seed 0, baseline: +2.9 of 2.8"),
+        (90.0, 8, "wrn_quality: seed 0, baseline: +0 of 2.8"),
+    ],
+)
+def test_a_run_that_is_made_again_is_held_against_its_row(results, monkeypatch, quality, peak_bytes, complaint):
+    def train(seed, arguments):
+        return {"quality_value": 90.0 + 2 * seed, "peak_bytes": 7, "cpu_seconds_run": 0.1}
+
+    monkeypatch.setattr("sys.argv", ["quality", "--parts", "4"])
+    make_study(train).main()
+    again = make_study(lambda seed, arguments: {"quality_value": quality, "peak_bytes": peak_bytes})
+    before = again.rows()
+    monkeypatch.setattr("sys.argv", ["quality", "--again", "1"])
+    with pytest.raises(SystemExit) as ended:
+        again.main()
+    assert ended.value.code == complaint
+    assert again.rows() == before
+
+
 def test_a_part_that_fails_leaves_the_others(results, monkeypatch):
     monkeypatch.setattr("sys.argv", ["quality", "--parts", "2"])
 
