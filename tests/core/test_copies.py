@@ -80,3 +80,51 @@ def test_functions_that_know_nothing_of_it_stay():
     model = nn.Linear(2, 2)
     model.activation = F.relu
     assert copied(model).activation is F.relu
+
+
+def by_method(module):
+    before = module.forward
+    return types.MethodType(lambda self, x: before(x), module)
+
+
+def by_partial(module):
+    return functools.partial(lambda body, x: 2 * module.body(x), module.body)
+
+
+def by_list(module):
+    parts = [module.body, 2]
+    return lambda x: parts[1] * parts[0](x)
+
+
+def by_itself(module):
+    def forward(x, depth=0):
+        return 2 * module.body(x) if depth else forward(x, 1)
+
+    return forward
+
+
+@pytest.mark.parametrize("wrap", [by_method, by_partial, by_list, by_itself])
+def test_and_so_do_methods_partials_containers_and_functions_that_know_themselves(wrap):
+    test_functions_that_know_a_module_know_its_copy(wrap)
+
+
+def test_functions_that_share_a_variable_share_the_copys():
+    model = nn.Linear(2, 2)
+    calls, seen = 0, []
+
+    def read(module, args):
+        seen.append(calls)
+
+    def count(module, args, out):
+        nonlocal calls
+        calls += module is model
+
+    model.register_forward_pre_hook(read)
+    model.register_forward_hook(count)
+    twin = copied(model)
+    for _ in range(3):
+        twin(torch.ones(1, 2))
+    assert seen == [0, 1, 2]
+    assert calls == 0
+    model(torch.ones(1, 2))
+    assert calls == 1

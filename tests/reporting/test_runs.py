@@ -177,6 +177,7 @@ def test_of_a_folder_the_runs_that_can_be_read_are(tmp_path):
     for name, content in (("good", "step,loss\n0,0.5\n"), ("bad", "name\nx\n"), ("empty", "")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.csv").write_text(content)
+    (tmp_path / "folder.json").mkdir()
     with pytest.warns(UserWarning, match="Left out: `run` must be whole.*(bad|empty)") as caught:
         (run,) = read_runs([tmp_path])
     assert run.metrics == {"loss": 0.5}
@@ -217,13 +218,26 @@ def entry(run=None, history=None):
 
 
 def test_what_wandb_has_resumed_is_one_run(tmp_path):
-    for folder, steps in (("run-20261101_000000-abc", (1, 2)), ("run-20261102_000000-abc", (3, 4))):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "run-abc.wandb").write_bytes(history(steps))
+    folders = [tmp_path / f"{day}_000000-abc" for day in ("run-20261101", "offline-run-20261102", "run-20261103")]
+    for folder, steps in zip(folders, ((1, 2), (3,), (4,)), strict=True):
+        folder.mkdir()
+        (folder / "run-abc.wandb").write_bytes(history(steps))
     (run,) = read_runs([tmp_path])
     assert run.name == "resumed"
     assert run.peaks == tuple((step, step * len(CATEGORIES)) for step in (1, 2, 3, 4))
     assert run.metrics == {"loss": 0.2}
+    (folders[1] / "run-abc.wandb").write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match="Left out of a run that was resumed.*20261102"):
+        (run,) = read_runs([tmp_path])
+    assert [step for step, _ in run.peaks] == [1, 2, 4]
+
+
+def test_runs_of_one_id_in_other_folders_are_other_runs(tmp_path):
+    for name in ("a", "b"):
+        folder = tmp_path / name / "wandb" / "run-20261101_000000-abc"
+        folder.mkdir(parents=True)
+        (folder / "run-abc.wandb").write_bytes(history((1, 2)))
+    assert [len(run.peaks) for run in read_runs([tmp_path])] == [2, 2]
 
 
 def test_a_loggers_prefix_is_no_part_of_the_names(tmp_path):

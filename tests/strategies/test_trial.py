@@ -85,6 +85,24 @@ class Noting(Plain):
         return super().training_step(batch, batch_idx)
 
 
+@torch.compile(backend="eager")
+def compiled(x):
+    return x.tanh()
+
+
+class Compiled(Plain):
+    def training_step(self, batch, batch_idx):
+        return super().training_step([compiled(part) for part in batch], batch_idx)
+
+
+def test_what_is_compiled_in_a_trial_can_be_run_afterwards():
+    """Dynamo keeps its functions as globals of the file."""
+    module = Compiled()
+    Trial(module, batch())(())
+    module.training_step(batch(), 0).backward()
+    assert module.net[0].weight.grad is not None
+
+
 @pytest.mark.parametrize("measure", [lambda: Trial(Noting(), batch())(()), lambda: predict(Noting(), batch())])
 def test_what_a_step_keeps_outside_of_its_module_is_not_kept_of_a_trial(measure):
     measure()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import types
+from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from torch import nn
 
 M = TypeVar("M", bound=nn.Module)
+_SMALL_BYTES = 2**20  # of weights, that may wait for Python's own collection
 
 
 def copied(module: M, memo: dict[int, Any] | None = None) -> M:
@@ -31,41 +35,84 @@ def copied(module: M, memo: dict[int, Any] | None = None) -> M:
             args, keywords = copy.deepcopy((fixed.args, fixed.keywords), memo)
             function = functools.update_wrapper(functools.partial(fixed.func, *args, **keywords), fixed)
             vars(twin)[name] = types.MethodType(function, twin)
-    for each in twin.modules():
-        for space in (vars(each), *(hooks for hooks in vars(each).values() if isinstance(hooks, dict))):
-            for key, value in space.items():
-                if isinstance(value, types.FunctionType):
-                    space[key] = _of_twins(value, memo)
+    for _ in range(2):  # the second time for functions that share variables with those of the first
+        for each in twin.modules():
+            for space in (vars(each), *(value for value in vars(each).values() if type(value) in (dict, OrderedDict))):
+                for key, value in space.items():
+                    if isinstance(value, _CALLABLES) and (new := _of_twins(value, memo)) is not value:
+                        space[key] = new
     return twin
+
+
+def collect_copies(module: nn.Module) -> None:
+    """Give back the memory of copies that nobody needs, of a large module: a trainer and its module know each other."""
+    if sum(p.nbytes for p in module.parameters()) > _SMALL_BYTES:
+        gc.collect()
+
+
+_CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
 
 def _of_twins(value: Any, memo: dict[int, Any]) -> Any:
-    """`value` with copies in place of what was copied; itself where it knows none of it."""
+    """`value` with copies in place of what was copied; itself where it knows none of that."""
     if id(value) in memo:
         return memo[id(value)]
+    if not _knows(value, memo, set()):
+        return value
+
+    def new(part: Any) -> Any:
+        return _of_twins(part, memo)
+
+    if isinstance(value, types.FunctionType):
+        return _function_of_twins(value, memo)
     if isinstance(value, types.MethodType):
-        owner = _of_twins(value.__self__, memo)
-        return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
-    if not isinstance(value, types.FunctionType):
-        return value
-    memo[id(value)] = value  # of a function that calls itself
-    cells = value.__closure__ or ()
-    known = [cell.cell_contents for cell in cells if _is_filled(cell)]
-    known += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
-    if all(_of_twins(each, memo) is each for each in known):
-        return value
-    closure = tuple(types.CellType(_of_twins(cell.cell_contents, memo)) if _is_filled(cell) else cell for cell in cells)
-    twin = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, closure)
-    memo[id(value)] = twin
-    twin.__defaults__ = value.__defaults__ and tuple(_of_twins(each, memo) for each in value.__defaults__)
-    twin.__kwdefaults__ = {name: _of_twins(each, memo) for name, each in (value.__kwdefaults__ or {}).items()} or None
+        return types.MethodType(new(value.__func__), new(value.__self__))
+    if isinstance(value, functools.partial):
+        named = {name: new(part) for name, part in value.keywords.items()}
+        return functools.update_wrapper(functools.partial(new(value.func), *map(new, value.args), **named), value)
+    return {key: new(part) for key, part in value.items()} if type(value) is dict else type(value)(map(new, value))
+
+
+def _function_of_twins(value: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+    cells = [types.CellType() if _is_filled(cell) else cell for cell in value.__closure__ or ()]
+    cells = [memo.setdefault(id(old), cell) for old, cell in zip(value.__closure__ or (), cells, strict=True)]
+    twin = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells))
+    memo[id(value)] = twin  # before its variables are filled: they may know it
+    for old, cell in zip(value.__closure__ or (), cells, strict=True):
+        if _is_filled(old) and not _is_filled(cell):
+            cell.cell_contents = _of_twins(old.cell_contents, memo)
+    twin.__defaults__ = _of_twins(value.__defaults__, memo)
+    twin.__kwdefaults__ = _of_twins(value.__kwdefaults__, memo)
     twin.__qualname__, twin.__doc__, twin.__module__ = value.__qualname__, value.__doc__, value.__module__
-    vars(twin).update({name: _of_twins(each, memo) for name, each in vars(value).items()})
+    vars(twin).update({name: _of_twins(part, memo) for name, part in vars(value).items()})
     return twin
+
+
+def _knows(value: Any, memo: dict[int, Any], seen: set[int]) -> bool:
+    """Whether what was copied can be reached through functions and plain containers."""
+    if id(value) in memo:
+        return True
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    return any(_knows(part, memo, seen) for part in _parts(value))
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, types.FunctionType):
+        return [*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, *vars(value).values()]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.CellType):
+        return [value.cell_contents] if _is_filled(value) else []
+    return value.values() if type(value) is dict else value if type(value) in (list, tuple, set) else []
 
 
 def _is_filled(cell: types.CellType) -> bool:
     try:
-        return cell.cell_contents is not None
+        cell.cell_contents  # noqa: B018  # reading it tells
     except ValueError:  # its variable has no value yet
         return False
+    return True

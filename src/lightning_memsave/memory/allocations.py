@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
 from lightning_memsave.core.report import CATEGORIES, Timeline
 from lightning_memsave.memory.timeline import timeline
+
+_ROUNDING_BYTES = 64  # of bits and blocks that are rounded up
 
 
 class Peak(NamedTuple):
@@ -66,32 +66,41 @@ class Allocations:
         )
 
 
-def extended(steps: Mapping[int, Allocations], wanted: int) -> Allocations | None:
-    """The step with `wanted` samples: every size on the line through two steps, or on the parabola through three.
+def extended(steps: Sequence[Allocations], wanted: Fraction) -> Allocations | None:
+    """A step of `wanted` times as many samples: every size on the line, or the parabola, through three steps.
 
     Args:
-        steps: by their numbers of samples, the fewest first.
-        wanted: samples.
+        steps: of some samples, and of twice and three times as many.
+        wanted: how many times as many as the first has.
 
     Returns:
-        `None` where the steps do not do the same in the same order, or a size grows faster than such a curve.
+        `None` where the steps do not do the same in the same order, or a size does not grow like that: as what the
+        data select, or faster.
 
-    >>> one, two, three = (Allocations((8 * n,), ((n * n, 1), (-n * n, 1)), (("data", ""),) * 2) for n in (1, 2, 3))
-    >>> extended({1: one, 2: two}, 10) is None
-    True
-    >>> extended({1: one, 2: two, 3: three}, 10).peak().peak_bytes
-    180
+    >>> steps = [Allocations((8 * n,), ((99 * n * n, 1), (-99 * n * n, 1)), (("data", ""),) * 2) for n in (1, 2, 3)]
+    >>> extended(steps, Fraction(10)).peak().peak_bytes
+    9980
     """
-    first, *others = steps.values()
+    first, *others = steps
     if not all(map(first.is_like, others)):
         return None
-    nums = list(steps)
-    fastest = Fraction(nums[-1], nums[0]) ** len(others)
-    weights = [math.prod(Fraction(wanted - b, a - b) for b in nums if b != a) for a in nums]  # Lagrange's
-    held = [*zip(*(each.held for each in steps.values()), strict=True)]
-    changes = [*zip(*([size for size, _ in each.changes] for each in steps.values()), strict=True)]
-    if any(abs(sizes[-1]) > fastest * abs(sizes[0]) for sizes in (*held, *changes)):
+    sizes = [*zip(*(each.held for each in steps), strict=True)]
+    sizes += zip(*([size for size, _ in each.changes] for each in steps), strict=True)
+    found = [_extended(each, wanted) for each in sizes]
+    if None in found:
         return None
-    at = [round(sum(map(operator.mul, weights, sizes))) for sizes in (*held, *changes)]
+    at = [size for size in found if size is not None]
+    held = len(first.held)
     numbers = [number for _, number in first.changes]
-    return Allocations(tuple(at[: len(held)]), tuple(zip(at[len(held) :], numbers, strict=True)), first.labels)
+    return Allocations(tuple(at[:held]), tuple(zip(at[held:], numbers, strict=True)), first.labels)
+
+
+def _extended(sizes: tuple[int, ...], wanted: Fraction) -> int | None:
+    """A size, of those at once, twice and three times as many samples."""
+    one, two, three = sizes
+    bend = abs(three) - 2 * abs(two) + abs(one)
+    if abs(bend) <= _ROUNDING_BYTES + abs(three) // 1000:
+        return round(one + (three - one) * (wanted - 1) / 2)
+    if bend < 0 or abs(three) > 9 * abs(one):
+        return None
+    return round(one + (two - one) * (wanted - 1) + (three - 2 * two + one) * (wanted - 1) * (wanted - 2) / 2)

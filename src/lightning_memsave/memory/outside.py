@@ -96,7 +96,8 @@ def _items(names: Any) -> dict[str, tuple[Any, Any]]:
 
 def _put_back(space: Any, items: dict[str, tuple[Any, Any]]) -> None:
     for name in set(vars(space)) - set(items):
-        delattr(space, name)
+        if not name.startswith("__"):  # what Dynamo compiles stays compiled, and reads such names in the file
+            delattr(space, name)
     for name, (value, copied) in items.items():
         if vars(space).get(name) is not value:
             setattr(space, name, value)

@@ -8,6 +8,7 @@ what it had.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import json
@@ -124,7 +125,7 @@ def _read_all(path: Path) -> list[Run]:
     for files in _sources(path):
         try:
             runs.append(_read(files))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             errors.append(error)
     if errors and not runs:
         raise errors[0]
@@ -145,14 +146,20 @@ def _sources(path: Path) -> list[list[Path]]:
     if not inside:
         raise setting_error("run", "must be a file or folder with a run", str(path), _REMEDY)
     runs: dict[Any, list[Path]] = {}
-    for each in inside:  # W&B names logs by the run's id, and folders by the time
-        runs.setdefault(each.name if each.suffix == ".wandb" else each, []).append(each)
-    return list(runs.values())
+    for each in inside:  # W&B names logs by the run's id
+        runs.setdefault((each.parent.parent, each.name) if each.suffix == ".wandb" else each, []).append(each)
+    return [sorted(files, key=_time) for files in runs.values()]
+
+
+def _time(path: Path) -> str:
+    """Of a part of a run, as its folder says, be it `run-20261101_120000-id` or `offline-run-20261101_120000-id`."""
+    return path.parent.name.partition("run-")[2]
 
 
 def _is_ours(path: Path) -> bool:
-    with path.open("rb") as file:
+    with contextlib.suppress(OSError), path.open("rb") as file:
         return FORMAT.encode() in file.read(100)
+    return False
 
 
 def _read(files: Sequence[Path]) -> Run:
@@ -172,15 +179,20 @@ def _read(files: Sequence[Path]) -> Run:
 
 
 def _read_wandb(paths: Sequence[Path]) -> Run:
-    logs = [read_log(path) for path in paths]
+    parts = []
+    for path in paths:
+        try:
+            parts.append((path.parent / "files", read_log(path)))
+        except (DamagedLogError, OSError) as error:
+            if len(paths) == 1:
+                raise
+            warnings.warn(f"Left out of a run that was resumed: {path} ({error})", stacklevel=5)
+    if not parts:
+        raise DamagedLogError("none of its parts can be read")
+    logs = [log for _, log in parts]
     run = _from_rows(logs[-1].name or paths[-1].stem, [row for log in logs for row in log.history], logs[-1].config)
     summary = {name: value for log in logs for name, value in log.summary.items()}
-    tables = [
-        path.parent / "files" / row[_TIMELINE_PATH]
-        for path, log in zip(paths, logs, strict=True)
-        for row in log.history
-        if _TIMELINE_PATH in row
-    ]
+    tables = [files / row[_TIMELINE_PATH] for files, log in parts for row in log.history if _TIMELINE_PATH in row]
     return dataclasses.replace(
         run,
         report=dataclasses.replace(
@@ -195,11 +207,12 @@ def _read_wandb(paths: Sequence[Path]) -> Run:
 
 def _timeline(path: Path) -> Timeline | None:
     """The chart's table is a file beside the log, where it still is."""
-    if not path.is_file():
-        return None
     lines: dict[str, dict[int, int]] = {category: {} for category in CATEGORIES}
-    for event, category, num_bytes in json.loads(path.read_text("utf-8"))["data"]:
-        lines[category][event] = num_bytes
+    try:
+        for event, category, num_bytes in json.loads(path.read_text("utf-8"))["data"]:
+            lines[category][event] = num_bytes
+    except (OSError, KeyError, TypeError, ValueError):  # a chart more or less
+        return None
     by_category = {category: tuple(line.values()) for category, line in lines.items()}
     return Timeline(events=tuple(lines[CATEGORIES[0]]), by_category=by_category)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,7 @@ from lightning_memsave.planner.ladder import MANY_BLOCKS, overhead_of
 from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.ddp import bytes_on_top
-from lightning_memsave.strategies.first_batch import first_batch
+from lightning_memsave.strategies.first_batch import first_batch, samples_per_batch
 from lightning_memsave.strategies.optimizers import most_accumulated
 from lightning_memsave.strategies.part_of_batch import as_if_whole, rest_bytes, two_microbatches
 from lightning_memsave.strategies.predicting import Predictor
@@ -67,7 +68,7 @@ class BudgetedRun:
         self._budget, self._recipe = budget, recipe
         self.plan = plan
         """What is trained with; `None` before it was made."""
-        self._made_for: tuple[Any, ...] | None = None
+        self._made_for: Sequence[Any] | None = None  # as `_kind_of` tells it
         self._has_told = self._has_warned = False
 
     @property
@@ -86,24 +87,31 @@ class BudgetedRun:
         Raises:
             ValueError: the budget cannot be met, or this way of training cannot be planned.
         """
-        if self._budget is not None:
+        module, kind = trainer.lightning_module, _kind_of(trainer)
+        if self._budget is not None and trainer.strategy.broadcast(not self._is_planned(kind)):
+            self.plan, self._has_told, self._has_warned = None, False, False
             _refuse(self._budget, ways_of_training(trainer))
-            module, batch = trainer.lightning_module, first_batch(trainer)
-            wanted = trainer.strategy.broadcast(_run_of(module, batch, trainer))
-            if self._made_for not in (None, wanted):
-                self.plan, self._has_told, self._has_warned = None, False, False
-            if self.plan is None:
-                rank_zero_info(f"memsave: looking for a plan within {self._budget.text}, by predicting steps")
-                self.plan = plan_for(module, batch, self._budget, self._recipe, trainer)
-                rank_zero_info(f"memsave: {self.plan}")
-            self._made_for = wanted  # of a plan from a checkpoint as well
+            rank_zero_info(f"memsave: looking for a plan within {self._budget.text}, by predicting steps")
+            self.plan = plan_for(module, first_batch(trainer), self._budget, self._recipe, trainer)
+            rank_zero_info(f"memsave: {self.plan}")
+        self._made_for = kind
         assert self.plan is not None, "without a budget there is a plan"
         return self.plan.as_recipe()
+
+    def _is_planned(self, kind: Sequence[Any]) -> bool:
+        """Whether the plan that is there is for such a run, as far as both are known."""
+        made_for = self._made_for or [None] * len(kind)
+        is_same = all(None in (a, b) or a == b for a, b in zip(made_for, kind, strict=True))
+        return self.plan is not None and is_same
 
     def plan_for(self, module: Any, batch: Any) -> Plan:
         """The plan for a module and a batch outside of a run; with a plan instead of a budget, that."""
         if self._budget is not None:
-            self.plan, self._made_for = plan_for(module, batch, self._budget, self._recipe), _run_of(module, batch)
+            self.plan = plan_for(module, batch, self._budget, self._recipe)
+            num_samples = None
+            with contextlib.suppress(UnsplittableBatchError):
+                num_samples = batch_size(batch)
+            self._made_for = (_shapes(module), num_samples, None, None, None, None)
         assert self.plan is not None, "without a budget there is a plan"
         return self.plan
 
@@ -139,7 +147,8 @@ class BudgetedRun:
     def state_dict(self) -> dict[str, Any]:
         """The plan, for a checkpoint; empty where it cannot be written as data."""
         try:
-            return {} if self.plan is None else {"plan": self.plan.to_json(), "plan_asked": self._asked}
+            made = {"plan_asked": self._asked, "plan_made_for": list(self._made_for or ())}
+            return {} if self.plan is None else {"plan": self.plan.to_json(), **made}
         except ValueError as error:
             rank_zero_info(f"memsave: a resumed run will plan again: {error}")
             return {}
@@ -151,7 +160,7 @@ class BudgetedRun:
         plan = Plan.from_json(state["plan"])
         asked = self._budget.text, self._recipe.name, self._asked
         if (plan.budget, plan.recipe, state.get("plan_asked")) == asked:
-            self.plan, self._made_for = plan, None
+            self.plan, self._made_for = plan, state.get("plan_made_for")
         else:
             rank_zero_info(
                 f'memsave: the checkpoint was planned for {plan.budget!r} ("{plan.recipe}") with other settings; '
@@ -279,15 +288,20 @@ def _options_of(trainer: Any) -> dict[str, Any]:
     return options | {"accumulate_grad_batches": most_accumulated(trainer)}
 
 
-def _run_of(module: Any, batch: Any, trainer: Any = None) -> tuple[Any, ...]:
-    """What another run must have in common for a plan to be taken again."""
-    shapes = [tuple(p.shape) for p in module.parameters() if not is_lazy(p)]
-    num_samples = None
-    with contextlib.suppress(UnsplittableBatchError):
-        num_samples = batch_size(batch)
-    if trainer is None:
-        return shapes, num_samples, "32-true", 1
-    return shapes, num_samples, trainer.precision, most_accumulated(trainer)
+def _kind_of(trainer: Any) -> Sequence[Any]:
+    """What another run must have in common for a plan to be taken again; `None` where that is not known."""
+    return (
+        _shapes(trainer.lightning_module),
+        samples_per_batch(trainer),
+        trainer.precision,
+        most_accumulated(trainer),
+        trainer.strategy.root_device.type,
+        trainer.world_size,
+    )
+
+
+def _shapes(module: Any) -> int:
+    return zlib.crc32(repr([tuple(p.shape) for p in module.parameters() if not is_lazy(p)]).encode())
 
 
 def _refuse(budget: Budget, ways: Sequence[str]) -> None:

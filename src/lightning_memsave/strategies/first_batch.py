@@ -33,8 +33,16 @@ def first_batch(trainer: Any) -> Any:
         return tree_unflatten([_first_of(loader) for loader in loaders], structure)
 
 
+def samples_per_batch(trainer: Any) -> int | None:
+    """As the loaders of this run say, without reading them."""
+    found = loaders_of(trainer)
+    loaders, _ = tree_flatten(getattr(found, "iterables", found))
+    sizes: list[Any] = [getattr(loader, "batch_size", None) for loader in loaders]
+    return sum(sizes) if sizes and all(isinstance(size, int) for size in sizes) else None
+
+
 def _first_of(loader: Any) -> Any:
-    iterator = iter(_for_one_batch(loader) if isinstance(loader, DataLoader) else loader)
+    iterator = _iterator_of(loader) if isinstance(loader, DataLoader) else iter(loader)
     if iterator is loader:
         raise setting_error(
             "budget", "needs data that can be read from the start again", type(loader).__name__, _REMEDY
@@ -45,17 +53,18 @@ def _first_of(loader: Any) -> Any:
         raise setting_error("budget", "needs a batch to plan from", "a loader without any", _REMEDY) from None
 
 
-def _for_one_batch(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A copy, as persistent workers would stay with the loader, with the first worker alone where items have indices.
+def _iterator_of(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Of a copy, as persistent workers would stay with the loader, with one worker where items have indices.
 
     A worker, as a dataset may need one: a file that this process had opened would be shared by all that it starts.
     """
     loader = copy.copy(loader)
-    if loader.num_workers:
-        vars(loader).update(persistent_workers=False, pin_memory=False)
-        if not isinstance(loader.dataset, IterableDataset):  # of which workers share out the items
-            vars(loader).update(num_workers=1, prefetch_factor=1)
-    return loader
+    if not loader.num_workers:
+        return iter(loader)
+    vars(loader).update(persistent_workers=False, pin_memory=False)
+    if not isinstance(loader.dataset, IterableDataset):  # of which workers share out the items
+        vars(loader).update(num_workers=1, prefetch_factor=1)
+    return DataLoader.__iter__(loader)  # a subclass may hold an iterator of its own, which the run takes
 
 
 @contextlib.contextmanager

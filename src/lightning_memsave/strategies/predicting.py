@@ -3,7 +3,7 @@
 Nothing here models what a technique does. A copy of the module that is made of fake tensors is trained for two steps
 by a real `Trainer`, and the ledger counts what the real one would have allocated: so gradients that are held through
 the next forward, optimizer state, microbatches, regions, codes and sparse weights are all there, in the code that
-trains. A module whose step reads values is run on real samples instead, few of them, twice, and what that took is
+trains. A module whose step reads values is run on real samples instead, few of them, three times, and what that took is
 extended to the whole batch.
 """
 
@@ -15,6 +15,7 @@ import inspect
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memsave.core.copies import copied
+from lightning_memsave.core.copies import collect_copies, copied
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.memory.allocations import Allocations, extended
 from lightning_memsave.memory.breakdown import Breakdown
@@ -145,8 +146,11 @@ class Predictor:
 
     def _measured(self, recipe: Recipe, num_samples: int | None) -> Prediction:
         self._make_real()
-        with names_kept(self._module):
-            return self._measured_as_it_is(recipe, num_samples)
+        try:
+            with names_kept(self._module):
+                return self._measured_as_it_is(recipe, num_samples)
+        finally:
+            collect_copies(self._module)
 
     def _measured_as_it_is(self, recipe: Recipe, num_samples: int | None) -> Prediction:
         present, why = self.num_samples, f"the step cannot be run without values ({self._why})"
@@ -157,15 +161,13 @@ class Predictor:
         config = recipe.get(Microbatching)
         least = config.size if config is not None and isinstance(config.size, int) else 1
         few = max(least, wanted // 8)
-        steps: dict[int, Allocations] = {}
-        for num in (few, 2 * few, 3 * few):  # the third for what grows with the square
-            if num >= wanted or (len(steps) == 2 and not steps[few].is_like(steps[2 * few])):
-                break
-            watch = self._with_samples(recipe, num)
-            steps[num] = watch.breakdown.allocations
-            if len(steps) > 1 and (step := extended(steps, wanted)) is not None:
-                numbers = " and ".join(map(str, steps))
-                return self._prediction(watch, step, f"{why}: measured with {numbers} samples, and extended")
+        steps: list[Allocations] = []
+        while len(steps) < 3 and 3 * few < wanted and all(step.is_like(steps[0]) for step in steps[1:]):
+            watch = self._with_samples(recipe, few * (len(steps) + 1))
+            steps.append(watch.breakdown.allocations)
+        if len(steps) == 3 and (step := extended(steps, Fraction(wanted, few))) is not None:
+            numbers = f"{few}, {2 * few} and {3 * few}"
+            return self._prediction(watch, step, f"{why}: measured with {numbers} samples, and extended")
         watch = self._with_samples(recipe, wanted)
         return self._prediction(watch, watch.breakdown.allocations, f"{why}: measured")
 
@@ -198,6 +200,8 @@ class Predictor:
                 self._batch = self._make_batch()
 
     def _train(self, module: Any, batch: Any, recipe: Recipe, *, fake: bool) -> Any:
+        if not fake:
+            collect_copies(module)
         watch = dry_run(self._namespace, module, batch, recipe, self._trainer, self._data_module, fake=fake)
         if watch.breakdown is None:
             raise ValueError("No step can be predicted: `training_step` stopped the training, or there is no batch.")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import sys
 import time
 import warnings
@@ -22,7 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_memsave.core.copies import copied
+from lightning_memsave.core.copies import collect_copies, copied
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.memory import allocator
 from lightning_memsave.memory.ledger import Ledger, Measurement
@@ -43,7 +42,6 @@ from lightning_memsave.techniques.microbatching.split import take
 from lightning_memsave.techniques.registry import Config
 
 _NUM_TIMED = 3  # steps; the fastest counts
-_SMALL_BYTES = 2**20  # of weights, that may wait for Python's own collection
 
 
 class StepFailedError(ValueError):
@@ -74,8 +72,7 @@ class Trial:
         try:
             return self._measured(techniques)
         finally:
-            if sum(p.nbytes for p in self._module.parameters()) > _SMALL_BYTES:
-                gc.collect()  # the copy: a trainer and its module know each other
+            collect_copies(self._module)
 
     def _measured(self, techniques: Sequence[Config]) -> Prediction:
         batch, missing_bytes, whole = self._as_much_as_shows(techniques)
@@ -115,6 +112,7 @@ class Trial:
 
     def _has_room(self, steps: _OneStep, batch: Any) -> bool:
         """Train a copy for these steps; `False` where memory ran out."""
+        collect_copies(self._module)
         with _without_a_trace(self._module), silence(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is said of a trial would be taken for the run's
             try:

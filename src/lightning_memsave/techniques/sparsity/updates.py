@@ -94,8 +94,8 @@ class MaskUpdates:
             layer.watches_gradient, layer.dense_gradient = is_wanted, None
 
     def _has_overflowed(self) -> bool:
-        gradients = [layer.values.grad for layer in self._layers.values() if layer.values.grad is not None]
-        return not all(bool(gradient.isfinite().all()) for gradient in gradients)
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return not all(bool(p.grad.isfinite().all()) for p in parameters)
 
     def _update(self) -> int:
         layers = {name: layer for name, layer in self._layers.items() if layer.values.requires_grad}
