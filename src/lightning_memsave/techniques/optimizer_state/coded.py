@@ -213,8 +213,9 @@ def _decoded(memory: Memory, name: str, stored: Any, p: Tensor) -> Any:
 
 def _step_one(step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any], p: Tensor) -> None:
     memory = memory_of(optimizer)
-    if original(p) in vars(optimizer).get(PENDING, ()):
-        into_state.move(optimizer, memory, group, p)
+    pending = vars(optimizer).get(PENDING, {}).get(original(p))
+    if pending is not None:
+        into_state.move(optimizer, memory, group, p, pending.num_parts)
         return
     if _is_projected(memory, p) and projection.is_worth_it(p, memory.rank):
         projection.step_projected(step, optimizer, group, p, memory)

@@ -4,14 +4,17 @@ Each backward adds its gradient, of one microbatch or of one batch among several
 then only moves the parameters. What that changes, with microbatch gradients g_1 to g_k whose sum is the batch's:
 
 * SGD with momentum: nothing. The momentum is linear in the gradient.
-* Adam, AdamW: the second moment gets g_1**2 + ... + g_k**2 instead of (g_1 + ... + g_k)**2. With one microbatch that is
-  the same. With k it is never below the square of the sum over k, so that a step is at most sqrt(k) times as long,
-  where all microbatches agree; where they are noise, both are equal on average. The first moment is exact.
+* Adam, AdamW: the second moment v gets g_1**2 + ... + g_k**2 instead of (g_1 + ... + g_k)**2. Where microbatches are
+  noise, both are equal on average; where they agree, v is a k-th of what it should be, and steps would be sqrt(k) times
+  as long. What they agree in shows in the first moment m, which is exact: a step divides by the root of
+  v + (1 - 1/k) m**2. With one microbatch, and where all agree in every step, that is Adam's step; where they are pure
+  noise, steps are some 6 % shorter (at beta_1 = 0.9), as the mean of the last gradients is not quite zero.
 
 Low-bit moments are rounded once per microbatch instead of once per step, stochastically.
 
 Source: Zhang et al., "Adam Accumulation to Reduce Memory Footprints of both Activations and Gradients for Large-scale
-DNN Training", 2023 (https://arxiv.org/abs/2305.19982). Different: low-bit moments, and SGD.
+DNN Training", 2023 (https://arxiv.org/abs/2305.19982). Different: low-bit moments, SGD, and (1 - 1/k) m**2, without
+which a small translation model that trains at a rate of 3e-3 does not with eight microbatches.
 """
 
 from __future__ import annotations
@@ -144,8 +147,8 @@ def _add_to_moments(first: Tensor, second: Tensor, gradient: Tensor, group: Mapp
     second.addcmul_(gradient, gradient, value=1 - beta2)
 
 
-def move(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor) -> None:
-    """The step of `p`, or of what stands in for it, whose gradient is in its moments, which stay."""
+def move(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, num_parts: int) -> None:
+    """The step of `p`, or of what stands in for it, whose `num_parts` gradients are in its moments, which stay."""
     state, lr = optimizer.state[p], float(group["lr"])
     names = _MOMENTS[memory.plain_class.__name__]
     moments = [decode(memory.format_of(p), name, state[name], p.shape) for name in names]
@@ -157,5 +160,7 @@ def move(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor) -
     count, (beta1, beta2) = float(state["step"]), map(float, group["betas"])
     if group["weight_decay"]:
         p.mul_(1 - lr * group["weight_decay"])
-    size = second.sqrt().div_((1 - beta2**count) ** 0.5).add_(group["eps"])
-    p.addcdiv_(first, size, value=-lr / (1 - beta1**count))
+    size = second.div(1 - beta2**count)
+    if num_parts > 1:
+        size.addcmul_(first, first, value=(1 - 1 / num_parts) / (1 - beta1**count) ** 2)
+    p.addcdiv_(first, size.sqrt_().add_(group["eps"]), value=-lr / (1 - beta1**count))
