@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memsave import MemSave, Microbatching
+from lightning_memsave import Checkpointing, MemSave, Microbatching, Sparsity
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers",
@@ -71,10 +71,9 @@ def data(seed=0):
 
 
 def trainer_with(memsave, *callbacks, **options):
-    options = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, **options}
+    options = {"max_epochs": 2, "precision": "64-true", "logger": False, "enable_checkpointing": False, **options}
     return L.Trainer(
         accelerator="cpu",
-        precision="64-true",
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[*([memsave] if memsave else []), *callbacks],
@@ -148,6 +147,32 @@ def test_the_learning_rate_finder(memsave, tmp_path, monkeypatch):
         found.append(module)
     torch.testing.assert_close(torch.tensor(found[0].results["loss"]), torch.tensor(found[2].results["loss"]))
     assert_same(found[1], found[3])
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        {"checkpointing": Checkpointing(modules="net")},
+        {"sparsity": Sparsity(sparsity=0.5, min_size=1)},
+        {"precision": "bf16-sr"},
+        {"activations": "int8", "microbatch": 2},
+    ],
+    ids=lambda slots: "-".join(slots),
+)
+def test_after_a_finder_a_fit_is_as_without(slots, tmp_path, monkeypatch):
+    """After its trial Lightning calls `teardown` of callbacks before the strategy's."""
+    monkeypatch.chdir(tmp_path)
+    module, memsave = new().float(), MemSave(**slots)
+    trainer = trainer_with(memsave, max_epochs=1, precision=None)
+    loader = DataLoader([tuple(part.float() for part in batch) for batch in data()], batch_size=None)
+    kind = type(module.net[0])
+    Tuner(trainer).lr_find(module, loader, num_training=3, update_attr=False)
+    assert type(module.net[0]) is kind
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    trainer.fit(module, loader)
+    assert type(module.net[0]) is kind
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    assert len(memsave.report.applied) >= len(slots)
 
 
 def test_the_profiler_sees_the_same_actions(memsave, tmp_path):

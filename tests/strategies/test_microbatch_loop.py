@@ -231,6 +231,7 @@ def test_processes_that_wait_for_each_other_refuse_uneven_parts(monkeypatch):
     assert len(state.microbatches(trainer, kwargs)) == 2
 
 
+@pytest.mark.filterwarnings("ignore::lightning_memsave.NotLosslessWarning")
 @pytest.mark.parametrize("draws", ["like", "size", "in place", "numbers"])
 def test_a_loss_that_draws_noise_is_known_for_a_mean(draws):
     """As in diffusion and variational autoencoders; what is drawn differs from that of the whole batch."""
@@ -312,6 +313,7 @@ def test_an_ambiguous_batch_runs_whole_or_is_cut_by_split_fn():
     assert_same_run(plain, ours, EXACT)
 
 
+@pytest.mark.filterwarnings("ignore::lightning_memsave.NotLosslessWarning")
 def test_the_probe_leaves_no_trace():
     class Noisy(Module):
         def __init__(self):
@@ -383,6 +385,25 @@ def test_batchnorm_and_dropout_are_named_and_strict_refuses(layer, named):
     assert named in memsave.report.loss_class_reasons[0]
     with pytest.raises(ValueError, match=rf"strict.*{named}"):
         fit(module, batches(), MemSave(microbatch=Microbatching(size=3, strict=True)), precision="64-true")
+
+
+class Draws(Module):
+    """By itself, as models that call `F.dropout`."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step((F.dropout(batch[0], 0.1), batch[1]), batch_idx)
+
+
+def test_what_the_step_draws_is_seen_when_it_is_cut():
+    memsave = MemSave(microbatch=3)
+    with pytest.warns(NotLosslessWarning, match="training_step .it draws random numbers"):
+        fit(Draws().double(), batches(), memsave, precision="64-true")
+    assert memsave.report.loss_class == "changed"
+    with pytest.raises(ValueError, match=r"strict.*draws random numbers"):
+        fit(Draws().double(), batches(), MemSave(microbatch=Microbatching(size=3, strict=True)), precision="64-true")
+    memsave = MemSave(microbatch=1000)
+    fit(Draws().double(), batches(), memsave, precision="64-true")
+    assert memsave.report.loss_class == "exact"  # nothing was cut
 
 
 def test_a_frozen_batchnorm_is_exact():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter, defaultdict, deque
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
@@ -14,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
-from lightning_memsave import Ledger, MemSave, Microbatching
+from lightning_memsave import Ledger, MemSave, Microbatching, MicrobatchWarning
 from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.strategies.out_of_memory import OutOfMeasuresError
 from tests.strategies.recovery_runs import Deterministic, limited, train
@@ -63,6 +65,70 @@ def test_a_batch_whose_containers_were_changed_is_put_back():
     direct, _ = run(10**9, size=4)
     assert memsave.report.microbatch_size == 4
     assert all(torch.equal(a, b) for a, b in zip(recovered.parameters(), direct.parameters(), strict=True))
+
+
+class Keeps(OnDicts):
+    """Containers of containers, and others than lists and dictionaries."""
+
+    def __init__(self):
+        super().__init__()
+        self.outs, self.pairs = {"train": [], "val": [[]]}, ([], 1)
+        self.by_size, self.last, self.seen = defaultdict(list), deque(maxlen=2), Counter()
+        self.total = np.float64(0.0)
+
+    def training_step(self, batch, batch_idx):
+        size = len(batch["x"])
+        self.outs["train"].append(size)
+        self.outs["val"][0].append(size)
+        self.pairs[0].append(size)
+        self.by_size[size].append(batch_idx)
+        self.last.append(size)
+        self.seen[size] += 1
+        self.total += size
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_a_module_keeps_is_put_back_at_every_depth():
+    batches = [{"x": torch.full((8, 4), float(i)), "labels": torch.ones(8, 1), "more": []} for i in range(3)]
+    module, plain = limited(Keeps, 4), limited(Keeps, 10**9)
+    train(
+        module, MemSave(), DataLoader(copy.deepcopy(batches), batch_size=None)
+    )  # asks for the reduction, and recovers
+    train(plain, MemSave(microbatch=Microbatching(size=4, reduction="mean")), DataLoader(batches, batch_size=None))
+    for name in ("outs", "pairs", "by_size", "last", "seen", "total"):
+        assert getattr(module, name) == getattr(plain, name)
+    assert module.seen == {4: 6}
+    assert module.last.maxlen == 2
+
+
+class OfGraphs(OnDicts):
+    """A batch whose samples nothing tells but a function."""
+
+    def training_step(self, batch, batch_idx):
+        return (self.hungry(self.layer(batch["x"])) * batch["weights"]).square().mean()
+
+
+class EvaluatedOfGraphs(OfGraphs):
+    def validation_step(self, batch, batch_idx):
+        if len(batch["x"]) > self.hungry.limit:
+            self.hungry.fail(len(batch["x"]))
+        self.log("loss", self.training_step(batch, batch_idx), batch_size=len(batch["x"]))
+
+
+def by_graph(batch, size):
+    return [{"x": part, "weights": batch["weights"]} for part in batch["x"].split(size)]
+
+
+def test_a_split_fn_is_used_when_memory_runs_out():
+    batches = [{"x": torch.full((8, 4), float(i)), "weights": torch.ones(3)} for i in range(3)]
+    microbatch = Microbatching(split_fn=by_graph, weight_fn=lambda part: len(part["x"]), reduction="mean")
+    module, memsave = limited(OfGraphs, 4), MemSave(microbatch=microbatch)
+    loader = DataLoader(batches, batch_size=None)
+    train(module, memsave, loader)
+    assert memsave.report.microbatch_size == 4
+    module, trainer = limited(EvaluatedOfGraphs, 4), L.Trainer(**QUIET, callbacks=[MemSave(microbatch=microbatch)])
+    with pytest.warns(MicrobatchWarning, match="in evaluation"):
+        trainer.validate(module, loader, verbose=False)
 
 
 def test_a_batch_whose_tensors_were_edited_is_not_run_again():

@@ -164,6 +164,28 @@ def test_modules_that_see_the_batch_are_named_only_while_they_are_active():
     assert why_not_exact(model.eval()) == ()
 
 
+class DropPath(nn.Module):
+    """As in timm, which is not installed here: known by its name."""
+
+
+def test_other_modules_that_see_the_batch_are_named():
+    model = nn.Sequential(
+        DropPath(),
+        nn.RReLU(),
+        nn.InstanceNorm1d(3, track_running_stats=True),
+        nn.InstanceNorm1d(3),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
+    )
+    names = [reason.split()[0] for reason in why_not_exact(model)]
+    assert names == ["0", "1", "2", "4.parametrizations.weight.0"]
+    assert why_not_exact(model.eval()) == ()
+
+
+def test_a_split_fn_tells_the_samples():
+    config = Microbatching(split_fn=lambda batch, size: [batch["x"][i : i + size] for i in range(0, 6, size)])
+    assert config.num_samples({"x": list(range(6)), "weights": torch.ones(3)}) == 6
+
+
 def test_activations_shrink_by_the_ratio_of_the_sizes_to_the_byte():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.zeros(32, 256, 4)
 

@@ -141,6 +141,8 @@ class MemSave(MemoryMonitor):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop measuring, and give the strategy back: a later fit without this callback is without its settings."""
         super().teardown(trainer, pl_module, stage)
+        if self._state is not None:
+            self._state.finish()  # after a finder's trial Lightning tears down callbacks first, then the strategy
         release(trainer.strategy)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -22,7 +22,7 @@ from lightning_memsave.memory.meter import Meter
 from lightning_memsave.memory.predict import Prediction
 from lightning_memsave.memory.snapshot import Snapshot
 from lightning_memsave.reporting.findings import growth_text, miss_text, post_mortem_text
-from lightning_memsave.reporting.loggers import log_config, log_metrics, log_summary, of_the_largest_rank
+from lightning_memsave.reporting.loggers import agreed, log_config, log_metrics, log_summary, of_the_largest_rank
 from lightning_memsave.strategies.namespaces import is_compiled
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
 from lightning_memsave.strategies.ways import ways_of_training
@@ -205,7 +205,7 @@ class MemoryMonitor(Callback):
         if self._leader is not None:
             return
         self._note_speed()
-        for name, figure in self._headlines().items():
+        for name, figure in agreed(trainer, self._headlines()).items():
             # float64: `self.log` would round a Python float to float32.
             value = torch.tensor(figure, dtype=_widest(pl_module.device), device=pl_module.device)
             in_bar = name in IN_PROGRESS_BAR
@@ -276,7 +276,6 @@ class MemoryMonitor(Callback):
         self._save_snapshot()
 
     def _headlines(self) -> dict[str, float]:
-        """The same names on every rank, because each is reduced over all of them."""
         return {name: figure for name, figure in self.report.metrics().items() if name in HEADLINES}
 
     def _config(self) -> dict[str, Any]:

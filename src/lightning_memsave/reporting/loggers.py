@@ -68,6 +68,15 @@ def of_the_largest_rank(trainer: Any, report: MemoryReport) -> MemoryReport:
     return max(map(MemoryReport.from_dict, reports), key=lambda each: each.peak_bytes or 0)
 
 
+def agreed(trainer: Any, figures: Mapping[str, float]) -> dict[str, float]:
+    """Those figures that every process has: each is reduced over all of them, who would wait for one that has not."""
+    if trainer.world_size == 1 or not dist.is_available() or not dist.is_initialized():
+        return dict(figures)
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, set(figures))
+    return {name: figure for name, figure in figures.items() if name in set.intersection(*names)}
+
+
 def one_line(report: MemoryReport) -> str:
     """The report in one line.
 

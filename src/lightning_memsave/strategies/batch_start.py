@@ -6,8 +6,9 @@ import copy
 import dataclasses
 import random
 import sys
-from collections import UserDict
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
+from numbers import Number
 from typing import Any
 
 import torch
@@ -55,8 +56,9 @@ class BatchStart:
         self._modes = [(m, m.training) for _, m in owners]
         self._fx_name = module._current_fx_name
         plain = {key: value for key, value in vars(module).items() if _is_plain(key, value)}
-        self._large = {k: (v, len(v)) for k, v in plain.items() if _is_container(v) and len(v) > most_entries}
-        self._attributes = {key: _kept(value) for key, value in plain.items() if key not in self._large}
+        nested = {key: _nested(value, most_entries) for key, value in plain.items() if type(value) in _CONTAINERS}
+        self._large = {key: (plain[key], len(plain[key])) for key, (_, num) in nested.items() if num > most_entries}
+        self._attributes = {key: value for key, value in plain.items() if key not in self._large}
         self._buffers = Buffers(owners, changing, small_bytes)
         # By reference, as a sum makes a new tensor.
         self._dense_gradients = [(layer, layer.dense_gradient) for _, layer in owners if isinstance(layer, SparseLayer)]
@@ -74,7 +76,8 @@ class BatchStart:
         self._gradients = [
             (p, p.grad.clone() if gradients == "added to" and p.grad is not None else None) for p in parameters
         ]
-        self._containers = [(container, copy.copy(container)) for container in _containers(batch)]
+        own = [each for key, (found, _) in nested.items() if key not in self._large for each in found]
+        self._containers = [(container, copy.copy(container)) for container in (*_containers(batch), *own)]
         self._num_collectives = num_collectives()
 
     def changed_buffers(self) -> set[str]:
@@ -125,8 +128,7 @@ class BatchStart:
         for key in [key for key, value in attributes.items() if _is_plain(key, value)]:
             if key not in self._attributes and key not in self._large:
                 del attributes[key]
-        for key, value in self._attributes.items():
-            _put_back(attributes, key, value)
+        attributes.update(self._attributes)
         attributes.update((key, value) for key, (value, _) in self._large.items())
         for container, before in self._containers:
             _refill(container, before)
@@ -137,20 +139,29 @@ class BatchStart:
             parameter.grad = gradient
 
 
-_IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, type(None))
+_IMMUTABLE = (Number, str, bytes, type(None))
+_CONTAINERS = (list, dict, set, tuple, deque, defaultdict, Counter, OrderedDict)
 
 
 def _is_plain(key: str, value: Any) -> bool:
     """Whether an attribute of a module is put back: exact types, as others may mind being copied."""
-    return not key.startswith("_") and (type(value) in (*_IMMUTABLE, list, dict, set) or isinstance(value, Tensor))
+    return not key.startswith("_") and (type(value) in _CONTAINERS or isinstance(value, (*_IMMUTABLE, Tensor)))
 
 
-def _is_container(value: Any) -> bool:
-    return type(value) in (list, dict, set)
-
-
-def _kept(value: Any) -> Any:
-    return copy.copy(value) if _is_container(value) else value
+def _nested(value: Any, most_entries: float) -> tuple[list[Any], int]:
+    """A container of the module and those in it that can change, each once; their entries, up to more than `most`."""
+    todo, found, seen, num_entries = [value], [], set(), 0
+    while todo and num_entries <= most_entries:
+        each = todo.pop()
+        if type(each) not in _CONTAINERS or id(each) in seen:
+            continue
+        seen.add(id(each))
+        num_entries += len(each)
+        if type(each) is not tuple:
+            found.append(each)
+        if num_entries <= most_entries:
+            todo.extend(each.values() if isinstance(each, dict) else each)
+    return found, num_entries
 
 
 def _containers(batch: Any, seen: set[int] | None = None) -> Iterator[list[Any] | dict[Any, Any]]:
@@ -173,18 +184,9 @@ def _containers(batch: Any, seen: set[int] | None = None) -> Iterator[list[Any] 
         yield from _containers(child, seen)
 
 
-def _put_back(attributes: dict[str, Any], key: str, value: Any) -> None:
-    """Give a plain attribute the value that it had, containers in place."""
-    current = attributes.get(key)
-    if isinstance(value, (list, dict, set)) and type(current) is type(value):
-        _refill(current, value)
-    else:
-        attributes[key] = value
-
-
 def _refill(container: Any, before: Any) -> None:
     if isinstance(container, list):
         container[:] = before
         return
     container.clear()
-    container.update(before)
+    (container.extend if isinstance(container, deque) else container.update)(before)

@@ -13,7 +13,7 @@ from typing import Any
 from lightning_memsave.memory.allocator import read_current, reset_peak
 from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.strategies.logs import DeferredLogs, KeptLogs
-from lightning_memsave.strategies.loop_state import LoopState, has_samples
+from lightning_memsave.strategies.loop_state import LoopState
 from lightning_memsave.strategies.metrics import MergedMetrics
 from lightning_memsave.strategies.namespaces import internals, namespace_of
 from lightning_memsave.strategies.out_of_memory import OutOfMeasuresError, is_out_of_memory
@@ -51,7 +51,7 @@ def evaluate(trainer: Any, state: LoopState, step: Callable[..., Any], args: tup
         free_memory()
         what = f"a batch of {trainer.state.stage.value}"
         state.warn_of_parts()
-        if why_final is None and not recovery.shrink(trainer, batch, has_samples(batch), what):
+        if why_final is None and not recovery.shrink(trainer, batch, state.has_samples(batch), what):
             why_final = "it has one sample, or its samples cannot be told apart"
         if why_final is not None:
             raise OutOfMeasuresError(f"Memory ran out in {what}, which cannot be cut: {why_final}. {reason}")

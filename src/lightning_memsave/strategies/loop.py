@@ -34,6 +34,7 @@ from lightning_memsave.strategies.out_of_memory import (
 from lightning_memsave.strategies.outputs import detached, merge_outputs
 from lightning_memsave.strategies.recovery import Recovery, free_memory
 from lightning_memsave.strategies.ways import ways_of_training
+from lightning_memsave.vault.state import Randomness
 
 
 @functools.cache
@@ -96,9 +97,9 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                 if self._has_zeroed:
                     self._zero_grad_fn = self._zero_gradients_made_since
                 free_memory()
+                reset_peak(device)  # of the try that does not count
                 what = f"batch {trainer.fit_loop.batch_idx}"
                 if failure is None:
-                    reset_peak(device)  # of the try that does not count
                     continue
                 if not recovery.shrink(trainer, batch, state.can_cut(batch), what):
                     return self._try_a_last_time(state, start, exchange, failure)
@@ -182,8 +183,11 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                     is_last = i == last
                     logs.begin(part, num_samples, weight)
                     with pl.block_sync(trainer.strategy, block=exchange is not None or not is_last):
+                        before = Randomness({trainer.strategy.root_device}) if state.watches_draws and i == 0 else None
                         with batchnorm.microbatch():
                             out = self._loop._training_step(OrderedDict(self._kwargs, batch=part))
+                        if before is not None:
+                            state.note_draws(not before.equals(Randomness(before.devices)))
                         if i == 0 and self._zero_grad_fn is not None:
                             self._zero_grad_fn()
                             self._has_zeroed = True

@@ -18,7 +18,6 @@ from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
 from lightning_memsave.techniques.microbatching import (
     Microbatching,
     UnsplittableBatchError,
-    batch_size,
     why_not_exact,
 )
 from lightning_memsave.techniques.microbatching.reduction import Reduction
@@ -48,6 +47,7 @@ class LoopState:
         self.why_whole = ""
         """What of the loss forbids to cut its batches, once one was to be cut."""
         self._applied: Applied | None = None
+        self._has_seen_draws = False
         self._given_up = self._warned = self._warned_of_parts = False
         self._num_whole = 0
 
@@ -128,7 +128,14 @@ class LoopState:
 
     def can_cut(self, batch: Any) -> bool:
         """Whether smaller microbatches of this batch are possible, as far as is known."""
-        return not self._given_up and has_samples(batch)
+        return not self._given_up and self.has_samples(batch)
+
+    def has_samples(self, batch: Any) -> bool:
+        """Whether a batch has more than one sample, and tells which they are."""
+        try:
+            return self.microbatching is not None and self.microbatching.num_samples(batch) > 1
+        except UnsplittableBatchError:
+            return False
 
     def warn_of_parts(self) -> None:
         """Evaluation is about to be cut, where nobody can tell a mean from a sum."""
@@ -211,8 +218,24 @@ class LoopState:
             self._warned = True
             warnings.warn(warning, MicrobatchWarning, stacklevel=2)
 
+    @property
+    def watches_draws(self) -> bool:
+        """Whether nothing tells yet that microbatches change the result."""
+        return self._applied is not None and self._applied.loss_class == "exact" and not self._has_seen_draws
+
+    def note_draws(self, has_drawn: bool) -> None:
+        """Whether `training_step` has drawn random numbers: each microbatch draws others than the batch would."""
+        self._has_seen_draws = True
+        if has_drawn:
+            assert self.microbatching is not None, "a batch has been cut"
+            self._applied = self._described(
+                ("training_step (it draws random numbers)",), self.microbatching, "batches run"
+            )
+
     def _describe(self, module: Any, config: Microbatching, what: str) -> Applied:
-        modules = why_not_exact(module)
+        return self._described(why_not_exact(module), config, what)
+
+    def _described(self, modules: tuple[str, ...], config: Microbatching, what: str) -> Applied:
         named = ", ".join(modules[:5]) + (f" and {len(modules) - 5} more" if len(modules) > 5 else "")
         if modules and config.strict:
             raise setting_error(
@@ -233,11 +256,3 @@ class LoopState:
             loss_class="changed" if modules else "exact",
             reasons=(f"microbatches change the result of {named}",) if modules else (),
         )
-
-
-def has_samples(batch: Any) -> bool:
-    """Whether a batch has more than one sample, and tells which they are."""
-    try:
-        return batch_size(batch) > 1
-    except UnsplittableBatchError:
-        return False

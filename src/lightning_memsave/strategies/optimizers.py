@@ -114,7 +114,8 @@ def most_accumulated(trainer: Any) -> int:
         for callback in trainer.callbacks
         if "GradientAccumulationScheduler" in {cls.__name__ for cls in type(callback).__mro__}
     ]
-    return int(max([trainer.accumulate_grad_batches, *scheduled]))
+    most: int = max([trainer.accumulate_grad_batches, *scheduled])  # of SWA with an endless loader it is infinite
+    return most
 
 
 def readable(optimizers: Sequence[torch.optim.Optimizer], checkpoint: Mapping[str, Any]) -> dict[str, Any]:

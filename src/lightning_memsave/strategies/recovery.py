@@ -28,7 +28,7 @@ from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.memory.meter import stop_measuring
 from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.strategies.batch_start import BatchStart
-from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
+from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError
 
 
 class Ladder(Protocol):
@@ -51,7 +51,7 @@ class Recovery:
     """
 
     def __init__(self, config: Microbatching, ladder: Ladder | None = None, start: int | None = None) -> None:
-        self._start = start
+        self._config, self._start = config, start
         self._ladder = ladder
         self._max_bytes = None if config.max_bytes is None else parse_bytes("Microbatching.max_bytes", config.max_bytes)
         self._headroom_fraction = config.headroom_fraction
@@ -72,9 +72,9 @@ class Recovery:
     def size_for(self, batch: Any) -> int | None:
         """Samples per microbatch of this batch; `None` for all of them."""
         if self._start is not None and self.limit_elements is None:
-            self.limit_elements = self._start * _elements_per_sample(batch)
+            self.limit_elements = self._start * self._elements_per_sample(batch)
         if self.limit_elements is not None:
-            self.size = max(1, int(self.limit_elements / _elements_per_sample(batch) + 1e-9))
+            self.size = max(1, int(self.limit_elements / self._elements_per_sample(batch) + 1e-9))
         return self.size
 
     def learn_changing(self, start: BatchStart) -> None:
@@ -139,14 +139,18 @@ class Recovery:
         return _sizes(self.size_for(batch))
 
     def _halve(self, batch: Any) -> str | None:
-        num_samples = batch_size(batch)
+        num_samples = self._config.num_samples(batch)
         size = min(self.size_for(batch) or num_samples, num_samples)
         if size <= 1:
             return None
         num_parts = 2 * -(-num_samples // size)
         smaller = max(1, min(size - 1, -(-num_samples // num_parts)))
-        self.limit_elements = smaller * _elements_per_sample(batch)
+        self.limit_elements = smaller * self._elements_per_sample(batch)
         return _sizes(self.size_for(batch))
+
+    def _elements_per_sample(self, batch: Any) -> float:
+        num_elements = sum(tensor.numel() for tensor in tensors_in(batch))
+        return max(1.0, num_elements / max(1, self._config.num_samples(batch)))
 
     def succeed(self, batch: Any, num_parts: int, device: torch.device, held_bytes: int | None) -> None:
         """A batch went well: try larger microbatches after many of them.
@@ -230,7 +234,3 @@ def _tell(message: str) -> None:
 
 def _sizes(size: int | None) -> str:
     return f"microbatches of at most {size} samples"
-
-
-def _elements_per_sample(batch: Any) -> float:
-    return max(1.0, sum(tensor.numel() for tensor in tensors_in(batch)) / max(1, batch_size(batch)))

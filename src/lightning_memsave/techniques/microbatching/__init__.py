@@ -174,6 +174,14 @@ class Microbatching:
             return list(split(batch, self.size))
         return [(part, self._num_samples(part)) for part in self.split_fn(batch, self.size)]
 
+    def num_samples(self, batch: Any) -> int:
+        """Of a batch; with a `split_fn`, as many as it cuts it into.
+
+        Raises:
+            UnsplittableBatchError: the batch dimension cannot be told and there is no `split_fn`.
+        """
+        return batch_size(batch) if self.split_fn is None else len(self.split_fn(batch, 1))
+
     def _num_samples(self, part: Any) -> float:
         try:
             return float(batch_size(part))
@@ -209,7 +217,20 @@ def why_not_exact(model: nn.Module) -> tuple[str, ...]:
             reasons.append(f"{name} ({type(module).__name__}: other masks)")
         elif getattr(module, "dropout", 0) and isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
             reasons.append(f"{name} ({type(module).__name__}: other dropout masks)")
+        elif isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+            reasons.append(f"{name} ({type(module).__name__}: running statistics of each microbatch)")
+        elif (known := _CHANGED.get(type(module).__name__)) is not None:
+            reasons.append(f"{name} ({type(module).__name__}: {known})")
     return tuple(reasons)
+
+
+_CHANGED = {
+    "DropPath": "other samples",  # timm's, and many models' own
+    "StochasticDepth": "other samples",  # torchvision's
+    "RReLU": "other slopes",
+    "_SpectralNorm": "an iteration for each microbatch",
+}
+"""By names of classes, some of which are other packages'; what a step draws by itself is seen when it is cut."""
 
 
 _Active = tuple[Microbatching | None, Callable[[int], None]]
