@@ -103,7 +103,8 @@ def by_hand(model, steps, num_parts, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, decay
                 first[i] = betas[0] * first[i] + (1 - betas[0]) * sum(g[i] for g in gradients)
                 second[i] = betas[1] * second[i] + (1 - betas[1]) * sum(g[i] ** 2 for g in gradients)
                 mean = first[i] / (1 - betas[0] ** count)
-                size = (second[i] / (1 - betas[1] ** count) + (1 - 1 / num_parts) * mean**2).sqrt() + eps
+                second[i] += (1 - betas[1]) * (1 - 1 / num_parts) * mean**2
+                size = (second[i] / (1 - betas[1] ** count)).sqrt() + eps
                 p -= lr * (decay * p + mean / size)
 
 
@@ -131,17 +132,32 @@ def test_adam_with_one_part_is_exact(build):
     close(models, optimizers, ["exp_avg", "exp_avg_sq"], rtol=1e-10)
 
 
-@pytest.mark.parametrize("num_parts", [2, 8])
-def test_where_all_parts_agree_a_step_is_adams(num_parts):
+@pytest.mark.parametrize("num_parts", [(2,), (8,), (8, 8, 1), (1, 4, 2)], ids=str)
+def test_where_all_parts_agree_in_all_steps_they_are_adams(num_parts):
+    """In any number of them: also the last batch of an epoch, or where microbatches get smaller."""
     models, optimizers, _ = pair(lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1))
     gradients = [torch.randn_like(p) for p in models[0].parameters()]
-    for _ in range(5):
-        for model, optimizer, parts in zip(models, optimizers, (1, num_parts), strict=True):
+    for step in range(6):
+        for model, optimizer, parts in zip(models, optimizers, (1, num_parts[step % len(num_parts)]), strict=True):
             for _ in range(parts):
                 sum((p * g).sum() / parts for p, g in zip(model.parameters(), gradients, strict=True)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    close(models, optimizers, ["exp_avg"], rtol=1e-6)
+    close(models, optimizers, ["exp_avg", "exp_avg_sq"], rtol=1e-9)
+
+
+def test_where_parts_agree_and_steps_alternate_they_are_too_long():
+    """The limitation: what alternates does not show in the first moment."""
+    models, optimizers, _ = pair(lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.0))
+    for step in range(400):
+        before = [flat(model) for model in models]
+        for model, optimizer, parts in zip(models, optimizers, (1, 8), strict=True):
+            for _ in range(parts):
+                sum((p * (-1) ** step).sum() / parts for p in model.parameters()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    plain, ours = ((flat(model) - was).norm() for model, was in zip(models, before, strict=True))
+    assert 2.5 < ours / plain < 8**0.5
 
 
 def test_where_parts_are_noise_steps_are_a_little_shorter_than_adams():
@@ -161,7 +177,7 @@ def test_where_parts_are_noise_steps_are_a_little_shorter_than_adams():
             optimizer.zero_grad()
         lengths.append([float((p.detach() - was).norm()) for p, was in zip(weights, before, strict=True)])
     plain, ours = lengths[-1]
-    assert 0.93 < ours / plain < 0.95
+    assert 0.93 < ours / plain < 0.97
 
 
 # ------------------------------------------------------------------------------- low-bit state
