@@ -67,8 +67,10 @@ class Study:
             What differs: the peak; or the quality by more than two standard errors, which are those of a single run:
             the scatter of the baseline over its seeds.
         """
-        found = self.train(int(row["seed"]), self.settings[row["setting"]])
         baseline = [float(r["quality_value"]) for r in self.rows() if r["setting"] == next(iter(self.settings))]
+        if len(baseline) < 2:
+            return f"{self.name}: two seeds of the baseline are needed to tell how they scatter"
+        found = self.train(int(row["seed"]), self.settings[row["setting"]])
         difference, error = found["quality_value"] - float(row["quality_value"]), statistics.stdev(baseline)
         about = f"{self.name}: seed {row['seed']}, {row['setting']}: {difference:+.3g} of {2 * error:.2g}"
         print(f"{about}, peak {found['peak_bytes']} of {row['peak_bytes']} bytes")

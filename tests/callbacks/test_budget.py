@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset, get_worker_info
 
 from lightning_memsave import (
     BudgetWarning,
@@ -287,6 +287,25 @@ def test_a_plan_is_taken_again_by_a_run_of_its_kind_only():
     assert second.budget_bytes < first.budget_bytes
     train(memsave, module, max_epochs=1, loader=half, accumulate_grad_batches=2)
     assert memsave.plan.budget_bytes > second.budget_bytes  # gradients stay through the next forward pass
+    by_sampler = DataLoader(data().dataset, batch_sampler=BatchSampler(range(384), 96, drop_last=True))
+    train(memsave, module, max_epochs=1, loader=by_sampler)
+    assert memsave.plan.budget_bytes == first.budget_bytes
+    planned = plan_training(module, next(iter(half)), memsave)
+    train(memsave, module, max_epochs=1, loader=half)
+    assert memsave.plan is planned
+    with pytest.raises(ValueError, match="must be at least"):  # so it is looked for
+        train(memsave, module, max_epochs=1, loader=half, precision="bf16-mixed")
+
+
+def test_a_checkpoints_plan_is_for_batches_of_its_size(tmp_path):
+    path, memsave = tmp_path / "half.ckpt", MemSave(budget="0.7x", **ONLY_PARTS)
+    trainer, _ = train(memsave, max_epochs=1)
+    trainer.save_checkpoint(path)
+    again, other = MemSave(budget="0.7x", **ONLY_PARTS), MemSave(budget="0.7x", **ONLY_PARTS)
+    train(again, ckpt_path=path)
+    assert again.plan == memsave.plan
+    train(other, ckpt_path=path, loader=DataLoader(data().dataset, 48))
+    assert other.plan.budget_bytes < memsave.plan.budget_bytes
 
 
 def test_batches_that_are_added_up_later_are_planned_for():
@@ -370,6 +389,34 @@ def test_the_first_batch_is_read_by_a_worker_where_the_run_has_workers(options):
     assert torch.equal(found, next(iter(loader)))
     assert loader.dataset.opened is None
     assert loader.num_workers == 2
+
+
+class Kept(DataLoader):
+    """As loaders that keep their workers between epochs."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.kept = super().__iter__()
+
+    def __iter__(self):
+        yield from [next(self.kept) for _ in range(len(self))]
+
+
+class Halved(DataLoader):
+    def __iter__(self):
+        return (batch / 2 for batch in super().__iter__())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", [Kept, Halved])
+def test_loaders_of_other_kinds_are_read_as_they_are_and_lose_nothing(kind, num_workers):
+    loader = kind(torch.arange(4.0) + 1, batch_size=2, num_workers=num_workers)
+    trainer = L.Trainer(accelerator="cpu", logger=False)
+    trainer.strategy.connect(BoringModel())
+    trainer._data_connector.attach_data(BoringModel(), train_dataloaders=loader)
+    found = first_batch(trainer)
+    assert torch.equal(found, next(iter(loader)))
+    assert torch.equal(found, torch.tensor([1.0, 2.0]) / (2 if kind is Halved else 1))
 
 
 @pytest.mark.parametrize("size", [48, 32, 30, 20, 14, 5])

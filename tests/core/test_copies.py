@@ -108,6 +108,22 @@ def test_and_so_do_methods_partials_containers_and_functions_that_know_themselve
     test_functions_that_know_a_module_know_its_copy(wrap)
 
 
+def by_container(module):
+    registry = {"body": module.body, "calls": [0]}
+    registry["all"] = registry  # holds itself
+
+    def count(body, args):
+        registry["calls"][0] += 1
+        assert registry["body"] is body
+
+    module.body.register_forward_pre_hook(count)
+    return lambda x: 2 * registry["all"]["body"](x) if registry["calls"] else None
+
+
+def test_containers_that_two_functions_hold_are_one_for_the_copy():
+    test_functions_that_know_a_module_know_its_copy(by_container)
+
+
 def test_functions_that_share_a_variable_share_the_copys():
     model = nn.Linear(2, 2)
     calls, seen = 0, []

@@ -406,6 +406,17 @@ def test_what_the_step_draws_is_seen_when_it_is_cut():
     assert memsave.report.loss_class == "exact"  # nothing was cut
 
 
+def test_strict_is_not_forgotten_where_recovery_tries_again():
+    state = LoopState(resolve("lossless", {"microbatch": Microbatching(size=3, strict=True)}))
+    state._applied = state._describe(nn.Identity(), state.microbatching, "batches run")
+    for _ in range(2):
+        assert state.watches_draws
+        with pytest.raises(ValueError, match="strict"):
+            state.note_draws(True)
+    state.note_draws(False)
+    assert not state.watches_draws
+
+
 def test_a_frozen_batchnorm_is_exact():
     module = Module().double()
     module.net = nn.Sequential(nn.BatchNorm1d(5), Net()).double()

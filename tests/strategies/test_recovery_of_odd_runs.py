@@ -101,6 +101,22 @@ def test_what_a_module_keeps_is_put_back_at_every_depth():
     assert module.last.maxlen == 2
 
 
+def test_a_large_container_among_others_is_watched_and_the_others_come_back():
+    module = Keeps()
+    module.stats = {"count": 3, "history": [0.0] * 5000, "mean": torch.zeros(2)}
+    start = BatchStart(module, set())
+    module.stats["count"] += 1
+    assert start.why_final() is None
+    start.restore()
+    assert module.stats["count"] == 3
+    module.stats["history"].append(1.0)
+    assert "changes `stats`, which is too large" in start.why_final()
+    module.stats["history"].pop()
+    assert start.why_final() is None
+    module.stats["mean"].add_(1)
+    assert "edits a tensor of `stats` in place" in start.why_final()
+
+
 class OfGraphs(OnDicts):
     """A batch whose samples nothing tells but a function."""
 

@@ -69,8 +69,17 @@ def _of_twins(value: Any, memo: dict[int, Any]) -> Any:
         return types.MethodType(new(value.__func__), new(value.__self__))
     if isinstance(value, functools.partial):
         named = {name: new(part) for name, part in value.keywords.items()}
-        return functools.update_wrapper(functools.partial(new(value.func), *map(new, value.args), **named), value)
-    return {key: new(part) for key, part in value.items()} if type(value) is dict else type(value)(map(new, value))
+        twin = functools.partial(new(value.func), *map(new, value.args), **named)
+        vars(twin).update({name: new(part) for name, part in vars(value).items()})
+        return twin
+    if type(value) is tuple:
+        return tuple(map(new, value))
+    memo[id(value)] = container = type(value)()  # before it is filled: it may hold itself
+    if isinstance(container, dict):
+        container.update({key: new(part) for key, part in value.items()})
+    else:
+        (container.extend if isinstance(container, list) else container.update)(map(new, value))
+    return container
 
 
 def _function_of_twins(value: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:

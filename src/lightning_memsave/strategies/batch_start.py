@@ -7,7 +7,7 @@ import dataclasses
 import random
 import sys
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from numbers import Number
 from typing import Any
 
@@ -55,10 +55,9 @@ class BatchStart:
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self._modes = [(m, m.training) for _, m in owners]
         self._fx_name = module._current_fx_name
-        plain = {key: value for key, value in vars(module).items() if _is_plain(key, value)}
-        nested = {key: _nested(value, most_entries) for key, value in plain.items() if type(value) in _CONTAINERS}
-        self._large = {key: (plain[key], len(plain[key])) for key, (_, num) in nested.items() if num > most_entries}
-        self._attributes = {key: value for key, value in plain.items() if key not in self._large}
+        self._attributes = {key: value for key, value in vars(module).items() if _is_plain(key, value)}
+        nested = {key: _nested(value, most_entries) for key, value in self._attributes.items()}
+        self._large = [(key, each, len(each)) for key, (_, large) in nested.items() for each in large]
         self._buffers = Buffers(owners, changing, small_bytes)
         # By reference, as a sum makes a new tensor.
         self._dense_gradients = [(layer, layer.dense_gradient) for _, layer in owners if isinstance(layer, SparseLayer)]
@@ -66,7 +65,8 @@ class BatchStart:
         self._watched = [(t, t._version, "the batch") for t in tensors_in(batch) if not t.is_inference()]
         self._watched += [
             (t, t._version, f"`{key}`")
-            for key, t in self._attributes.items()
+            for key, value in self._attributes.items()
+            for t in (value, *(each for container in nested[key][0] for each in _values(container)))
             if isinstance(t, Tensor) and not t.is_inference()
         ]
         if gradients == "watched":
@@ -76,7 +76,7 @@ class BatchStart:
         self._gradients = [
             (p, p.grad.clone() if gradients == "added to" and p.grad is not None else None) for p in parameters
         ]
-        own = [each for key, (found, _) in nested.items() if key not in self._large for each in found]
+        own = [each for small, _ in nested.values() for each in small]
         self._containers = [(container, copy.copy(container)) for container in (*_containers(batch), *own)]
         self._num_collectives = num_collectives()
 
@@ -100,7 +100,7 @@ class BatchStart:
             )
         if edited is not None:
             return f"the step edits a tensor of {edited} in place: let it work on copies"
-        grown = next((key for key, (value, length) in self._large.items() if len(value) != length), None)
+        grown = next((key for key, value, length in self._large if len(value) != length), None)
         if grown is not None:
             return f"the step changes `{grown}`, which is too large to be copied before each batch"
         if moved := self._buffers.moved():
@@ -126,10 +126,9 @@ class BatchStart:
         self._module._current_fx_name = self._fx_name
         attributes = vars(self._module)
         for key in [key for key, value in attributes.items() if _is_plain(key, value)]:
-            if key not in self._attributes and key not in self._large:
+            if key not in self._attributes:
                 del attributes[key]
         attributes.update(self._attributes)
-        attributes.update((key, value) for key, (value, _) in self._large.items())
         for container, before in self._containers:
             _refill(container, before)
         self._buffers.put_back()
@@ -148,20 +147,30 @@ def _is_plain(key: str, value: Any) -> bool:
     return not key.startswith("_") and (type(value) in _CONTAINERS or isinstance(value, (*_IMMUTABLE, Tensor)))
 
 
-def _nested(value: Any, most_entries: float) -> tuple[list[Any], int]:
-    """A container of the module and those in it that can change, each once; their entries, up to more than `most`."""
-    todo, found, seen, num_entries = [value], [], set(), 0
-    while todo and num_entries <= most_entries:
+def _nested(value: Any, most_entries: float) -> tuple[list[Any], list[Any]]:
+    """A container of the module and those in it that can change, each once: small ones, and such as are watched.
+
+    Those are larger, or lie behind too many others.
+    """
+    small: list[Any] = []
+    large: list[Any] = []
+    todo, seen, num_left = [value], set[int](), 16 * most_entries
+    while todo:
         each = todo.pop()
         if type(each) not in _CONTAINERS or id(each) in seen:
             continue
         seen.add(id(each))
-        num_entries += len(each)
+        num_left -= len(each)
+        is_small = len(each) <= most_entries and num_left >= 0
         if type(each) is not tuple:
-            found.append(each)
-        if num_entries <= most_entries:
-            todo.extend(each.values() if isinstance(each, dict) else each)
-    return found, num_entries
+            (small if is_small else large).append(each)
+        if is_small:
+            todo.extend(_values(each))
+    return small, large
+
+
+def _values(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
 
 
 def _containers(batch: Any, seen: set[int] | None = None) -> Iterator[list[Any] | dict[Any, Any]]:

@@ -6,7 +6,6 @@ takes besides what was predicted is told by category; what goes beyond the budge
 
 from __future__ import annotations
 
-import contextlib
 import re
 import warnings
 import zlib
@@ -30,14 +29,14 @@ from lightning_memsave.planner.ladder import MANY_BLOCKS, overhead_of
 from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.ddp import bytes_on_top
-from lightning_memsave.strategies.first_batch import first_batch, samples_per_batch
+from lightning_memsave.strategies.first_batch import first_batch, samples_of, samples_per_batch
 from lightning_memsave.strategies.optimizers import most_accumulated
 from lightning_memsave.strategies.part_of_batch import as_if_whole, rest_bytes, two_microbatches
 from lightning_memsave.strategies.predicting import Predictor
 from lightning_memsave.strategies.trial import StepFailedError, Trial
 from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.checkpointing.selection import repeated_blocks
-from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size, why_not_exact
+from lightning_memsave.techniques.microbatching import Microbatching, why_not_exact
 from lightning_memsave.techniques.registry import Config
 
 SMALL_BYTES = 64 * 2**20
@@ -87,14 +86,16 @@ class BudgetedRun:
         Raises:
             ValueError: the budget cannot be met, or this way of training cannot be planned.
         """
-        module, kind = trainer.lightning_module, _kind_of(trainer)
-        if self._budget is not None and trainer.strategy.broadcast(not self._is_planned(kind)):
-            self.plan, self._has_told, self._has_warned = None, False, False
+        if self._budget is not None:
             _refuse(self._budget, ways_of_training(trainer))
-            rank_zero_info(f"memsave: looking for a plan within {self._budget.text}, by predicting steps")
-            self.plan = plan_for(module, first_batch(trainer), self._budget, self._recipe, trainer)
-            rank_zero_info(f"memsave: {self.plan}")
-        self._made_for = kind
+            kind = _kind_of(trainer)
+            if trainer.strategy.broadcast(not self._is_planned(kind)):
+                self.plan, self._has_told, self._has_warned = None, False, False
+                rank_zero_info(f"memsave: looking for a plan within {self._budget.text}, by predicting steps")
+                module = trainer.lightning_module
+                self.plan = plan_for(module, first_batch(trainer), self._budget, self._recipe, trainer)
+                rank_zero_info(f"memsave: {self.plan}")
+            self._made_for = kind
         assert self.plan is not None, "without a budget there is a plan"
         return self.plan.as_recipe()
 
@@ -108,10 +109,7 @@ class BudgetedRun:
         """The plan for a module and a batch outside of a run; with a plan instead of a budget, that."""
         if self._budget is not None:
             self.plan = plan_for(module, batch, self._budget, self._recipe)
-            num_samples = None
-            with contextlib.suppress(UnsplittableBatchError):
-                num_samples = batch_size(batch)
-            self._made_for = (_shapes(module), num_samples, None, None, None, None)
+            self._made_for = (_shapes(module), samples_of(batch), "32-true", 1, "cpu", 1)
         assert self.plan is not None, "without a budget there is a plan"
         return self.plan
 
@@ -258,9 +256,7 @@ def _with_bytes(prediction: Prediction, category: str, num_bytes: int) -> Predic
 
 
 def _situation(module: Any, batch: Any, recipe: Recipe, trainer: Any) -> Situation:
-    why, num_samples = "", None
-    with contextlib.suppress(UnsplittableBatchError):
-        num_samples = batch_size(batch)
+    why, num_samples = "", samples_of(batch)
     if Microbatching not in recipe.switched_off:
         why = Trial(module, batch, trainer).why_whole(recipe.get(Microbatching) or Microbatching())
     if trainer is not None and trainer.world_size > 1:  # a process may have another batch, and all make one plan

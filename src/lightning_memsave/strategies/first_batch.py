@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.strategies.namespaces import loaders_of
 from lightning_memsave.strategies.random_state import random_state_kept
+from lightning_memsave.techniques.microbatching import UnsplittableBatchError, batch_size
 
 _REMEDY = "Plan before with `plan_training(module, batch, MemSave(budget=...))` and train with `MemSave(plan)`."
 
@@ -34,11 +35,23 @@ def first_batch(trainer: Any) -> Any:
 
 
 def samples_per_batch(trainer: Any) -> int | None:
-    """As the loaders of this run say, without reading them."""
-    found = loaders_of(trainer)
+    """As the loaders of this run say; else as the first batch does, where it can be read."""
+    with random_state_kept():
+        found = loaders_of(trainer)
     loaders, _ = tree_flatten(getattr(found, "iterables", found))
     sizes: list[Any] = [getattr(loader, "batch_size", None) for loader in loaders]
-    return sum(sizes) if sizes and all(isinstance(size, int) for size in sizes) else None
+    if sizes and all(isinstance(size, int) for size in sizes):
+        return int(sum(sizes))
+    with contextlib.suppress(ValueError):
+        return samples_of(first_batch(trainer))
+    return None
+
+
+def samples_of(batch: Any) -> int | None:
+    """As many as a batch has; `None` where it does not tell."""
+    with contextlib.suppress(UnsplittableBatchError):
+        return batch_size(batch)
+    return None
 
 
 def _first_of(loader: Any) -> Any:
@@ -59,12 +72,14 @@ def _iterator_of(loader: DataLoader[Any]) -> Iterator[Any]:
     A worker, as a dataset may need one: a file that this process had opened would be shared by all that it starts.
     """
     loader = copy.copy(loader)
-    if not loader.num_workers:
-        return iter(loader)
-    vars(loader).update(persistent_workers=False, pin_memory=False)
-    if not isinstance(loader.dataset, IterableDataset):  # of which workers share out the items
-        vars(loader).update(num_workers=1, prefetch_factor=1)
-    return DataLoader.__iter__(loader)  # a subclass may hold an iterator of its own, which the run takes
+    vars(loader)["_iterator"] = None
+    if loader.num_workers:
+        vars(loader).update(persistent_workers=False, pin_memory=False)
+        if not isinstance(loader.dataset, IterableDataset):  # of which workers share out the items
+            vars(loader).update(num_workers=1, prefetch_factor=1)
+    # A subclass may hold an iterator of its own, which the run takes.
+    keeps_one = any(isinstance(value, Iterator) for value in vars(loader).values())
+    return DataLoader.__iter__(loader) if keeps_one else iter(loader)
 
 
 @contextlib.contextmanager

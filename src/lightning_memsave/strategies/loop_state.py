@@ -225,12 +225,12 @@ class LoopState:
 
     def note_draws(self, has_drawn: bool) -> None:
         """Whether `training_step` has drawn random numbers: each microbatch draws others than the batch would."""
-        self._has_seen_draws = True
         if has_drawn:
             assert self.microbatching is not None, "a batch has been cut"
             self._applied = self._described(
                 ("training_step (it draws random numbers)",), self.microbatching, "batches run"
             )
+        self._has_seen_draws = True  # last: what is refused is asked again where recovery tries again
 
     def _describe(self, module: Any, config: Microbatching, what: str) -> Applied:
         return self._described(why_not_exact(module), config, what)
