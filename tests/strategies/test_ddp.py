@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,34 +17,38 @@ def test_the_names_of_ddp_have_not_moved():
     assert hasattr(dist.ProcessGroup, "_get_sequence_number_for_group"), "a group's sequence number has moved"
 
 
-def test_one_process_counts_its_collectives_and_sends_buffers_when_ddp_would(tmp_path):
+@pytest.fixture
+def process_group(tmp_path):
+    """Ends after the test's DDP has died: as the last owner of a group it would wait for threads that wait for it."""
     assert ddp.num_collectives() == 0
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-        before = ddp.num_collectives()
-        dist.all_reduce(torch.zeros(1))
-        assert ddp.num_collectives() == before + 1
-        assert model.require_forward_param_sync
-        exchange = ddp.LateReduction(model, steps=True)
-        assert ddp.num_collectives() > before + 1  # its buffers are due in the first batch
-        assert not model.require_forward_param_sync
-        with model.no_sync():
-            model(torch.randn(5, 3)).square().sum().backward()
-        gradients = [p.grad.clone() for p in model.parameters()]
-        assert not exchange.has_begun
-        exchange.finish()
-        exchange.finish()
-        assert exchange.has_begun
-        assert model.require_forward_param_sync  # the next batch sends them again
-        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
-        while_accumulating = ddp.LateReduction(model, steps=False)
-        before = ddp.num_collectives()
-        while_accumulating.finish()
-        assert ddp.num_collectives() == before
-        assert not model.require_forward_param_sync
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def test_one_process_counts_its_collectives_and_sends_buffers_when_ddp_would(process_group):
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    before = ddp.num_collectives()
+    dist.all_reduce(torch.zeros(1))
+    assert ddp.num_collectives() == before + 1
+    assert model.require_forward_param_sync
+    exchange = ddp.LateReduction(model, steps=True)
+    assert ddp.num_collectives() > before + 1  # its buffers are due in the first batch
+    assert not model.require_forward_param_sync
+    with model.no_sync():
+        model(torch.randn(5, 3)).square().sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    assert not exchange.has_begun
+    exchange.finish()
+    exchange.finish()
+    assert exchange.has_begun
+    assert model.require_forward_param_sync  # the next batch sends them again
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+    while_accumulating = ddp.LateReduction(model, steps=False)
+    before = ddp.num_collectives()
+    while_accumulating.finish()
+    assert ddp.num_collectives() == before
+    assert not model.require_forward_param_sync
 
 
 def test_buckets_are_of_one_dtype_and_bounded(monkeypatch):

@@ -103,8 +103,7 @@ def by_hand(model, steps, num_parts, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, decay
                 first[i] = betas[0] * first[i] + (1 - betas[0]) * sum(g[i] for g in gradients)
                 second[i] = betas[1] * second[i] + (1 - betas[1]) * sum(g[i] ** 2 for g in gradients)
                 mean = first[i] / (1 - betas[0] ** count)
-                second[i] += (1 - betas[1]) * (1 - 1 / num_parts) * mean**2
-                size = (second[i] / (1 - betas[1] ** count)).sqrt() + eps
+                size = (second[i] / (1 - betas[1] ** count) + (1 - 1 / num_parts) * mean**2).sqrt() + eps
                 p -= lr * (decay * p + mean / size)
 
 
@@ -143,7 +142,7 @@ def test_where_all_parts_agree_in_all_steps_they_are_adams(num_parts):
                 sum((p * g).sum() / parts for p, g in zip(model.parameters(), gradients, strict=True)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    close(models, optimizers, ["exp_avg", "exp_avg_sq"], rtol=1e-9)
+    close(models, optimizers, ["exp_avg"], rtol=1e-6)
 
 
 def test_where_parts_agree_and_steps_alternate_they_are_too_long():
@@ -177,7 +176,7 @@ def test_where_parts_are_noise_steps_are_a_little_shorter_than_adams():
             optimizer.zero_grad()
         lengths.append([float((p.detach() - was).norm()) for p, was in zip(weights, before, strict=True)])
     plain, ours = lengths[-1]
-    assert 0.93 < ours / plain < 0.97
+    assert 0.93 < ours / plain < 0.95
 
 
 # ------------------------------------------------------------------------------- low-bit state
