@@ -173,10 +173,10 @@ class Wide(BoringModel):
         super().__init__()
         self.layer = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
 
-class Dropping(BoringModel):
+class Scaling(BoringModel):
     def training_step(self, batch, batch_idx):
-        for _ in range(2):
-            batch = torch.nn.functional.dropout(batch, training=self.training)
+        if self.training:
+            batch = batch * len(batch)
         return super().training_step(batch, batch_idx)
 """
     )
@@ -191,14 +191,14 @@ class Dropping(BoringModel):
     [
         (["users:BoringModel", "--batch", "users:batch", "--microbatch", "2"], 0, "exact, so differences must be"),
         (["users:BoringModel", "--batch", "users:loader", "--precision", "bf16-sr"], 0, "changed, so differences"),
-        (["users:Dropping", "--batch", "users:batch", "--microbatch", "2"], 1, "NO"),
+        (["users:Scaling", "--batch", "users:batch", "--microbatch", "2"], 1, "NO"),
         (["users:Nothing", "--batch", "users:batch"], 2, "must name what can be imported"),
         (["users:BoringModel", "--batch", "users"], 2, "must name what can be imported"),
         (["users:BoringModel", "--batch", "users:batch", "--microbatch", "0"], 2, "positive integer"),
     ],
 )
 def test_verify(users_module, capsys, arguments, status, says):
-    """Functional dropout is not seen as a reason, so the claim to be exact is false, which is found out."""
+    """What a step does with its whole batch is not seen, so the claim to be exact is false, which is found out."""
     assert cli.main(["verify", *arguments]) == status
     assert says in "".join(capsys.readouterr())
 
