@@ -49,6 +49,20 @@ class OddModel(BoringModel):
         return DataLoader(RandomDataset(32, 16), batch_size=4)
 
 
+def trainer_with(memsave, logger):
+    return L.Trainer(
+        max_epochs=1,
+        limit_val_batches=0,
+        log_every_n_steps=1,
+        accelerator="cpu",
+        callbacks=[memsave],
+        logger=logger,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory):
     """One training, logged to CSV and W&B and written as JSON."""
@@ -60,17 +74,7 @@ def logged(tmp_path_factory):
             CSVLogger(folder, "csv", "one"),
             wandb_logger("p", save_dir=str(folder), offline=True, name="online"),
         ]
-        trainer = L.Trainer(
-            max_epochs=1,
-            limit_val_batches=0,
-            log_every_n_steps=1,
-            accelerator="cpu",
-            callbacks=[memsave],
-            logger=loggers,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = trainer_with(memsave, loggers)
         trainer.fit(OddModel())
         scores = trainer.test(OddModel(), verbose=False)
         wandb.finish()
@@ -242,18 +246,7 @@ def test_runs_of_one_id_in_other_folders_are_other_runs(tmp_path):
 
 def test_a_loggers_prefix_is_no_part_of_the_names(tmp_path):
     memsave, logger = MemSave(), CSVLogger(tmp_path, "csv", "one", prefix="big-run")
-    trainer = L.Trainer(
-        max_epochs=1,
-        limit_val_batches=0,
-        log_every_n_steps=1,
-        accelerator="cpu",
-        callbacks=[memsave],
-        logger=logger,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(OddModel())
+    trainer_with(memsave, logger).fit(OddModel())
     (run,) = read_runs([tmp_path])
     assert run.report.metrics() == memsave.report.metrics()
     assert run.metrics["train/loss"] == 3.0

@@ -145,6 +145,19 @@ def test_where_all_parts_agree_in_all_steps_they_are_adams(num_parts):
     close(models, optimizers, ["exp_avg"], rtol=1e-6)
 
 
+def test_a_long_way_of_whole_batches_after_microbatches_leaves_no_rest_below_zero():
+    """Weights whose second moment is 0, and whose first is not, as low-bit codes may have it."""
+    p = nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.Adam([p], 1e-3, betas=(0.9, 0.95), eps=1e-30)
+    apply_optimizer_state(optimizer, INTO, nn.ParameterList([p]))
+    for step in range(800):
+        for _ in range(2 if step == 0 else 1):
+            p.sum().backward()
+        optimizer.state[p]["exp_avg_sq"].zero_()
+        optimizer.step()
+    assert p.isfinite().all()
+
+
 def test_where_parts_agree_and_steps_alternate_they_are_too_long():
     """The limitation: what alternates does not show in the first moment."""
     models, optimizers, _ = pair(lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.0))

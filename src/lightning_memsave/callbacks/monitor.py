@@ -250,7 +250,7 @@ class MemoryMonitor(Callback):
                     self._note_speed()
                 if self.report.peak_bytes is not None:
                     log_summary(trainer, self.report)
-            except Exception as error:  # as above
+            except Exception as error:  # the run's own error is the one to be raised
                 _log.error(f"memsave: the final figures could not be logged: {error}")
         self._batch = None
 

@@ -168,6 +168,7 @@ def move(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, n
         state[_SHARE] = beta2 * state.get(_SHARE, 1 - beta2 ** (count - 1)) + (1 - beta2) / num_parts
     size = second.div(start)
     if _SHARE in state:
-        size.addcmul_(first, first, value=(1 - state[_SHARE] / start) / (1 - beta1**count) ** 2)
+        missing = max(0.0, 1 - state[_SHARE] / start)  # of which rounding may leave less than nothing
+        size.addcmul_(first, first, value=missing / (1 - beta1**count) ** 2)
     size.sqrt_().add_(group["eps"])
     p.addcdiv_(first, size, value=-lr / (1 - beta1**count))
