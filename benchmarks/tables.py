@@ -1,4 +1,4 @@
-"""Write the tables of README and docs from the rows in `results/`: python benchmarks/tables.py.
+"""Write the tables of README and docs from the rows in `results/`, or from the code: python benchmarks/tables.py.
 
 A page marks the place of a table: `<!-- name:start -->`, `<!-- name:end -->`.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import compatibility_tables
 import planner_tables
 import record_tables
 import technique_tables
@@ -59,6 +60,10 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/prediction.md": {"large": planner_tables.large, "prediction": planner_tables.prediction},
     "docs/planning.md": {"budgets": planner_tables.planner},
+    "docs/compatibility.md": {
+        "techniques": compatibility_tables.techniques,
+        "refusals": compatibility_tables.refusals,
+    },
 }
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import lightning_memsave
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -43,7 +45,12 @@ def test_links_lead_somewhere(page):
     assert dead == []
 
 
-@pytest.mark.skipif(not find_spec("mkdocs"), reason="needs the extra `docs`")
+def test_reference_has_every_public_name_once():
+    listed = re.findall(r"^::: lightning_memsave\.(\w+)$", (DOCS / "reference.md").read_text(), flags=re.M)
+    assert sorted(listed) == sorted(lightning_memsave.__all__)
+
+
+@pytest.mark.skipif(not find_spec("mkdocstrings_handlers"), reason="needs the extra `docs`")
 def test_the_site_builds(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=120)

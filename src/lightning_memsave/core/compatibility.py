@@ -176,7 +176,7 @@ COMPATIBILITY = (
     Row(
         "optimizer_state",
         "model parallel (FSDP2)",
-        "bitsandbytes' kernels do not take sharded tensors (DTensor)",
+        "neither our codes nor bitsandbytes' kernels know sharded tensors (DTensor)",
         "Use DDP, or `optimizer_state=False`.",
     ),
     Row(

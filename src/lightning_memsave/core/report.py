@@ -11,7 +11,7 @@ from lightning_memsave.core.units import format_bytes
 
 LossClass = Literal["exact", "unbiased", "changed"]
 LOSS_CLASSES: tuple[LossClass, ...] = ("exact", "unbiased", "changed")
-"""From harmless to not: equal up to rounding; noise with a written bound; optimises something else."""
+"""From harmless to not: equal up to rounding; noise that is zero on average; optimises something else."""
 
 CATEGORIES = ("weights", "gradients", "optimizer_state", "activations", "temporary", "data")
 """What a byte can be. Buffers and masks are weights, DDP buckets are gradients; `data` is the batch and whatever else

@@ -123,7 +123,7 @@ RECIPES = {
     "measure": Recipe("measure"),
     # Equal to plain Lightning up to rounding, and nearly free of cost until memory runs out.
     "lossless": _of_defaults("lossless", EarlyZeroGrad(), Microbatching()),
-    # A small error with a written bound in activations (unbiased), and moments rounded to 8 bits (changed).
+    # A small noise in activations, zero on average (unbiased), and moments rounded to 8 bits (changed).
     "balanced": _of_defaults(
         "balanced",
         EarlyZeroGrad(),

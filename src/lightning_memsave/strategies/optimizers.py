@@ -45,10 +45,11 @@ def change_optimizers(trainer: Any, recipe: Recipe, weights: Weights | None) -> 
     if config is not None:
         check_optimizers(optimizers, config, module)  # all of them, before the first is changed
         if OptimizerState not in recipe.by_default and not has_effect(optimizers, config, module):
+            by_rank = f", and what has no two sides above {config.rank} (`rank`)," if config.has_rank else ""
             warnings.warn(
                 f"`optimizer_state` in {config.format!r} has no effect on this model. Parameters of fewer than "
-                f"{config.min_size} elements (`OptimizerState(min_size=...)`), embeddings, heads and normalisations "
-                "keep their state.",
+                f"{config.min_size} elements (`OptimizerState(min_size=...)`), embeddings, heads and normalisations"
+                f"{by_rank} keep their state.",
                 NoEffectWarning,
                 stacklevel=2,
             )

@@ -60,7 +60,7 @@ class OptimizerState:
             raise setting_error("OptimizerState.min_size", "must not be negative", self.min_size, "Use 0 for all.")
         if self.rank < 1:
             raise setting_error("OptimizerState.rank", "must be positive", self.rank, "The default is 128.")
-        if self.format not in ("lowrank", "apollo"):
+        if not self.has_rank:
             check_unused(self, "rank", 'format="lowrank" or "apollo"')
         if self.format in ("lowrank", "apollo", "offload", "paged", "32bit"):
             check_unused(self, "checkpoint", "formats of codes or means")
@@ -85,6 +85,11 @@ class OptimizerState:
                 f"format={self.format!r}, backend={self.backend!r}",
                 'Use `format="8bit"` with `backend="own"`, or `gradients="release"`.',
             )
+
+    @property
+    def has_rank(self) -> bool:
+        """Whether moments are those of a subspace."""
+        return self.format in ("lowrank", "apollo")
 
     @property
     def rows(self) -> tuple[str, ...]:

@@ -1,0 +1,43 @@
+"""The tables of what goes with what, from the rules that a run is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning_memsave.core.compatibility import COMPATIBILITY, SETTINGS, WAYS_OF_TRAINING, Row
+from lightning_memsave.techniques.registry import TECHNIQUES
+from rows import markdown
+
+_STEMS = [technique.stem for technique in TECHNIQUES]
+
+
+def techniques() -> str:
+    """Each technique against the others and against ways of training: works, refused, or nothing said."""
+    found = {frozenset((row.first, row.second)): row for row in COMPATIBILITY}
+    lines = [
+        (_title(other), *(_cell(found.get(frozenset((stem, other)))) if stem != other else "" for stem in _STEMS))
+        for other in (*_STEMS, *WAYS_OF_TRAINING)
+    ]
+    return markdown(("", *map(_title, _STEMS)), _without_empty(lines))
+
+
+def _cell(row: Row | None) -> str:
+    return "" if row is None else "yes" if row.remedy is None else "**refused**"
+
+
+def _title(name: str) -> str:
+    return name.replace("_", " ") if name in _STEMS else name
+
+
+def _without_empty(lines: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    return [line for line in lines if any(line[1:])]
+
+
+def refusals() -> str:
+    """Every pair that is refused, why, and what to do instead."""
+    lines = [
+        (_title(row.first), _title(row.second), row.refused_because, row.remedy)
+        for row in sorted(COMPATIBILITY, key=lambda row: (row.first in SETTINGS, row.first))
+        if row.remedy is not None and row.refused_because is not None
+    ]
+    return markdown(("", "with", "refused because", "instead"), lines, num_text=4)
