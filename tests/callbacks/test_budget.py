@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset, get_worker_info
@@ -442,6 +442,56 @@ def test_data_that_can_be_read_once_is_refused():
     batches = iter([(torch.randn(4, 8), torch.zeros(4, dtype=torch.long))] * 4)
     with pytest.raises(ValueError, match="can be read from the start again"):
         train(MemSave(budget="0.5x"), loader=batches)
+
+
+def test_a_finder_of_batch_sizes_is_refused():
+    module = Net()
+    module.batch_size = 8
+    trainer = L.Trainer(
+        accelerator="cpu",
+        callbacks=[MemSave(budget="0.5x"), BatchSizeFinder()],
+        max_epochs=1,
+        enable_checkpointing=False,
+    )
+    with pytest.raises(ValueError, match="cannot be planned with batch size finder"):
+        trainer.fit(module, datamodule=L.LightningDataModule.from_datasets(data().dataset, batch_size=8))
+
+
+class Late(Noisy):
+    """Its layers are made when a run begins."""
+
+    def __init__(self, hook):
+        L.LightningModule.__init__(self)
+        self.seen = []
+        setattr(self, hook, self._make)
+
+    def _make(self, stage=None):
+        if not hasattr(self, "net"):
+            self.net = Noisy().net
+
+
+def test_layers_that_a_run_makes_are_planned_for(monkeypatch):
+    """BatchNorm among them sees microbatches."""
+    found = []
+    make_plan = budgeting.make_plan
+    monkeypatch.setattr(budgeting, "make_plan", lambda *args: found.append(args[2]) or make_plan(*args))
+    batch = next(iter(data(shuffle=False)))
+    module = Late("configure_model")
+    plan_training(module, batch, MemSave(budget="0.9x"))
+    assert not found[0].is_cut_exact
+    assert found[0].num_blocks == 3
+    assert not list(module.parameters())
+    with pytest.raises(
+        ValueError, match=r"`budget` needs a module whose layers are there, got 'Late without parameters'"
+    ):
+        plan_training(Late("setup"), batch, MemSave(budget="0.9x"))
+
+    def fails():
+        raise RuntimeError("no mesh")
+
+    module.configure_model = fails
+    with pytest.raises(ValueError, match=r"configure_model` fails outside of a run \(RuntimeError: no mesh\)"):
+        plan_training(module, batch, MemSave(budget="0.9x"))
 
 
 def test_a_step_that_fails_is_named():

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import lightning as L
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from torch import nn
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memsave import Checkpointing, MemoryMonitor, MemSave, Microbatching, OptimizerState, Recipe
 from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
+from tests.strategies.harness import ListLogger
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -412,12 +415,79 @@ def test_reports_and_callbacks_can_be_copied_and_pickled():
 
 def test_without_the_callback_the_next_fit_is_plain_again():
     trainer, module = fit(MemSave(**EVERYTHING))
-    assert type(trainer.optimizers[0]).__name__ == "AdamWCoded"  # its checkpoint can still be written
+    assert type(trainer.optimizers[0]).__qualname__ == "AdamWCoded"  # its checkpoint can still be written
     trainer.callbacks.clear()
     trainer.fit_loop.max_epochs = 4
     trainer.fit(module, loader())
     assert type(trainer.optimizers[0]) is torch.optim.AdamW
     assert trainer.strategy.memsave.applied == ()
+
+
+class Fails(Regressor):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2 and self.trainer.current_epoch == 0:
+            raise RuntimeError("no such thing")
+
+
+def test_without_the_callback_the_next_fit_is_plain_after_a_failed_one():
+    """Lightning tears down no callbacks then."""
+    trainer = L.Trainer(callbacks=[MemSave(**EVERYTHING)], max_epochs=1, enable_checkpointing=False, **QUIET)
+    with pytest.raises(RuntimeError, match="no such thing"):
+        trainer.fit(Fails(), loader())
+    trainer.callbacks.clear()
+    trainer.fit(Regressor(), loader())
+    assert trainer.strategy.memsave.applied == ()
+
+
+@pytest.mark.parametrize("slots", [{"precision": "bf16-sr"}, {"sparsity": 0.9}], ids=str)
+@pytest.mark.parametrize("kind", [Regressor, Fails])
+def test_a_model_is_given_back_where_there_is_room(kind, slots, monkeypatch):
+    """Whole weights may not fit on the device that small ones were trained on."""
+    moved = []
+
+    def cpu(module):
+        moved.append(sum(p.nbytes for p in module.parameters()))
+        return nn.Module.cpu(module)
+
+    monkeypatch.setattr(kind, "cpu", cpu)
+    module = kind()
+    num_bytes = sum(p.nbytes for p in module.parameters())
+    with pytest.raises(RuntimeError, match="no such thing") if kind is Fails else contextlib.nullcontext():
+        fit(MemSave(**slots), module)
+    assert moved[0] < 0.6 * num_bytes
+    assert sum(p.nbytes for p in module.parameters()) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        {"optimizer_state": "8bit"},
+        {"precision": "bf16-sr"},
+        {"optimizer_state": "4bit", "precision": "bf16+8"},
+        {"optimizer_state": OptimizerState(backend="bitsandbytes")},
+    ],
+    ids=str,
+)
+def test_learning_rates_are_logged_under_the_same_names(slots):
+    def keys(memsave):
+        monitor = LearningRateMonitor()
+        options = {**QUIET, "logger": ListLogger()}
+        L.Trainer(callbacks=[memsave, monitor], max_epochs=1, enable_checkpointing=False, **options).fit(
+            Regressor(), loader()
+        )
+        return set(monitor.lrs)
+
+    assert keys(MemSave(**slots)) == keys(MemSave("measure")) == {"lr-AdamW"}
+
+
+def test_a_barebones_trainer_is_told_nothing_of_logs():
+    options = {name: QUIET[name] for name in ("accelerator",)}
+    L.Trainer(callbacks=[MemSave()], max_epochs=1, barebones=True, **options).fit(Unlogged(), loader())
+
+
+class Unlogged(Regressor):
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch[:, :4]) - batch[:, 4:]).square().mean()
 
 
 def test_two_memsaves_are_refused_and_one_leads_whatever_the_order():

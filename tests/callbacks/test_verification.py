@@ -9,6 +9,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
 from lightning_memsave import ActivationCompression, MemSave, Microbatching, OptimizerState, Sparsity, verify
@@ -152,3 +153,60 @@ def test_a_batch_that_does_not_fit_without_memory_saving_is_refused():
 
     with pytest.raises(ValueError, match=r"`batch` must fit without memory saving.* 2.00 GiB'. Take fewer samples"):
         verify(Large(), (torch.ones(8, 6), torch.ones(8, 2)), MemSave(microbatch=1))
+
+
+class AsInRuns(Net):
+    """What a module may have around its steps, none of which belongs to them."""
+
+    def configure_callbacks(self):
+        return [EarlyStopping("val_loss"), MemSave("measure")]
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters())
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+    def on_train_epoch_end(self):
+        raise AssertionError("an epoch ends")
+
+
+def test_what_is_around_the_steps_of_a_module_stays_out_of_it(batch):
+    result = verify(AsInRuns(), batch, MemSave(activations="int8"))
+    assert result.loss_class == "unbiased"
+    assert result.largest_difference > 0
+
+
+class Late(L.LightningModule):
+    """Its layers are made when a run begins."""
+
+    def __init__(self, hook):
+        super().__init__()
+        setattr(self, hook, lambda stage=None: setattr(self, "layer", nn.Linear(6, 2)))
+
+    def training_step(self, batch, batch_idx):
+        return (self.layer(batch[0]) - batch[1]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+@pytest.mark.parametrize("hook", ["setup", "configure_model"])
+def test_layers_that_a_run_makes_are_compared(batch, hook):
+    result = verify(Late(hook), batch, MemSave(microbatch=8))
+    assert result.holds
+    assert set(result.gradient_differences) == {"layer"}
+
+
+def test_a_step_without_gradients_is_no_comparison(batch):
+    class Skips(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx).detach().requires_grad_()
+
+    with pytest.raises(ValueError, match="`verify` needs gradients: in the first step no parameter"):
+        verify(Skips(), batch)
+
+
+def test_a_module_of_the_other_lightning():
+    from pytorch_lightning.demos.boring_classes import BoringModel as OtherModel
+
+    assert verify(OtherModel(), torch.ones(8, 32), MemSave(microbatch=2)).holds

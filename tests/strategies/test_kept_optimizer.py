@@ -40,7 +40,7 @@ def fit(module, **settings):
 def kept():
     module = Keeps()
     assert fit(module, optimizer_state=OptimizerState(format="8bit", min_size=1)).loss_class == "changed"
-    assert type(module.optimizer).__name__ == "AdamWCoded"
+    assert type(module.optimizer).__qualname__ == "AdamWCoded"
     return module
 
 

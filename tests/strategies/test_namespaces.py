@@ -54,6 +54,7 @@ def test_private_attributes_of_the_trainer():
     assert isinstance(epoch_loop._batches_that_stepped, int)
     assert hasattr(trainer, "_results")
     assert hasattr(module, "_current_fx_name")
+    assert hasattr(trainer._logger_connector, "_current_fx")
     assert hasattr(module, "_trainer")
     assert isinstance(epoch_loop.automatic_optimization, internals("lightning.pytorch").AutomaticOptimization)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections import defaultdict
 
 import lightning as L
 import pytest
@@ -311,6 +312,76 @@ def test_a_second_fit_is_planned_anew(name, monkeypatch):
     plain = twice(MemSave("measure"))
     assert_same_run(plain, twice(MemSave("measure", checkpointing=SETTINGS[name])))
     assert len(plans) == 2
+
+
+class WithoutMetrics(Quiet):
+    """Nothing that reads values, so that it is rehearsed on fake tensors."""
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def test_a_second_fit_of_the_same_trainer_logs_numbers():
+    """Its first batch empties what the first fit logged: the rehearsal, on fake tensors, must leave that to it."""
+
+    def twice(memsave):
+        torch.manual_seed(0)
+        module, quiet = WithoutMetrics(), {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[memsave], enable_model_summary=False, **quiet)
+        trainer.fit(module, data())
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(module, data())
+        return {name: value for name, value in trainer.callback_metrics.items() if "memsave" not in name}
+
+    found, plain = twice(MemSave("measure", checkpointing="sqrt")), twice(MemSave("measure"))
+    assert not any(isinstance(value, FakeTensor) for value in found.values())
+    assert found == plain
+
+
+class Keeps(WithoutMetrics):
+    """Containers in containers, and names that begin with `_`: where a rehearsal leaves fake tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self._logs, self.net.outs = {"loss": []}, defaultdict(list)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self._logs["loss"].append(loss.detach())
+        self.net.outs["train"].append(loss.detach())
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:checkpointing=.sqrt. had no effect")
+def test_containers_of_the_model_keep_nothing_of_a_rehearsal():
+    module = train(MemSave("measure", checkpointing="sqrt"), Keeps)
+    assert len(module._logs["loss"]) == len(module.net.outs["train"]) == 8
+    assert not any(isinstance(loss, FakeTensor) for loss in [*module._logs["loss"], *module.net.outs["train"]])
+
+
+@pytest.mark.filterwarnings("ignore:checkpointing=.sqrt. had no effect")
+def test_the_step_that_tells_how_the_loss_reduces_is_not_planned_for(monkeypatch):
+    """It runs again with gradients where the step needs them, in eval mode and with noise that is set."""
+
+    class Penalised(Quiet):
+        def training_step(self, batch, batch_idx):
+            x = batch[0].clone().requires_grad_()
+            slope = torch.autograd.grad(self.net(x).sum(), x)[0]
+            return F.cross_entropy(self.net(x), batch[1]) + slope.square().mean()
+
+    sizes = []
+    rehearse = planning._rehearse
+    monkeypatch.setattr(
+        planning,
+        "_rehearse",
+        lambda trainer, args, scope: sizes.append(len(args[0][0])) or rehearse(trainer, args, scope),
+    )
+    memsave = MemSave(microbatch=24, checkpointing="sqrt")
+    train(memsave, Penalised, max_epochs=1)
+    assert sizes == [24]
+    assert memsave.report.microbatch_size == 24
 
 
 def test_state_of_the_optimizer_counts_in_the_first_plan():

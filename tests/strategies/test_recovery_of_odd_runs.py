@@ -74,7 +74,7 @@ class Keeps(OnDicts):
         super().__init__()
         self.outs, self.pairs = {"train": [], "val": [[]]}, ([], 1)
         self.by_size, self.last, self.seen = defaultdict(list), deque(maxlen=2), Counter()
-        self.total = np.float64(0.0)
+        self.total, self._private, self._count = np.float64(0.0), [], 0
 
     def training_step(self, batch, batch_idx):
         size = len(batch["x"])
@@ -85,6 +85,8 @@ class Keeps(OnDicts):
         self.last.append(size)
         self.seen[size] += 1
         self.total += size
+        self._private.append(size)
+        self._count += 1
         return super().training_step(batch, batch_idx)
 
 
@@ -95,7 +97,7 @@ def test_what_a_module_keeps_is_put_back_at_every_depth():
         module, MemSave(), DataLoader(copy.deepcopy(batches), batch_size=None)
     )  # asks for the reduction, and recovers
     train(plain, MemSave(microbatch=Microbatching(size=4, reduction="mean")), DataLoader(batches, batch_size=None))
-    for name in ("outs", "pairs", "by_size", "last", "seen", "total"):
+    for name in ("outs", "pairs", "by_size", "last", "seen", "total", "_private", "_count"):
         assert getattr(module, name) == getattr(plain, name)
     assert module.seen == {4: 6}
     assert module.last.maxlen == 2

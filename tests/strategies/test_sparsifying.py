@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_memsave import Checkpointing, MemSave, OptimizerState, Sparsity, UpdateSchedule
 from lightning_memsave.techniques.sparsity import sparse_layers
@@ -55,6 +55,18 @@ class Patterns(L.Callback):
 
     def on_fit_end(self, trainer, pl_module):
         self.model = copy.deepcopy(pl_module.state_dict())
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.ones(8, 8), torch.zeros(8, dtype=torch.long))] * 6)
+
+
+def test_a_schedule_needs_to_know_how_long_a_run_is():
+    memsave = MemSave(sparsity=Sparsity(method="rigl", min_size=1))
+    trainer = L.Trainer(accelerator="cpu", max_epochs=2, callbacks=[memsave], logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match=r"UpdateSchedule.until.*where the length of the run is not known"):
+        trainer.fit(Net(), DataLoader(Endless(), batch_size=None))
 
 
 def data(dtype=torch.float32):

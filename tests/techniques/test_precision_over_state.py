@@ -128,4 +128,4 @@ def test_a_format_cannot_change_beneath_a_precision():
     optimizer = prepared(model, OptimizerState(format="fp8", min_size=1), "bf16-sr")
     with pytest.raises(ValueError, match=r"cannot change .* got \"'4bit' instead of 'fp8'\".*new optimizer"):
         apply_optimizer_state(optimizer, OptimizerState(format="4bit", min_size=1), model)
-    assert type(optimizer).__name__ == "AdamWCodedInFloat32"
+    assert type(optimizer).__qualname__ == "AdamWCodedInFloat32"

@@ -481,6 +481,7 @@ def test_the_length_of_the_run_is_asked_for():
         with pytest.raises(ValueError, match=r"UpdateSchedule.until.*10_000"):
             MaskUpdates(model, made, config, num_steps)
     assert MaskUpdates(model, made, config, 1000)._until == 750
+    assert MaskUpdates(model, made, config, 0)._until == 1
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ class MemoryMonitor(Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the headlines through `self.log`, for checkpoints and sweeps; of the rank that needs the most."""
         self._meter.abandon()  # a skipped batch has had no end
-        if self._leader is not None:
+        if self._leader is not None or trainer.barebones:
             return
         self._note_speed()
         for name, figure in agreed(trainer, self._headlines()).items():

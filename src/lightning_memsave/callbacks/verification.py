@@ -11,17 +11,19 @@ import functools
 import math
 import os
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_memsave.callbacks.memsave import MemSave
 from lightning_memsave.core.copies import copied
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.verification import Verification
+from lightning_memsave.strategies.dry_run import DoneError, fit, nothing_around
+from lightning_memsave.strategies.namespaces import namespace_of
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
 from lightning_memsave.strategies.random_state import random_state_kept
 
@@ -40,8 +42,8 @@ def verify(module: L.LightningModule, batch: Any, memsave: MemSave | None = None
         seed: of the random numbers of both.
 
     Raises:
-        ValueError: the module trains by manual optimization, whose gradients nobody hands out; or memory runs out
-            without memory saving, which is what is compared with.
+        ValueError: the module trains by manual optimization, whose gradients nobody hands out; memory runs out
+            without memory saving, which is what is compared with; or the first step has no gradient to compare.
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
@@ -62,6 +64,8 @@ def verify(module: L.LightningModule, batch: Any, memsave: MemSave | None = None
         raise setting_error(
             "batch", "must fit without memory saving, which `verify` compares with", str(error), "Take fewer samples."
         ) from error
+    if not plain.gradients:
+        raise ValueError("`verify` needs gradients: in the first step no parameter that requires one has got it.")
     ours = _one_run(module, batch, memsave or MemSave(), seed)
     is_exact = ours.memsave.report.loss_class == "exact"
     return Verification(
@@ -77,7 +81,7 @@ def verify(module: L.LightningModule, batch: Any, memsave: MemSave | None = None
 
 
 class _FirstStep(L.Callback):
-    """Keeps what the first step was about."""
+    """Keeps what the first step was about, and ends the run after the last."""
 
     def __init__(self, memsave: MemSave) -> None:
         self.memsave = memsave
@@ -85,10 +89,17 @@ class _FirstStep(L.Callback):
         self.buffers: dict[str, Tensor] = {}
         self.loss = torch.tensor(math.nan)
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # before anybody's hooks free gradients
-        for name, p in pl_module.named_parameters():
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(functools.partial(self._keep, trainer, name))
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        configure = pl_module.configure_optimizers
+
+        @functools.wraps(configure)
+        def watched() -> Any:  # once all layers are there, and before anybody's hooks free gradients
+            for name, p in pl_module.named_parameters():
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(functools.partial(self._keep, trainer, name))
+            return configure()
+
+        pl_module.configure_optimizers = watched
 
     def _keep(self, trainer: Any, name: str, p: Tensor) -> None:
         """The latest is the sum over microbatches; kept here, as gradients may be released in backward."""
@@ -96,9 +107,11 @@ class _FirstStep(L.Callback):
             self.gradients[name] = p.grad.clone()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
+        if batch_idx == 0 and outputs:  # none where `training_step` returned none
             self.loss = outputs["loss"].detach().clone()
             self.buffers = {n: b.clone() for n, b in pl_module.named_buffers() if b.is_floating_point()}
+        if batch_idx == _NUM_STEPS - 1:
+            raise DoneError
 
 
 @contextlib.contextmanager
@@ -122,20 +135,12 @@ def _one_run(module: L.LightningModule, batch: Any, memsave: MemSave, seed: int)
     first = _FirstStep(memsave)
     with random_state_kept(_accelerators()), _seeds_kept():
         L.seed_everything(seed, verbose=False)
-        trainer = L.Trainer(
-            max_steps=_NUM_STEPS,
-            devices=1,
-            callbacks=[memsave, first],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            limit_val_batches=0,
+        namespace = namespace_of(module)
+        trainer = import_module(namespace).Trainer(
+            max_steps=_NUM_STEPS, devices=1, callbacks=[memsave, first], **nothing_around(namespace)
         )
-        batches: Any = [batch] * _NUM_STEPS
-        data = DataLoader(batches, batch_size=None)
-        trainer.fit(copied(module), data)
+        with contextlib.suppress(DoneError):
+            fit(trainer, copied(module), batch)
     return first
 
 

@@ -25,12 +25,18 @@ class MadeClass(type):
     """The kind of classes that are made at run time from a plain one: pickled as how they are made.
 
     Such a class has three attributes: `made_by`, a function of a module; `made_from`, what it was given; and
-    `memory_name`, the attribute in which its instances remember what is theirs.
+    `memory_name`, the attribute in which its instances remember what is theirs. Its `__name__` is the plain one's, by
+    which Lightning's `LearningRateMonitor` names what it logs; `__qualname__` says what it has become.
     """
 
     made_by: Callable[[Any], type]
     made_from: Any
     memory_name: str
+
+
+def name_of(cls: type) -> str:
+    """The name of a class of optimizers; of one that was made at run time, what it has become (`"AdamWCoded"`)."""
+    return cls.__qualname__ if isinstance(cls, MadeClass) else cls.__name__
 
 
 def _make(function: Callable[[Any], Any], plain: Any) -> Any:
@@ -66,7 +72,7 @@ def check_latest(optimizer: torch.optim.Optimizer, memory: str) -> None:
     """
     if not is_latest(optimizer, memory):
         raise RuntimeError(
-            f"{type(optimizer).__name__} was changed again after what is being undone. Undo the latest change first."
+            f"{name_of(type(optimizer))} was changed again after what is being undone. Undo the latest change first."
         )
 
 

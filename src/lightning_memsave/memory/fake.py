@@ -13,6 +13,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import math
 import sys
 import weakref
 from collections import UserDict, defaultdict
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_memsave.core.containers import nested, refill
 from lightning_memsave.core.copies import copied
 from lightning_memsave.memory.facts import FactsMode, note_values
 
@@ -139,8 +141,7 @@ class _Exchange:
         for owner, key, value in reversed(self._before):
             owner[key] = value
         for container, before in self._containers:
-            container.clear()
-            container.extend(before) if isinstance(container, list) else container.update(before)
+            refill(container, before)
 
 
 def _weakly(exchange: Callable[[Any], Any], references: list[Any]) -> list[Any]:
@@ -149,12 +150,11 @@ def _weakly(exchange: Callable[[Any], Any], references: list[Any]) -> list[Any]:
     return [r if t is None else weakref.ref(exchange(t)) for r, t in zip(references, held, strict=True)]
 
 
-def _containers(module: nn.Module) -> Iterator[dict[str, Any] | list[Any]]:
-    """The attributes of a module, and plain dictionaries and lists among them: where a forward may leave tensors."""
+def _containers(module: nn.Module) -> Iterator[Any]:
+    """The attributes of a module, and containers among them, in each other: where a forward may leave tensors."""
     yield vars(module)
-    for value in vars(module).values():
-        if type(value) in (dict, list):  # parameters and buffers are such dictionaries
-            yield value
+    for value in vars(module).values():  # parameters and buffers are such dictionaries
+        yield from nested(value, math.inf)[0]
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str | None = None) -> Tensor:

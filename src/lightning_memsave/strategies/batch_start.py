@@ -6,14 +6,16 @@ import copy
 import dataclasses
 import random
 import sys
-from collections import Counter, OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Iterator, Mapping
 from numbers import Number
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_memsave.core.containers import CONTAINERS, nested, refill, values
 from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.strategies.ddp import num_collectives
 from lightning_memsave.techniques.sparsity.layers import SparseLayer
@@ -56,8 +58,8 @@ class BatchStart:
         self._modes = [(m, m.training) for _, m in owners]
         self._fx_name = module._current_fx_name
         self._attributes = {key: value for key, value in vars(module).items() if _is_plain(key, value)}
-        nested = {key: _nested(value, most_entries) for key, value in self._attributes.items()}
-        self._large = [(key, each, len(each)) for key, (_, large) in nested.items() for each in large]
+        inside = {key: nested(value, most_entries) for key, value in self._attributes.items()}
+        self._large = [(key, each, len(each)) for key, (_, large) in inside.items() for each in large]
         self._buffers = Buffers(owners, changing, small_bytes)
         # By reference, as a sum makes a new tensor.
         self._dense_gradients = [(layer, layer.dense_gradient) for _, layer in owners if isinstance(layer, SparseLayer)]
@@ -66,7 +68,7 @@ class BatchStart:
         self._watched += [
             (t, t._version, f"`{key}`")
             for key, value in self._attributes.items()
-            for t in (value, *(each for container in nested[key][0] for each in _values(container)))
+            for t in (value, *(each for container in inside[key][0] for each in values(container)))
             if isinstance(t, Tensor) and not t.is_inference()
         ]
         if gradients == "watched":
@@ -76,7 +78,7 @@ class BatchStart:
         self._gradients = [
             (p, p.grad.clone() if gradients == "added to" and p.grad is not None else None) for p in parameters
         ]
-        own = [each for small, _ in nested.values() for each in small]
+        own = [each for small, _ in inside.values() for each in small]
         self._containers = [(container, copy.copy(container)) for container in (*_containers(batch), *own)]
         self._num_collectives = num_collectives()
 
@@ -130,7 +132,7 @@ class BatchStart:
                 del attributes[key]
         attributes.update(self._attributes)
         for container, before in self._containers:
-            _refill(container, before)
+            refill(container, before)
         self._buffers.put_back()
         for layer, dense_gradient in self._dense_gradients:
             layer.dense_gradient = dense_gradient
@@ -139,38 +141,12 @@ class BatchStart:
 
 
 _IMMUTABLE = (Number, str, bytes, type(None))
-_CONTAINERS = (list, dict, set, tuple, deque, defaultdict, Counter, OrderedDict)
+_OF_LIGHTNING = frozenset(name for name in vars(LightningModule()) if name.startswith("_"))
 
 
 def _is_plain(key: str, value: Any) -> bool:
     """Whether an attribute of a module is put back: exact types, as others may mind being copied."""
-    return not key.startswith("_") and (type(value) in _CONTAINERS or isinstance(value, (*_IMMUTABLE, Tensor)))
-
-
-def _nested(value: Any, most_entries: float) -> tuple[list[Any], list[Any]]:
-    """A container of the module and those in it that can change, each once: small ones, and such as are watched.
-
-    Those are larger, or lie behind too many others.
-    """
-    small: list[Any] = []
-    large: list[Any] = []
-    todo, seen, num_left = [value], set[int](), 16 * most_entries
-    while todo:
-        each = todo.pop()
-        if type(each) not in _CONTAINERS or id(each) in seen:
-            continue
-        seen.add(id(each))
-        num_left -= len(each)
-        is_small = len(each) <= most_entries and num_left >= 0
-        if type(each) is not tuple:
-            (small if is_small else large).append(each)
-        if is_small:
-            todo.extend(_values(each))
-    return small, large
-
-
-def _values(container: Any) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container
+    return key not in _OF_LIGHTNING and (type(value) in CONTAINERS or isinstance(value, (*_IMMUTABLE, Tensor)))
 
 
 def _containers(batch: Any, seen: set[int] | None = None) -> Iterator[list[Any] | dict[Any, Any]]:
@@ -191,11 +167,3 @@ def _containers(batch: Any, seen: set[int] | None = None) -> Iterator[list[Any] 
         children = (getattr(batch, f.name, None) for f in dataclasses.fields(batch))
     for child in children:
         yield from _containers(child, seen)
-
-
-def _refill(container: Any, before: Any) -> None:
-    if isinstance(container, list):
-        container[:] = before
-        return
-    container.clear()
-    (container.extend if isinstance(container, deque) else container.update)(before)

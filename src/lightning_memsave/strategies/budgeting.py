@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import is_lazy
 
+from lightning_memsave.core.copies import copied
 from lightning_memsave.core.errors import BudgetWarning, setting_error
 from lightning_memsave.core.report import Miss
 from lightning_memsave.core.units import format_bytes
@@ -51,7 +53,14 @@ STEPS_DEPEND_ON = (
     "max_steps",
 )
 """Arguments of `Trainer`; of its length, as a schedule may be as long."""
-_REFUSED = ("FSDP", "model parallel (FSDP2)", "DeepSpeed", "dataloader_iter", "torch.compile of the whole module")
+_REFUSED = (
+    "FSDP",
+    "model parallel (FSDP2)",
+    "DeepSpeed",
+    "dataloader_iter",
+    "torch.compile of the whole module",
+    "batch size finder",
+)
 
 
 class BudgetedRun:
@@ -174,11 +183,20 @@ def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: A
     """The plan for one module and batch, in the situation of a trainer that is being set up, or of none.
 
     Raises:
-        ValueError: as `make_plan`; the plain step cannot be run; parameters have no shape yet.
+        ValueError: as `make_plan`; the plain step cannot be run; parameters have no shape yet, or are not there.
     """
     if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
         raise setting_error(
             "budget", "needs parameters that have their shapes", lazy[0], "Call the module once before the fit."
+        )
+    if trainer is None:
+        module = _with_all_layers(module)
+    if not any(True for _ in module.parameters()):
+        raise setting_error(
+            "budget",
+            "needs a module whose layers are there",
+            f"{type(module).__name__} without parameters",
+            "Make them in `__init__` or `configure_model`, or let the run plan: `MemSave(budget=...)`.",
         )
     situation = _situation(module, batch, recipe, trainer)
     on_paper, by_trial = _predictors(module, batch, trainer, bool(situation.why_whole))
@@ -197,6 +215,21 @@ def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: A
             f"The step of {type(module).__name__} cannot be planned, as it cannot be run on a copy of the module: "
             f"{error}. Set techniques by hand instead of a `budget`."
         ) from error
+
+
+def _with_all_layers(module: Any) -> Any:
+    """A copy on which `configure_model` was called, as in a run before it is planned; without that hook the module."""
+    if not is_overridden("configure_model", module):
+        return module
+    module = copied(module)
+    try:
+        module.configure_model()
+    except Exception as error:  # whatever the user's code raises
+        raise ValueError(
+            f"`{type(module).__name__}.configure_model` fails outside of a run ({type(error).__name__}: {error}). "
+            "Let the run plan: `MemSave(budget=...)`."
+        ) from error
+    return module
 
 
 def _predictors(module: Any, batch: Any, trainer: Any, stays_whole: bool) -> tuple[Predict, Predict]:

@@ -65,7 +65,7 @@ def dry_run(
         warnings.simplefilter("always")
         options = {**options, "max_steps": enough_steps(options.get("max_steps", -1))}
         trainer = import_module(namespace).Trainer(callbacks=[watch], **nothing_around(namespace), **options)
-        with contextlib.suppress(_DoneError):
+        with contextlib.suppress(DoneError):
             fit(trainer, module, batch, data_module)
     watch.flags = tuple(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, _TOLD)))
     return watch
@@ -76,8 +76,8 @@ def enough_steps(max_steps: int) -> int:
     return max_steps if max_steps < 0 else max(max_steps, _MANY)
 
 
-class _DoneError(Exception):
-    """All steps are taken."""
+class DoneError(Exception):
+    """All steps are taken: ends a run before Lightning's hooks at the end of an epoch."""
 
 
 class _Batches:
@@ -171,7 +171,7 @@ def _watch_class(namespace: str) -> Any:  # noqa: C901  # one class, counted as 
             config = self._state.recipe.get(Microbatching)
             self.is_cut = self._state.loop.reduction is not None and config is not None and config.reduction == "auto"
             if self._num_batches == _NUM_STEPS[self._fake] * trainer.accumulate_grad_batches:
-                raise _DoneError
+                raise DoneError
 
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
             self._close()

@@ -129,12 +129,16 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
 
         def teardown(self) -> None:
             module = self.lightning_module
-            self.memsave.finish()
-            _remove_loop(module)
-            with pages_kept(self.optimizers):
-                super().teardown()
+            try:  # first: what gives the model back takes memory, and the device may be full
+                with pages_kept(self.optimizers):
+                    super().teardown()
+            finally:
+                self.memsave.finish()
+                _remove_loop(module)
             if self._has_fitted:
                 self.memsave.loop.warn_if_unused(module)
+            if module.trainer.interrupted:  # callbacks are not torn down then
+                release(self)
 
     MemSaveMixin.__qualname__ = "MemSaveMixin"
     return MemSaveMixin

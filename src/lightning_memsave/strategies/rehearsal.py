@@ -24,24 +24,27 @@ def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[None]:
 
     So do the containers of the batch, of which a step may take things away.
     """
-    noise = trainer.strategy.memsave.noise
-    start = BatchStart(module, None, batch=batch, noise=noise, small_bytes=math.inf, most_entries=math.inf)
+    state = trainer.strategy.memsave
+    start = BatchStart(module, None, batch=batch, noise=state.noise, small_bytes=math.inf, most_entries=math.inf)
     metrics = MergedMetrics(module)
     metrics.set_aside()
     gradients = {p: p.grad for p in module.parameters()}
     for parameter in gradients:
         parameter.grad = None
-    results = vars(trainer._results)
-    log_before = results.get("log")  # a loop of ours may have replaced it
-    module._current_fx_name, results["log"] = "training_step", lambda *_, **__: None
-    release = trainer.strategy.memsave.release
+    results, connector = vars(trainer._results), trainer._logger_connector
+    own = {name: results[name] for name in ("log", "reset") if name in results}  # a loop of ours may have replaced one
+    logged_last, module._current_fx_name = connector._current_fx, "training_step"
+    results["log"] = results["reset"] = lambda *_, **__: None
+    release = state.release
+    state.is_rehearsing = True
     try:
         with unpooled(), nullcontext() if release is None else release.rehearsed():
             yield
     finally:
-        del results["log"]
-        if log_before is not None:
-            results["log"] = log_before
+        state.is_rehearsing = False
+        del results["log"], results["reset"]
+        results.update(own)
+        connector._current_fx = logged_last
         metrics.restore()
         start.restore()
         for parameter, gradient in gradients.items():

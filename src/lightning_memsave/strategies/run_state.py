@@ -58,6 +58,8 @@ class MemSaveState:
         self._saved_sparsity: Any = None
         self._num_measures = self._num_learned = 0
         self.started = False
+        self.is_rehearsing = False
+        """Whether `training_step` runs to learn something of it: no time to plan regions."""
 
     def decided(self, trainer: Any) -> Recipe:
         """The recipe; with a budget, what its plan makes of it."""
@@ -253,7 +255,7 @@ class MemSaveState:
             if self.climb(trainer) is not None and self.loop.recovery is not None:
                 self.loop.recovery.has_new_regions = True
         scope = None if self.forward_scope is None else functools.partial(self.forward_scope.run, trainer)
-        if self.planned is not None and self.planned.is_due:
+        if self.planned is not None and self.planned.is_due and not self.is_rehearsing:
             self.planned.plan(trainer, args, scope)
         inputs = nullcontext() if self.region_inputs is None else keeping_inputs_in(self.region_inputs)
         with inputs:

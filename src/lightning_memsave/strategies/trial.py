@@ -29,7 +29,7 @@ from lightning_memsave.memory.outside import names_kept
 from lightning_memsave.memory.predict import Prediction
 from lightning_memsave.memory.verify import AllocationProfile
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.strategies.dry_run import enough_steps, fit, nothing_around, silence
+from lightning_memsave.strategies.dry_run import DoneError, enough_steps, fit, nothing_around, silence
 from lightning_memsave.strategies.mixin import adopt
 from lightning_memsave.strategies.namespaces import namespace_of
 from lightning_memsave.strategies.optimizers import most_accumulated
@@ -46,10 +46,6 @@ _NUM_TIMED = 3  # steps; the fastest counts
 
 class StepFailedError(ValueError):
     """A step cannot be taken under some settings."""
-
-
-class _DoneError(Exception):
-    """Ends a trial before Lightning's hooks at the end of an epoch."""
 
 
 class Trial:
@@ -117,7 +113,7 @@ class Trial:
             warnings.simplefilter("ignore")  # what is said of a trial would be taken for the run's
             try:
                 self._fit(steps, batch)
-            except _DoneError:
+            except DoneError:
                 pass
             except ValueError:
                 raise
@@ -193,7 +189,7 @@ class _OneStep(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.is_done = True
-        raise _DoneError
+        raise DoneError
 
 
 class _Steps(_OneStep):
@@ -245,14 +241,14 @@ class _Steps(_OneStep):
             self._profile.__exit__(None, None, None)
             self._profiled_bytes, self._profile = self._profile.peak_bytes, None
         if len(self._seconds) == _NUM_TIMED:
-            raise _DoneError
+            raise DoneError
         if step >= 4:
             return
         assert self._ledger is not None, "it was opened at the start of the step"
         self._ledger.__exit__(None, None, None)
         self._keep_highest(self._ledger.measurement, allocator.read_peak(device))
         if step == 2 and device.type != "cpu":
-            raise _DoneError
+            raise DoneError
 
     def _keep_highest(self, measured: Measurement | None, allocated: allocator.AllocatorBytes | None) -> None:
         assert measured is not None, "the ledger has been left"
@@ -261,7 +257,7 @@ class _Steps(_OneStep):
             self._highest, self._allocated = measured, allocated
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if isinstance(exception, _DoneError):
+        if isinstance(exception, DoneError):
             return
         if self._ledger is not None and self._ledger.measurement is None:
             self._ledger.__exit__(None, None, None)

@@ -20,6 +20,7 @@ from lightning_memsave.core.optimizers import (
     change_class,
     check_latest,
     check_steps_parameters_alone,
+    name_of,
     original,
     stand_in,
     state_moved,
@@ -108,7 +109,7 @@ def _in_float32(plain: Any) -> Any:
         def __getstate__(self) -> dict[str, Any]:
             return {**super().__getstate__(), _MEMORY: vars(self)[_MEMORY]}
 
-    InFloat32.__name__ = InFloat32.__qualname__ = f"{plain.__name__}InFloat32"
+    InFloat32.__name__, InFloat32.__qualname__ = plain.__name__, f"{name_of(plain)}InFloat32"
     return InFloat32
 
 

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.optimizers import name_of
 from lightning_memsave.core.report import Applied, LossClass, worst_loss_class
 from lightning_memsave.core.selection import select
 from lightning_memsave.numerics.blockwise import num_blocks
@@ -135,7 +136,7 @@ def uses_bitsandbytes(optimizer: torch.optim.Optimizer, config: OptimizerState) 
         return True
     if config.format != "8bit" or config.backend == "own" or config.gradients == "into-state":
         return False
-    if type(optimizer).__name__ in ("LAMB", "Lamb"):  # needs all of its step at once
+    if name_of(type(optimizer)) in ("LAMB", "Lamb"):  # needs all of its step at once
         return True
     on_cuda = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
     if not on_cuda or find_spec("bitsandbytes") is None:

@@ -26,6 +26,7 @@ from lightning_memsave.core.optimizers import (
     change_class,
     check_latest,
     check_steps_parameters_alone,
+    name_of,
     original,
     span_of,
     step_each,
@@ -107,7 +108,7 @@ def check_coded(optimizer: torch.optim.Optimizer, state_format: str) -> None:
     Raises:
         ValueError: an optimizer that is not known, or a setting that compares a moment with itself.
     """
-    name = type(optimizer).__name__
+    name = name_of(type(optimizer))
     check_steps_parameters_alone(optimizer, "optimizer_state")
     makes_state_at_once = ("Adagrad",) if state_format in projection.METHODS else ()
     known = [n for n in MOMENTS if n not in makes_state_at_once]
@@ -267,7 +268,7 @@ def _class_coded(plain: Any) -> Any:
                 own[PENDING] = vars(self)[PENDING]
             return {**super().__getstate__(), **own}
 
-    Coded.__name__ = Coded.__qualname__ = f"{plain.__name__}Coded"
+    Coded.__name__, Coded.__qualname__ = plain.__name__, f"{name_of(plain)}Coded"
     return Coded
 
 

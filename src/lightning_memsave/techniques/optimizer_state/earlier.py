@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.core.errors import NoEffectWarning, setting_error
-from lightning_memsave.core.optimizers import IN_BACKWARD, is_latest
+from lightning_memsave.core.optimizers import IN_BACKWARD, is_latest, name_of
 from lightning_memsave.core.report import Applied
 from lightning_memsave.techniques.optimizer_state import coded, kin
 from lightning_memsave.techniques.optimizer_state.projection import METHODS
@@ -94,7 +94,7 @@ def inherited(optimizer: torch.optim.Optimizer, *, was_asked: bool) -> Applied:
         optimizer: that has low-bit state, or is one of ours.
         was_asked: whether somebody wanted it to change; a warning says that it does not.
     """
-    name = type(optimizer).__name__
+    name = name_of(type(optimizer))
     if not is_low_bit(optimizer):  # float32, of an earlier fit with gradients that went into it
         return Applied(technique="optimizer_state", summary=f"{name} as it was")
     if was_asked:

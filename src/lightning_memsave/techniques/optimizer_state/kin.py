@@ -20,6 +20,7 @@ from lightning_memsave.core.optimizers import (
     MadeClass,
     change_class,
     check_latest,
+    name_of,
     original,
 )
 from lightning_memsave.techniques.optimizer_state.lamb import lamb_config, lamb_step
@@ -108,7 +109,7 @@ def find_kin(optimizer: torch.optim.Optimizer) -> Kin:
     Raises:
         ValueError: there is none, or a setting that the kin does not have.
     """
-    name = type(optimizer).__name__
+    name = name_of(type(optimizer))
     kin = KINS.get(_ALIASES.get(name, name))
     if kin is None:
         raise setting_error(
@@ -272,10 +273,12 @@ def _class_8bit(class_name: str) -> Any:
         "load_state_dict": load_state_dict,
         "__getstate__": getstate,
         "__module__": __name__,
+        "__qualname__": f"MemSave{class_name}",
     }
     if class_name == "LAMB8bit":
         body |= {"get_config": lamb_config(get_config), "update_step": lamb_step(base.update_step)}
-    return MadeClass(f"MemSave{class_name}", (base,), body)
+    plain_name = next(name for name, kin in KINS.items() if class_name in (kin.class_name, kin.paged_name))
+    return MadeClass(plain_name, (base,), body)
 
 
 def become_8bit(

@@ -267,7 +267,7 @@ def _last_step(config: Sparsity, num_steps: float | None) -> int:
     until = config.schedule.until
     if isinstance(until, int) or config.method == "static":
         return int(until) if isinstance(until, int) else 1
-    if num_steps is None or num_steps == float("inf"):
+    if num_steps is None or num_steps < 0 or num_steps == float("inf"):  # Lightning says -1 where it cannot tell
         raise setting_error(
             "UpdateSchedule.until",
             "must be a number of steps where the length of the run is not known",
