@@ -71,7 +71,7 @@ def test_a_first_step_is_as_long_as_adamws(shape):
 
 def test_a_column_that_the_subspace_does_not_see_stays():
     weight, optimizer = prepared((2, 40), 1)
-    stepped(weight, optimizer, torch.zeros(2, 40))
+    stepped(weight, optimizer, torch.full((2, 40), 1e-30))
     unseen = signs(optimizer, weight).flip(0) * torch.tensor([[1.0], [-1.0]])  # [2, 1], orthogonal to the signs
     gradient = torch.zeros(2, 40)
     gradient[:, :1] = unseen

@@ -281,3 +281,51 @@ def test_a_batchnorm_that_cannot_be_pooled_leaves_the_others_as_they_were(monkey
         pass
     assert model[0].momentum == 0.1
     assert not model[0]._forward_hooks
+
+
+@pytest.mark.parametrize("mode", ["ghost", "running"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_buffers_of_16_bits_are_those_of_32(dtype, mode):
+    """Deviations of many values overflow float16, and one part more changes nothing in a sum of bfloat16."""
+    x = (2 + 2 * torch.randn(2048, 3, 8, 8, generator=torch.Generator().manual_seed(0))).to(dtype)
+    norm = nn.BatchNorm2d(3, momentum=1.0)
+    expected = copy.deepcopy(norm).double()
+    expected(x.double())
+    run_parts(norm.to(dtype), x, 4, mode=mode)
+    torch.testing.assert_close(norm.running_var.double(), expected.running_var, rtol=0.01, atol=0)
+    torch.testing.assert_close(norm.running_mean.double(), expected.running_mean, rtol=0.01, atol=0)
+
+
+class Penalised(L.LightningModule):
+    """Its `training_step` calls backward, in which a region is computed again."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(2)))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].clone().requires_grad_()
+        out = self.blocks(x)
+        slope = torch.autograd.grad(out.square().sum(), x, create_graph=True)[0]
+        return out.square().mean() + slope.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_region_that_is_repeated_in_a_step_is_no_second_call():
+    found = []
+    for checkpointing in (False, "blocks"):
+        torch.manual_seed(0)
+        module, _ = fit(Microbatching(size=4, reduction="mean"), module=Penalised(), checkpointing=checkpointing)
+        found.append({name: b.clone() for name, b in module.named_buffers()})
+    for name, plain in found[0].items():
+        torch.testing.assert_close(found[1][name], plain, rtol=0, atol=0)
+
+
+def test_running_statistics_are_refused_where_nobody_pools():
+    class Manual(Penalised):
+        automatic_optimization = False
+
+    with pytest.raises(ValueError, match=r"running statistics.*manual optimization.*nobody pools"):
+        fit(Microbatching(size=4, batchnorm="running"), module=Manual())

@@ -289,6 +289,28 @@ def test_selectors_choose_the_outermost_matches(modules, expected):
     assert [n for n, m in model.named_modules() if "_checkpoint_region" in vars(m)] == expected
 
 
+class OfLists(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleList([Block(), Block()]), Block()])
+
+    def forward(self, x):
+        for block in (*self.blocks[0], self.blocks[1]):
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("modules", ["blocks", "blocks*", "ModuleList", lambda name, module: "Block" not in name])
+def test_of_a_list_that_nobody_calls_the_members_are_taken(modules):
+    model = OfLists()
+    applied = apply_checkpointing(model, Checkpointing(modules=modules))
+    assert applied.summary == "3 regions: 3 x Block"
+    with pytest.raises(ValueError, match=r"modules of the model that are called, got"):
+        apply_checkpointing(OfLists(), Checkpointing(regions=[["blocks"]]))
+    with pytest.raises(ValueError, match=r"This model has: Block \(3\)\."):
+        apply_checkpointing(OfLists(), Checkpointing(modules="Nothing"))
+
+
 def test_wrong_settings_name_what_there_is():
     with pytest.raises(ValueError, match=r"`checkpointing` must be one of 'blocks'.*got 'no-such-thing'"):
         Checkpointing.from_shorthand("no-such-thing")

@@ -134,6 +134,16 @@ def test_clipping_is_of_gradients_without_the_factor(max_norm):
     assert model[0].weight.grad[0, 0].isinf()
 
 
+def test_a_bound_beyond_float16_clips_nothing():
+    p = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    p.grad = torch.tensor([60_000.0, float("inf")], dtype=torch.float16)
+    scaling = LossScaling(2.0**16, 2000)
+    scaling.scale(torch.ones(()))
+    scaling.clip_by_value([p], 1.0)
+    assert p.grad[0] == 60_000.0
+    assert p.grad[1].isinf()
+
+
 def test_small_gradients_survive_clipping():
     """A float16 gradient of 2**-10 times a factor of 2**-16 would be zero; its step multiplies in float32."""
     p = nn.Parameter(torch.zeros(2, dtype=torch.float16))

@@ -216,3 +216,43 @@ def test_bfloat16_parameters_are_taken_as_well():
     assert model.state_dict()["0.weight"].dtype == torch.float32
     applied.undo()
     assert model[0].weight.dtype == torch.bfloat16
+
+
+class Delegates(torch.optim.Optimizer):
+    """As `ZeroRedundancyOptimizer`: the groups that step are another one's."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.optim = torch.optim.AdamW(self.param_groups[0]["params"])
+
+    def step(self, closure=None):
+        self.optim.step()
+
+
+def test_an_optimizer_that_steps_by_another_is_refused():
+    model = network()
+    with pytest.raises(ValueError, match=r"needs an optimizer that steps each parameter by itself, got 'Delegates'"):
+        apply_low_precision(model, Delegates(model.parameters()), LowPrecision())
+
+
+def test_moments_lie_as_their_weights_do_after_loading():
+    """Fused kernels go through both without a look at their strides."""
+
+    def build():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 3)).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
+        apply_optimizer_state(optimizer, OptimizerState(format="4bit"), model)  # the first keeps 32 bits
+        apply_low_precision(model, optimizer, LowPrecision())
+        return model, optimizer
+
+    model, optimizer = build()
+    run(model, optimizer, range(2))
+    saved = through_disk((model.state_dict(), optimizer.state_dict()))
+    second, resumed = build()
+    second.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    assert resumed.state[second[0].weight]["exp_avg"].stride() == second[0].weight.stride()
+    for m, o in ((model, optimizer), (second, resumed)):
+        run(m, o, range(2, 5))
+    assert torch.equal(whole(model), whole(second))

@@ -12,7 +12,13 @@ from torch import nn
 from transformers import BatchEncoding
 
 from lightning_memsave import Ledger, Microbatching, microbatches
-from lightning_memsave.techniques.microbatching import UnsplittableBatchError, batch_size, split, why_not_exact
+from lightning_memsave.techniques.microbatching import (
+    UnsplittableBatchError,
+    active_microbatching,
+    batch_size,
+    split,
+    why_not_exact,
+)
 from lightning_memsave.techniques.microbatching.reduction import infer_reduction
 from lightning_memsave.techniques.microbatching.split import cloned, take
 from tests.contracts.spec import Spec
@@ -199,3 +205,11 @@ def test_activations_shrink_by_the_ratio_of_the_sizes_to_the_byte():
 
     for size in (32, 16, 8, 1):  # Tanh's output for each sample; the loss and the weighted loss
         assert activations(size) == size * 256 * 4 * 4 + 2 * 4
+
+
+def test_another_size_has_the_other_settings_of_the_run():
+    config = Microbatching(size=4, reduction="mean", weight_fn=lambda part: part.sum())
+    x = torch.tensor([1.0, 2.0, 3.0, 2.0])
+    with active_microbatching(config, lambda num_parts: None):
+        weights = [weight for _, weight in microbatches(x, size=2)]
+    assert weights == [3 / 8, 5 / 8]

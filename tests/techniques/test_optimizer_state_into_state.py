@@ -288,6 +288,35 @@ def test_a_checkpoint_between_two_parts_continues_bit_for_bit(build, config):
     assert torch.equal(flat(model), flat(second))
 
 
+@pytest.mark.parametrize("config", [INTO, LOW_BIT["8bit"]], ids=["32bit", "8bit"])
+def test_moments_of_bfloat16_weights_are_float32_on_disk_and_bfloat16_without_us(config):
+    (_, model), (_, optimizer), applied = pair(adamw, config, torch.bfloat16)
+    train(model, optimizer, range(3), 2)
+    saved = through_disk((model.state_dict(), optimizer.state_dict()))
+    (_, second), (_, resumed), _ = pair(adamw, config, torch.bfloat16)
+    second.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    for m, o in ((model, optimizer), (second, resumed)):
+        train(m, o, range(3, 6), 2)
+    assert torch.equal(flat(model), flat(second))
+    applied.undo()
+    train(model, optimizer, range(6, 8), 1)  # torch's step takes one dtype
+    assert {optimizer.state[p]["exp_avg"].dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_whole_batches_without_us_forget_what_parts_agreed_in():
+    (_, model), (_, optimizer), _ = pair(adamw, LOW_BIT["8bit"], torch.float32)
+    train(model, optimizer, range(3), 4)
+    assert "share_of_agreement" in optimizer.state[model[0].weight]
+    second = net(torch.float32)
+    kept = adamw(second.parameters())
+    apply_optimizer_state(kept, OptimizerState(format="8bit", **ALL), second)
+    kept.load_state_dict(through_disk(optimizer.state_dict()))
+    assert "share_of_agreement" in kept.state[second[0].weight]
+    train(second, kept, range(3, 5), 1)
+    assert "share_of_agreement" not in kept.state[second[0].weight]
+
+
 def test_undo_gives_gradients_back():
     models, optimizers, applied = pair(lambda p: torch.optim.SGD(p, 0.05, momentum=0.9))
     for model, optimizer in zip(models, optimizers, strict=True):

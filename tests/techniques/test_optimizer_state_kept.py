@@ -169,3 +169,17 @@ def test_complex_gradients_do_not_end_in_state():
         apply_optimizer_state(torch.optim.AdamW(model.parameters()), config, model)
     with pytest.raises(ValueError, match="complex"):
         apply_optimizer_state(torch.optim.AdamW(model.parameters()), OptimizerState(backend="bitsandbytes"), model)
+
+
+@pytest.mark.parametrize("kind", ["small", "complex"])
+def test_what_comes_later_is_kept_by_the_same_rule(kind):
+    model = nn.Linear(128, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    apply_optimizer_state(optimizer, OptimizerState(), model)
+    late = nn.Parameter(torch.zeros(64) if kind == "small" else torch.zeros(64, 128, dtype=torch.complex64))
+    optimizer.add_param_group({"params": [late]})
+    model.weight.grad, late.grad = torch.ones_like(model.weight), torch.ones_like(late)
+    optimizer.step()
+    assert isinstance(optimizer.state[late]["exp_avg"], torch.Tensor)
+    assert optimizer.state[late]["exp_avg"].dtype == late.dtype
+    assert not isinstance(optimizer.state[model.weight]["exp_avg"], torch.Tensor)

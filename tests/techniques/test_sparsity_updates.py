@@ -463,6 +463,15 @@ def test_snip_waits_where_a_step_has_overflowed(value):
     assert torch.equal(model.head.values_index, expected[0].head.values_index)
 
 
+def test_snip_does_not_compare_scaled_gradients_with_others():
+    model, made, _ = make(setting("static", initial="snip"), "SGD")
+    model.head.values.data = model.head.values.data.half()
+    config = Sparsity(initial="snip", distribution="global", min_size=1)
+    with pytest.raises(ValueError, match=r"Sparsity.initial.*layers of float16.*got 'snip'"):
+        MaskUpdates(model, made, config)
+    MaskUpdates(model, made, Sparsity(initial="snip", min_size=1))  # layer by layer
+
+
 def test_snip_needs_gradients_after_the_step():
     model, made, updates = make(setting("static", initial="snip"), "SGD")
     backward(model, made)

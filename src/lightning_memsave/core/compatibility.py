@@ -50,6 +50,7 @@ SETTINGS = (
     "into-state gradients",
     "loss scaling",
     "out-of-memory recovery",
+    "running statistics",
 )
 """Settings of techniques that have rows of their own."""
 
@@ -190,6 +191,12 @@ COMPATIBILITY = (
         "torch.compile of the whole module",
         "its backward asks for every kept tensor at once, which raises the peak",
         "Compile the blocks one by one (`for block in blocks: block.compile()`), or set `activations=False`.",
+    ),
+    Row(
+        "running statistics",
+        "manual optimization",
+        "`microbatches(batch)` cuts inside of `training_step`, where nobody pools what BatchNorms see",
+        'Use `Microbatching(batchnorm="ghost")`.',
     ),
     Row(
         "out-of-memory recovery",

@@ -135,10 +135,10 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
             finally:
                 self.memsave.finish()
                 _remove_loop(module)
-            if self._has_fitted:
+            if module.trainer.interrupted:
+                release(self)  # callbacks are not torn down then
+            elif self._has_fitted:
                 self.memsave.loop.warn_if_unused(module)
-            if module.trainer.interrupted:  # callbacks are not torn down then
-                release(self)
 
     MemSaveMixin.__qualname__ = "MemSaveMixin"
     return MemSaveMixin

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -26,7 +26,8 @@ def select_regions(
 
     Args:
         model: the model.
-        wanted: what selects modules; the outermost that match are taken. `None`: the model's own repeated blocks.
+        wanted: what selects modules; the outermost that match are taken, of a `ModuleList` its members. `None`: the
+            model's own repeated blocks.
         explicit: regions, as names.
 
     Raises:
@@ -38,9 +39,11 @@ def select_regions(
     if wanted is None:
         found = repeated_blocks(model)
     else:
-        found = _outermost([(n, m) for n, m in model.named_modules() if n and is_selected(wanted, n, m)])
+        matching = [(n, m) for n, m in model.named_modules() if n and is_selected(wanted, n, m)]
+        found = _outermost([called for name, module in matching for called in _called(name, module)])
     if not found:
-        there_is = Counter(type(m).__name__ for n, m in model.named_modules() if n and any(m.children()))
+        called = (m for n, m in model.named_modules() if n and any(m.children()) and _is_called(m))
+        there_is = Counter(type(m).__name__ for m in called)
         blocks = ", ".join(f"{kind} ({count})" for kind, count in there_is.items()) or "no module with children"
         raise setting_error(
             "checkpointing" if wanted is None else "Checkpointing.modules",
@@ -49,6 +52,20 @@ def select_regions(
             f"This model has: {blocks}. Name one of them: `Checkpointing(modules=...)`.",
         )
     return [(name,) for name, _ in found]
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether a module has a `forward`: a `ModuleList` has none, and cannot be a region."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _called(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """A module, or of one that is never called itself what is in it."""
+    if _is_called(module):
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from _called(f"{name}.{child_name}", child)
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -67,8 +84,7 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     repeated = {kind for kind, count in Counter(type(child) for _, child in members).items() if count >= 2}
     members = [(name, child) for name, child in members if type(child) in repeated]
     blocks = [(name, child) for name, child in members if not isinstance(child, _CONTAINERS)]
-    # A ModuleList is never called itself, so it cannot be a region.
-    return _outermost(blocks or [(n, c) for n, c in members if isinstance(c, nn.Sequential)])
+    return _outermost(blocks or [(n, c) for n, c in members if _is_called(c)])
 
 
 def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
@@ -83,10 +99,10 @@ def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]
 
 def _check_explicit(model: nn.Module, regions: Sequence[Region]) -> None:
     """Raise `ValueError` unless each region names distinct modules and any two nest or are apart."""
-    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    names = {name for name, module in model.named_modules(remove_duplicate=False) if _is_called(module)}
     for region in regions:
         if not region or len(set(region)) < len(region) or not set(region) <= names:
-            raise _explicit_error("must name different modules of the model", region)
+            raise _explicit_error("must name different modules of the model that are called", region)
     for first in regions:
         for second in regions:
             common = set(first) & set(second)

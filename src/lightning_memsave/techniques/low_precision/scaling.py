@@ -118,7 +118,8 @@ class LossScaling:
         for p in parameters:
             if p.grad is not None:
                 self.fold(p)
-                p.grad.copy_(torch.where(p.grad.isfinite(), p.grad.clamp(-limit, limit), p.grad))
+                bound = min(limit, torch.finfo(p.grad.dtype).max)  # beyond which torch refuses on CPU
+                p.grad.copy_(torch.where(p.grad.isfinite(), p.grad.clamp(-bound, bound), p.grad))
 
     # ------------------------------------------------------------------ as torch's GradScaler writes it
     def state_dict(self) -> dict[str, Any]:

@@ -146,7 +146,8 @@ class Microbatching:
     @property
     def rows(self) -> tuple[str, ...]:
         """Its settings with rows of their own in the compatibility table."""
-        return ("out-of-memory recovery",) if self.size == "auto" else ()
+        recovers = ("out-of-memory recovery",) if self.size == "auto" else ()
+        return (*recovers, "running statistics") if self.batchnorm == "running" else recovers
 
     @classmethod
     def from_shorthand(cls, value: object) -> Microbatching:
@@ -274,7 +275,7 @@ def microbatches(batch: Any, size: int | None = None) -> Iterator[tuple[Any, flo
         True
     """
     active, on_use = _ACTIVE.get()
-    config = Microbatching(size=size) if size is not None else active
+    config = active if size is None else Microbatching(size=size) if active is None else active.of_size(size)
     if config is None:
         yield batch, 1.0
         return

@@ -24,6 +24,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave.vault.graph import autograd_is_running
+
 Mode = Literal["ghost", "running"]
 
 
@@ -53,6 +55,8 @@ class PooledStatistics:
 
     def __init__(self, module: Any, mode: Mode) -> None:
         self._module, self._mode, self._momentum = module, mode, module.momentum
+        # Of sums, which 16 bits cannot hold.
+        self._dtype = torch.promote_types(module.running_mean.dtype, torch.float32)
         self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers(recurse=False)]
         # For each call within a microbatch (a shared module has several): what all microbatches so far showed.
         self._seen: list[_Moments] = []
@@ -82,14 +86,15 @@ class PooledStatistics:
 
     @torch.no_grad()
     def _see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
-        if self.num_calls is None or not module.training:
+        if self.num_calls is None or not module.training or autograd_is_running():  # a region is computed again
             return
         x = (args[0] if args else kwargs["input"]).detach()  # [N, C, ...]
         count = x.numel() // x.shape[1]
         if self._mode == "ghost":
-            mean, deviations = module.running_mean.clone(), (count - 1) * module.running_var
+            mean = module.running_mean.to(self._dtype, copy=True)
+            deviations = (count - 1) * module.running_var.to(self._dtype)
         else:
-            x = x.to(module.running_mean.dtype)
+            x = x.to(self._dtype)
             variance, mean = torch.var_mean(x, [d for d in range(x.ndim) if d != 1], correction=0)
             deviations = count * variance
         seen = _Moments(count, mean, deviations)
@@ -116,8 +121,9 @@ class PooledStatistics:
             module.num_batches_tracked.add_(1)
         # `momentum=None` is a cumulative average.
         momentum = 1 / float(module.num_batches_tracked) if self._momentum is None else self._momentum
-        module.running_mean.lerp_(seen.mean, momentum)
-        module.running_var.lerp_(seen.deviations / max(seen.num_values - 1, 1), momentum)
+        variance = seen.deviations / max(seen.num_values - 1, 1)
+        for buffer, value in ((module.running_mean, seen.mean), (module.running_var, variance)):
+            buffer.copy_(buffer.to(self._dtype).lerp(value, momentum))
 
 
 class PooledBatchNorms:

@@ -222,7 +222,7 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
         keeps, restore = "paged state" if is_paged else _NAMES[config.format], become_plain
     else:
         backend, keeps, restore = "own codes", _NAMES[config.format], leave_coded
-        become_coded(optimizer, config.format, kept, rank=config.rank, is_compact=is_compact)
+        become_coded(optimizer, config.format, kept, min_size=config.min_size, rank=config.rank, is_compact=is_compact)
     num_changed = sum(_is_changed(p, config, kept) for p in parameters)
     made = memory(optimizer)
 

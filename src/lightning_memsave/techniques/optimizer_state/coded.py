@@ -34,7 +34,15 @@ from lightning_memsave.core.optimizers import (
 )
 from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.techniques.optimizer_state import into_state, layout, projection
-from lightning_memsave.techniques.optimizer_state.codecs import Noise, decode, encode, put_back, unit_of
+from lightning_memsave.techniques.optimizer_state.codecs import (
+    POSITIVE,
+    SIGNED,
+    Noise,
+    decode,
+    encode,
+    put_back,
+    unit_of,
+)
 from lightning_memsave.techniques.optimizer_state.elsewhere import fetch_ahead
 
 MEMORY = "_memsave_coded"
@@ -62,6 +70,8 @@ class Memory(Counts):
     state_format: str
     kept: set[Tensor]
     """Parameters whose state stays as it is."""
+    min_size: int
+    """Parameters of fewer elements keep theirs as well, also where they come later."""
     rank: int
     is_compact: bool
     """Whether checkpoints have codes instead of float32 moments."""
@@ -73,7 +83,9 @@ class Memory(Counts):
 
     def format_of(self, p: Tensor) -> str:
         """How the state of `p` is kept."""
-        return "32bit" if original(p) in self.kept else self.state_format
+        whole = original(p)
+        is_kept = whole in self.kept or whole.numel() < self.min_size or whole.is_complex()
+        return "32bit" if is_kept else self.state_format
 
     def unit(self, p: Tensor) -> int:
         """Whole blocks of codes, rows whose mean is kept, or all of `p`."""
@@ -155,7 +167,13 @@ def is_coded(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def become_coded(
-    optimizer: torch.optim.Optimizer, state_format: str, kept: set[Tensor], *, rank: int = 0, is_compact: bool = False
+    optimizer: torch.optim.Optimizer,
+    state_format: str,
+    kept: set[Tensor],
+    *,
+    min_size: int = 0,
+    rank: int = 0,
+    is_compact: bool = False,
 ) -> None:
     """Change the class of `optimizer`, so that every reference to it stays good; state that exists is encoded."""
     plain_class: Any = type(optimizer)
@@ -164,6 +182,7 @@ def become_coded(
         plain_class=plain_class,
         state_format=state_format,
         kept=kept,
+        min_size=min_size,
         rank=rank,
         is_compact=is_compact,
         numbers={p: number for number, p in enumerate(parameters)},
@@ -209,7 +228,9 @@ def load_state(optimizer: torch.optim.Optimizer, p: Tensor, state: dict[str, Any
 def _decoded(memory: Memory, name: str, stored: Any, p: Tensor) -> Any:
     """As the optimizer itself would hold it."""
     value = decode(memory.format_of(p), name, stored, p.shape)
-    return value if value is stored else layout.as_strided_as(value.to(p.device, p.dtype), p)
+    if value is stored and (name not in (*SIGNED, *POSITIVE) or value.dtype == p.dtype):
+        return value
+    return layout.as_strided_as(value.to(p.device, p.dtype), p)
 
 
 def _step_one(step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any], p: Tensor) -> None:
@@ -222,6 +243,8 @@ def _step_one(step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any],
         projection.step_projected(step, optimizer, group, p, memory)
         return
     state = optimizer.state.get(p, {})
+    if PENDING not in vars(optimizer):  # of a fit whose gradients went into the state: v has whole squares from now on
+        state.pop(into_state.SHARE, None)
     before = dict(state)
     if memory.state_format == "offload":
         fetch_ahead([optimizer.state.get(other, {}) for other in _next(memory, p)])
@@ -300,7 +323,11 @@ def _from_disk(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) 
     betas = layout.second_betas(optimizer.param_groups)
     for number, p in layout.numbered(optimizer, state_dict).items():
         if saved := state_dict["state"].get(number):
-            read = functools.partial(layout.read, memory.format_of(p), p=p, means=side.get("means", {}).get(number, {}))
+            # What is encoded, or what whole microbatches go into, has more than the 16 bits that a weight may have.
+            is_wide = memory.format_of(p) != "32bit" or PENDING in vars(optimizer)
+            dtype = torch.promote_types(p.dtype, torch.float32) if is_wide else p.dtype
+            means = side.get("means", {}).get(number, {})
+            read = functools.partial(layout.read, memory.format_of(p), p=p, means=means, dtype=dtype)
             plain = layout.plain_state(saved, p.shape, betas.get(p))
             state = {name: read(name, value) for name, value in plain.items()}
             load_state(optimizer, p, state)

@@ -31,7 +31,7 @@ from lightning_memsave.core.optimizers import PENDING, in_parts
 from lightning_memsave.techniques.optimizer_state.codecs import Noise, decode, put_back
 
 _MOMENTS = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq")}
-_SHARE = "share_of_agreement"
+SHARE = "share_of_agreement"
 """In a parameter's state: what its second moment has of what microbatches agree in."""
 _KEEP = 'Use `OptimizerState(gradients="keep")`'
 
@@ -164,11 +164,11 @@ def move(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, n
     if group["weight_decay"]:
         p.mul_(1 - lr * group["weight_decay"])
     start = 1 - beta2**count
-    if num_parts > 1 or _SHARE in state:
-        state[_SHARE] = beta2 * state.get(_SHARE, 1 - beta2 ** (count - 1)) + (1 - beta2) / num_parts
+    if num_parts > 1 or SHARE in state:
+        state[SHARE] = beta2 * state.get(SHARE, 1 - beta2 ** (count - 1)) + (1 - beta2) / num_parts
     size = second.div(start)
-    if _SHARE in state:
-        missing = max(0.0, 1 - state[_SHARE] / start)  # of which rounding may leave less than nothing
+    if SHARE in state:
+        missing = max(0.0, 1 - state[SHARE] / start)  # of which rounding may leave less than nothing
         size.addcmul_(first, first, value=missing / (1 - beta1**count) ** 2)
     size.sqrt_().add_(group["eps"])
     p.addcdiv_(first, size, value=-lr / (1 - beta1**count))

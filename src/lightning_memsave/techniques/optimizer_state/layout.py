@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.optimizers import original
 from lightning_memsave.numerics.kernels import dequantize_from_map
 from lightning_memsave.techniques.optimizer_state import projection
 from lightning_memsave.techniques.optimizer_state.codecs import (
@@ -82,18 +83,27 @@ def means_of(state: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
     }
 
 
-def read(state_format: str, name: str, value: Any, *, p: Tensor, means: Mapping[str, Any]) -> Any:
-    """An entry of a parameter's state on its device: what is kept where the checkpoint has that, else a tensor."""
+def read(state_format: str, name: str, value: Any, *, p: Tensor, means: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """An entry of a parameter's state on its device: what is kept where the checkpoint has that, else a tensor.
+
+    Args:
+        state_format: of the parameter.
+        name: of the entry.
+        value: as the checkpoint has it.
+        p: the parameter.
+        means: of rows and columns, that the checkpoint has beside its moments.
+        dtype: of moments that are not kept in another way.
+    """
     if not isinstance(value, (Tensor, Mapping)):
         return value
     if isinstance(value, Mapping):
         found = _as_kept(state_format, name, value, p.device)
-        return _to(decoded(value), p, name) if found is None else found
+        return _to(decoded(value), p, name, dtype) if found is None else found
     if name in means and isinstance(codec_of(state_format, name), Means):
         factored = Factored(*(mean.to(p.device) for mean in means[name]))
         if torch.equal(decode(state_format, name, factored, p.shape), value.to(p.device)):
             return factored
-    return _to(value, p, name)
+    return _to(value, p, name, dtype)
 
 
 def _as_kept(state_format: str, name: str, value: Mapping[str, Any], device: torch.device) -> Coded | Factored | None:
@@ -112,17 +122,19 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, copy=True)
 
 
-def _to(value: Tensor, p: Tensor, name: str) -> Tensor:
-    """On the device of its parameter and of its dtype, as torch does; counts and moments of a subspace stay."""
+def _to(value: Tensor, p: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """On the device of its parameter, moments in `dtype`; counts and moments of a subspace stay."""
     is_named = name in SIGNED or name in POSITIVE  # of a parameter without dimensions as well
     is_moment = value.shape == p.shape and value.is_floating_point() and (value.dim() > 0 or is_named)
     device = p.device if value.dim() or is_named else value.device
-    moved = value.to(device, p.dtype if is_moment else value.dtype, copy=True)
+    moved = value.to(device, dtype if is_moment else value.dtype, copy=True)
     return as_strided_as(moved, p) if is_moment else moved
 
 
 def as_strided_as(value: Tensor, p: Tensor) -> Tensor:
     """A moment in memory as its parameter is: fused kernels go through both without a look at their strides."""
+    whole = original(p)  # what stands in for it while state is loaded takes no memory, and has no strides
+    p = whole if whole.shape == p.shape else p
     is_same = value.stride() == p.stride() or (value.is_contiguous() and p.is_contiguous())
     if value.shape != p.shape or is_same:
         return value

@@ -83,6 +83,9 @@ def project_state(state: dict[str, Any], p: Tensor, state_format: str, rank: int
     method = METHODS[state_format]
     tensors = {n: _matrix(v).float() for n, v in state.items() if isinstance(v, Tensor) and v.shape == p.shape}
     first = next(iter(tensors.values()))
+    if not first.any():  # as Adafactor's: the first gradient finds the subspace
+        state.clear()
+        return
     kept = method.begin(first, rank, 0)
     projection = method.matrix(kept, first, rank)
     for name, moment in tensors.items():
@@ -105,8 +108,13 @@ def step_projected(
         gradient = gradient + decay * weights.float()
     state = optimizer.state[p]
     kept = state.pop(PROJECTION, None)  # an optimizer makes its state when there is none
-    if kept is None or memory.num_steps % _INTERVAL == 0:
+    decays = decay and _is_decoupled(optimizer, group)
+    if (kept is None or memory.num_steps % _INTERVAL == 0) and gradient.any():
         kept = method.begin(gradient, memory.rank, sum(memory.noise_of(p)) & 0xFFFFFFFF)
+    if kept is None:  # zeros alone, as behind a head that starts at zero, name no subspace
+        if decays:
+            p.mul_(1 - lr * decay)
+        return
     projection = method.matrix(kept, gradient, memory.rank)
     projected = _project(projection, gradient)
     small = stand_in(p, torch.zeros_like(projected))
@@ -114,7 +122,7 @@ def step_projected(
     with state_moved(optimizer, p, small):
         step_one(step, optimizer, {**group, "weight_decay": 0.0, "maximize": False}, small)
     optimizer.state[p][PROJECTION] = kept
-    if decay and _is_decoupled(optimizer, group):
+    if decays:
         p.mul_(1 - lr * decay)
     p.add_(method.update(projection, small.detach(), gradient).view(p.shape))
 

@@ -30,7 +30,8 @@ class MaskUpdates:
         average: over all ranks, of a tensor; for `"rigl"` in distributed training.
 
     Raises:
-        ValueError: the number of steps is not known; at the first update, the optimizer's state is low-bit.
+        ValueError: the number of steps is not known; SNIP is to compare layers of float16 with others; at the first
+            update, the optimizer's state is low-bit.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class MaskUpdates:
         self._threshold: float | None = None
         self.num_steps = 0
         """Steps so far."""
+        self._check_snip()
         self._watch()
 
     @torch.no_grad()
@@ -63,6 +65,17 @@ class MaskUpdates:
         num_moved = self._update() if self._is_due(self.num_steps) else 0
         self._watch()
         return num_moved
+
+    def _check_snip(self) -> None:
+        dtypes = {layer.values.dtype for layer in self._layers.values()}
+        is_scaled = torch.float16 in dtypes and len(dtypes) > 1
+        if self._config.initial == "snip" and self._config.distribution == "global" and is_scaled:
+            raise setting_error(
+                "Sparsity.initial",
+                "cannot compare layers of float16, whose gradients have the factor of the loss, with others",
+                "snip",
+                'Use `distribution="uniform"` or "erk", or no `keep_32bit` for these layers.',
+            )
 
     def join_at(self, num_steps: int) -> None:
         """Start in the middle of a run; at the latest where the last update of gradual pruning is still to come."""
