@@ -488,6 +488,6 @@ def test_compact_checkpoints_come_to_plain_optimizers_in_the_order_of_their_para
 def test_moments_of_a_number_go_to_the_device_of_their_parameter():
     p = nn.Parameter(torch.empty((), device="meta"))
     saved = {"step": torch.tensor(3.0), "exp_avg": torch.tensor(1.0, dtype=torch.float64)}
-    found = {name: read("8bit", name, value, p=p, means={}) for name, value in saved.items()}
+    found = {name: read("8bit", name, value, p=p, means={}, dtype=p.dtype) for name, value in saved.items()}
     assert (found["exp_avg"].device.type, found["exp_avg"].dtype) == ("meta", torch.float32)
     assert found["step"].device.type == "cpu"
