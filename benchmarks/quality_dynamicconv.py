@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics.text import BLEUScore
 
+from lightning_memsave import OptimizerState
 from parts import Study
 from translation import INTO_MEANS, LADDER, Subwords, dynamicconv, german_numbers, microbatch, token_batches
 from wrn import fit
@@ -59,7 +61,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "microbatch": microbatch(8),
         **LADDER["+ 8-bit moments"],
     },
+    "exact, int4": {"activations": ["exact", "int4"]},
+    "bf16": {"precision": "bf16-sr"},
+    "4-bit and factored moments": {"optimizer_state": replace(INTO_MEANS, gradients="keep")},
+    "microbatch 8, into-state": {
+        "microbatch": microbatch(8),
+        "optimizer_state": OptimizerState(format="32bit", gradients="into-state"),
+    },
 }
+"""After what composes, each of its techniques by itself."""
 
 
 class Checkpoints(Callback):
