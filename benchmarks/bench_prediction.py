@@ -100,7 +100,9 @@ class Recurrent(nn.Module):
         self.rnn = nn.LSTM(width, width, num_layers=2, batch_first=True)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.rnn(self.embed(ids))[0])
+        # Not every CPU has oneDNN's LSTM for 16 bits, which keeps other tensors: the same operations on all of them.
+        with torch.backends.mkldnn.flags(enabled=self.rnn.weight_ih_l0.dtype == torch.float32):
+            return self.head(self.rnn(self.embed(ids))[0])
 
 
 def double_conv(in_channels: int, channels: int) -> nn.Sequential:

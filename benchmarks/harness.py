@@ -52,7 +52,10 @@ def environment() -> dict[str, str]:
             line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
         ]
         cpu = names[0] if names else cpu
-    cpu = f"CPU {cpu}, {torch.backends.cpu.get_cpu_capability()}"  # on which oneDNN's workspace depends, and times
+    # On instructions depend oneDNN's workspace, and times.
+    found = torch.cpu.get_capabilities()
+    special = [name for name in ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16") if found.get(name)]
+    cpu = f"CPU {cpu}, {' '.join([torch.backends.cpu.get_cpu_capability(), *special])}"
     return {
         "commit": _commit(),
         "date": datetime.date.today().isoformat(),

@@ -150,10 +150,10 @@ def compare_methods(
 ) -> None:
     path = ROWS / f"{name}.csv"
     rows: list[dict[str, Any]] = list(csv.DictReader(path.open())) if path.exists() else []
-    schedule = UpdateSchedule(every=10)
+    moves = {"schedule": UpdateSchedule(every=10)}
     settings: list[tuple[str, float, Sparsity | None]] = [("dense", 0.0, None)]
     settings += [
-        (method, s, Sparsity(sparsity=s, method=method, schedule=schedule, distribution="erk"))
+        (method, s, Sparsity(sparsity=s, method=method, distribution="erk", **({} if method == "static" else moves)))
         for s in sparsities
         for method in METHODS
     ]

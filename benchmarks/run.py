@@ -5,8 +5,8 @@
     python benchmarks/run.py quality              # the next part of each study that trains in parts
     python benchmarks/run.py gpu                  # what says something new on CUDA; rows in results/*_cuda.csv
 
-Afterwards tracked bytes must be those of the commit, and the allocator's within half a per cent; exit status 1
-otherwise.
+Afterwards tracked bytes must be those of the commit, and the allocator's within half a per cent (where the CPU has the
+same instructions: the workspace of kernels for 16 bits depends on them); exit status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ KEY = (
     *("case", "model", "setting", "implementation", "sparsity", "microbatch", "seed"),
     *("n", "budget", "budget_bytes", "pixels", "num_train", "epochs", "num_checkpoints"),
 )
+OF_ALLOCATOR = ("allocated_bytes", "workspace_bytes", "allocation_bytes", "reserved_bytes")
 MOST_OFF = 0.005
 Row = dict[str, str]
 
@@ -88,6 +89,9 @@ def differences(before: list[Row], after: list[Row]) -> list[str]:
     ['a: peak_bytes 6, committed 5']
     >>> differences([{"setting": "a", "allocated_bytes": "1000"}], [{"setting": "a", "allocated_bytes": "1004"}])
     []
+    >>> before = {"setting": "a", "peak_bytes": "5", "allocated_bytes": "8", "device": "CPU x, AVX2"}
+    >>> differences([before], [{**before, "allocated_bytes": "6", "device": "CPU y, AVX512 avx512_bf16"}])
+    []
     >>> differences([], [{"setting": "budget 2 MiB", "budget_bytes": "9", "allocation_bytes": "10"}])
     ['budget 2 MiB 9: allocation_bytes 10 is over the budget']
     >>> differences([{"setting": "a"}, {"setting": "b"}], [{"setting": "b"}])
@@ -106,7 +110,9 @@ def differences(before: list[Row], after: list[Row]) -> list[str]:
             expected = other.get(column)
             if not column.endswith("_bytes") or not value or not expected or column in KEY:
                 continue
-            if column in ("allocated_bytes", "workspace_bytes", "allocation_bytes", "reserved_bytes"):
+            if column in OF_ALLOCATOR:
+                if _has_other_instructions(row, other):
+                    continue
                 whole = float(row.get("peak_bytes") or expected)
                 is_equal = abs(float(value) - float(expected)) <= MOST_OFF * max(whole, float(expected))
             else:
@@ -122,6 +128,12 @@ def _key(row: Row) -> tuple[str, ...]:
 
 def _name(row: Row) -> str:
     return " ".join(filter(None, _key(row)))
+
+
+def _has_other_instructions(row: Row, other: Row) -> bool:
+    """Whether both rows tell those of their CPU, behind its name, and they differ."""
+    told = [each.get("device", "").partition(", ")[2] for each in (row, other)]
+    return all(told) and told[0] != told[1]
 
 
 def _is_plan(row: Row) -> bool:
@@ -151,16 +163,20 @@ def main() -> int:
         arguments = [parts.get(name, ()) for name in names]
         outcomes = dict(zip(names, pool.map(run, names, arguments), strict=True))
     failed = [name for name, went_well in outcomes.items() if not went_well]
-    found, num_new = [], 0
+    found, num_new, num_elsewhere = [], 0, 0
     for path in sorted((HERE / "results").glob("*.csv")):
         with path.open() as file:
             rows = list(csv.DictReader(file))
         before = committed(path)
         num_new += len({_key(row) for row in rows} - {_key(row) for row in before})
+        known = {_key(row): row for row in before}
+        num_elsewhere += sum(_has_other_instructions(row, known.get(_key(row), {})) for row in rows)
         found += [f"{path.name}: {text}" for text in differences(before, rows)]
     print(*[f"failed: {name}" for name in failed], *found, sep="\n")
     print("bytes are those of the commit" if not found else f"{len(found)} figures differ from the commit", end="; ")
-    print(f"{num_new} rows are new")
+    print(f"{num_new} rows are new", end="; " if num_elsewhere else "\n")
+    if num_elsewhere:
+        print(f"{num_elsewhere} are of a CPU with other instructions, where the allocator's bytes are not compared")
     return int(bool(failed or found))
 
 

@@ -477,10 +477,13 @@ def test_layers_that_a_run_makes_are_planned_for(monkeypatch):
     monkeypatch.setattr(budgeting, "make_plan", lambda *args: found.append(args[2]) or make_plan(*args))
     batch = next(iter(data(shuffle=False)))
     module = Late("configure_model")
-    plan_training(module, batch, MemSave(budget="0.9x"))
+    memsave = MemSave(budget="0.9x")
+    plan_training(module, batch, memsave)
     assert not found[0].is_cut_exact
     assert found[0].num_blocks == 3
     assert not list(module.parameters())
+    made_for = budgeting._shapes(budgeting._with_all_layers(module))
+    assert memsave.budgeted._made_for[0] == made_for  # as a run will see it
     with pytest.raises(
         ValueError, match=r"`budget` needs a module whose layers are there, got 'Late without parameters'"
     ):
@@ -492,6 +495,18 @@ def test_layers_that_a_run_makes_are_planned_for(monkeypatch):
     module.configure_model = fails
     with pytest.raises(ValueError, match=r"configure_model` fails outside of a run \(RuntimeError: no mesh\)"):
         plan_training(module, batch, MemSave(budget="0.9x"))
+
+
+def test_modules_of_the_other_lightning_have_hooks_as_well():
+    import pytorch_lightning
+
+    class Other(pytorch_lightning.LightningModule):
+        pass
+
+    module = Other()
+    assert budgeting._with_all_layers(module) is module
+    Other.configure_model = lambda self: setattr(self, "net", torch.nn.Linear(2, 2))
+    assert len(list(budgeting._with_all_layers(Other()).parameters())) == 2
 
 
 def test_a_step_that_fails_is_named():

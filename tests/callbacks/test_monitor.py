@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
-from lightning_memsave import MemoryGrowthWarning, MemoryMonitor, MemSave, OptimizerState
+from lightning_memsave import MemoryGrowthWarning, MemoryMonitor, MemSave, MicrobatchWarning, OptimizerState
 from lightning_memsave.callbacks import monitor as monitor_module
 from lightning_memsave.core.units import format_bytes
 
@@ -47,12 +47,10 @@ def fit(model, *callbacks, **options):
         callbacks=list(callbacks),
         accelerator="cpu",
         logger=False,
-        max_epochs=1,
-        limit_val_batches=0,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"max_epochs": 1, "limit_val_batches": 0, **options},
     )
     trainer.fit(model)
     return trainer
@@ -228,3 +226,41 @@ def test_over_ranks_the_factor_is_that_of_the_one_that_needs_the_most():
     fit(Model(), baseline)
     fit(Logs(), MemoryMonitor().against(baseline.report))
     assert reductions == {"memsave/peak_bytes": "max", "memsave/factor": "min", "memsave/step_seconds": "max"}
+
+
+def test_a_baseline_that_has_not_run_is_refused():
+    with pytest.raises(ValueError, match=r"baseline` must have a measured peak, got None. Fit the baseline first"):
+        MemSave(microbatch=4).against(MemoryMonitor().report)
+
+
+def test_what_looks_after_validation_finds_the_headlines():
+    class Validated(Model):
+        def validation_step(self, batch, batch_idx):
+            self.log("val/loss", self.layer(batch).mean())
+
+        def val_dataloader(self):
+            return self.train_dataloader()
+
+    class Looks(L.Callback):
+        seen = ()
+
+        def on_validation_end(self, trainer, pl_module):
+            if not trainer.sanity_checking:
+                self.seen += (trainer.callback_metrics["memsave/peak_bytes"].item(),)
+
+    looks, monitor = Looks(), MemoryMonitor()
+    fit(Validated(), monitor, looks, limit_val_batches=1, val_check_interval=0.5)
+    assert looks.seen == (monitor.report.peak_bytes,) * 2
+
+
+def test_batches_that_were_not_cut_have_no_size_of_parts():
+    class Contrasts(Model):
+        def training_step(self, batch, batch_idx):
+            y = self.layer(batch)
+            return (y @ y.T).logsumexp(0).mean()
+
+    memsave = MemSave(microbatch=4)
+    with pytest.warns(MicrobatchWarning):
+        trainer = fit(Contrasts(), memsave)
+    assert memsave.report.microbatch_size is None
+    assert "memsave/microbatch_size" not in trainer.callback_metrics

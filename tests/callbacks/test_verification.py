@@ -12,7 +12,15 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
-from lightning_memsave import ActivationCompression, MemSave, Microbatching, OptimizerState, Sparsity, verify
+from lightning_memsave import (
+    ActivationCompression,
+    MemSave,
+    Microbatching,
+    OptimizerState,
+    Sparsity,
+    plan_training,
+    verify,
+)
 from lightning_memsave.callbacks import verification
 from lightning_memsave.strategies.loop_state import LoopState
 
@@ -210,3 +218,13 @@ def test_a_module_of_the_other_lightning():
     from pytorch_lightning.demos.boring_classes import BoringModel as OtherModel
 
     assert verify(OtherModel(), torch.ones(8, 32), MemSave(microbatch=2)).holds
+
+
+def test_a_plan_is_that_of_a_run(batch):
+    """Trials of plans are not looked at as the steps are that are compared."""
+    torch.manual_seed(0)
+    module = Net()
+    alone, ours = MemSave(budget="0.9x"), MemSave(budget="0.9x")
+    plan_training(module, batch, alone)
+    verify(module, batch, ours)
+    assert ours.plan.baseline_by_category == alone.plan.baseline_by_category

@@ -118,6 +118,12 @@ def test_a_loop_that_hides_its_optimizers_is_measured_batch_by_batch_in_the_end(
     assert measured == [258, 259]
 
 
+def speed(meter):
+    meter.end_step()
+    report = meter.report()
+    return report.step_seconds, report.samples_per_second
+
+
 def test_a_batch_without_an_end_leaves_no_ledger_behind():
     model, meter = torch.nn.Linear(2, 2), Meter(every=1)
     for _ in range(3):
@@ -127,7 +133,7 @@ def test_a_batch_without_an_end_leaves_no_ledger_behind():
     assert _get_current_dispatch_mode_stack() == []
     fresh = Meter()
     assert fresh.end() is None
-    assert fresh.pop_speed() == (None, None)
+    assert speed(fresh) == (None, None)
 
 
 def test_abandon_leaves_the_ledger_and_is_safe_at_any_time():
@@ -183,17 +189,16 @@ def test_step_seconds_are_of_the_unmeasured_steps(monkeypatch):
     monkeypatch.setattr(meter_module, "time", SimpleNamespace(perf_counter=perf_counter))
     meter = Meter(every=7)
     run = Run(meter)
-    assert meter.pop_speed() == (None, None)
+    assert speed(meter) == (None, None)
     for _ in range(3):
         run.step()
-    assert meter.pop_speed() == (None, None)
+    assert speed(meter) == (None, None)
     for _ in range(3):
         run.step()
-    assert meter.pop_speed() == (statistics.median([5, 9, 6]), None)
-    assert meter.pop_speed() == (None, None)
+    assert speed(meter) == (6, None)
     for _ in range(2):
         run.step()
-    assert meter.pop_speed() == (4, None)
+    assert speed(meter) == (statistics.median([5, 9, 6, 4]), None)  # of the run, not of its last epoch
 
 
 # ---------------------------------------------------------------------- where the allocator counts
@@ -332,8 +337,22 @@ def test_a_steps_time_is_that_of_all_its_batches(monkeypatch):
     meter = Meter()
     accumulated(Run(meter), num_steps=6, num_batches=4)
     assert meter.num_steps_measured == 2
-    assert meter.pop_speed() == (4, 4.0)
-    assert meter.pop_speed() == (None, None)
+    assert speed(meter) == (4, 4.0)
+
+
+def test_a_step_that_was_left_in_the_middle_has_no_time(monkeypatch):
+    now = itertools.count()
+    monkeypatch.setattr(meter_module.time, "perf_counter", lambda: next(now))
+    meter = Meter()
+    run = Run(meter)
+    accumulated(run, num_steps=5, num_batches=4)
+    assert meter.report().step_seconds is None  # the one before the last is the first that counts
+    meter.begin(run.model, run.optimizers, run.batch, CPU, num_updates=5, num_samples=4)
+    meter.end()
+    meter.end_step(num_updates=5)
+    assert meter.report().step_seconds == 4
+    meter.end_step(num_updates=6)
+    assert meter.report().step_seconds == statistics.median([4, 4, 1])
 
 
 def hidden(num_elements):
@@ -436,7 +455,7 @@ def test_measuring_can_be_stopped_from_elsewhere():
     assert not stop_measuring()
     assert meter.end().peak_bytes == run.base + held.nbytes  # as every process must report its steps
     assert meter.tracked is not None
-    assert meter.pop_speed() == (None, None)
+    assert speed(meter) == (None, None)
 
 
 def test_a_try_that_took_more_than_the_step_has_no_negative_category():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -11,9 +12,8 @@ import pytest
 import wandb
 
 from lightning_memsave import cli
-from lightning_memsave.core.report import CATEGORIES
+from lightning_memsave.core.report import CATEGORIES, MemoryReport
 from lightning_memsave.reporting.dashboard import build_workspace, save_workspace, write_workspace
-from lightning_memsave.reporting.wandb import _LAST, _MAXIMA
 from tests.reporting.wandb_server import serving
 
 pytest.importorskip("wandb_workspaces")
@@ -68,7 +68,9 @@ def test_panels_ask_the_questions(specification, capsys):
 def test_every_metric_of_ours_is_one_that_runs_log(specification):
     named = set(re.findall(r"memsave/[a-z_]+", json.dumps(specification)))
     assert len(named) >= 9
-    assert named <= {*_MAXIMA, *_LAST, "memsave/loss_class"}
+    figures = {f.name: 1 for f in dataclasses.fields(MemoryReport) if f.name not in ("by_category", "applied")}
+    full = MemoryReport(**{**figures, "by_category": dict.fromkeys(CATEGORIES, 1)})
+    assert named <= {*full.metrics(), "memsave/loss_class"}
 
 
 def test_less_of_a_loss_is_better(tmp_path, no_network):

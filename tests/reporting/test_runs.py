@@ -136,16 +136,16 @@ def test_table_page_csv_and_wandb_show_the_same_numbers(logged, tmp_path):
 
 
 def test_a_killed_run_keeps_its_last_figures(logged, tmp_path):
-    """The file ends in the middle of a record, before the summary and the final figures."""
+    """The file ends in the middle of a record, before the final figures."""
     folder, report, _ = logged
     content = wandb_paths(folder)[0].read_bytes()
-    cut = content.rindex(b"memsave/num_steps_measured", 0, content.index(b"memsave/loss_class"))
+    cut = content.rindex(b"memsave/num_steps_measured")  # of the last row
     (tmp_path / "run-x.wandb").write_bytes(content[:cut])
     (run,) = read_runs([tmp_path])
     assert run.report.peak_bytes == report.peak_bytes
     assert run.report.by_category == dict(report.by_category)
     assert run.report.num_steps_measured == 2
-    assert run.loss_class is None
+    assert run.loss_class == "exact"  # of the summary after the last measured step
 
 
 def test_report_survives_json():

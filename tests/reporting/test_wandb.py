@@ -141,35 +141,14 @@ def test_summary_has_the_report(run):
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "summary"),
-    [
-        ("peak_bytes", "max"),
-        *((f"peak_{category}_bytes", "max") for category in CATEGORIES),
-        ("workspace_bytes", "max"),
-        ("reserved_bytes", "max"),
-        ("factor", "last"),
-        ("step_seconds", "last"),
-        ("microbatch_size", "last"),
-        ("samples_per_second", "last"),
-        ("num_oom_recovered", "last"),
-        ("num_steps_measured", "last"),
-    ],
-)
-def test_metric_is_defined_by_its_exact_name(run, name, summary):
-    definition = run[0].metrics[f"memsave/{name}"]
-    assert definition.step_metric == "trainer/global_step"
-    assert [kind.name for kind, value in definition.summary.ListFields() if value] == [summary]
-
-
-def test_every_logged_metric_is_defined_and_no_glob_is_ours(run):
+def test_the_metrics_that_are_logged_and_no_definition_is_ours(run):
     file, _ = run
     logged = {name for row in file.history for name in row if name.startswith("memsave/")}
     charts = {name for name in logged if "_table." in name}
     assert {name.partition(".")[0] for name in charts} == {"memsave/breakdown_table", "memsave/timeline_table"}
     logged -= charts
     assert len(logged) >= 10
-    assert logged <= set(file.metrics)
+    assert not any(name.startswith("memsave/") for name in file.metrics)
     assert set(file.globs) == {"*"}  # Lightning's own
 
 
@@ -261,6 +240,35 @@ def test_run_that_raises_keeps_its_rows_and_their_maximum(tmp_path, session):
     assert file.summary["memsave/loss_class"] == "exact"
 
 
+def test_a_run_that_goes_on_has_the_figures_of_its_highest_step(tmp_path, session):
+    seen = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            seen.append(dict(trainer.logger.experiment.summary))
+
+    memsave = MemSave().against(MemoryReport(peak_bytes=2**25))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_memsave.callbacks.monitor.log_summary", lambda *arguments: None)
+        logger = wandb_logger(save_dir=str(tmp_path), offline=True)
+        L.Trainer(
+            max_epochs=1,
+            limit_val_batches=0,
+            accelerator="cpu",
+            callbacks=[memsave, Looks()],
+            logger=logger,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(OddModel())
+    assert "memsave/peak_bytes" not in seen[0]
+    assert len(seen) == 4
+    for figures in seen[2:]:
+        assert figures["memsave/peak_bytes"] == memsave.report.peak_bytes
+        assert sum(figures[f"memsave/peak_{category}_bytes"] for category in CATEGORIES) == memsave.report.peak_bytes
+        assert figures["memsave/factor"] == pytest.approx(memsave.report.factor)
+
+
 def go_online(monkeypatch, folder, api_key):
     """No account, no credentials, and a server that refuses: nothing of this reaches the network."""
     wandb.teardown()
@@ -285,11 +293,12 @@ def test_without_account_or_network_the_run_is_kept_offline(tmp_path, monkeypatc
     options = {"settings": wandb.Settings(init_timeout=1.0, silent=True)} if api_key else {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        logger = wandb_logger("fallback", save_dir=str(tmp_path), quiet=True, name="kept", **options)
+        logger = wandb_logger("fallback", save_dir=str(tmp_path), quiet=True, name="kept", log_model="all", **options)
         logger.experiment.log({"figure": 2**24 + 1})
     assert isinstance(logger, WandbLogger)
     assert len(caught) == 1
     assert "wandb sync" in str(caught[0].message)
+    assert "`log_model` needs a connection" in str(caught[0].message)
     assert str(tmp_path) in str(caught[0].message)
     assert logger.experiment.settings.mode == "offline"
     wandb.finish()

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.tuner import Tuner
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -233,3 +233,9 @@ def test_early_stopping_on_a_loss_that_is_not_a_number(memsave):
     assert trainer.current_epoch == 1
     assert stop.stopped_epoch == 0
     assert memsave.report.peak_bytes > 0
+
+
+def test_an_error_before_the_fit_begins_is_the_one_that_is_told():
+    trainer = L.Trainer(strategy="memsave", accelerator="cpu", logger=False, enable_checkpointing=False)
+    with pytest.raises(MisconfigurationException, match="You cannot pass `train_dataloader`"):
+        trainer.fit(Net(), DataLoader(TensorDataset(torch.zeros(1, 5))), datamodule=L.LightningDataModule())

@@ -291,6 +291,16 @@ def test_a_loss_that_takes_gradients_is_known_for_a_mean():
     assert "(mean loss)" in memsave.report.applied[1].summary
 
 
+@pytest.mark.parametrize("size", ["auto", 4])
+@pytest.mark.parametrize("name", ["weight_fn", "split_fn"])
+def test_a_function_that_fails_is_told_in_the_first_batch(size, name):
+    def fails(batch, size=None):
+        return batch["label"]
+
+    with pytest.raises(ValueError, match=rf"Microbatching.{name}` must work .*got .KeyError"):
+        fit(Module(), [{"x": torch.zeros(8, 4)}], MemSave(microbatch=Microbatching(size=size, **{name: fails})))
+
+
 def test_an_ambiguous_batch_runs_whole_or_is_cut_by_split_fn():
     class Weighted(Module):
         def training_step(self, batch, batch_idx):

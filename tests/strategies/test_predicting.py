@@ -299,6 +299,20 @@ def test_tensors_and_modules_are_named():
     assert largest.category in CATEGORIES
 
 
+def test_microbatches_that_nobody_makes_are_flagged():
+    class Manual(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    prediction = predict(Manual("SGD"), image_batch(), MemSave("measure", microbatch=8))
+    assert any(flag.startswith("microbatch had no effect") for flag in prediction.flags)
+
+
 def test_json_holds_everything():
     prediction = predict(Net("SGD"), image_batch(), MemSave("measure"), target="cuda")
     assert Prediction.from_dict(json.loads(prediction.to_json())) == prediction

@@ -329,3 +329,17 @@ def test_running_statistics_are_refused_where_nobody_pools():
 
     with pytest.raises(ValueError, match=r"running statistics.*manual optimization.*nobody pools"):
         fit(Microbatching(size=4, batchnorm="running"), module=Manual())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+def test_a_compiled_block_stays_in_one_piece():
+    block = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+    expected = copy.deepcopy(block)
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    run_parts(expected, x, 4)
+    with pooled_batchnorm(block) as batch:
+        block.compile(backend="eager", fullgraph=True)
+        for part in x.split(4):
+            with batch.microbatch():
+                block(part)
+    torch.testing.assert_close(block[1].running_var, expected[1].running_var, rtol=0, atol=0)

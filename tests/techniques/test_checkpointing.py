@@ -311,6 +311,20 @@ def test_of_a_list_that_nobody_calls_the_members_are_taken(modules):
         apply_checkpointing(OfLists(), Checkpointing(modules="Nothing"))
 
 
+def test_levels_that_only_hold_layers_are_no_regions():
+    model = OfLists()
+    model.blocks = nn.ModuleList(nn.Module() for _ in range(2))
+    for level in model.blocks:
+        level.block = nn.ModuleList([Block(), Block()])
+    assert [name for name, _ in repeated_blocks(model)] == [f"blocks.{i}.block.{j}" for i in (0, 1) for j in (0, 1)]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_scripted_layers_are_called():
+    model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), Block(), Block())
+    assert apply_checkpointing(model, Checkpointing(regions=[["1"]])).summary.startswith("1 region")
+
+
 def test_wrong_settings_name_what_there_is():
     with pytest.raises(ValueError, match=r"`checkpointing` must be one of 'blocks'.*got 'no-such-thing'"):
         Checkpointing.from_shorthand("no-such-thing")

@@ -213,3 +213,16 @@ def test_another_size_has_the_other_settings_of_the_run():
     with active_microbatching(config, lambda num_parts: None):
         weights = [weight for _, weight in microbatches(x, size=2)]
     assert weights == [3 / 8, 5 / 8]
+
+
+def test_parts_of_a_sum_have_no_shares():
+    x = torch.arange(5.0, requires_grad=True)
+    with active_microbatching(Microbatching(size=2, reduction="sum"), lambda num_parts: None):
+        for part, weight in microbatches(x):
+            (part.square().sum() * weight).backward()
+    assert torch.equal(x.grad, 2 * x.detach())
+
+
+def test_a_sum_has_no_use_for_weights():
+    with pytest.raises(ValueError, match=r'weight_fn` is read with reduction="auto" or "mean" alone'):
+        Microbatching(reduction="sum", weight_fn=len)

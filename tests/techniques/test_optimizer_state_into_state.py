@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_memsave import Ledger, LowPrecision, apply_low_precision
+from lightning_memsave.core import optimizers
 from lightning_memsave.techniques.optimizer_state import OptimizerState, apply_optimizer_state
 
 from .optimizer_state_subjects import flat, through_disk
@@ -304,7 +305,9 @@ def test_moments_of_bfloat16_weights_are_float32_on_disk_and_bfloat16_without_us
     assert {optimizer.state[p]["exp_avg"].dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_whole_batches_without_us_forget_what_parts_agreed_in():
+@pytest.mark.parametrize("part_numel", [2**20, 256])
+def test_whole_batches_without_us_forget_what_parts_agreed_in(part_numel, monkeypatch):
+    monkeypatch.setitem(optimizers.PART_NUMEL, "cpu", part_numel)
     (_, model), (_, optimizer), _ = pair(adamw, LOW_BIT["8bit"], torch.float32)
     train(model, optimizer, range(3), 4)
     assert "share_of_agreement" in optimizer.state[model[0].weight]

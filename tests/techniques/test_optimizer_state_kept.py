@@ -171,6 +171,19 @@ def test_complex_gradients_do_not_end_in_state():
         apply_optimizer_state(torch.optim.AdamW(model.parameters()), OptimizerState(backend="bitsandbytes"), model)
 
 
+@pytest.mark.parametrize("backend", ["own", "bitsandbytes"])
+def test_what_is_small_and_comes_later_is_kept_whoever_has_the_codes(backend):
+    model = nn.Linear(128, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    apply_optimizer_state(optimizer, OptimizerState(backend=backend), model)
+    late = nn.Parameter(torch.zeros(64))
+    optimizer.add_param_group({"params": [late]})
+    model.weight.grad, late.grad = torch.ones_like(model.weight), torch.ones_like(late)
+    optimizer.step()
+    dtypes = {t.dtype for t in optimizer.state[late].values() if isinstance(t, torch.Tensor) and t.numel() == 64}
+    assert dtypes == {torch.float32}
+
+
 @pytest.mark.parametrize("kind", ["small", "complex"])
 def test_what_comes_later_is_kept_by_the_same_rule(kind):
     model = nn.Linear(128, 64)

@@ -46,7 +46,8 @@ TARGET = torch.randint(0, 12, (6,), generator=torch.Generator().manual_seed(4))
 
 def setting(method: str, **options) -> Sparsity:
     schedule = {"every": 2, "until": 20, "fraction": 0.3} | options.pop("schedule", {})
-    return Sparsity(**({"sparsity": 0.8} | options), method=method, min_size=1, schedule=UpdateSchedule(**schedule))
+    moves = {} if method == "static" else {"schedule": UpdateSchedule(**schedule)}
+    return Sparsity(**({"sparsity": 0.8} | options), method=method, min_size=1, **moves)
 
 
 def make(config: Sparsity, optimizer: str = "AdamW"):
@@ -521,3 +522,9 @@ def test_a_graph_that_is_kept_does_not_disturb_the_next_step(method):
     optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept[0].backward()
+
+
+def test_a_pattern_that_stays_has_no_schedule():
+    with pytest.raises(ValueError, match=r"Sparsity.schedule` is read with a method by which weights move alone"):
+        Sparsity(schedule=UpdateSchedule(every=50))
+    assert Sparsity(schedule=UpdateSchedule()) == Sparsity()

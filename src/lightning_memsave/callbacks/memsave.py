@@ -179,9 +179,7 @@ class MemSave(MemoryMonitor):
         return {*recipe.rows(), *by_recovery}, set(recipe.fixed_rows())
 
     def _headlines(self) -> dict[str, float]:
-        config = self._in_force.get(Microbatching)
-        configured = {"memsave/microbatch_size": config.size} if config is not None and config.size != "auto" else {}
-        return {**super()._headlines(), **configured, **({} if self._state is None else self._state.metrics())}
+        return {**super()._headlines(), **({} if self._state is None else self._state.metrics())}
 
     def _config(self) -> dict[str, Any]:
         settings = {**self._in_force.as_dict(), "every": self._meter.every}

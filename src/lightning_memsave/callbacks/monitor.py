@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_memsave.core.errors import MemoryGrowthWarning
+from lightning_memsave.core.errors import MemoryGrowthWarning, setting_error
 from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.memory.alive import alive
 from lightning_memsave.memory.growth import GrowthWatch
@@ -22,7 +22,7 @@ from lightning_memsave.memory.meter import Meter
 from lightning_memsave.memory.predict import Prediction
 from lightning_memsave.memory.snapshot import Snapshot
 from lightning_memsave.reporting.findings import growth_text, miss_text, post_mortem_text
-from lightning_memsave.reporting.loggers import agreed, log_config, log_metrics, log_summary, of_the_largest_rank
+from lightning_memsave.reporting.loggers import agreed, log_config, log_step, log_summary, of_the_largest_rank
 from lightning_memsave.strategies.namespaces import is_compiled
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
 from lightning_memsave.strategies.ways import ways_of_training
@@ -31,7 +31,8 @@ from lightning_memsave.techniques.microbatching.split import UnsplittableBatchEr
 # Below Lightning's own logger, so that it is shown as Lightning's messages are; on every rank.
 _log = logging.getLogger("lightning.pytorch.memsave")
 
-HEADLINES = ("memsave/peak_bytes", "memsave/factor", "memsave/step_seconds")
+HEADLINES = ("memsave/peak_bytes", "memsave/factor", "memsave/step_seconds", "memsave/microbatch_size")
+_LEAST = ("memsave/factor", "memsave/microbatch_size")  # of the rank that needs the most
 _NUM_BATCHES_OF_SNAPSHOT = 3
 IN_PROGRESS_BAR = ("memsave/peak_bytes", "memsave/factor")
 
@@ -76,8 +77,6 @@ class MemoryMonitor(Callback):
         self._baseline_peak_bytes: int | None = None
         self._baseline_source: Literal["measured", "predicted"] | None = None
         self._prediction: Prediction | None = None
-        self._step_seconds: float | None = None
-        self._samples_per_second: float | None = None
         self._growth = GrowthWatch()
         self._batch: Any = None
         self._num_batches = 0
@@ -88,7 +87,12 @@ class MemoryMonitor(Callback):
 
         Returns:
             This callback.
+
+        Raises:
+            ValueError: the report is of a run that has measured nothing (yet).
         """
+        if baseline.peak_bytes is None:
+            raise setting_error("baseline", "must have a measured peak", None, "Fit the baseline first.")
         is_predicted = isinstance(baseline, Prediction)
         self._baseline_peak_bytes = baseline.peak_bytes
         self._baseline_source = "predicted" if is_predicted else "measured"
@@ -129,9 +133,7 @@ class MemoryMonitor(Callback):
         return self._leader.current if self._leader is not None else self._current
 
     def _measured(self) -> MemoryReport:
-        return dataclasses.replace(
-            self._meter.report(), step_seconds=self._step_seconds, samples_per_second=self._samples_per_second
-        )
+        return self._meter.report()
 
     # ------------------------------------------------------------------ hooks
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -145,7 +147,6 @@ class MemoryMonitor(Callback):
         # How to measure is said by the first plain monitor, beside a MemSave as well.
         settings = next((c for c in monitors if type(c) is MemoryMonitor), self)
         self._meter = Meter(settings._every, workspace=settings._workspace)
-        self._step_seconds = self._samples_per_second = None
         self._current = {}
         self._growth = GrowthWatch()
         self._batch, self._num_batches = None, 0
@@ -194,28 +195,30 @@ class MemoryMonitor(Callback):
                 step_seconds=None,
                 samples_per_second=None,
             )
-            log_metrics(trainer, step.metrics())
+            log_step(trainer, step, self.report)
             is_tracked = self._meter.tracked is not None
             if is_tracked and (growth := self._growth.observe(measured)) is not None:
                 rank_zero_warn(growth_text(growth), category=MemoryGrowthWarning)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the headlines through `self.log`, for checkpoints and sweeps; of the rank that needs the most."""
-        self._meter.abandon()  # a skipped batch has had no end
+        self._meter.end_step()
+        self._log_headlines(trainer, pl_module)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Tell those that look after validation, and do not write it down: a row of its own has it already."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._log_headlines(trainer, pl_module, logger=False)
+
+    def _log_headlines(self, trainer: Any, pl_module: Any, **options: Any) -> None:
         if self._leader is not None or trainer.barebones:
             return
-        self._note_speed()
         for name, figure in agreed(trainer, self._headlines()).items():
             # float64: `self.log` would round a Python float to float32.
             value = torch.tensor(figure, dtype=_widest(pl_module.device), device=pl_module.device)
             in_bar = name in IN_PROGRESS_BAR
-            # The factor of the rank that needs the most is the smallest.
-            reduce_fx = "min" if name == "memsave/factor" else "max"
-            pl_module.log(name, value, prog_bar=in_bar, reduce_fx=reduce_fx, sync_dist=True, batch_size=1)
-
-    def _note_speed(self) -> None:
-        seconds, rate = self._meter.pop_speed()
-        self._step_seconds, self._samples_per_second = seconds or self._step_seconds, rate or self._samples_per_second
+            reduce_fx = "min" if name in _LEAST else "max"
+            pl_module.log(name, value, prog_bar=in_bar, reduce_fx=reduce_fx, sync_dist=True, batch_size=1, **options)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stop measuring a batch that Lightning skipped."""
@@ -247,7 +250,7 @@ class MemoryMonitor(Callback):
             self._has_figures_to_log = False
             try:
                 with contextlib.suppress(Exception):  # a device that has failed has no clock
-                    self._note_speed()
+                    self._meter.end_step(trainer.global_step)
                 if self.report.peak_bytes is not None:
                     log_summary(trainer, self.report)
             except Exception as error:  # the run's own error is the one to be raised

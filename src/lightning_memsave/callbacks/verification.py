@@ -94,8 +94,9 @@ class _FirstStep(L.Callback):
 
         @functools.wraps(configure)
         def watched() -> Any:  # once all layers are there, and before anybody's hooks free gradients
+            is_copy = getattr(pl_module, "_trainer", None) is not trainer  # for a plan
             for name, p in pl_module.named_parameters():
-                if p.requires_grad:
+                if p.requires_grad and not is_copy:
                     p.register_post_accumulate_grad_hook(functools.partial(self._keep, trainer, name))
             return configure()
 

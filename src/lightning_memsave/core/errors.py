@@ -28,12 +28,20 @@ def check_unused(config: Any, names: str, needed: str) -> None:
     Raises:
         ValueError: one of them is not its default.
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    defaults = defaults_of(config)
     for name in names.split():
         if (value := getattr(config, name)) != defaults[name]:
             raise setting_error(
                 f"{type(config).__name__}.{name}", f"is read with {needed} alone", value, f"Leave `{name}` out."
             )
+
+
+def defaults_of(config: Any) -> dict[str, Any]:
+    """What the fields of a dataclass are by default, by name."""
+    return {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(config)
+    }
 
 
 class BudgetTooSmallError(ValueError):

@@ -261,6 +261,8 @@ def in_parts(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[Tensor]:
             latest[name] = _joined(latest.get(name), value, part, p)
     if latest:  # SGD without momentum keeps nothing
         optimizer.state[p].update(latest)
+    for name in at_first.keys() - after.keys():
+        del optimizer.state[p][name]
 
 
 def _part_numel(optimizer: torch.optim.Optimizer, p: Tensor) -> int:

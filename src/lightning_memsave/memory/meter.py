@@ -13,6 +13,7 @@ import dataclasses
 import statistics
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import torch
@@ -27,6 +28,7 @@ from lightning_memsave.vault.compiled import compiled_regions
 
 _FIRST_MEASURED = (2, 3)
 _LONGEST_STEP = 256  # batches
+_MOST_TIMED = 10_000  # steps
 
 
 class Meter:
@@ -58,10 +60,9 @@ class Meter:
         self._stop: Callable[[], Seconds] | None = None  # of this batch's stopwatch
         self._is_timed = True  # nothing is measured in this step
         self._batches: list[tuple[Seconds, int | None]] = []  # seconds and samples, of this step
-        self._seconds: list[float] = []
-        self._unread: tuple[Seconds, ...] = ()  # of the latest step in `_num_samples_of`
+        self._speeds: deque[tuple[float, int | None]] = deque(maxlen=_MOST_TIMED)  # seconds and samples, of each step
+        self._unread: tuple[tuple[Seconds, ...], int | None] | None = None  # the latest step
         self._num_samples: int | None = None
-        self._num_samples_of: list[int | None] = []  # of the steps in `_seconds`
         self._peak: Measurement | None = None
         self._reserved_bytes: int | None = None
         self.num_steps_measured, self._last_measured = 0, 0
@@ -134,15 +135,15 @@ class Meter:
     def _end_step(self) -> None:
         if self._is_timed and self._num_steps > 1 and self._batches:
             self._read_seconds()
-            self._unread, num_samples = zip(*self._batches, strict=True)
-            self._num_samples_of.append(None if None in num_samples else sum(num_samples))
+            taken, num_samples = zip(*self._batches, strict=True)
+            self._unread = taken, None if None in num_samples else sum(num_samples)
         self._is_timed, self._batches = True, []
 
     def _read_seconds(self) -> None:
-        """One step late, so that a device has one in hand while it is asked about the one before."""
-        if self._unread:
-            self._seconds.append(sum(taken() for taken in self._unread))
-            self._unread = ()
+        """Wait for the latest step: when the next one has ended, so that a device has work while it is asked."""
+        if self._unread is not None:
+            (taken, num_samples), self._unread = self._unread, None
+            self._speeds.append((sum(seconds() for seconds in taken), num_samples))
 
     @property
     def scheduled_bytes(self) -> int | None:
@@ -221,17 +222,18 @@ class Meter:
         ledger.__exit__(None, None, None)
         return ledger.measurement
 
-    def pop_speed(self) -> tuple[float | None, float | None]:
-        """Median wall time and samples per second of the unmeasured steps since the last call.
+    def end_step(self, num_updates: int | None = None) -> None:
+        """No batch follows that would belong to the step, which counts among those that are timed.
 
-        Each is `None` when there were no such steps, or when nobody said how many samples they had.
+        Args:
+            num_updates: how often optimizers have stepped, where the run has broken off: what has not come to its
+                update has no time.
         """
-        self._end_step()
+        is_whole = num_updates is None or (self._stop is None and num_updates != self._num_updates)
+        self.abandon()  # a skipped batch has had no end
+        if is_whole:
+            self._end_step()
         self._read_seconds()
-        seconds, num_samples = self._seconds, self._num_samples_of
-        self._seconds, self._num_samples_of = [], []
-        rates = [n / each for n, each in zip(num_samples, seconds, strict=True) if n is not None]
-        return (statistics.median(seconds) if seconds else None, statistics.median(rates) if rates else None)
 
     @property
     def highest(self) -> Measurement | None:
@@ -239,10 +241,19 @@ class Meter:
         return self._peak
 
     def report(self) -> MemoryReport:
-        """The highest peak so far, as the part of a report that the meter knows."""
+        """The highest peak so far, as the part of a report that the meter knows.
+
+        Times are medians of the steps that were not measured; samples per second only where each batch told its own.
+        """
+        rates = [n / seconds for seconds, n in self._speeds if n is not None]
+        speed = MemoryReport(
+            step_seconds=statistics.median(seconds for seconds, _ in self._speeds) if self._speeds else None,
+            samples_per_second=statistics.median(rates) if rates else None,
+        )
         if self._peak is None:
-            return MemoryReport()
-        return MemoryReport(
+            return speed
+        return dataclasses.replace(
+            speed,
             peak_bytes=self._peak.peak_bytes,
             by_category=dict(self._peak.by_category),
             workspace_bytes=self._workspace_bytes,

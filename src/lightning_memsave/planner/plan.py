@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.errors import defaults_of, setting_error
 from lightning_memsave.core.report import LOSS_CLASSES, LossClass
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.planner.recipes import Recipe
@@ -203,18 +203,11 @@ def _step_lines(step: PlanStep) -> list[str]:
 
 def _settings(config: Any) -> dict[str, Any]:
     """What of a Config is not as by default, as plain values."""
-    default = {
-        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in _f(config)
-    }
     return {
-        name: _plain(f"{type(config).__name__}.{name}", value)
-        for name, value in ((f.name, getattr(config, f.name)) for f in _f(config))
-        if value != default[name]
+        name: _plain(f"{type(config).__name__}.{name}", getattr(config, name))
+        for name, default in defaults_of(config).items()
+        if getattr(config, name) != default
     }
-
-
-def _f(config: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(config)
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -20,12 +20,11 @@ def _global_step(trainer: Any) -> int:
 
 
 def log_config(trainer: Any, config: Mapping[str, Any]) -> None:
-    """Record the resolved settings where a logger keeps a configuration, and declare our metrics."""
+    """Record the resolved settings where a logger keeps a configuration."""
     if not trainer.is_global_zero:
         return
     for logger in trainer.loggers:
         if wandb.is_wandb(logger):
-            wandb.declare_metrics(logger.experiment)
             wandb.record_config(logger.experiment, config)
         elif trainer.enable_autolog_hparams:
             # With the run's own: TensorBoard shows the first that it is told, and Lightning tells them after this.
@@ -47,6 +46,18 @@ def log_metrics(trainer: Any, metrics: Mapping[str, float]) -> None:
         logger.log_metrics(dict(metrics), step=_global_step(trainer))
 
 
+def log_step(trainer: Any, step: MemoryReport, report: MemoryReport) -> None:
+    """A row for a measured step, after which wandb's summary, which follows rows, has those of the whole run again."""
+    log_metrics(trainer, step.metrics())
+    _record_summary(trainer, report)
+
+
+def _record_summary(trainer: Any, report: MemoryReport) -> None:
+    for logger in trainer.loggers if trainer.is_global_zero else ():
+        if wandb.is_wandb(logger):
+            wandb.record_summary(logger.experiment, report)
+
+
 def log_summary(trainer: Any, report: MemoryReport) -> None:
     """The final figures, and one line on the terminal."""
     measured = {"memsave/num_steps_measured": report.num_steps_measured} if report.num_steps_measured else {}
@@ -55,7 +66,7 @@ def log_summary(trainer: Any, report: MemoryReport) -> None:
         for logger in trainer.loggers:
             if wandb.is_wandb(logger):
                 wandb.record_charts(logger.experiment, report, _global_step(trainer))
-                wandb.record_summary(logger.experiment, report)
+    _record_summary(trainer, report)
     rank_zero_info(one_line(report))
 
 

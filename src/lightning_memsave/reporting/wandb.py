@@ -7,24 +7,10 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_memsave.core.report import CATEGORIES, MemoryReport
+from lightning_memsave.core.report import MemoryReport
 
 STEP_METRIC = "trainer/global_step"
 BREAKDOWN, TIMELINE = "memsave/breakdown", "memsave/timeline"  # wandb adds `_table` for what they are drawn from
-_MAXIMA = (
-    "memsave/peak_bytes",
-    *(f"memsave/peak_{category}_bytes" for category in CATEGORIES),
-    "memsave/workspace_bytes",
-    "memsave/reserved_bytes",
-)
-_LAST = (
-    "memsave/factor",
-    "memsave/step_seconds",
-    "memsave/samples_per_second",
-    "memsave/microbatch_size",
-    "memsave/num_oom_recovered",
-    "memsave/num_steps_measured",
-)
 
 
 def is_wandb(logger: object) -> bool:
@@ -60,8 +46,9 @@ def wandb_logger(
         _ = logger.experiment
     except (wandb.errors.UsageError, wandb.errors.CommError) as error:
         reason = str(error).partition("\n")[0]
+        left_out = " `log_model` needs a connection and is left out." if options.pop("log_model", False) else ""
         rank_zero_warn(
-            f"wandb is not reachable ({reason}). The run is kept offline in {save_dir}; upload: `wandb sync`."
+            f"wandb is not reachable ({reason}). The run is kept offline in {save_dir}; upload: `wandb sync`.{left_out}"
         )
         return _offline_logger(project, save_dir, options)
     return logger
@@ -72,16 +59,6 @@ def _offline_logger(project: str, save_dir: str, options: Mapping[str, Any]) -> 
     from lightning.pytorch.loggers import WandbLogger
 
     return WandbLogger(project=project, save_dir=save_dir, offline=True, **{**options, "mode": "offline"})
-
-
-def declare_metrics(run: Any) -> None:
-    """Say how each metric is summarised: peaks by their maximum, the rest by the last value.
-
-    By exact name, because Lightning declares `*` first and wandb ignores the summary of any later glob.
-    """
-    for names, summary in ((_MAXIMA, "max"), (_LAST, "last")):
-        for name in names:
-            run.define_metric(name, step_metric=STEP_METRIC, summary=summary)
 
 
 def record_config(run: Any, config: Mapping[str, Any]) -> None:
@@ -111,7 +88,7 @@ def record_charts(run: Any, report: MemoryReport, step: int) -> None:
 
 
 def record_summary(run: Any, report: MemoryReport) -> None:
-    """The final figures, and what was applied, under their own names in the run's summary."""
+    """The figures so far, and what was applied, under their own names in the run's summary."""
     source = {} if report.factor is None else {"memsave/baseline_source": report.baseline_source}
     run.summary.update(
         {

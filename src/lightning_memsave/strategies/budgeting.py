@@ -11,6 +11,7 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.ddp import bytes_on_top
 from lightning_memsave.strategies.first_batch import first_batch, samples_of, samples_per_batch
+from lightning_memsave.strategies.namespaces import namespace_of
 from lightning_memsave.strategies.optimizers import most_accumulated
 from lightning_memsave.strategies.part_of_batch import as_if_whole, rest_bytes, two_microbatches
 from lightning_memsave.strategies.predicting import Predictor
@@ -117,6 +119,7 @@ class BudgetedRun:
     def plan_for(self, module: Any, batch: Any) -> Plan:
         """The plan for a module and a batch outside of a run; with a plan instead of a budget, that."""
         if self._budget is not None:
+            module = _with_all_layers(module)
             self.plan = plan_for(module, batch, self._budget, self._recipe)
             self._made_for = (_shapes(module), samples_of(batch), "32-true", 1, "cpu", 1)
         assert self.plan is not None, "without a budget there is a plan"
@@ -189,8 +192,6 @@ def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: A
         raise setting_error(
             "budget", "needs parameters that have their shapes", lazy[0], "Call the module once before the fit."
         )
-    if trainer is None:
-        module = _with_all_layers(module)
     if not any(True for _ in module.parameters()):
         raise setting_error(
             "budget",
@@ -219,7 +220,7 @@ def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: A
 
 def _with_all_layers(module: Any) -> Any:
     """A copy on which `configure_model` was called, as in a run before it is planned; without that hook the module."""
-    if not is_overridden("configure_model", module):
+    if not is_overridden("configure_model", module, import_module(namespace_of(module)).LightningModule):
         return module
     module = copied(module)
     try:

@@ -171,6 +171,7 @@ def _watch_class(namespace: str) -> Any:  # noqa: C901  # one class, counted as 
             config = self._state.recipe.get(Microbatching)
             self.is_cut = self._state.loop.reduction is not None and config is not None and config.reduction == "auto"
             if self._num_batches == _NUM_STEPS[self._fake] * trainer.accumulate_grad_batches:
+                self._state.loop.warn_if_unused(pl_module)
                 raise DoneError
 
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

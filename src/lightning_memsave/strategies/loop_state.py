@@ -48,7 +48,7 @@ class LoopState:
         """What of the loss forbids to cut its batches, once one was to be cut."""
         self._applied: Applied | None = None
         self._has_seen_draws = False
-        self._given_up = self._warned = self._warned_of_parts = False
+        self._given_up = self._warned = self._warned_of_parts = self._has_tried = False
         self._num_whole = 0
 
     @property
@@ -76,6 +76,9 @@ class LoopState:
         whole: list[tuple[Any, float]] = [(batch, 0)]
         if self.microbatching is None:
             return whole
+        if not self._has_tried:
+            self._has_tried = True
+            self.microbatching.try_functions(batch)
         config, parts = self.microbatching, whole
         if not self._given_up:
             try:

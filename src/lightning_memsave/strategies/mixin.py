@@ -135,7 +135,8 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
             finally:
                 self.memsave.finish()
                 _remove_loop(module)
-            if module.trainer.interrupted:
+            trainer = getattr(module, "_trainer", None)  # none yet where the fit was refused before it began
+            if trainer is None or trainer.interrupted:
                 release(self)  # callbacks are not torn down then
             elif self._has_fitted:
                 self.memsave.loop.warn_if_unused(module)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_memsave.core.errors import setting_error
@@ -56,6 +57,8 @@ def select_regions(
 
 def _is_called(module: nn.Module) -> bool:
     """Whether a module has a `forward`: a `ModuleList` has none, and cannot be a region."""
+    if isinstance(module, torch.jit.ScriptModule):  # whose class has none to look at
+        return True
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -79,12 +82,12 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, container in model.named_modules()
         if isinstance(container, _CONTAINERS)
         for child_name, child in container.named_children()
-        if any(child.children())
+        if any(child.children()) and _is_called(child)
     ]
     repeated = {kind for kind, count in Counter(type(child) for _, child in members).items() if count >= 2}
     members = [(name, child) for name, child in members if type(child) in repeated]
     blocks = [(name, child) for name, child in members if not isinstance(child, _CONTAINERS)]
-    return _outermost(blocks or [(n, c) for n, c in members if _is_called(c)])
+    return _outermost(blocks or members)
 
 
 def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -101,6 +101,8 @@ class Microbatching:
                 self.reduction,
                 "Use `weight_fn` for others.",
             )
+        if self.reduction == "sum":
+            check_unused(self, "weight_fn", 'reduction="auto" or "mean"')
         self._check_batchnorm()
         self._check_recovery()
 
@@ -183,6 +185,27 @@ class Microbatching:
         """
         return batch_size(batch) if self.split_fn is None else len(self.split_fn(batch, 1))
 
+    def try_functions(self, batch: Any) -> None:
+        """Call `weight_fn` and `split_fn` now: with `"auto"` they would be needed when memory has run out.
+
+        Raises:
+            ValueError: one of them has failed.
+        """
+        size = 1 if self.size == "auto" else self.size
+        for name, function, arguments in (("weight_fn", self.weight_fn, ()), ("split_fn", self.split_fn, (size,))):
+            try:
+                if function is not None:
+                    function(batch, *arguments)
+            except UnsplittableBatchError:
+                pass  # which is an answer: the batch is run whole
+            except Exception as error:
+                raise setting_error(
+                    f"Microbatching.{name}",
+                    "must work with the batches of the run",
+                    f"{type(error).__name__}: {error}",
+                    "It failed for the first of them.",
+                ) from error
+
     def _num_samples(self, part: Any) -> float:
         try:
             return float(batch_size(part))
@@ -256,15 +279,16 @@ def active_microbatching(config: Microbatching | None, on_use: Callable[[int], N
 def microbatches(batch: Any, size: int | None = None) -> Iterator[tuple[Any, float]]:
     """Microbatches with weights, for loops that call backward themselves (manual optimization, plain torch).
 
-    For a loss that is a mean over samples, `backward(loss(part) * weight)` for each part gives the gradient of the
-    whole batch.
+    For a loss that is a mean over samples (a sum, with `Microbatching(reduction="sum")`), `backward(loss(part) *
+    weight)` for each part gives the gradient of the whole batch.
 
     Args:
         batch: tensors that share their first dimension, in any nest of containers.
         size: samples per microbatch; by default what `MemSave(microbatch=...)` says, else the whole batch at once.
 
     Yields:
-        The microbatch (views, no copy) and its weight; weights add up to 1. One without weight is left out.
+        The microbatch (views, no copy) and its weight; weights add up to 1, or are 1 each with `reduction="sum"`. One
+        without weight is left out.
 
     Example:
         >>> import torch
@@ -281,6 +305,7 @@ def microbatches(batch: Any, size: int | None = None) -> Iterator[tuple[Any, flo
         return
     parts = config.parts(batch)
     on_use(len(parts))
-    for (part, _), weight in zip(parts, config.weights(parts, "mean"), strict=True):
+    reduction: Literal["mean", "sum"] = "sum" if config.reduction == "sum" else "mean"
+    for (part, _), weight in zip(parts, config.weights(parts, reduction), strict=True):
         if weight:
             yield part, weight

@@ -86,7 +86,9 @@ class PooledStatistics:
 
     @torch.no_grad()
     def _see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
-        if self.num_calls is None or not module.training or autograd_is_running():  # a region is computed again
+        # Where a backward goes on inside, a region is computed again; compiled blocks have no such backward.
+        is_repeated = not torch.compiler.is_compiling() and autograd_is_running()
+        if self.num_calls is None or not module.training or is_repeated:
             return
         x = (args[0] if args else kwargs["input"]).detach()  # [N, C, ...]
         count = x.numel() // x.shape[1]

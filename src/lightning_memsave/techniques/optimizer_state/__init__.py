@@ -218,7 +218,14 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
     is_compact = config.checkpoint == "compact"
     if uses_bitsandbytes(optimizer, config):
         backend, is_paged = "bitsandbytes", config.format == "paged"
-        become_8bit(optimizer, find_kin(optimizer), kept, is_paged=is_paged, is_compact=is_compact)
+        become_8bit(
+            optimizer,
+            find_kin(optimizer),
+            kept,
+            min_size=config.min_size,
+            is_paged=is_paged,
+            is_compact=is_compact,
+        )
         keeps, restore = "paged state" if is_paged else _NAMES[config.format], become_plain
     else:
         backend, keeps, restore = "own codes", _NAMES[config.format], leave_coded

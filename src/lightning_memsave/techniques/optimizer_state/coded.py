@@ -324,7 +324,7 @@ def _from_disk(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) 
     for number, p in layout.numbered(optimizer, state_dict).items():
         if saved := state_dict["state"].get(number):
             # What is encoded, or what whole microbatches go into, has more than the 16 bits that a weight may have.
-            is_wide = memory.format_of(p) != "32bit" or PENDING in vars(optimizer)
+            is_wide = memory.format_of(p) not in ("32bit", "offload") or PENDING in vars(optimizer)
             dtype = torch.promote_types(p.dtype, torch.float32) if is_wide else p.dtype
             means = side.get("means", {}).get(number, {})
             read = functools.partial(layout.read, memory.format_of(p), p=p, means=means, dtype=dtype)

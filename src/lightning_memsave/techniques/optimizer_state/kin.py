@@ -204,6 +204,8 @@ class Memory:
     """State in managed memory, by parameter and name."""
     is_compact: bool = False
     """Whether checkpoints have codes instead of float32 moments."""
+    min_size: int = 0
+    """Elements below which a parameter that comes later keeps float32 state."""
 
     @property
     def kin(self) -> Kin:
@@ -219,25 +221,28 @@ def memory_of(optimizer: torch.optim.Optimizer) -> Memory:
 
 
 @functools.cache
-def _class_8bit(class_name: str) -> Any:
+def _class_8bit(names: tuple[str, str]) -> Any:
+    """By the names of bitsandbytes' class and of the plain one."""
     import logging
 
     # The only place that imports bitsandbytes. On some CPUs it warns about an inference kernel that nothing here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes
 
+    class_name, plain_name = names
     base = getattr(bitsandbytes.optim, class_name)
 
     def get_config(self: Any, gindex: int, pindex: int, group: Mapping[str, Any]) -> dict[str, Any]:
         """Bitsandbytes' settings of one parameter, read from torch's own group, so that schedulers steer both."""
-        memory = memory_of(self)
+        memory, p = memory_of(self), group["params"][pindex]
+        is_kept = original(p) in memory.kept or original(p).numel() < memory.min_size
         weight_decay, lr = float(group["weight_decay"]), float(group["lr"])
         return {
             "betas": memory.kin.betas(group),
             "eps": float(group.get("eps", 0.0)),
             "weight_decay": weight_decay,
             "lr": lr,
-            "optim_bits": 32 if memory.is_paged or original(group["params"][pindex]) in memory.kept else 8,
+            "optim_bits": 32 if memory.is_paged or is_kept else 8,
             "min_8bit_size": 0,
             "max_unorm": 0.0,
             "skip_zeros": False,
@@ -265,7 +270,7 @@ def _class_8bit(class_name: str) -> Any:
 
     body: dict[str, Any] = {
         "made_by": staticmethod(_class_8bit),
-        "made_from": class_name,
+        "made_from": names,
         "memory_name": MEMORY,
         "get_config": get_config,
         "get_state_buffer": get_state_buffer,
@@ -277,19 +282,24 @@ def _class_8bit(class_name: str) -> Any:
     }
     if class_name == "LAMB8bit":
         body |= {"get_config": lamb_config(get_config), "update_step": lamb_step(base.update_step)}
-    plain_name = next(name for name, kin in KINS.items() if class_name in (kin.class_name, kin.paged_name))
     return MadeClass(plain_name, (base,), body)
 
 
 def become_8bit(
-    optimizer: torch.optim.Optimizer, kin: Kin, kept: set[Tensor], *, is_paged: bool = False, is_compact: bool = False
+    optimizer: torch.optim.Optimizer,
+    kin: Kin,
+    kept: set[Tensor],
+    *,
+    min_size: int = 0,
+    is_paged: bool = False,
+    is_compact: bool = False,
 ) -> None:
     """Change the class of `optimizer`, so that every reference to it (schedulers, the trainer) stays good."""
     from lightning_memsave.techniques.optimizer_state.conversion import load_plain_state
 
     class_name = kin.paged_name if is_paged else kin.class_name
     assert class_name is not None, "checked by `check_paged`"
-    kin_class = _class_8bit(class_name)
+    kin_class = _class_8bit((class_name, type(optimizer).__name__))
     placeholder = torch.nn.Parameter(torch.zeros(1))
     arguments = {"momentum": 0.9} if kin.class_name == "SGD8bit" else {}
     donor = kin_class([placeholder], lr=1e-3, **arguments)
@@ -305,6 +315,7 @@ def become_8bit(
         scales_itself=scales_itself,
         is_paged=is_paged,
         is_compact=is_compact,
+        min_size=min_size,
     )
     change_class(optimizer, kin_class)
     vars(optimizer).update({k: v for k, v in vars(donor).items() if k not in plain_attributes})

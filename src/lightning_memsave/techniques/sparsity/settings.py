@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.errors import check_unused, setting_error
 from lightning_memsave.techniques.sparsity.patterns import Modules, group_of
 
 METHODS = ("static", "gradual", "set", "rigl", "dsr")
@@ -82,6 +82,8 @@ class Sparsity:
                     getattr(self, name),
                     f"The default is {known[0]!r}.",
                 )
+        if self.method == "static":
+            check_unused(self, "schedule", "a method by which weights move")
         if self.group is not None and (self.method, self.distribution) != ("static", "uniform"):
             raise setting_error(
                 "Sparsity.sparsity",
