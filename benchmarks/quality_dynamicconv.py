@@ -68,8 +68,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "microbatch": microbatch(8),
         "optimizer_state": OptimizerState(format="32bit", gradients="into-state"),
     },
+    "microbatch 8, 4-bit and factored moments, into-state": {
+        "microbatch": microbatch(8),
+        "optimizer_state": INTO_MEANS,
+    },
 }
-"""After what composes, each of its techniques by itself."""
+"""After what composes, each of its techniques by itself, and two that meet: moments are rounded for each microbatch."""
 
 
 class Checkpoints(Callback):
