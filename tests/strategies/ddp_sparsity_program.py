@@ -75,8 +75,8 @@ def train(config, strategy="ddp", callbacks=(), **slots):
 
 
 def setting(method, **options):
-    schedule = UpdateSchedule(every=3, until=1.0)
-    return Sparsity(method=method, min_size=100, schedule=schedule, **{"sparsity": 0.9, **options})
+    moves = {} if method == "static" else {"schedule": UpdateSchedule(every=3, until=1.0)}
+    return Sparsity(method=method, min_size=100, **moves, **{"sparsity": 0.9, **options})
 
 
 def main() -> None:

@@ -291,6 +291,19 @@ def test_a_loss_that_takes_gradients_is_known_for_a_mean():
     assert "(mean loss)" in memsave.report.applied[1].summary
 
 
+def test_layers_that_pack_their_weights_in_eval_mode_are_not_asked_to():
+    class Packs(nn.Linear):
+        support_avx512bf16_for_cpu = True  # as bitsandbytes' layers of 4 bits
+
+        def forward(self, x):
+            assert self.training
+            return super().forward(x)
+
+    module = Module()
+    module.net = nn.Sequential(nn.Flatten(), Packs(5, 3))
+    fit(module, [(torch.zeros(8, 5), torch.zeros(8, dtype=torch.long))], MemSave(microbatch=4))
+
+
 @pytest.mark.parametrize("size", ["auto", 4])
 @pytest.mark.parametrize("name", ["weight_fn", "split_fn"])
 def test_a_function_that_fails_is_told_in_the_first_batch(size, name):

@@ -93,9 +93,8 @@ def fit(memsave, module=None, ckpt=None, epochs=2, callbacks=(), **options):
 
 
 def setting(method="set", sparsity=0.75, every=2, until=1.0, **options) -> Sparsity:
-    return Sparsity(
-        sparsity=sparsity, method=method, min_size=64, schedule=UpdateSchedule(every=every, until=until), **options
-    )
+    moves = {} if method == "static" else {"schedule": UpdateSchedule(every=every, until=until)}
+    return Sparsity(sparsity=sparsity, method=method, min_size=64, **moves, **options)
 
 
 def equal(first, second) -> bool:

@@ -124,7 +124,7 @@ def _run(
     L.seed_everything(config.seed, verbose=False)
     module = ImageClassifier(WideResNet())
     memsave = MemSave(**settings)
-    if baseline is not None:
+    if baseline is not None and baseline.peak_bytes is not None:
         memsave.against(baseline)
     logger: Any = False
     if config.wandb:

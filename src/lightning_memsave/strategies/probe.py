@@ -85,7 +85,7 @@ def infer_module_reduction(
         return infer_reduction(lambda part: losses[id(part)], whole, weighted, tolerance)
 
     with without_a_trace(trainer, module, batch):
-        module.eval()
+        _evaluate(module)
         try:
             found = _without_graph(find)
         except Exception as error:  # whatever user code raises outside its usual mode
@@ -101,6 +101,15 @@ def infer_module_reduction(
             "(in-batch negatives, or a mean over something else than samples).",
         )
     return ProbeResult(found)
+
+
+def _evaluate(module: Any) -> None:
+    module.eval()
+    for layer in module.modules():
+        # Bitsandbytes' 4-bit layers (seen in 0.50) pack their weights in eval mode, for good, on CPUs with instructions
+        # for bfloat16, and no gradient goes through them any more.
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.train()
 
 
 def _without_graph(find: Callable[[], Finding]) -> Finding:
