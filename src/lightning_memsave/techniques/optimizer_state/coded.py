@@ -237,14 +237,12 @@ def _step_one(step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any],
     memory = memory_of(optimizer)
     pending = vars(optimizer).get(PENDING, {}).get(original(p))
     if pending is not None:
-        into_state.move(optimizer, memory, group, p, pending.num_parts)
+        into_state.move(optimizer, memory, group, p, pending)
         return
     if _is_projected(memory, p) and projection.is_worth_it(p, memory.rank):
         projection.step_projected(step, optimizer, group, p, memory)
         return
     state = optimizer.state.get(p, {})
-    if PENDING not in vars(optimizer):  # of a fit whose gradients went into the state: v has whole squares from now on
-        state.pop(into_state.SHARE, None)
     before = dict(state)
     if memory.state_format == "offload":
         fetch_ahead([optimizer.state.get(other, {}) for other in _next(memory, p)])

@@ -4,18 +4,23 @@ Each backward adds its gradient, of one microbatch or of one batch among several
 then only moves the parameters. What that changes, with microbatch gradients g_1 to g_k whose sum is the batch's:
 
 * SGD with momentum: nothing. The momentum is linear in the gradient.
-* Adam, AdamW: the second moment v gets g_1**2 + ... + g_k**2 instead of (g_1 + ... + g_k)**2. Where microbatches are
-  noise, both are equal on average; where they agree, it is a k-th, and steps would be sqrt(k) times as long. What they
-  agree in shows in the first moment m, which is exact: a step divides by the root of v + (1 - 1/k) m**2, both without
-  bias, 1/k as an average like v, as k may change. With one microbatch, and where gradients agree with each other and
-  from step to step, that is Adam's step; where they are pure noise, it is some 6 % shorter (k = 8, beta_1 = 0.9), as
-  the mean of the last gradients is not quite zero; where microbatches agree and steps alternate, it is up to sqrt(k)
-  times as long. Microbatches are counted, whatever they weigh.
+* Adam, AdamW: the second moment v would get g_1**2 + ... + g_k**2 (AdamA) instead of G**2, G = g_1 + ... + g_k. Where
+  microbatches are noise, both are equal on average; where they agree, it is a k-th, and steps are sqrt(k) times as
+  long. So the j-th microbatch comes in with a weight of 1 + 2 (j - 1) a, which makes up for its products with those
+  before. The agreement a, from 0 to 1, is an average over steps for each tensor, (|G|**2 - D) / ((k - 1) D), with D =
+  |g_1|**2 + ... + |g_k|**2 and, m being the first moment before each microbatch comes in,
+
+      |G|**2 = D + 2 / (1 - beta_1) * (m . (g_2 + ... + g_k) - beta_1 * m_0 . (g_2 + ... + g_k)).
+
+  m_0, the first moment before the batch, is gone after g_1: instead of g_2 + ... + g_k the last product takes (k - 1)
+  g_1, which is as good on average where microbatches come in random order. So there are three sums over a tensor; with
+  one microbatch, and where microbatches agree, that is Adam. Within a tensor v has AdamA's pattern. Microbatches are
+  counted, whatever they weigh.
 
 Low-bit moments are rounded once per microbatch instead of once per step, stochastically.
 
 Source: Zhang et al., "Adam Accumulation to Reduce Memory Footprints of both Activations and Gradients for Large-scale
-DNN Training", 2023 (https://arxiv.org/abs/2305.19982). Different: low-bit moments, SGD, and (1 - 1/k) m**2.
+DNN Training", 2023 (https://arxiv.org/abs/2305.19982). Different: low-bit moments, SGD, and the agreement.
 """
 
 from __future__ import annotations
@@ -31,8 +36,8 @@ from lightning_memsave.core.optimizers import PENDING, in_parts
 from lightning_memsave.techniques.optimizer_state.codecs import Noise, decode, put_back
 
 _MOMENTS = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq")}
-SHARE = "share_of_agreement"
-"""In a parameter's state: what its second moment has of what microbatches agree in."""
+AGREEMENT = "agreement"
+"""In a parameter's state: averages of |G|**2 - D, and of what that would be if microbatches were the same."""
 _KEEP = 'Use `OptimizerState(gradients="keep")`'
 
 
@@ -42,6 +47,8 @@ class Pending(NamedTuple):
     factor: float
     """Of gradients in the momentum: 1 in the first step of all, then 1 - dampening."""
     num_parts: int
+    sums: Tensor | None = None
+    """Of Adam: |g_1|**2 + ... + |g_k|**2; m . g_j of all but the first, m as it is then; m_0 . g_1."""
 
 
 class _Memory(Protocol):
@@ -98,20 +105,23 @@ def add(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor) ->
     known = pending.get(p)
     has_momentum = optimizer.state.get(p, {}).get("momentum_buffer") is not None
     factor = known.factor if known else _factor(group, is_first=not has_momentum)
-    now = Pending(factor, known.num_parts + 1 if known else 1)
-    for part in in_parts(optimizer, p):
-        _add(optimizer, memory, group, part, now)
+    now = Pending(factor, known.num_parts + 1 if known else 1, known.sums if known else None)
+    sums = [_add(optimizer, memory, group, part, now) for part in in_parts(optimizer, p)]
+    if sums[0] is not None:
+        before = [] if now.sums is None else [now.sums.to(p.device)]
+        now = now._replace(sums=torch.stack([*sums, *before]).sum(0))  # type: ignore[list-item]
     pending[p] = now
 
 
-def _add(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, now: Pending) -> None:
+def _add(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, now: Pending) -> Tensor | None:
+    """For `p`, or for what stands in for it; returns what is new in `Pending.sums`."""
     assert p.grad is not None
     dtype, is_first = torch.promote_types(p.dtype, torch.float32), now.num_parts == 1
     gradient = p.grad.to(dtype)
     if group.get("maximize"):
         gradient = gradient.neg()
     state, before = optimizer.state[p], dict(optimizer.state.get(p, {}))
-    moments = {}
+    moments, sums = {}, None
     for name in _MOMENTS[memory.plain_class.__name__]:
         stored = before.get(name)
         found = torch.zeros_like(gradient) if stored is None else decode(memory.format_of(p), name, stored, p.shape)
@@ -120,11 +130,12 @@ def _add(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, n
         _add_to_momentum(moments["momentum_buffer"], gradient, group, p, now.factor, is_first)
     else:
         first, second = moments.values()
-        _add_to_moments(first, second, gradient, group, is_first)
+        sums = _add_to_moments(first, second, gradient, group, is_first, _weight(state, now.num_parts))
         state.setdefault("step", torch.zeros((), dtype=torch.float32, device=p.device if group.get("fused") else "cpu"))
     noise = memory.noise_of(p, now.num_parts)
     for name, moment in moments.items():
         state[name] = put_back(memory.format_of(p), before.get(name), name, moment, p.shape, noise)
+    return sums
 
 
 def _factor(group: Mapping[str, Any], is_first: bool) -> float:
@@ -141,17 +152,43 @@ def _add_to_momentum(
     momentum.add_(gradient, alpha=factor)
 
 
-def _add_to_moments(first: Tensor, second: Tensor, gradient: Tensor, group: Mapping[str, Any], is_first: bool) -> None:
+def _add_to_moments(
+    first: Tensor, second: Tensor, gradient: Tensor, group: Mapping[str, Any], is_first: bool, weight: Tensor | float
+) -> Tensor:
     beta1, beta2 = map(float, group["betas"])
+    product, none = _dot(gradient, first), gradient.new_zeros(())
     if is_first:
         first.mul_(beta1)
         second.mul_(beta2)
     first.add_(gradient, alpha=1 - beta1)
-    second.addcmul_(gradient, gradient, value=1 - beta2)
+    second.div_(weight).addcmul_(gradient, gradient, value=1 - beta2).mul_(weight)  # in place, as there is little room
+    return torch.stack([_dot(gradient, gradient), *((none, product) if is_first else (product, none))])
 
 
-def move(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, num_parts: int) -> None:
-    """The step of `p`, or of what stands in for it, whose `num_parts` gradients are in its moments."""
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return torch.dot(a.reshape(-1), b.reshape(-1))
+
+
+def _weight(state: Mapping[str, Any], place: int) -> Tensor | float:
+    """Of the squares of the microbatch that comes in at this place; as if all agreed where nothing is known."""
+    if place == 1 or "step" not in state or not state["step"]:  # what the first step has is corrected in it
+        return 1.0
+    agreement = state[AGREEMENT][0] / state[AGREEMENT][1] if AGREEMENT in state else torch.ones(())
+    return 1 + 2 * (place - 1) * agreement.nan_to_num(0.0).clamp(0, 1)
+
+
+def _note_agreement(state: dict[str, Any], pending: Pending, beta1: float) -> Tensor:
+    """Put that of one batch into its average; returns |G|**2 / D."""
+    assert pending.sums is not None
+    others, (parts, later, at_first) = pending.num_parts - 1, pending.sums
+    products = 2 / (1 - beta1) * (later - beta1 * others * at_first)
+    now = torch.stack([torch.minimum(products.clamp(min=-parts), others * parts), others * parts])
+    state[AGREEMENT] = torch.lerp(state.get(AGREEMENT, torch.zeros_like(now)), now, 1 - beta1)
+    return 1 + (now[0] / parts).nan_to_num(0.0).clamp_min(0)
+
+
+def move(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, pending: Pending) -> None:
+    """The step of `p`, or of what stands in for it, whose gradients are in its moments."""
     state, lr = optimizer.state[p], float(group["lr"])
     names = _MOMENTS[memory.plain_class.__name__]
     moments = [decode(memory.format_of(p), name, state[name], p.shape) for name in names]
@@ -161,14 +198,13 @@ def move(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, n
     first, second = moments
     state["step"] += 1
     count, (beta1, beta2) = float(state["step"]), map(float, group["betas"])
+    if pending.num_parts > 1:
+        ratio = _note_agreement(state, pending, beta1)
+        if count == 1:  # there are no other squares in it yet
+            second = second * ratio
+            noise = memory.noise_of(p, pending.num_parts + 1)
+            state[names[1]] = put_back(memory.format_of(p), state[names[1]], names[1], second, p.shape, noise)
     if group["weight_decay"]:
         p.mul_(1 - lr * group["weight_decay"])
-    start = 1 - beta2**count
-    if num_parts > 1 or SHARE in state:
-        state[SHARE] = beta2 * state.get(SHARE, 1 - beta2 ** (count - 1)) + (1 - beta2) / num_parts
-    size = second.div(start)
-    if SHARE in state:
-        missing = max(0.0, 1 - state[SHARE] / start)  # of which rounding may leave less than nothing
-        size.addcmul_(first, first, value=missing / (1 - beta1**count) ** 2)
-    size.sqrt_().add_(group["eps"])
+    size = second.div(1 - beta2**count).sqrt_().add_(group["eps"])
     p.addcdiv_(first, size, value=-lr / (1 - beta1**count))
