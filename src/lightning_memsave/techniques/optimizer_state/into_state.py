@@ -161,7 +161,10 @@ def _add_to_moments(
         first.mul_(beta1)
         second.mul_(beta2)
     first.add_(gradient, alpha=1 - beta1)
-    second.div_(weight).addcmul_(gradient, gradient, value=1 - beta2).mul_(weight)  # in place, as there is little room
+    if isinstance(weight, float):
+        second.addcmul_(gradient, gradient, value=weight * (1 - beta2))
+    else:  # nobody waits for what it is; in place, as there is little room
+        second.div_(weight).addcmul_(gradient, gradient, value=1 - beta2).mul_(weight)
     return torch.stack([_dot(gradient, gradient), *((none, product) if is_first else (product, none))])
 
 
@@ -171,10 +174,13 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 def _weight(state: Mapping[str, Any], place: int) -> Tensor | float:
     """Of the squares of the microbatch that comes in at this place; as if all agreed where nothing is known."""
-    if place == 1 or "step" not in state or not state["step"]:  # what the first step has is corrected in it
+    if place == 1:
         return 1.0
-    agreement = state[AGREEMENT][0] / state[AGREEMENT][1] if AGREEMENT in state else torch.ones(())
-    return 1 + 2 * (place - 1) * agreement.nan_to_num(0.0).clamp(0, 1)
+    if AGREEMENT not in state:
+        return 1.0 if float(state["step"]) == 0 else 2.0 * place - 1  # the first step corrects what it has
+    products, most = state[AGREEMENT]
+    weight: Tensor = 1 + 2 * (place - 1) * (products / most).nan_to_num(0.0).clamp(0, 1)
+    return weight
 
 
 def _note_agreement(state: dict[str, Any], pending: Pending, beta1: float) -> Tensor:
@@ -184,7 +190,8 @@ def _note_agreement(state: dict[str, Any], pending: Pending, beta1: float) -> Te
     products = 2 / (1 - beta1) * (later - beta1 * others * at_first)
     now = torch.stack([torch.minimum(products.clamp(min=-parts), others * parts), others * parts])
     state[AGREEMENT] = torch.lerp(state.get(AGREEMENT, torch.zeros_like(now)), now, 1 - beta1)
-    return 1 + (now[0] / parts).nan_to_num(0.0).clamp_min(0)
+    ratio: Tensor = 1 + (now[0] / parts).nan_to_num(0.0).clamp_min(0)
+    return ratio
 
 
 def move(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, pending: Pending) -> None:
