@@ -189,7 +189,10 @@ def gradients_applied(
         summary = "parameters step inside of backward, which frees each gradient at once"
         return Applied(technique="optimizer_state", summary=summary, restore=in_backward.remove)
     adams = {memory_of(o).plain_class.__name__ for o in optimizers} - {"SGD"}
-    reason = f"the squares of each backward's gradients are added to the second moments of {', '.join(sorted(adams))}"
+    reason = (
+        f"the second moments of {', '.join(sorted(adams))} have squares of each backward's gradients, weighed by what "
+        "these agree in"
+    )
     return Applied(
         technique="optimizer_state",
         summary="each backward adds its gradients to the moments and frees them",
