@@ -47,13 +47,13 @@ class OddModel(BoringModel):
         return DataLoader(RandomDataset(32, 16), batch_size=4)
 
 
-def fit(model, memsave, loggers, **options):
+def fit(model, memsave, loggers, *others, **options):
     L.Trainer(
         max_epochs=1,
         limit_val_batches=0,
         log_every_n_steps=1,
         accelerator="cpu",
-        callbacks=[memsave],
+        callbacks=[memsave, *others],
         logger=loggers,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -220,16 +220,7 @@ def test_run_that_raises_keeps_its_rows_and_their_maximum(tmp_path, session):
     memsave = MemSave()
     logger = wandb_logger(save_dir=str(tmp_path), offline=True)
     with pytest.raises(RuntimeError, match="out of luck"):
-        L.Trainer(
-            max_epochs=1,
-            limit_val_batches=0,
-            accelerator="cpu",
-            callbacks=[memsave, Raises()],
-            logger=logger,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        ).fit(OddModel())
+        fit(OddModel(), memsave, logger, Raises())
     wandb.finish()
     wandb.teardown()
     file = only_file(tmp_path)
@@ -247,20 +238,18 @@ def test_a_run_that_goes_on_has_the_figures_of_its_highest_step(tmp_path, sessio
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             seen.append(dict(trainer.logger.experiment.summary))
 
+    class Falls(OddModel):
+        def training_step(self, batch, batch_idx):
+            most = torch.zeros(2**20) if batch_idx == MEASURED_STEPS[0] else None
+            loss = super().training_step(batch, batch_idx)
+            del most
+            return loss
+
     memsave = MemSave().against(MemoryReport(peak_bytes=2**25))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_memsave.callbacks.monitor.log_summary", lambda *arguments: None)
-        logger = wandb_logger(save_dir=str(tmp_path), offline=True)
-        L.Trainer(
-            max_epochs=1,
-            limit_val_batches=0,
-            accelerator="cpu",
-            callbacks=[memsave, Looks()],
-            logger=logger,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        ).fit(OddModel())
+        fit(Falls(), memsave, wandb_logger(save_dir=str(tmp_path), offline=True), Looks())
+    assert memsave.report.peak_bytes > WEIGHT_BYTES + 2**22
     assert "memsave/peak_bytes" not in seen[0]
     assert len(seen) == 4
     for figures in seen[2:]:
