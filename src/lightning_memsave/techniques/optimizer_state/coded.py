@@ -9,6 +9,7 @@ With `"lowrank"` and `"apollo"` they are moments of the gradient in a subspace (
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -78,6 +79,8 @@ class Memory(Counts):
     numbers: dict[Tensor, int]
     scales_itself: Any = None
     """What the plain class says to a GradScaler, where steps need gradients as they are."""
+    takes_gradients: bool = False
+    """Whether gradients go into the moments (`into_state.py`)."""
     last_number: int = -1
     order: list[Tensor] = field(default_factory=list)
 
@@ -88,8 +91,9 @@ class Memory(Counts):
         return "32bit" if is_kept else self.state_format
 
     def unit(self, p: Tensor) -> int:
-        """Whole blocks of codes, rows whose mean is kept, or all of `p`."""
-        return unit_of(self.format_of(p), p.shape)
+        """Whole blocks of codes, rows, or all of `p`."""
+        unit = unit_of(self.format_of(p), p.shape)
+        return math.lcm(unit, into_state.row_length(p)) if self.takes_gradients else unit
 
     def noise_of(self, p: Tensor, draw: int = 0) -> Noise:
         """Of this step for `p`; `draw` tells several of one step apart."""

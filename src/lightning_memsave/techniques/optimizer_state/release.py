@@ -150,6 +150,7 @@ class GradientsIntoState(InBackward):
         super().__init__(listed)
         for optimizer in listed:
             vars(optimizer).setdefault(PENDING, {})
+            memory_of(optimizer).takes_gradients = True
 
     def _take(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> None:
         into_state.add(optimizer, memory_of(optimizer), group, p)
