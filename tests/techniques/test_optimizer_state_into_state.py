@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memsave import Ledger, LowPrecision, apply_low_precision
 from lightning_memsave.core import optimizers
+from lightning_memsave.numerics.kbit import mix, random_bits
 from lightning_memsave.techniques.optimizer_state import OptimizerState, apply_optimizer_state
 
 from .optimizer_state_subjects import flat, through_disk
@@ -88,11 +89,42 @@ def test_parameters_without_gradient_stay():
     assert torch.equal(flat(model), before)
 
 
-# ------------------------------------------------------------------------------- Adam: the squares of each part
+# ------------------------------------------------------------------------------- Adam: squares of a sum nobody has
+def signed_sums(gradient, number, step, axis):
+    """[q]: of each row (axis 0) or column of a matrix, with the signs of a step."""
+    q = min(4, gradient.shape[1 - axis])
+    seed = mix(mix(8 * number + 1) ^ (step * 0x9E3779B9 & 0xFFFFFFFF)) ^ axis
+    bits = random_bits(seed, 0, -(-gradient.shape[1 - axis] // 256), gradient.device).flatten().tolist()
+    lines = gradient.unbind(axis)
+    return [[sum((-1) ** (1 - (bits[i] >> n & 1)) * value for i, value in enumerate(line)) for n in range(q)]
+            for line in torch.stack(lines).tolist()]  # fmt: skip
+
+
+def missing(parts, number, step, axis):
+    """What the squares of parts lack of the square of their sum, summed over rows or columns: an estimate."""
+    sums = torch.tensor([signed_sums(g, number, step, axis) for g in parts], dtype=torch.float64)  # [k, N, q]
+    return (sums.sum(0) ** 2 - (sums**2).sum(0)).mean(1)
+
+
+def squared_sum(second, parts, number, step, beta2):
+    """The second moment in which are squares of parts, as if there were the square of their sum."""
+    k = len(parts)
+    if second.dim() == 1:
+        exact = second + (1 - beta2) * (sum(parts) ** 2 - sum(g**2 for g in parts))
+        return exact.clamp(min=second * 2**-20)
+    has = [second.sum(1), second.sum(0)]
+    wanted = [
+        h * (1 + (1 - beta2) * missing(parts, number, step, axis) / h).clamp(0.25, k) for axis, h in enumerate(has)
+    ]
+    second = second * (wanted[0] / has[0])[:, None]
+    columns = wanted[1] / wanted[1].sum() * (wanted[0].sum() + wanted[1].sum()) / 2
+    return second * (columns / second.sum(0))
+
+
 def by_hand(model, steps, num_parts, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, decay=0.1):
-    """Zhang et al., 2023, algorithm 1, with decoupled weight decay, and weights of squares by what parts agree in."""
+    """Zhang et al., 2023, algorithm 1, with decoupled weight decay, and rows and columns with the sums of Adam's."""
     parameters = list(model.parameters())
-    first, second, products, most = ([torch.zeros_like(p) for p in parameters] for _ in range(4))
+    first, second = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
     for count, step in enumerate(steps, start=1):
         x, y = batch(step)
         gradients = []
@@ -102,19 +134,10 @@ def by_hand(model, steps, num_parts, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, decay
         with torch.no_grad():
             for i, p in enumerate(parameters):
                 parts = [g[i] for g in gradients]
-                squares = sum((g**2).sum() for g in parts)
-                # |G|**2 with (k - 1) times the product of the first part and the first moment instead of the others'.
-                others = sum(parts) - parts[0]
-                found = sum(parts).square().sum() - squares
-                found += 2 * betas[0] / (1 - betas[0]) * (first[i] * (others - (num_parts - 1) * parts[0])).sum()
-                found = found.clamp(-squares, (num_parts - 1) * squares)
-                agreement = (products[i].sum() / most[i].sum()).nan_to_num(0).clamp(0, 1) if count > 1 else 0
-                weighed = sum((1 + 2 * j * agreement) * g**2 for j, g in enumerate(parts))
-                weighed *= (1 + found / squares).clamp(min=1) if count == 1 else 1
-                products[i] = torch.lerp(products[i], found / p.numel() + 0 * p, 1 - betas[0])
-                most[i] = torch.lerp(most[i], (num_parts - 1) * squares / p.numel() + 0 * p, 1 - betas[0])
                 first[i] = betas[0] * first[i] + (1 - betas[0]) * sum(parts)
-                second[i] = betas[1] * second[i] + (1 - betas[1]) * weighed
+                second[i] = betas[1] * second[i] + (1 - betas[1]) * sum(g**2 for g in parts)
+                if num_parts > 1:
+                    second[i] = squared_sum(second[i], parts, i, count - 1, betas[1])
                 mean = first[i] / (1 - betas[0] ** count)
                 p -= lr * (decay * p + mean / ((second[i] / (1 - betas[1] ** count)).sqrt() + eps))
 
@@ -124,7 +147,7 @@ def adamw(parameters):
 
 
 @pytest.mark.parametrize("num_parts", [1, 4])
-def test_adamw_is_the_papers(num_parts):
+def test_adamw_is_what_was_derived(num_parts):
     models, optimizers, applied = pair(adamw)
     assert applied.loss_class == "changed"
     assert "AdamW" in applied.reasons[0]
@@ -144,17 +167,107 @@ def test_adam_with_one_part_is_exact(build):
 
 
 @pytest.mark.parametrize("num_parts", [(2,), (8,), (8, 8, 1), (1, 4, 2)], ids=str)
-def test_where_all_parts_agree_in_all_steps_they_are_adams(num_parts):
-    """In any number of them: also the last batch of an epoch, or where microbatches get smaller."""
-    models, optimizers, _ = pair(lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1))
-    gradients = [torch.randn_like(p) for p in models[0].parameters()]
-    for step in range(6):
-        for model, optimizer, parts in zip(models, optimizers, (1, num_parts[step % len(num_parts)]), strict=True):
-            for _ in range(parts):
-                sum((p * g).sum() / parts for p, g in zip(model.parameters(), gradients, strict=True)).backward()
+def test_parameters_with_one_dimension_are_adams(num_parts):
+    """Whatever microbatches are: also the last batch of an epoch, or where microbatches get smaller."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [nn.Parameter(torch.zeros(300, dtype=torch.float64)) for _ in range(2)]
+    optimizers = [torch.optim.AdamW([p], 1e-2, weight_decay=0.1) for p in weights]
+    apply_optimizer_state(optimizers[1], INTO, nn.ParameterList(weights[1:]))
+    for step in range(12):
+        parts = torch.randn(num_parts[step % len(num_parts)], 300, generator=generator, dtype=torch.float64)
+        (weights[0] * parts.sum(0)).sum().backward()
+        for part in parts:
+            (weights[1] * part).sum().backward()
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    close(models, optimizers, ["exp_avg", "exp_avg_sq"], rtol=1e-6)
+    close([nn.ParameterList([p]) for p in weights], optimizers, ["exp_avg", "exp_avg_sq"], rtol=1e-6)
+
+
+def second_moments(shape, agreeing, config=INTO, num_steps=200, num_parts=8):
+    """Adam's own and ours, of gradients whose rows and columns differ, and that agree in part."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [nn.Parameter(torch.zeros(shape)) for _ in range(2)]
+    optimizers = [torch.optim.Adam([p], 1e-3, betas=(0.9, 0.98)) for p in weights]
+    apply_optimizer_state(optimizers[1], config, nn.ParameterList(weights[1:]))
+    size = torch.ones(shape) if len(shape) == 1 else torch.outer(*(torch.logspace(-1, 1, n) for n in shape))
+    for _ in range(num_steps):
+        parts = size * (
+            torch.randn(num_parts, *shape, generator=generator) + agreeing * torch.randn(shape, generator=generator)
+        )
+        (weights[0] * parts.sum(0)).sum().backward()
+        for part in parts:
+            (weights[1] * part).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [o.state_dict()["state"][0]["exp_avg_sq"] for o in optimizers]
+
+
+@pytest.mark.parametrize("agreeing", [0.0, 0.5, 3.0])
+@pytest.mark.parametrize("name", ["32bit", "8bit", "factored"])
+def test_rows_and_columns_of_a_second_moment_have_adams_sums(name, agreeing):
+    config = INTO if name == "32bit" else OptimizerState(format=name, gradients="into-state", **ALL)
+    plain, ours = second_moments((64, 48), agreeing, config)
+    squares_of_parts = 8 / (8 + 64 * agreeing**2)  # AdamA, of 8: what it would have of Adam's
+    for axis in (0, 1):
+        ratios = ours.sum(axis) / plain.sum(axis)
+        assert ratios.median() == pytest.approx(1, abs=0.05)
+        assert ((ratios > 0.7) & (ratios < 1.4)).all()  # 1 +- 0.07 of a hundred steps, largest of 64
+        assert squares_of_parts < 0.35 or agreeing == 0
+
+
+@pytest.mark.parametrize("part_numel", [2**20, 2**15])
+def test_blocks_of_a_large_vector_have_adams_sums(part_numel, monkeypatch):
+    monkeypatch.setitem(optimizers.PART_NUMEL, "cpu", part_numel)
+    plain, ours = second_moments((2**16 + 100,), 3.0, num_steps=60)
+    ratios = torch.stack([ours[: 2**16].view(-1, 256).sum(1), plain[: 2**16].view(-1, 256).sum(1)])
+    assert (ratios[0] / ratios[1]).median() == pytest.approx(1, abs=0.05)
+    assert float(ours[2**16 :].sum() / plain[2**16 :].sum()) == pytest.approx(1, abs=0.4)  # the last row is not full
+
+
+def test_large_matrices_are_cut_between_rows(monkeypatch):
+    found = []
+    for part_numel in (2**20, 1000):
+        monkeypatch.setitem(optimizers.PART_NUMEL, "cpu", part_numel)
+        plain, ours = second_moments((64, 48), 3.0, num_steps=80)
+        found.append(ours.sum(1) / plain.sum(1))
+    assert all(ratios.median() == pytest.approx(1, abs=0.05) for ratios in found)
+    assert not torch.equal(*found)  # parts have columns, and signs, of their own
+
+
+def test_where_rows_are_far_apart_in_memory():
+    found = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = nn.Conv2d(4, 6, 3).to(memory_format=memory_format)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        apply_optimizer_state(optimizer, INTO, model)
+        for step in range(3):
+            for part in range(4):
+                x = torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(10 * step + part))
+                model(x).square().mean().backward()
+            optimizer.step()
+        found.append((model.weight.detach(), optimizer.state[model.weight]["exp_avg_sq"]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+def test_a_checkpoint_from_where_parts_have_another_size_goes_on(monkeypatch):
+    def one(model):
+        x, y = batch(0, torch.float32)
+        (model(x) - y).square().mean().backward()
+
+    (_, model), (_, optimizer), _ = pair(adamw, INTO, torch.float32)
+    monkeypatch.setitem(optimizers.PART_NUMEL, "cpu", 120)
+    one(model)
+    saved = through_disk((model.state_dict(), optimizer.state_dict()))
+    monkeypatch.undo()
+    (_, second), (_, resumed), _ = pair(adamw, INTO, torch.float32)
+    second.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    one(second)
+    resumed.step()
+    assert flat(second).isfinite().all()
 
 
 def test_a_long_way_of_whole_batches_after_microbatches_leaves_no_rest_below_zero():
@@ -174,7 +287,7 @@ def test_a_long_way_of_whole_batches_after_microbatches_leaves_no_rest_below_zer
 def test_where_parts_agree_and_steps_alternate_they_are_adams(config):
     """What alternates does not show in the first moment."""
     models, optimizers, _ = pair(lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.0), config, torch.float32)
-    for step in range(400):
+    for step in range(200):
         before = [flat(model) for model in models]
         for model, optimizer, parts in zip(models, optimizers, (1, 8), strict=True):
             for _ in range(parts):
@@ -182,7 +295,7 @@ def test_where_parts_agree_and_steps_alternate_they_are_adams(config):
             optimizer.step()
             optimizer.zero_grad()
     plain, ours = ((flat(model) - was).norm() for model, was in zip(models, before, strict=True))
-    assert ours / plain == pytest.approx(1, abs=0.01 if config is INTO else 0.1)
+    assert ours / plain == pytest.approx(1, abs=0.03 if config is INTO else 0.1)
 
 
 @pytest.mark.parametrize("agreeing", [0.0, 0.3, 1.0])
@@ -317,19 +430,6 @@ def test_moments_of_bfloat16_weights_are_float32_on_disk_and_bfloat16_without_us
     applied.undo()
     train(model, optimizer, range(6, 8), 1)  # torch's step takes one dtype
     assert {optimizer.state[p]["exp_avg"].dtype for p in model.parameters()} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("name", ["AdamW", "4bit"])
-def test_large_parameters_agree_as_a_whole(name, monkeypatch):
-    found = []
-    for part_numel in (2**20, 256):
-        monkeypatch.setitem(optimizers.PART_NUMEL, "cpu", part_numel)
-        config = LOW_BIT.get(name, INTO)
-        (_, model), (_, optimizer), _ = pair(adamw, config, torch.float32)
-        train(model, optimizer, range(4), 4)
-        found.append((flat(model), optimizer.state[model[0].weight]["agreement"]))
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4 if name == "AdamW" else 0.3, atol=1e-6)
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=1e-6 if name == "AdamW" else 0.1)
 
 
 def test_undo_gives_gradients_back():

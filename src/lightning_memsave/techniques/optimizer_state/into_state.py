@@ -59,8 +59,8 @@ class Pending(NamedTuple):
     factor: float
     """Of gradients in the momentum: 1 in the first step of all, then 1 - dampening."""
     num_parts: int
-    sums: dict[int, tuple[Tensor, ...]] = {}  # noqa: RUF012  # never changed
-    """Of Adam, by the first element of each part: see `_signed_sums`."""
+    sums: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # noqa: RUF012  # never changed
+    """Of Adam, by part: see `_signed_sums`."""
 
 
 class _Memory(Protocol):
@@ -142,9 +142,8 @@ def _add(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, n
     else:
         first, second = moments.values()
         _add_to_moments(first, second, gradient, group, is_first)
-        place, found = span_of(p).start or 0, _signed_sums(gradient, p, memory.noise_of(p))
-        known = now.sums.get(place)
-        now.sums[place] = found if known is None else tuple(map(torch.add, known, found))
+        found, known = _signed_sums(gradient, p, memory.noise_of(p)), now.sums.get(_place(p))
+        now.sums[_place(p)] = found if known is None else tuple(map(torch.add, known, found))
         state.setdefault("step", torch.zeros((), dtype=torch.float32, device=p.device if group.get("fused") else "cpu"))
     noise = memory.noise_of(p, now.num_parts)
     for name, moment in moments.items():
@@ -194,6 +193,11 @@ def _rows(value: Tensor, p: Tensor) -> Tensor:
     return flat.view(-1, length)
 
 
+def _place(p: Tensor) -> tuple[int, int]:
+    """Which part `p` is: where it begins, and its length."""
+    return span_of(p).start or 0, p.numel()
+
+
 def _signed_sums(gradient: Tensor, p: Tensor, noise: Noise) -> tuple[Tensor, ...]:
     """Of rows, [N, q + 1], and of a matrix's columns, [M, q + 1]; the last are the mean squares of the others."""
     matrix = _rows(gradient, p)
@@ -209,7 +213,7 @@ def _signed_sums(gradient: Tensor, p: Tensor, noise: Noise) -> tuple[Tensor, ...
 
 def _square_sum(second: Tensor, p: Tensor, pending: Pending, beta2: float, is_coded: bool) -> None:
     """Let the second moment, which got the squares of microbatches, have the sums that it would with their sum's."""
-    sums = pending.sums.get(span_of(p).start or 0)
+    sums = pending.sums.get(_place(p))
     if pending.num_parts == 1 or sums is None:  # none: a checkpoint from a device where parts have another size
         return
     matrix = _rows(second, p)
