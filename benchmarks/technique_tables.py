@@ -135,6 +135,17 @@ def state_errors() -> str:
     return markdown(head, lines)
 
 
+def second_moments() -> str:
+    """What a step divides by, over plain Adam's, after some steps."""
+    found = list(by_setting(rows("into_state")))
+    steps = [f"step {row['n']}, {row['num_microbatches']} microbatches" for row in found[0][1]]
+    lines = []
+    for setting, each in found:
+        roots = (f"{float(r['p50']):.2f} ({float(r['p05']):.2f} to {float(r['p95']):.2f})" for r in each)
+        lines.append((setting, *roots, f"{float(each[-1]['relative_difference']):.2f}"))
+    return markdown(("gradients", *steps, "first moment's error"), lines)
+
+
 def low_precision_quality(model: str) -> str:
     """What three seeds reach, and how far it is from float32 with the same seed; of rows whose model starts so."""
     found = [row for row in rows("low_precision_quality") if row["model"].startswith(model)]

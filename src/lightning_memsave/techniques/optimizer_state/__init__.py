@@ -190,8 +190,8 @@ def gradients_applied(
         return Applied(technique="optimizer_state", summary=summary, restore=in_backward.remove)
     adams = {memory_of(o).plain_class.__name__ for o in optimizers} - {"SGD"}
     reason = (
-        f"the second moments of {', '.join(sorted(adams))} have squares of each backward's gradients, weighed by what "
-        "these agree in"
+        f"the second moments of {', '.join(sorted(adams))} have squares of each backward's gradients, and sums of rows "
+        "and columns that are estimated"
     )
     return Applied(
         technique="optimizer_state",

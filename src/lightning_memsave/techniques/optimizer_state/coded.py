@@ -339,4 +339,4 @@ def _from_disk(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) 
     if PENDING in vars(optimizer):
         known = {number: p for p, number in memory.numbers.items()}
         found = side.get("pending", {}).items()
-        vars(optimizer)[PENDING] = {known[number]: into_state.Pending(*each) for number, each in found}
+        vars(optimizer)[PENDING] = {p: into_state.on_device(each, p) for p, each in ((known[n], e) for n, e in found)}

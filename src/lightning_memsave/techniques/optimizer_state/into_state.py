@@ -1,4 +1,4 @@
-"""Gradients that go into the optimizer's state as soon as they are complete: there is no gradient left to keep.
+"""Gradients that go into the optimizer's state as soon as they are complete: those of matrices need not be kept.
 
 Each backward adds its gradient, of one microbatch or of one batch among several, to the moments and frees it; the step
 then only moves the parameters. What that changes, with microbatch gradients g_1 to g_k whose sum is the batch's:
@@ -12,13 +12,16 @@ then only moves the parameters. What that changes, with microbatch gradients g_1
 
       G**2 - D, summed over a row, is (g_1 s + ... + g_k s)**2 - (g_1 s)**2 - ... - (g_k s)**2 on average,
 
-  which is 0 for one microbatch, and for a row that one microbatch alone has touched. So the step finds v with D in it,
-  and scales its rows and then its columns to the sums that they would have with G**2 (one round of iterative
-  proportional fitting). Four sums per row and column with other signs in each step, five floats with the last term;
-  steps average them, as v is an average. v is right in each of its rows and columns, on average; within them it has D's
-  pattern. Parameters with one dimension have one element per row, which is exact: that is Adam.
+  which is 0 for one microbatch. The step scales the rows of v, and then its columns, to the sums that they would have
+  with G**2 (one round of iterative proportional fitting). Four such sums for each row and column, with other signs in
+  each step: v, which is an average over steps, averages them. Within rows and columns v has D's pattern; for it not to
+  fade more slowly than v where microbatches agree, the j-th g_j**2 comes in with a weight of 1 + 2 (j - 1) a, a being
+  the agreement of the steps before, (|G|**2 - |D|) / ((k - 1) |D|) from 0 to 1.
 
-Low-bit moments are rounded once per microbatch and once per step instead of once per step, stochastically.
+  Vectors and narrow matrices have rows of 256 and no columns. With up to 65,536 elements, and first moments of more
+  than 4 bits, they keep G instead: that is Adam.
+
+Low-bit moments are rounded once per microbatch (and second ones once more) instead of once per step, stochastically.
 
 Sources: Zhang et al., "Adam Accumulation to Reduce Memory Footprints of both Activations and Gradients for Large-scale
 DNN Training", 2023 (https://arxiv.org/abs/2305.19982) for moments instead of gradients; Alon, Matias, Szegedy, "The
@@ -30,11 +33,12 @@ gradient that nobody has; low-bit moments; SGD.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.optimizers import PENDING, in_parts, original, put, span_of
@@ -43,14 +47,19 @@ from lightning_memsave.numerics.kbit import mix, random_bits
 from lightning_memsave.techniques.optimizer_state.codecs import Noise, decode, put_back
 
 _MOMENTS = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq")}
+AGREEMENT = "agreement"
+"""In a matrix's state: averages of |G|**2 - |D|, and of what that would be if microbatches were the same."""
 _NUM_SIGNED = 4
 """Signed sums of a row or column: their mean square is off by a factor of 1 +- 0.7 in one step."""
-_LARGEST_EXACT = 2**16
-"""Elements of a parameter with one dimension up to which each is a row."""
+_LARGEST_SUM = 2**16
+"""Elements of what is no matrix up to which its sum is kept."""
 _LARGEST_UNIT = 2**20
-_LEAST, _LEAST_EXACT = 0.25, 2**-20
-"""How little of a sum is left at least: what is estimated, or rounded, may be small by chance, and is divided by."""
+_LEAST = 0.25
+"""Of a row's sum with D, or a column's, that is left at least: estimates may be small by chance, and divide steps."""
 _KEEP = 'Use `OptimizerState(gradients="keep")`'
+
+Signed = tuple[Tensor, Tensor, Tensor]
+"""Signs, [q, M]; sums of each row with these signs, [q, N]; the row's sum of v, without squares of `sums` yet, [N]."""
 
 
 class Pending(NamedTuple):
@@ -59,8 +68,15 @@ class Pending(NamedTuple):
     factor: float
     """Of gradients in the momentum: 1 in the first step of all, then 1 - dampening."""
     num_parts: int
-    sums: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # noqa: RUF012  # never changed
-    """Of Adam, by part: see `_signed_sums`."""
+    sums: dict[tuple[int, int], tuple[Any, ...]] = {}  # noqa: RUF012  # never changed
+    """Of Adam, by part (`_place`): G; or a matrix's D and mean squares of `Signed`, in total, and both its `Signed`."""
+
+
+def on_device(saved: Sequence[Any], p: Tensor) -> Pending:
+    """What a checkpoint has of a `Pending`, where `p` is; tensors of its own, as they are added to."""
+    factor, num_parts, *sums = saved
+    found = sums[0] if sums and isinstance(sums[0], dict) else {}  # else of an earlier version
+    return Pending(factor, num_parts, tree_map_only(Tensor, lambda t: t.to(p.device, copy=True), found))
 
 
 class _Memory(Protocol):
@@ -140,10 +156,8 @@ def _add(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, n
     if "momentum_buffer" in moments:
         _add_to_momentum(moments["momentum_buffer"], gradient, group, p, now.factor, is_first)
     else:
-        first, second = moments.values()
-        _add_to_moments(first, second, gradient, group, is_first)
-        found, known = _signed_sums(gradient, p, memory.noise_of(p)), now.sums.get(_place(p))
-        now.sums[_place(p)] = found if known is None else tuple(map(torch.add, known, found))
+        has_sum = _has_sum(original(p), memory)
+        _add_to_moments(moments, gradient, group, p, now, memory.noise_of(p), state, has_sum)
         state.setdefault("step", torch.zeros((), dtype=torch.float32, device=p.device if group.get("fused") else "cpu"))
     noise = memory.noise_of(p, now.num_parts)
     for name, moment in moments.items():
@@ -164,25 +178,66 @@ def _add_to_momentum(
     momentum.add_(gradient, alpha=factor)
 
 
-def _add_to_moments(first: Tensor, second: Tensor, gradient: Tensor, group: Mapping[str, Any], is_first: bool) -> None:
-    beta1, beta2 = map(float, group["betas"])
+def _add_to_moments(
+    moments: dict[str, Tensor],
+    gradient: Tensor,
+    group: Mapping[str, Any],
+    p: Tensor,
+    now: Pending,
+    noise: Noise,
+    state: Mapping[str, Any],
+    has_sum: bool,
+) -> None:
+    """Leaves of `moments` what has changed, or was not there."""
+    (beta1, beta2), is_first = map(float, group["betas"]), now.num_parts == 1
+    first, second = moments.values()
     if is_first:
         first.mul_(beta1)
-        second.mul_(beta2)
     first.add_(gradient, alpha=1 - beta1)
-    second.addcmul_(gradient, gradient, value=1 - beta2)
+    known = now.sums.get(_place(p))
+    if has_sum:
+        now.sums[_place(p)] = (gradient.clone() if known is None else known[0].add_(gradient),)
+        if "exp_avg_sq" in state:
+            del moments["exp_avg_sq"]
+        return
+    if is_first:
+        second.mul_(beta2)
+    now.sums[_place(p)] = _with_signed_sums(gradient, second, p, beta2, noise, known)
+    weight = _weight(state, now.num_parts)
+    if isinstance(weight, float):
+        second.addcmul_(gradient, gradient, value=1 - beta2)
+    else:  # nobody waits for what it is; in place, as there is little room
+        second.div_(weight).addcmul_(gradient, gradient, value=1 - beta2).mul_(weight)
+
+
+def _weight(state: Mapping[str, Any], place: int) -> Tensor | float:
+    """Of the squares of the microbatch that comes in at this place: what makes up for its products with others."""
+    if place == 1 or AGREEMENT not in state:
+        return 1.0
+    products, most = state[AGREEMENT]
+    weight: Tensor = 1 + 2 * (place - 1) * (products / most).nan_to_num(0.0).clamp(0, 1)
+    return weight
 
 
 # ------------------------------------------------------------------------------- squares of a sum that nobody has
 def _is_matrix(p: Tensor) -> bool:
-    return p.dim() > 1 and 1 < len(p) < p.numel() and math.lcm(BLOCK_SIZE, p[0].numel()) <= _LARGEST_UNIT
+    """Whether sums of its rows and columns are few, and parts of whole rows can step."""
+    if p.dim() < 2 or not p.numel():
+        return False
+    length = p[0].numel()
+    is_wide = 2 * (_NUM_SIGNED + 1) * (len(p) + length) <= p.numel()
+    return is_wide and math.lcm(BLOCK_SIZE, length) <= _LARGEST_UNIT
+
+
+def _has_sum(p: Tensor, memory: _Memory) -> bool:
+    """Not beside first moments of 4 bits: what these are off by would be divided by roots of far smaller squares."""
+    is_fine = not memory.format_of(p).startswith("4bit")
+    return is_fine and p.numel() <= _LARGEST_SUM and not _is_matrix(p)
 
 
 def row_length(p: Tensor) -> int:
     """Elements of `p`, one after the other, that count as a row; what is large steps in parts of whole rows."""
-    if _is_matrix(p):
-        return p[0].numel()
-    return 1 if p.numel() <= _LARGEST_EXACT else BLOCK_SIZE
+    return p[0].numel() if _is_matrix(p) else BLOCK_SIZE
 
 
 def _rows(value: Tensor, p: Tensor) -> Tensor:
@@ -198,37 +253,69 @@ def _place(p: Tensor) -> tuple[int, int]:
     return span_of(p).start or 0, p.numel()
 
 
-def _signed_sums(gradient: Tensor, p: Tensor, noise: Noise) -> tuple[Tensor, ...]:
-    """Of rows, [N, q + 1], and of a matrix's columns, [M, q + 1]; the last are the mean squares of the others."""
-    matrix = _rows(gradient, p)
-    found: list[Tensor] = []
-    for side in (matrix, matrix.T) if _is_matrix(original(p)) else (matrix,):
-        num = side.shape[1]
-        bits = random_bits(mix(noise.seed ^ noise.shift) ^ len(found), 0, num_blocks(num), side.device).view(-1, 1)
-        chosen = bits[:num] >> torch.arange(min(_NUM_SIGNED, num), device=side.device) & 1  # [M, q]
-        sums = side @ chosen.to(side.dtype).mul_(2).sub_(1)
-        found.append(torch.cat([sums, sums.square().mean(1, keepdim=True)], 1))
-    return tuple(found)
+def _sides(matrix: Tensor, p: Tensor) -> tuple[Tensor, ...]:
+    """Its rows; of what is a matrix by itself, its columns as well."""
+    return (matrix, matrix.T) if _is_matrix(original(p)) else (matrix,)
 
 
-def _square_sum(second: Tensor, p: Tensor, pending: Pending, beta2: float, is_coded: bool) -> None:
-    """Let the second moment, which got the squares of microbatches, have the sums that it would with their sum's."""
-    sums = pending.sums.get(_place(p))
-    if pending.num_parts == 1 or sums is None:  # none: a checkpoint from a device where parts have another size
+def _signs(num: int, noise: Noise, axis: int, like: Tensor) -> Tensor:
+    """-1 and 1, int8, [q, num]."""
+    seed = mix(noise.seed ^ mix(noise.shift ^ axis))
+    bits = random_bits(seed, 0, num_blocks(num), like.device).view(1, -1)[:, :num]
+    return (bits >> torch.arange(_NUM_SIGNED, device=like.device)[:, None] & 1).mul_(2).sub_(1).to(torch.int8)
+
+
+def _with_signed_sums(
+    gradient: Tensor, second: Tensor, p: Tensor, beta2: float, noise: Noise, known: tuple[Any, ...] | None
+) -> tuple[Any, ...]:
+    """With one microbatch more, of which nothing is in `second` yet."""
+    sides = _sides(_rows(gradient, p), p)
+    if known is None:
+        made = []
+        for axis, (side, before) in enumerate(zip(sides, _sides(_rows(second, p), p), strict=True)):
+            sums = side.new_zeros(_NUM_SIGNED, len(side))
+            made.append((_signs(side.shape[1], noise, axis, side), sums, before.sum(1)))
+        known = (gradient.new_zeros(2), *made)
+    totals, *signed = known
+    for axis, (side, (signs, sums, squares)) in enumerate(zip(sides, signed, strict=True)):
+        with torch.autocast(side.device.type, enabled=False):  # backward may run inside of one
+            found = signs.to(side.dtype) @ side.T
+        sums.add_(found)
+        own, estimated = torch.linalg.vector_norm(side, dim=1).square_(), found.square_().mean(0)
+        squares.add_(own - estimated, alpha=1 - beta2)
+        if axis == 0:
+            totals.add_(torch.stack([own.sum(), estimated.sum()]))
+    return known
+
+
+def _square_sum(second: Tensor, state: dict[str, Any], p: Tensor, pending: Pending, betas: tuple[float, float]) -> None:
+    """Let `second`, with D of all microbatches or without, have the sums that it would with G**2."""
+    beta1, beta2 = betas
+    match pending.sums.get(_place(p)):
+        case None:  # a checkpoint from a device where parts have another size, or from before there were sums
+            return
+        case (gradient,):
+            second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            return
+        case (totals, *signed):
+            pass
+    if pending.num_parts == 1:
         return
     matrix = _rows(second, p)
-    least = _LEAST if is_coded or matrix.shape[1] > 1 else _LEAST_EXACT
-    has, wanted = [], []
-    for axis, signed in enumerate(sums):
-        has.append(matrix.sum(1 - axis))
-        missing = (1 - beta2) * (signed[:, :-1].square().mean(1) - signed[:, -1])
-        ratio = (1 + missing / has[axis]).nan_to_num(1.0).clamp(least, pending.num_parts)
-        wanted.append(has[axis] * ratio)
-    matrix.mul_((wanted[0] / has[0]).nan_to_num(1.0)[:, None])
-    if len(sums) == 2:
+    estimates = [sums.square().mean(0) for _, sums, _ in signed]
+    has = [side.sum(1) for side in _sides(matrix, p)]
+    wanted = [
+        (squares + (1 - beta2) * estimate).clamp(min=_LEAST * each)
+        for (*_, squares), estimate, each in zip(signed, estimates, has, strict=True)
+    ]
+    matrix.mul_((wanted[0] / has[0]).nan_to_num(1.0, 1.0, 1.0)[:, None])
+    if len(wanted) == 2:
         total = (wanted[0].sum() / wanted[1].sum() + 1) / 2  # both are estimates of it
-        matrix.mul_((wanted[1] * total / matrix.sum(0)).nan_to_num(1.0))
+        matrix.mul_((wanted[1] * total / matrix.sum(0)).nan_to_num(1.0, 1.0, 1.0))
     put(matrix.view(-1)[: second.numel()].view(second.shape), second)
+    most = (pending.num_parts - 1) * totals[0]
+    now = torch.stack([(estimates[0].sum() - totals[1]).clamp(min=-totals[0]), most])
+    state[AGREEMENT] = torch.lerp(state.get(AGREEMENT, torch.zeros_like(now)), now, 1 - beta1)
 
 
 def move(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, pending: Pending) -> None:
@@ -242,8 +329,8 @@ def move(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, p
     first, second = moments
     state["step"] += 1
     count, (beta1, beta2) = float(state["step"]), map(float, group["betas"])
-    if pending.num_parts > 1:
-        _square_sum(second, p, pending, beta2, memory.format_of(p) not in ("32bit", "offload"))
+    _square_sum(second, state, p, pending, (beta1, beta2))
+    if pending.num_parts > 1 or _has_sum(original(p), memory):
         noise = memory.noise_of(p, pending.num_parts + 1)
         state[names[1]] = put_back(memory.format_of(p), state[names[1]], names[1], second, p.shape, noise)
     if group["weight_decay"]:

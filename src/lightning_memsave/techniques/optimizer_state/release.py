@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_memsave.core.optimizers import IN_BACKWARD, PENDING, bare_step, check_steps_parameters_alone, step_one
 from lightning_memsave.techniques.optimizer_state import into_state
-from lightning_memsave.techniques.optimizer_state.coded import memory_of
+from lightning_memsave.techniques.optimizer_state.coded import is_coded, memory_of
 from lightning_memsave.vault.regions import before_change, expect_changes, expect_no_changes
 
 
@@ -154,3 +154,10 @@ class GradientsIntoState(InBackward):
 
     def _take(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> None:
         into_state.add(optimizer, memory_of(optimizer), group, p)
+
+    def remove(self) -> None:
+        """Backward only computes gradients again."""
+        super().remove()
+        for optimizer in filter(None, (reference() for reference in self._optimizers)):
+            if is_coded(optimizer):
+                memory_of(optimizer).takes_gradients = False
