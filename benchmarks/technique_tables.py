@@ -143,7 +143,7 @@ def second_moments() -> str:
     for setting, each in found:
         roots = (f"{float(r['p50']):.2f} ({float(r['p05']):.2f} to {float(r['p95']):.2f})" for r in each)
         lines.append((setting, *roots, f"{float(each[-1]['relative_difference']):.2f}"))
-    return markdown(("gradients", *steps, "first moment's error"), lines)
+    return markdown(("gradients", *steps, f"first moment's error, step {found[0][1][-1]['n']}"), lines)
 
 
 def low_precision_quality(model: str) -> str:

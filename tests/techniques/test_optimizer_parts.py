@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from torch import nn
@@ -87,10 +85,11 @@ def test_steps_in_float32_are_the_same_bits(monkeypatch, name, precision):
     assert torch.equal(whole, cut)
 
 
-def test_gradients_into_32bit_momentum_are_the_same_bits(monkeypatch):
-    """Adam's second moment is estimated part by part: `test_optimizer_state_into_state.py`."""
-    plain = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    whole, cut = both(monkeypatch, plain, format="32bit", gradients="into-state", parts=3)
+@pytest.mark.parametrize(("name", "parts"), [("SGD", 3), ("AdamW", 1)])
+def test_gradients_into_32bit_state_are_the_same_bits(monkeypatch, name, parts):
+    """Of several, Adam's second moment is estimated part by part: `test_optimizer_state_into_state.py`."""
+    plain = {"SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "AdamW": ELEMENTWISE["AdamW"]}[name]
+    whole, cut = both(monkeypatch, plain, format="32bit", gradients="into-state", parts=parts)
     assert torch.equal(whole, cut)
 
 

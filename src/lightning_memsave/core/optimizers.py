@@ -301,7 +301,8 @@ def _joined(whole: Any, value: Any, part: Tensor, p: Tensor) -> Any:
     if isinstance(value, Divisible):
         whole = whole if isinstance(whole, Divisible) else value.made_for(p.numel())
         return whole.joined(value, span_of(part), p.numel())
-    if not isinstance(value, Tensor) or value.shape != part.shape:
+    is_of_elements = isinstance(value, Tensor) and value.shape == part.shape
+    if not is_of_elements or (isinstance(whole, Tensor) and whole.shape != p.shape):
         return value
     if whole is None or whole.dtype != value.dtype:
         whole = value.new_empty(p.shape)

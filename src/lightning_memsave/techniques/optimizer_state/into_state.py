@@ -56,6 +56,8 @@ _LARGEST_SUM = 2**16
 _LARGEST_UNIT = 2**20
 _LEAST = 0.25
 """Of a row's sum with D, or a column's, that is left at least: estimates may be small by chance, and divide steps."""
+_OF_ALL = (-1, -1)
+"""Among sums of parts: what goes into the agreement, of all parts so far."""
 _KEEP = 'Use `OptimizerState(gradients="keep")`'
 
 Signed = tuple[Tensor, Tensor, Tensor]
@@ -156,8 +158,7 @@ def _add(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, n
     if "momentum_buffer" in moments:
         _add_to_momentum(moments["momentum_buffer"], gradient, group, p, now.factor, is_first)
     else:
-        has_sum = _has_sum(original(p), memory)
-        _add_to_moments(moments, gradient, group, p, now, memory.noise_of(p), state, has_sum)
+        _add_to_moments(moments, gradient, group, p, now, memory, state)
         state.setdefault("step", torch.zeros((), dtype=torch.float32, device=p.device if group.get("fused") else "cpu"))
     noise = memory.noise_of(p, now.num_parts)
     for name, moment in moments.items():
@@ -184,9 +185,8 @@ def _add_to_moments(
     group: Mapping[str, Any],
     p: Tensor,
     now: Pending,
-    noise: Noise,
+    memory: _Memory,
     state: Mapping[str, Any],
-    has_sum: bool,
 ) -> None:
     """Leaves of `moments` what has changed, or was not there."""
     (beta1, beta2), is_first = map(float, group["betas"]), now.num_parts == 1
@@ -195,14 +195,14 @@ def _add_to_moments(
         first.mul_(beta1)
     first.add_(gradient, alpha=1 - beta1)
     known = now.sums.get(_place(p))
-    if has_sum:
+    if _is_sum(known) if known else _has_sum(original(p), memory):
         now.sums[_place(p)] = (gradient.clone() if known is None else known[0].add_(gradient),)
         if "exp_avg_sq" in state:
             del moments["exp_avg_sq"]
         return
     if is_first:
         second.mul_(beta2)
-    now.sums[_place(p)] = _with_signed_sums(gradient, second, p, beta2, noise, known)
+    now.sums[_place(p)] = _with_signed_sums(gradient, second, p, beta2, memory.noise_of(p), known)
     weight = _weight(state, now.num_parts)
     if isinstance(weight, float):
         second.addcmul_(gradient, gradient, value=1 - beta2)
@@ -233,6 +233,10 @@ def _has_sum(p: Tensor, memory: _Memory) -> bool:
     """Not beside first moments of 4 bits: what these are off by would be divided by roots of far smaller squares."""
     is_fine = not memory.format_of(p).startswith("4bit")
     return is_fine and p.numel() <= _LARGEST_SUM and not _is_matrix(p)
+
+
+def _is_sum(known: tuple[Any, ...]) -> bool:
+    return len(known) == 1
 
 
 def row_length(p: Tensor) -> int:
@@ -302,10 +306,11 @@ def _square_sum(second: Tensor, state: dict[str, Any], p: Tensor, pending: Pendi
     if pending.num_parts == 1:
         return
     matrix = _rows(second, p)
+    least = _LEAST / _weight(state, pending.num_parts)
     estimates = [sums.square().mean(0) for _, sums, _ in signed]
     has = [side.sum(1) for side in _sides(matrix, p)]
     wanted = [
-        (squares + (1 - beta2) * estimate).clamp(min=_LEAST * each)
+        (squares + (1 - beta2) * estimate).clamp(min=least * each)
         for (*_, squares), estimate, each in zip(signed, estimates, has, strict=True)
     ]
     matrix.mul_((wanted[0] / has[0]).nan_to_num(1.0, 1.0, 1.0)[:, None])
@@ -315,6 +320,7 @@ def _square_sum(second: Tensor, state: dict[str, Any], p: Tensor, pending: Pendi
     put(matrix.view(-1)[: second.numel()].view(second.shape), second)
     most = (pending.num_parts - 1) * totals[0]
     now = torch.stack([(estimates[0].sum() - totals[1]).clamp(min=-totals[0]), most])
+    [now] = pending.sums[_OF_ALL] = (now + sum(pending.sums.get(_OF_ALL, ())),)  # each part begins with the same state
     state[AGREEMENT] = torch.lerp(state.get(AGREEMENT, torch.zeros_like(now)), now, 1 - beta1)
 
 
@@ -326,11 +332,11 @@ def move(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, p
     if names == ("momentum_buffer",):
         p.add_(moments[0], alpha=-lr)
         return
-    first, second = moments
+    first, second = moments[0], moments[1].to(moments[0].dtype)  # as wide, also where only the first has changed
     state["step"] += 1
     count, (beta1, beta2) = float(state["step"]), map(float, group["betas"])
     _square_sum(second, state, p, pending, (beta1, beta2))
-    if pending.num_parts > 1 or _has_sum(original(p), memory):
+    if pending.num_parts > 1 or _is_sum(pending.sums.get(_place(p), ())):
         noise = memory.noise_of(p, pending.num_parts + 1)
         state[names[1]] = put_back(memory.format_of(p), state[names[1]], names[1], second, p.shape, noise)
     if group["weight_decay"]:
