@@ -219,6 +219,34 @@ def test_regions_with_tensors_that_were_made_in_inference_mode(scope):
     assert_same(*results)
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
+def test_regions_repeat_with_the_libraries_that_were_allowed():
+    """oneDNN's LSTM keeps other tensors than torch's own, for 16 bits where the CPU has instructions for them."""
+    torch.manual_seed(0)
+    seen = []
+
+    class Plain(nn.Module):
+        def forward(self, x):
+            seen.append((torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled))
+            return x.tanh()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.out = Plain(), nn.Linear(6, 2)
+
+        def forward(self, x):
+            with torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
+                return self.out(self.inner(x))
+
+    net = Net()
+    apply_checkpointing(net, Checkpointing(regions=(("inner",),)))
+    net(torch.randn(4, 6, requires_grad=True)).sum().backward()
+    assert seen == [(False, False), (False, False)]
+    assert torch.backends.mkldnn.enabled
+    assert torch.backends.cudnn.enabled
+
+
 def test_regions_repeat_the_kind_of_attention_that_was_asked_for():
     class Attends(nn.Module):
         def __init__(self):

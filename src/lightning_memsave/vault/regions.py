@@ -6,7 +6,7 @@ fills the rest. What one call of a region takes from an earlier one is not kept 
 region, inner ones are regions again, and that is how memory becomes logarithmic.
 
 In the repetition everything is as it was: torch's generators of the CPU and of the devices of inputs and parameters
-(kept only where a call drew numbers), autocast, the default device, kinds of attention, the parameters, the module's
+(kept only where a call drew numbers), autocast, the default device, the kernels allowed, the parameters, the module's
 mode, and the buffers. Of these, each call clones those that the first call in training, or the first in evaluation, has
 edited; of others that are small, one clone serves all calls until somebody edits them; where a call edits a large one
 later on, backward raises. A repetition stops behind the last tensor that backward waits for. In the scope of a vault,

@@ -55,14 +55,14 @@ def _bytes(state: Tensor) -> bytes:
 
 
 class Surroundings:
-    """Autocast, the default device, the kinds of attention, and Dynamo's callback, as they are now; entered, they hold.
+    """Autocast, the default device, the kernels allowed, and Dynamo's callback, as they are now; entered, they hold.
 
     Without the callback, what was compiled in a compiled module's region would be eager in its repetition.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._device, self._compiler = torch.get_default_device(), compiler_callback()
-        self._attention = _attention()
+        self._allowed = _allowed()
         kinds = {"cpu", *(device.type for device in devices)}
         self._autocast = [_autocast_of(kind) for kind in kinds if torch.amp.is_autocast_available(kind)]
 
@@ -75,24 +75,32 @@ class Surroundings:
             for settings in self._autocast:
                 if settings != _autocast_of(settings[0]):
                     stack.enter_context(torch.autocast(*settings))
-            if (attention := _attention()) != self._attention:
-                _set_attention(self._attention)
-                stack.callback(_set_attention, attention)
+            if (allowed := _allowed()) != self._allowed:
+                _allow(self._allowed)
+                stack.callback(_allow, allowed)
             with compiling(self._compiler):
                 yield
 
 
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+_LIBRARIES: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn)
 
 
-def _attention() -> tuple[bool, ...]:
-    """Which kinds of scaled dot product attention may be used (`torch.nn.attention.sdpa_kernel`), on CPU as well."""
-    return tuple(getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in _ATTENTION)
+def _allowed() -> tuple[bool, ...]:
+    """Which kernels may be used, which keep different tensors.
+
+    Kinds of scaled dot product attention (`torch.nn.attention.sdpa_kernel`), on CPU as well; cuDNN and oneDNN.
+    """
+    attention = (getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in _ATTENTION)
+    return *attention, *(library.enabled for library in _LIBRARIES)
 
 
-def _set_attention(allowed: tuple[bool, ...]) -> None:
-    for kind, is_allowed in zip(_ATTENTION, allowed, strict=True):
+def _allow(allowed: tuple[bool, ...]) -> None:
+    for kind, is_allowed in zip(_ATTENTION, allowed, strict=False):
         getattr(torch.backends.cuda, f"enable_{kind}_sdp")(is_allowed)
+    for library, is_allowed in zip(_LIBRARIES, allowed[len(_ATTENTION) :], strict=True):
+        if library.enabled != is_allowed:
+            library.enabled = is_allowed
 
 
 def _autocast_of(kind: str) -> tuple[str, torch.dtype, bool, bool]:
