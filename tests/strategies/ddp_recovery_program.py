@@ -134,6 +134,9 @@ def main() -> None:
         train(make(nn.SyncBatchNorm), auto())
     if rank == 0:
         print("ok", file=sys.stderr)
+    # Together, and before Python ends: once a process aborted while it ended, perhaps in a thread of gloo.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 def spawned() -> None:
