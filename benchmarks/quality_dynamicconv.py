@@ -53,6 +53,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "microbatch": microbatch(8),
         **LADDER["dense: exact, int4, 4-bit and factored moments, into-state, bf16"],
     },
+    "microbatch 8, dense: exact, int4, linear-cross-entropy, 5-bit and factored moments, into-state, bf16": {
+        "microbatch": microbatch(8),
+        **LADDER["dense: exact, int4, linear-cross-entropy, 5-bit and factored moments, into-state, bf16"],
+    },
     "microbatch 8, sparsity 0.3, exact, int4, 4-bit moments, into-state, bf16": {
         "microbatch": microbatch(8),
         **LADDER["sparsity 0.3, exact, int4, 4-bit moments, into-state, bf16"],

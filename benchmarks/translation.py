@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def microbatch(size: int) -> Microbatching:
 STATE_8BIT = OptimizerState(format="8bit", min_size=256, keep_embeddings_32bit=False)
 INTO_4BIT = OptimizerState(format="4bit", gradients="into-state", min_size=256, keep_embeddings_32bit=False)
 INTO_MEANS = OptimizerState(format="4bit-factored", gradients="into-state", min_size=256, keep_embeddings_32bit=False)
+INTO_5BIT_MEANS = replace(INTO_MEANS, format="5bit-factored")
 _INT4 = {"activations": ["exact", "int4"]}
 _SPARSE = {**_INT4, "sparsity": 0.9}
 _STATE = {**_SPARSE, "optimizer_state": STATE_8BIT}
@@ -58,6 +60,11 @@ LADDER: dict[str, dict[str, Any]] = {
     "dense: exact, int4, 4-bit and factored moments, into-state, bf16": {
         **_INT4,
         "optimizer_state": INTO_MEANS,
+        "precision": "bf16-sr",
+    },
+    "dense: exact, int4, linear-cross-entropy, 5-bit and factored moments, into-state, bf16": {
+        "activations": ["exact", "int4", "linear-cross-entropy"],
+        "optimizer_state": INTO_5BIT_MEANS,
         "precision": "bf16-sr",
     },
 }

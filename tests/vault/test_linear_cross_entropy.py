@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_memsave import ActivationCompression, Ledger
 from lightning_memsave.techniques.activation_compression import open_vault
+from lightning_memsave.vault import linear_cross_entropy as module
 
 BATCH, TIME, WIDTH, CLASSES = 4, 16, 8, 400
 ROWS = {
@@ -64,15 +66,20 @@ def head(dtype=torch.float32, bias=True):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The shapes of the inputs that were computed in chunks."""
-    seen, chunked = [], F.linear_cross_entropy
+    """The shapes of the inputs whose loss was answered."""
+    seen, forward = [], module._LinearCrossEntropy.forward
 
-    def counted(rows, *args, **options):
+    def counted(ctx, rows, *args):
         seen.append(tuple(rows.shape))
-        return chunked(rows, *args, **options)
+        return forward(ctx, rows, *args)
 
-    monkeypatch.setattr(F, "linear_cross_entropy", counted)
+    monkeypatch.setattr(module._LinearCrossEntropy, "forward", counted)
     return seen
+
+
+@pytest.fixture(params=[2**18, 7 * BATCH * TIME], ids=["at once", "7 classes at a time"])
+def chunk_numel(request, monkeypatch):
+    monkeypatch.setitem(module.CHUNK_NUMEL, "cpu", request.param)
 
 
 def step(model, x, rows, vault=None, **options):
@@ -101,6 +108,7 @@ def both(model, x, rows, **options):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.usefixtures("chunk_numel")
 def test_rows_of_a_linear_are_recognised(rows, bias, calls):
     model, x = head(bias=bias)
     (plain_loss, plain), (loss, ours) = both(model, x, ROWS[rows])
@@ -178,12 +186,231 @@ def test_gradients_in_bfloat16_are_rounded_a_few_times_only(num_classes, calls):
     assert (ours - exact).norm() <= 2 * (plain - exact).norm()
 
 
-def test_float16_is_left_alone_as_a_scale_of_the_loss_would_come_too_late(calls):
+def test_float16_takes_a_scaled_loss(calls):
+    """Against float64: gradients that would be zero without the scale."""
     model, x = head(torch.float16)
-    for rows in (lambda z: z.flatten(0, 1), lambda z: z.float().flatten(0, 1)):
-        (_, plain), (_, ours) = both(model, x, rows)
-        assert torch.equal(ours, plain)
-    assert calls == []
+    exact_model, scale = copy.deepcopy(model).double(), 2.0**14
+    target = torch.arange(BATCH * TIME)
+
+    def gradient(model, x, scope, scale):
+        model.zero_grad()
+        with scope:
+            loss = F.cross_entropy(model(x).flatten(0, 1).to(torch.promote_types(x.dtype, torch.float32)), target)
+        (loss * scale).backward()
+        return model[2].weight.grad.double() / scale
+
+    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+    exact = gradient(exact_model, x.double(), contextlib.nullcontext(), 1.0)
+    plain = gradient(model, x, contextlib.nullcontext(), scale).clone()
+    ours = gradient(model, x, vault.scope(), scale)
+    assert len(calls) == 1
+    assert (ours - exact).norm() <= 1.1 * (plain - exact).norm()
+
+
+def options_of(is_weighted, dtype=torch.float64):
+    return {"weight": torch.rand(CLASSES, dtype=dtype) + 0.5 if is_weighted else None}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.usefixtures("chunk_numel")
+def test_every_option_of_the_loss(reduction, is_weighted, label_smoothing, calls):
+    model, x = head(torch.float64)
+    options = {"reduction": reduction, "label_smoothing": label_smoothing, **options_of(is_weighted)}
+    (plain_loss, plain), (loss, ours) = both(model, x, ROWS["all"], **options)
+    assert len(calls) == 1
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast(dtype, calls):
+    """Weights of float32, or of bfloat16 as low precision has them; against float64."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2000)).to(dtype)
+    x, target = torch.randn(128, 64), torch.randint(2000, (128,))
+    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+
+    def found(model, x, scope, enabled=True):
+        model.zero_grad()
+        with scope, torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = F.cross_entropy(model(x), target, label_smoothing=0.1)
+        loss.backward()
+        return loss, torch.cat([p.grad.flatten().double() for p in model.parameters()])
+
+    _, exact = found(copy.deepcopy(model).double(), x.double(), contextlib.nullcontext(), enabled=False)
+    plain_loss, plain = found(model, x, contextlib.nullcontext())
+    loss, ours = found(model, x, vault.scope())
+    assert len(calls) == 1
+    assert loss.dtype == plain_loss.dtype == torch.float32
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-5, atol=0)
+    assert (ours - exact).norm() <= 1.1 * (plain - exact).norm()
+
+
+def test_a_sample_that_does_not_count_has_no_gradient_and_none_that_counts_is_nan(calls):
+    model, x = head()
+    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+    with vault.scope():
+        loss = F.cross_entropy(model(x).flatten(0, 1), torch.full((BATCH * TIME,), -100))
+    assert calls
+    assert loss.isnan()
+
+
+def test_two_backwards_and_gradients_of_gradients(calls):
+    model, x = head(torch.float64)
+    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+    target = torch.arange(BATCH * TIME) % CLASSES
+    weights = [*model.parameters()]
+
+    def loss_of(scope):
+        with scope:
+            return F.cross_entropy(model(x).flatten(0, 1), target, label_smoothing=0.1)
+
+    def second(scope):
+        first = torch.autograd.grad(loss_of(scope), weights, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), weights)
+
+    for ours, plain in zip(second(vault.scope()), second(contextlib.nullcontext()), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-14)
+    loss = loss_of(vault.scope())
+    once = torch.autograd.grad(loss, weights, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(once, torch.autograd.grad(loss, weights), strict=True))
+    assert len(calls) == 2
+
+
+def test_what_is_kept_and_what_backward_makes(calls):
+    """Log-sums are kept; backward makes the gradients and a few chunks, where plain torch makes 41 MB twice."""
+    model, target = nn.Linear(16, 40_000, bias=False), torch.arange(256)
+    h = torch.randn(256, 16, requires_grad=True)
+    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+    with Ledger().watching(model, batch=h) as ledger:
+        with vault.scope():
+            loss = F.cross_entropy(model(h), target, label_smoothing=0.1)
+        kept = ledger.live_bytes - model.weight.nbytes - h.nbytes
+    assert calls
+    assert kept == loss.nbytes + 256 * (8 + 4) + 4  # targets, log-sums, divisor
+    with Ledger().watching(model, batch=h) as ledger:
+        loss.backward()
+    made = ledger.measurement.peak_bytes - ledger.measurement.held_bytes - model.weight.nbytes - 2 * h.nbytes
+    assert 0 < made <= 3 * 4 * module.CHUNK_NUMEL["cpu"]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_gradcheck(reduction, is_weighted, monkeypatch):
+    monkeypatch.setitem(module.CHUNK_NUMEL, "cpu", 3 * 5)
+    torch.manual_seed(0)
+    shapes = {"rows": (5, 2), "weight": (7, 2), "bias": (7,)}
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes.values()]
+    target = torch.tensor([0, 6, -100, 3, 3])
+    by_class = torch.rand(7, dtype=torch.float64) + 0.5 if is_weighted else None
+
+    def loss(*head):
+        options = module.Options(by_class, -100, reduction, 0.1)
+        return module._LinearCrossEntropy.apply(*head, F.linear(*head).detach(), target, options)
+
+    assert torch.autograd.gradcheck(loss, inputs)
+    assert torch.autograd.gradgradcheck(loss, inputs)
+
+
+class Tied(nn.Module):
+    """A table that embeds and scores; one embedding more, of the same table, on request."""
+
+    def __init__(self, dtype=torch.float64, num_tokens=CLASSES):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.middle = nn.Embedding(num_tokens, WIDTH).to(dtype), nn.Linear(WIDTH, WIDTH).to(dtype)
+
+    def forward(self, tokens):
+        return F.linear(self.middle(self.table(tokens)), self.table.weight)
+
+
+def tied_gradients(vault, loss_of=None, model=None, **options):
+    model = model or Tied()
+    tokens = torch.arange(BATCH * TIME).view(BATCH, TIME) * 5 % CLASSES
+    with vault.scope() if vault else contextlib.nullcontext():
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten().roll(-1), label_smoothing=0.1)
+        loss = loss if loss_of is None else loss_of(model, tokens, loss)
+    return torch.autograd.grad(loss, [*model.parameters()], **options), loss, model
+
+
+LOSSES = {
+    "the loss": None,
+    "another lookup": lambda model, tokens, loss: loss + model.table(tokens + 1).square().sum(),
+    "another head": lambda model, tokens, loss: (
+        loss + F.cross_entropy(F.linear(model.table(tokens), model.table.weight).flatten(0, 1), tokens.flatten())
+    ),
+    "two losses of one head": lambda model, tokens, loss: (
+        loss + 2 * F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_tied_table(name, calls):
+    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+    ours, plain = (tied_gradients(v, LOSSES[name])[0] for v in (vault, None))
+    assert calls
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-14)
+
+
+def test_a_tied_table_whose_embedding_has_no_backward(calls):
+    """What is behind the head is frozen, or only the head's part is asked for."""
+    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+
+    def gradients(vault):
+        model, tokens = Tied(), torch.arange(BATCH * TIME)
+        with vault.scope() if vault else contextlib.nullcontext():
+            h = model.middle(model.table(tokens)).detach().requires_grad_()
+            loss = F.cross_entropy(F.linear(h, model.table.weight), tokens)
+        return torch.autograd.grad(loss, [model.table.weight, h])
+
+    for a, b in zip(gradients(vault), gradients(None), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-14)
+    assert calls
+
+
+def test_a_tied_table_twice_backwards(calls):
+    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+    first, loss, model = tied_gradients(vault, retain_graph=True)
+    second = torch.autograd.grad(loss, [*model.parameters()])
+    assert calls
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
+
+
+def test_a_graph_of_a_tied_table_dies(calls):
+    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+    gc.disable()
+    try:
+        with Ledger() as ledger:
+            before = ledger.live_bytes
+            tied_gradients(vault)
+            assert ledger.live_bytes == before
+    finally:
+        gc.enable()
+    assert calls
+
+
+def test_gradients_of_a_tied_table_are_two_at_most(calls):
+    """Plain torch has three of them where the engine adds two."""
+    model, tokens = Tied(torch.float32, 40_000), torch.arange(64)
+    table_bytes = model.table.weight.nbytes
+
+    def peak(vault):
+        model.zero_grad()
+        with vault.scope() if vault else contextlib.nullcontext():
+            loss = F.cross_entropy(model(tokens), tokens)
+        with Ledger().watching(model) as ledger:
+            loss.backward()
+        return ledger.measurement.peak_bytes
+
+    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+    assert peak(None) >= 4 * table_bytes  # the weight is one
+    assert 3 * table_bytes < peak(vault) < 3.1 * table_bytes + 3 * 4 * module.CHUNK_NUMEL["cpu"]
+    assert calls
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

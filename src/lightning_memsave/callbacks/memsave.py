@@ -43,8 +43,9 @@ class MemSave(MemoryMonitor):
         activations: how saved activations are kept: `"exact"`, `"int8"`, `"int4"`, `"int4-chain"`, a list such as
             `["exact", "int4"]`, or `ActivationCompression(...)`.
         checkpointing: `"blocks"`, `"sqrt"`, `"recursive"`, or `Checkpointing(...)`, for example with a `budget`.
-        optimizer_state: `"8bit"`, `"4bit"`, `"fp8"`, `"factored"`, `"4bit-factored"`, `"lowrank"`, `"apollo"`,
-            `"offload"`, `"paged"`, or `OptimizerState(...)`, for example with `gradients="release"` or `"into-state"`.
+        optimizer_state: `"8bit"`, `"4bit"`, `"fp8"`, `"factored"`, `"4bit-factored"`, `"5bit-factored"`, `"lowrank"`,
+            `"apollo"`, `"offload"`, `"paged"`, or `OptimizerState(...)`, for example with `gradients="release"` or
+            `"into-state"`.
 
     Raises:
         ValueError: a setting is wrong or two of them cannot be combined; before training starts.

@@ -207,6 +207,8 @@ _ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Lion", "NAdam
 PART_NUMEL = {"cpu": 2**20}
 """Elements that step at a time, by type of device: bounds what a step allocates besides."""
 _PART_NUMEL_ELSEWHERE = 2**24  # launching kernels takes longer there, and memory is faster
+_FINER_IN_BACKWARD = 4
+"""How much smaller parts are where gradients go into the state: activations are still there then."""
 
 
 @runtime_checkable
@@ -268,6 +270,8 @@ def in_parts(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[Tensor]:
 def _part_numel(optimizer: torch.optim.Optimizer, p: Tensor) -> int:
     """Elements of `p` that step at a time: all of them where it is not cut."""
     size = PART_NUMEL.get(p.device.type, _PART_NUMEL_ELSEWHERE)
+    if PENDING in vars(optimizer):
+        size //= _FINER_IN_BACKWARD
     if p.numel() <= size or not _may_cut(optimizer, p):
         return p.numel()
     unit = math.lcm(*(each.unit(p) for each in vars(optimizer).values() if isinstance(each, Counts)))

@@ -1,4 +1,7 @@
-"""Small integers packed into bytes: masks at 1 bit, window positions at 2 or 4. In plain torch; kernels equal it."""
+"""Small integers packed into bytes: masks at 1 bit, window positions at 2 or 4, moments at 4, 5 or 8.
+
+In plain torch; kernels equal it. Bits follow each other, the lowest first: of 5, eight integers are five bytes.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +26,28 @@ def pack(values: Tensor, bits: int) -> Tensor:
     >>> pack(torch.tensor([1, 0, 0, 1, 1], dtype=torch.uint8), 1)
     tensor([25], dtype=torch.uint8)
     """
-    per_byte = 8 // bits
-    if per_byte == 1:
+    if bits == 8:
         return values.to(torch.uint8, copy=True)
-    padded = torch.nn.functional.pad(values.view(torch.uint8), (0, -values.numel() % per_byte)).view(-1, per_byte)
-    packed = padded[:, 0].clone()
-    for lane in range(1, per_byte):
-        packed |= padded[:, lane] << (lane * bits)
-    return packed
+    per_word, dtype = (8 // bits, torch.uint8) if 8 % bits == 0 else (8, torch.int64)
+    padded = torch.nn.functional.pad(values.view(torch.uint8), (0, -values.numel() % per_word)).view(-1, per_word)
+    words = padded[:, 0].to(dtype, copy=True)
+    for place in range(1, per_word):
+        words |= padded[:, place].to(dtype) << (place * bits)
+    if dtype == torch.uint8:
+        return words
+    return words[:, None].view(torch.uint8)[:, :bits].flatten()[: -(-values.numel() * bits // 8)]
 
 
 def unpack(packed: Tensor, bits: int, num_values: int) -> Tensor:
     """The integers (uint8, [num_values]) that `pack` was given."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    lanes: Tensor = (packed[:, None] >> shifts) & (2**bits - 1)
-    return lanes.view(-1)[:num_values]
+    if 8 % bits == 0:
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+        values: Tensor = (packed[:, None] >> shifts) & (2**bits - 1)
+        return values.view(-1)[:num_values]
+    padded = torch.nn.functional.pad(packed, (0, -packed.numel() % bits)).view(-1, bits)
+    words = torch.nn.functional.pad(padded, (0, 8 - bits)).view(torch.int64)[:, 0]
+    values = torch.stack([(words >> place * bits & 2**bits - 1).to(torch.uint8) for place in range(8)], 1)
+    return values.view(-1)[:num_values]
 
 
 def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:

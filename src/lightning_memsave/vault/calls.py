@@ -26,6 +26,15 @@ class Place(NamedTuple):
     """What their calls are taken for, where they are not looked at."""
 
 
+class Linear(NamedTuple):
+    """The latest call of `linear`, which may be the head."""
+
+    node_nr: int
+    """Of its result."""
+    input: Tensor
+    """[..., D]: by the time of the loss a vault may hold codes of it."""
+
+
 class Calls(TorchFunctionMode):
     """Follows the calls of torch's functions inside a scope.
 
@@ -42,6 +51,9 @@ class Calls(TorchFunctionMode):
         """What calls are taken for that are not looked at now."""
         self.operands: dict[int, Any] = {}
         """What a recipe needs and no node keeps, by the number of the node."""
+        self.latest_linear: Linear | None = None
+        self.lookups: dict[int, Node] = {}
+        """The latest node of an embedding, by the id of its table."""
         self._changed: set[Edge] = set()
         self._hooked: set[Edge] = set()
         self._versions: dict[int, int] = {}
@@ -81,6 +93,10 @@ class Calls(TorchFunctionMode):
                 self._versions[sequence_nr_of(node)] = result._version
             if (note := _NOTED.get(func)) is not None:
                 self.operands[sequence_nr_of(node)] = note(call)
+            if func is F.linear:
+                self.latest_linear = Linear(sequence_nr_of(node), call.argument(0, "input"))
+            elif func is F.embedding:
+                self.lookups[id(call.argument(1, "weight"))] = node
         return result
 
     def _ask(self, call: Call) -> Tensor | None:

@@ -62,6 +62,11 @@ def running_node() -> int:
     return -1 if node is None else int(node._sequence_nr())
 
 
+def will_run(node: Node) -> bool:
+    """Whether the backward pass that this thread executes has `node` among what it runs, now or before."""
+    return torch._C._will_engine_execute_node(node)
+
+
 @overload
 def signed(number: int) -> int: ...
 @overload

@@ -1,54 +1,243 @@
-"""Cross-entropy on the output of a Linear: computed in chunks, so that no log-probability is kept.
+"""Cross-entropy on the output of a Linear: its gradient is computed class by class, so that no log-probability is kept.
 
 `cross_entropy(linear(h, W, b), target)` keeps one log-probability per class and sample, and its backward makes as many
-gradients: for a language model more than all else. torch's `linear_cross_entropy` goes through the logits chunk by
-chunk and computes the gradients of h and W at once, in forward. Here a call of `cross_entropy` whose logits come from a
-Linear is answered by it: all of them, or those of some positions (`logits[:, :-1]`), as they are or cast to float32.
-The logits that the caller computed die with the caller's own reference.
+gradients: for a language model more than all else. Here a call of `cross_entropy` whose logits z come from a Linear is
+answered by a function that keeps h, which the Linear keeps anyway, and lse = log(sum(exp(z))) of each sample. Backward
+takes some classes at a time, computes their logits again, and their probabilities exp(z - lse), and with these their
+rows of W's gradient, which are written once, and their share of h's. The logits that the caller computed die with the
+caller's own reference.
 
-Equal up to rounding, which is that of the Linear's dtype; the loss itself keeps the digits of a cast. Logits of float16
-are left alone: gradients are made before a loss scale could reach them. The price: the Linear is computed twice, its
-weight's gradient exists from the forward pass on, and a second backward through the loss (`retain_graph`,
-`create_graph`) raises an error (a reduction of `"none"` computes its gradients in backward, and allows the first).
+Logits are recognised whole or sliced by positions (`logits[:, :-1]`), as they are, cast to float32, or of autocast;
+with class weights and label smoothing. Equal up to rounding, which is that of the Linear's dtype; the loss itself has
+the digits of float32. The price: the Linear is computed twice. A gradient of the gradient goes through the plain loss.
 
-Source: `torch.nn.functional.linear_cross_entropy` (torch 2.13); the idea: Wijmans et al., "Cut Your Losses in Large-
-Vocabulary Language Models", 2024 (https://arxiv.org/abs/2411.09009).
+Where an embedding shares the head's weight, the head's gradient is left to the embedding's backward, which adds its own
+to it in place. torch adds two such tables beside them, so that there are three; with a large vocabulary no other moment
+of a step takes as much.
+
+Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (https://arxiv.org/abs/2411.09009).
+Different: chunks of classes with torch's products instead of a kernel; logits exist in forward, as the caller made
+them; no gradient is skipped. `torch.nn.functional.linear_cross_entropy` (2.13) takes chunks of samples, has both
+gradients from the forward pass on, and knows neither label smoothing nor autocast nor a second backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_memsave.numerics.fakes import is_plain, truth
+from lightning_memsave.numerics.fakes import is_plain
+from lightning_memsave.vault.calls import Calls
 from lightning_memsave.vault.entries import Handle
-from lightning_memsave.vault.forms import Rank
-from lightning_memsave.vault.graph import ForeignError, Node, has_hooks, inputs_of, output_of, packed, saved, signed
+from lightning_memsave.vault.forms import Coded, Rank, Recipe
+from lightning_memsave.vault.graph import (
+    ForeignError,
+    Node,
+    has_hooks,
+    inputs_of,
+    output_of,
+    packed,
+    saved,
+    sequence_nr_of,
+    signed,
+    will_run,
+)
 from lightning_memsave.vault.policy import Call
+
+CHUNK_NUMEL = {"cpu": 2**18}
+"""Logits that backward computes at a time, by type of device."""
+_CHUNK_NUMEL_ELSEWHERE = 2**23
 
 
 class Head(NamedTuple):
     """A Linear as the graph shows it."""
 
     input: Tensor  # [N, D]
-    weight: Tensor  # [C, D]
+    weight: Tensor  # [C, D]; under autocast of another dtype than the input
     bias: Tensor | None  # [C]
 
 
-def linear_cross_entropy(call: Call, is_touched: Callable[[Node], bool]) -> Tensor | None:
+class Options(NamedTuple):
+    """Of `cross_entropy`."""
+
+    weight: Tensor | None  # [C]
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+
+
+class _Waiting(list[Tensor]):
+    """A gradient of a weight that the backward of an embedding of the same weight will take along."""
+
+    is_over = False
+
+    def add_to(self, gradients: Sequence[Tensor | None], _: object) -> tuple[Tensor | None] | None:
+        """The hook of the embedding's node, which knows nothing but this list: no cycle keeps the graph."""
+        self.is_over = True
+        if not self:
+            return None
+        total, (own,) = self.pop(), gradients
+        return (total if own is None else total.add_(own),)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss of `logits`, [N, C], which are those of a `Head`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,  # [N, D]
+        weight: Tensor,  # [C, D]
+        bias: Tensor | None,  # [C]
+        logits: Tensor,
+        target: Tensor,  # [N]
+        options: Options,
+        lookup: Node | None = None,
+    ) -> Tensor:
+        """In `logits`' dtype; of autocast, in float32."""
+        with torch.autocast(logits.device.type, enabled=False):
+            wide = torch.promote_types(logits.dtype, torch.float32)
+            counted = target != options.ignore_index
+            index = target.where(counted, 0)
+            by_class = None if options.weight is None else options.weight.to(wide)
+            num_rows = max(1, _chunk_numel(logits) // logits.shape[1])
+            parts = zip(logits.split(num_rows), index.split(num_rows), strict=True)
+            found = [_losses(z.to(wide), t, by_class, options.label_smoothing) for z, t in parts]
+            losses, lse = (torch.cat(each) for each in zip(*found, strict=True))
+            losses = losses.where(counted, 0)
+            divisor = None
+            if options.reduction == "mean":
+                divisor = (counted if by_class is None else by_class[index].where(counted, 0)).sum().to(wide)
+                losses = losses.sum() / divisor
+            elif options.reduction == "sum":
+                losses = losses.sum()
+        ctx.save_for_backward(rows, weight, bias, target, lse, divisor, options.weight)
+        ctx.options = options._replace(weight=None)
+        ctx.lookup, ctx.waiting = lookup, _Waiting()
+        if lookup is not None:
+            lookup.register_hook(ctx.waiting.add_to)
+        is_cast = torch.is_autocast_enabled(logits.device.type)
+        return losses.to(wide if is_cast else logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Of rows, weight and bias."""
+        rows, weight, bias, target, lse, divisor, by_class = ctx.saved_tensors
+        options = ctx.options._replace(weight=by_class)
+        wanted = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():
+            return *_differentiable(Head(rows, weight, bias), target, options, gradient, wanted), *_NO_GRADIENT
+        with torch.autocast(rows.device.type, enabled=False):
+            gradient = gradient.to(lse.dtype) if divisor is None else gradient.to(lse.dtype) / divisor
+            of_rows, of_weight, of_bias = _gradients(Head(rows, weight, bias), target, lse, options, gradient, wanted)
+        if of_weight is not None and ctx.lookup is not None and not ctx.waiting.is_over and will_run(ctx.lookup):
+            ctx.waiting.append(of_weight)
+            of_weight = None
+        return of_rows, of_weight, of_bias, *_NO_GRADIENT
+
+
+_NO_GRADIENT = (None, None, None, None)
+"""Of logits, target, options and lookup."""
+
+
+def _chunk_numel(like: Tensor) -> int:
+    return CHUNK_NUMEL.get(like.device.type, _CHUNK_NUMEL_ELSEWHERE)
+
+
+def _losses(z: Tensor, index: Tensor, by_class: Tensor | None, smoothing: float) -> tuple[Tensor, Tensor]:
+    """Of some rows of logits, [n, C], before those that do not count are left out; and log(sum(exp(z))), [n]."""
+    lse = z.logsumexp(1)
+    losses = lse - z.gather(1, index[:, None]).squeeze(1)
+    if by_class is not None:
+        losses = losses * by_class[index]
+    if smoothing:
+        num_classes = z.shape[1]
+        even = num_classes * lse - z.sum(1) if by_class is None else by_class.sum() * lse - z @ by_class
+        losses = (1 - smoothing) * losses + smoothing / num_classes * even
+    return losses, lse
+
+
+def _gradients(
+    head: Head, target: Tensor, lse: Tensor, options: Options, gradient: Tensor, wanted: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """Of what is `wanted` of `head`, some classes at a time; `gradient` is of each row's loss, [N] or [].
+
+    With probabilities p and a smoothing of s, a row's loss has d loss / d z = (1 - s) w[t] (p - onehot(t)) + s / C (W p
+    - w), where w are the classes' weights and W is their sum.
+    """
+    rows, weight, bias = head
+    num_classes, wide = len(weight), lse.dtype
+    counted = target != options.ignore_index
+    index = target.where(counted, 0)
+    each = gradient.expand(len(rows)).where(counted, 0)
+    even = each * (options.label_smoothing / num_classes)
+    own = each * (1 - options.label_smoothing)
+    by_class = options.weight
+    if by_class is not None:
+        by_class = by_class.to(wide)
+        own = own * by_class[index]
+    total = own + even * (num_classes if by_class is None else by_class.sum())
+    of_rows = torch.zeros_like(rows, dtype=wide) if wanted[0] else None
+    of_weight = torch.empty_like(weight) if wanted[1] else None
+    of_bias = torch.empty_like(bias) if bias is not None and wanted[2] else None
+    size = max(1, _chunk_numel(rows) // max(1, len(rows)))
+    for start in range(0, num_classes, size):
+        some = slice(start, min(start + size, num_classes))
+        part = weight[some].to(rows.dtype)  # [c, D]
+        z = F.linear(rows, part, None if bias is None else bias[some].to(rows.dtype)).to(wide)  # [N, D] @ [D, c]
+        z.sub_(lse[:, None]).exp_().mul_(total[:, None])
+        if options.label_smoothing:
+            z.addr_(even, z.new_ones(z.shape[1]) if by_class is None else by_class[some], alpha=-1)
+        place = index - start
+        is_here = (place >= 0) & (place < z.shape[1])
+        z.scatter_add_(1, place.where(is_here, 0)[:, None], own.where(is_here, 0).neg()[:, None])
+        z = z.to(rows.dtype)
+        if of_weight is not None:
+            of_weight[some] = z.T @ rows  # [c, N] @ [N, D]
+        if of_bias is not None:
+            of_bias[some] = z.sum(0)
+        if of_rows is not None:
+            of_rows += z @ part  # [N, c] @ [c, D]
+    return [None if of_rows is None else of_rows.to(rows.dtype), of_weight, of_bias]
+
+
+def _differentiable(
+    head: Head, target: Tensor, options: Options, gradient: Tensor, wanted: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """The same, as functions of all of it: those of the plain loss."""
+    rows, weight, bias = head
+    logits = F.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
+    wide = logits.to(torch.promote_types(logits.dtype, gradient.dtype))
+    loss = F.cross_entropy(
+        wide,
+        target,
+        options.weight if options.weight is None else options.weight.to(wide.dtype),
+        ignore_index=options.ignore_index,
+        reduction=options.reduction,
+        label_smoothing=options.label_smoothing,
+    )
+    inputs = [each for each, is_wanted in zip(head, wanted, strict=True) if is_wanted and each is not None]
+    found = iter(torch.autograd.grad(loss, inputs, gradient.to(loss.dtype), create_graph=True))
+    return [
+        next(found) if is_wanted and each is not None else None for each, is_wanted in zip(head, wanted, strict=True)
+    ]
+
+
+def linear_cross_entropy(call: Call, calls: Calls) -> Tensor | None:
     """The loss that `call` of `cross_entropy` asks for; `None` where it is better computed as it stands.
 
     Args:
         call: of `cross_entropy`.
-        is_touched: whether somebody has changed or hooked what a node made.
+        calls: what the graph does not show.
     """
     logits, target, weight = call.argument(0, "input"), call.argument(1, "target"), call.argument(2, "weight")
     reduction, ignore_index = call.argument(6, "reduction", "mean"), call.argument(4, "ignore_index", -100)
-    is_plain = (
+    smoothing = call.argument(7, "label_smoothing", 0.0)
+    is_recognised = (
         isinstance(logits, Tensor)
         and logits.dim() == 2
         and logits.grad_fn is not None
@@ -58,76 +247,30 @@ def linear_cross_entropy(call: Call, is_touched: Callable[[Node], bool]) -> Tens
         and isinstance(target, Tensor)
         and target.dtype == torch.int64
         and target.shape == logits.shape[:1]
-        and (weight is None or (weight.dtype == logits.dtype and weight.shape == logits.shape[1:]))
+        and (weight is None or (weight.shape == logits.shape[1:] and not weight.requires_grad))
         and reduction in ("mean", "sum", "none")
-        and not call.argument(7, "label_smoothing", 0.0)
+        and 0 <= smoothing <= 1
         and call.argument(3, "size_average") is None
         and call.argument(5, "reduce") is None
-        and not torch.is_autocast_enabled(logits.device.type)
     )
     try:
-        head = _head(logits, is_touched) if is_plain else None
+        head = _head(logits, calls) if is_recognised else None
     except ForeignError:
         return None
-    if head is None:
+    if head is None or logits.shape[1] <= 2 * head.input.shape[1]:  # what is kept instead is as much
         return None
-    if reduction == "mean" and not truth((target != ignore_index).any(), True):
-        return None  # 0 / 0, which the two treat otherwise
-    if logits.numel() <= head.input.numel() + head.weight.numel():  # what the chunked one keeps: it would not pay
-        return None
-    loss = F.linear_cross_entropy(
-        head.input,
-        head.weight,
-        target,
-        linear_bias=head.bias,
-        weight=weight if weight is None else weight.to(head.input.dtype),
-        reduction=reduction,
-        ignore_index=ignore_index,
-        options=_options(head),
-    )
-    if loss.dtype == logits.dtype:
-        return loss
-    num_rows = max(1, head.input.numel() // logits.shape[1])
-    with torch.no_grad():  # in the dtype that the caller cast to, as rounding the loss to the Linear's would show
-        exact = _in_parts(logits, target, num_rows, weight, reduction, ignore_index)
-        correction = torch.where(exact == loss, 0, exact - loss)  # both may be infinite
-    return loss + correction
+    options = Options(weight, ignore_index, reduction, smoothing)
+    lookup = calls.lookups.get(id(head.weight))
+    return _LinearCrossEntropy.apply(*head, logits.detach(), target, options, lookup)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _options(head: Head) -> nn.LinearCrossEntropyOptions:
-    """In bfloat16 at most a few chunks, as the weight's gradient is rounded after each; torch makes more on CUDA."""
-    if head.weight.dtype.itemsize >= 4:
-        return nn.LinearCrossEntropyOptions()
-    (num_rows, width), num_classes = head.input.shape, head.weight.shape[0]
-    num_chunks = min(_MAX_HALF_CHUNKS, -(-num_classes // width))
-    return nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=max(1, -(-num_rows // num_chunks)))
-
-
-def _in_parts(
-    logits: Tensor, target: Tensor, num_rows: int, weight: Tensor | None, reduction: str, ignore_index: int
-) -> Tensor:
-    """`F.cross_entropy`, of some rows at a time."""
-    losses = torch.cat(
-        [
-            F.cross_entropy(some, wanted, weight, ignore_index=ignore_index, reduction="none")
-            for some, wanted in zip(logits.split(num_rows), target.split(num_rows), strict=True)
-        ]
-    )
-    if reduction == "none":
-        return losses
-    if reduction == "sum":
-        return losses.sum()
-    counts = target != ignore_index
-    return losses.sum() / (counts if weight is None else counts * weight[target.where(counts, 0)]).sum()
-
-
-def _head(logits: Tensor, is_touched: Callable[[Node], bool]) -> Head | None:
+def _head(logits: Tensor, calls: Calls) -> Head | None:
     """The Linear of whose output `logits` [N, C] are rows: all, or slices of its positions, in a wider dtype or not."""
     node, views = logits.grad_fn, list[Node]()
-    while node is not None and node.name() in _OF_ROWS and not is_touched(node):
+    while node is not None and node.name() in _OF_ROWS and not calls.is_touched(node):
         views.append(node)
         node = inputs_of(node)[0][0]
-    if node is None or node.name() not in ("AddmmBackward0", "MmBackward0") or is_touched(node):
+    if node is None or node.name() not in ("AddmmBackward0", "MmBackward0") or calls.is_touched(node):
         return None
     has_bias = node.name() == "AddmmBackward0"
     if has_bias and (saved(node, "alpha"), saved(node, "beta")) != (1, 1):
@@ -137,12 +280,9 @@ def _head(logits: Tensor, is_touched: Callable[[Node], bool]) -> Head | None:
         return None
     weight = _leaf(inputs_of(transposed)[0][0])
     bias = _leaf(bias_edge[0][0]) if bias_edge else None
-    name = "mat1" if has_bias else "self"
-    if weight is None or weight.dtype == torch.float16 or not _is_exact(packed(node, name)):
+    if weight is None or (has_bias and (bias is None or bias.shape != weight.shape[:1])):
         return None
-    if has_bias and (bias is None or bias.shape != weight.shape[:1]):
-        return None
-    rows: Tensor | None = saved(node, name)
+    rows = _rows(node, views, calls)
     for view in reversed(views):
         rows = None if rows is None else _viewed(rows, view, num_classes=weight.shape[0])
     if rows is None or (*rows.shape[:-1], weight.shape[0]) != logits.shape or weight.device != logits.device:
@@ -150,7 +290,18 @@ def _head(logits: Tensor, is_touched: Callable[[Node], bool]) -> Head | None:
     return Head(rows, weight, bias)
 
 
-_MAX_HALF_CHUNKS = 4
+def _rows(node: Node, views: Sequence[Node], calls: Calls) -> Tensor | None:
+    """What the product `node` was given, [N, D], while it can be had to the bit."""
+    name = "self" if node.name() == "MmBackward0" else "mat1"
+    if _is_exact(packed(node, name)):
+        rows: Tensor | None = saved(node, name)
+        return rows
+    latest = calls.latest_linear
+    if latest is None or latest.node_nr not in map(sequence_nr_of, (node, *views)):
+        return None
+    return latest.input.flatten(0, -2).to(output_of(node, 0).dtype)
+
+
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 _OF_ROWS = (*_VIEWS, "SliceBackward0", "CloneBackward0", "ToCopyBackward0")
 
@@ -174,6 +325,9 @@ def _viewed(rows: Tensor, node: Node, num_classes: int) -> Tensor | None:
 
 
 def _leaf(node: Node | None) -> Tensor | None:
+    """The parameter that `node` is of, or of which it is autocast's copy."""
+    if node is not None and node.name() == "ToCopyBackward0":
+        node = inputs_of(node)[0][0]
     leaf = getattr(node, "variable", None)
     if leaf is None or not is_plain(leaf, nn.Parameter):  # sharded parameters are of other types
         return None
@@ -181,5 +335,10 @@ def _leaf(node: Node | None) -> Tensor | None:
 
 
 def _is_exact(kept: object) -> bool:
-    """Whether the Linear's input can still be had to the bit."""
-    return not isinstance(kept, Handle) or kept.entry.form.rank == Rank.EXACT
+    """Whether the Linear's input can be had to the bit now, before what it follows from is coded."""
+    if isinstance(kept, Coded):
+        return False
+    form = kept.entry.form if isinstance(kept, Handle) else None
+    if isinstance(form, Recipe):
+        return all(map(_is_exact, form.needs))
+    return form is None or form.rank == Rank.EXACT

@@ -165,7 +165,7 @@ class Vault:
         # Inside a checkpointed region, where torch's own hooks come first, its recomputation would not be answered.
         if innermost_hooks()[0] != self.pack or (call.name != "dropout" and not self.chunk_loss):
             return None
-        return dropout(call) if call.name == "dropout" else linear_cross_entropy(call, self._calls.is_touched)
+        return dropout(call) if call.name == "dropout" else linear_cross_entropy(call, self._calls)
 
     # --------------------------------------------------------------------------- checkpointed regions
     def branch(self) -> Vault:

@@ -386,7 +386,7 @@ static void fill_starts(uint8_t start[2][CELLS], const float *bound, int size) {
     }
 }
 
-/* Codes to a map of `size` values (at most 16 at 4 bits, 256 at 8), increasing up to 1, rounded stochastically to a
+/* Codes to a map of `size` values (at most 2^`bits`; of 4, 5 or 8), increasing up to 1, rounded stochastically to a
  * neighbour: blockwise.quantize_to_map, bit for bit where values are finite. */
 void quantize_to_map(const float *x, const float *map, int size, uint8_t *codes, float *absmax, long n, int bits,
                      uint32_t seed, uint32_t shift, long first, long last) {
@@ -412,7 +412,7 @@ void quantize_to_map(const float *x, const float *map, int size, uint8_t *codes,
         uint32_t block_seed = mix((uint32_t)b ^ seed);
         absmax[b] = scale;
         for (int i = 0; i < BLOCK; i++) unit[i] /= divisor;
-        if (bits == 4) for (int j = 1; j < size - 1; j++) for (int i = 0; i < BLOCK; i++) place[i] += unit[i] >= map[j];
+        if (bits < 8) for (int j = 1; j < size - 1; j++) for (int i = 0; i < BLOCK; i++) place[i] += unit[i] >= map[j];
         else for (int i = 0; i < BLOCK; i++) {
             int at = start[to_bits(unit[i]) >> 31][cell_of(unit[i])];
             at += bound[at + 1] <= unit[i];
@@ -424,11 +424,16 @@ void quantize_to_map(const float *x, const float *map, int size, uint8_t *codes,
             float noise = (float)(int32_t)((mix(block_seed + (uint32_t)i * 0x9E3779B9U) + shift) >> 8);
             code[i] = (uint8_t)(place[i] + (noise < fraction * 0x1p24f));
         }
-        if (bits == 8) memcpy(codes + b * BLOCK, code, left);
-        else {
-            for (long i = left; i < BLOCK; i++) code[i] = 0;
-            for (long i = 0; i < (left + 1) / 2; i++) codes[b * (BLOCK / 2) + i] = code[2 * i] | (code[2 * i + 1] << 4);
+        uint8_t packed[BLOCK];
+        for (long i = left; i < BLOCK; i++) code[i] = 0;
+        if (bits == 8) memcpy(packed, code, BLOCK);
+        else if (bits == 4) for (int i = 0; i < BLOCK / 2; i++) packed[i] = code[2 * i] | (code[2 * i + 1] << 4);
+        else for (int i = 0; i < BLOCK / 8; i++) {
+            uint64_t word = 0;
+            for (int k = 0; k < 8; k++) word |= (uint64_t)code[8 * i + k] << (bits * k);
+            for (int k = 0; k < bits; k++) packed[bits * i + k] = (uint8_t)(word >> (8 * k));
         }
+        memcpy(codes + b * (BLOCK / 8) * bits, packed, (left * bits + 7) / 8);
     }
 }
 
@@ -444,12 +449,17 @@ void dequantize_from_map(const uint8_t *codes, const float *map, int size, const
         long left = n - b * BLOCK < BLOCK ? n - b * BLOCK : BLOCK;
         const uint8_t *from = codes + b * (BLOCK * bits / 8);
         if (bits == 8) for (long i = 0; i < left; i++) to[i] = map[from[i]] * scale;
-        else {
+        else if (bits == 4) {
             for (long i = 0; i < left / 2; i++) {
                 to[2 * i] = value[0][from[i]] * scale;
                 to[2 * i + 1] = value[1][from[i]] * scale;
             }
             if (left % 2) to[left - 1] = value[0][from[left / 2]] * scale;
+        } else for (long i = 0; i < left; i += 8) {
+            uint64_t word = 0;
+            for (int k = 0; k < bits && bits * (i / 8) + k < (left * bits + 7) / 8; k++)
+                word |= (uint64_t)from[bits * (i / 8) + k] << (8 * k);
+            for (int k = 0; k < 8 && i + k < left; k++) to[i + k] = map[word >> (bits * k) & ((1 << bits) - 1)] * scale;
         }
     }
 }

@@ -2,11 +2,11 @@
 
 What shrinks: float32 moments, 4 bytes per parameter each, and gradients, 4 or 2. Bytes of moments per parameter:
 
-| optimizer                            | before |  8bit |  4bit |   fp8 | factored | 4bit-factored | offload, paged |
-|--------------------------------------|-------:|------:|------:|------:|---------:|--------------:|---------------:|
-| AdamW, Adam, NAdam, RAdam            |    8.0 | 2.031 | 1.031 | 2.031 |    1.016 |         0.516 |              0 |
-| SGD momentum, Lion, RMSprop, Adagrad |    4.0 | 1.016 | 0.516 | 1.016 |          |               |              0 |
-| LAMB                                 |    8.0 | 2.031 |       |       |          |               |                |
+| optimizer                       | before |  8bit |  4bit |   fp8 | factored | 4bit-, 5bit-factored | offload, paged |
+|---------------------------------|-------:|------:|------:|------:|---------:|---------------------:|---------------:|
+| AdamW, Adam, NAdam, RAdam       |    8.0 | 2.031 | 1.031 | 2.031 |    1.016 |         0.516, 0.641 |              0 |
+| SGD, Lion, RMSprop, Adagrad     |    4.0 | 1.016 | 0.516 | 1.016 |          |                      |              0 |
+| LAMB                            |    8.0 | 2.031 |       |       |          |                      |                |
 
 `"lowrank"`: 4 * R * (k * max(N, M) + min(N, M)) bytes for k moments of a parameter [N, M] (`galore.py`);
 `"apollo"`: 4 * R * k * max(N, M) (`apollo.py`).
@@ -113,6 +113,7 @@ _NAMES = {
     "fp8": "fp8 state",
     "factored": "8-bit first and factored second moments",
     "4bit-factored": "4-bit first and factored second moments",
+    "5bit-factored": "5-bit first and factored second moments",
     "lowrank": "state of low rank",
     "apollo": "state of random projections",
     "offload": "state in host memory",
@@ -124,6 +125,7 @@ _REASONS = {
     "fp8": "moments are rounded to floats of 8 bits",
     "factored": "first moments are rounded to 8 bits, its second ones are means of rows and columns",
     "4bit-factored": "first moments are rounded to 4 bits, its second ones are means of rows and columns",
+    "5bit-factored": "first moments are rounded to 5 bits, its second ones are means of rows and columns",
     "lowrank": "moments are those of the gradient in a subspace",
     "apollo": "moments only set how far each column moves along its gradient",
 }

@@ -1,4 +1,4 @@
-"""What a moment is between two steps: codes of 4 or 8 bits, row and column means, or a tensor in another memory.
+"""What a moment is between two steps: codes of 4, 5 or 8 bits, row and column means, or a tensor in another memory.
 
 | format | first moments (signed), times the largest magnitude of the block | second moments (not negative) |
 |---|---|---|
@@ -7,6 +7,7 @@
 | `"fp8"` | e4m3: 4 bits of exponent, 3 of the significand, over 448 | (i / 256)**8, i = 1 to 256 |
 | `"factored"` | as `"8bit"` | the means of its rows and columns; parameters with one dimension: as `"8bit"` |
 | `"4bit-factored"` | as `"4bit"` | the same means; parameters with one dimension: as `"4bit"` |
+| `"5bit-factored"` | +-(i / 15)**2, i = 0 to 15 | the same means; else (i / 32)**2, i = 1 to 32 |
 | `"offload"` | as it is, in host memory | as it is, in host memory |
 
 Codes have one float32 scale per block of 256. Second moments have no zero, because something is divided by them:
@@ -57,17 +58,17 @@ class Coded(NamedTuple):
 
     def part(self, span: slice, num_elements: int) -> Coded:
         """A view of the codes of the elements `span` of all, which are whole blocks."""
-        per_byte = -(-num_elements // self.codes.numel())
+        bits = self.codes.numel() * 8 // num_elements
         return Coded(
-            self.codes[span.start // per_byte : -(-span.stop // per_byte)],
+            self.codes[span.start * bits // 8 : -(-span.stop * bits // 8)],
             self.absmax[span.start // BLOCK_SIZE : num_blocks(span.stop)],
         )
 
     def made_for(self, num_elements: int) -> Coded:
         """As these, which are of whole blocks, for more elements and not filled yet."""
-        per_byte = self.absmax.numel() * BLOCK_SIZE // self.codes.numel()
+        bits = self.codes.numel() * 8 // (self.absmax.numel() * BLOCK_SIZE)
         return Coded(
-            self.codes.new_empty(-(-num_elements // per_byte)), self.absmax.new_empty(num_blocks(num_elements))
+            self.codes.new_empty(-(-num_elements * bits // 8)), self.absmax.new_empty(num_blocks(num_elements))
         )
 
     def joined(self, part: Coded, span: slice, num_elements: int) -> Coded:
@@ -240,6 +241,7 @@ def _powers(num: int, exponent: float) -> Tensor:
 
 
 _IN_4BIT = Blocks(_both_signs(_powers(7, 2)), 4), Blocks(_powers(16, 2), 4)
+_IN_5BIT = Blocks(_both_signs(_powers(15, 2)), 5), Blocks(_powers(32, 2), 5)
 _IN_8BIT = Blocks(_both_signs(_powers(127, 2.5)), 8), Blocks(_powers(256, 5), 8)
 CODECS: Mapping[str, tuple[Codec, Codec]] = {
     "4bit": _IN_4BIT,
@@ -247,6 +249,7 @@ CODECS: Mapping[str, tuple[Codec, Codec]] = {
     "fp8": (Blocks(_both_signs(_float_map(4, 3, 448.0)), 8), Blocks(_powers(256, 8), 8)),
     "factored": (_IN_8BIT[0], Means(_IN_8BIT[1])),
     "4bit-factored": (_IN_4BIT[0], Means(_IN_4BIT[1])),
+    "5bit-factored": (_IN_5BIT[0], Means(_IN_5BIT[1])),
     "offload": (Away(), Away()),
 }
 """By format: the codec of first moments, and that of second ones."""

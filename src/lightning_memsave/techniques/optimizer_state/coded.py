@@ -59,7 +59,7 @@ MOMENTS: Mapping[str, tuple[str, ...]] = {
 }
 """The optimizers that are known, by the name of their class, and their moments."""
 _GOLDEN, _ROOT_OF_2 = 0x9E3779B9, 0x6A09E667  # the fractions of the golden ratio and of the square root, times 2**32
-_OF_SECOND_MOMENTS = ("factored", "4bit-factored", "apollo")
+_OF_SECOND_MOMENTS = ("factored", "4bit-factored", "5bit-factored", "apollo")
 _MUST_BE_OFF = ("amsgrad", "centered", "capturable", "differentiable")
 
 

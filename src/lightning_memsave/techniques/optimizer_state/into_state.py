@@ -18,8 +18,8 @@ then only moves the parameters. What that changes, with microbatch gradients g_1
   fade more slowly than v where microbatches agree, the j-th g_j**2 comes in with a weight of 1 + 2 (j - 1) a, a being
   the agreement of the steps before, (|G|**2 - |D|) / ((k - 1) |D|) from 0 to 1.
 
-  Vectors and narrow matrices have rows of 256 and no columns. With up to 65,536 elements, and first moments of more
-  than 4 bits, they keep G instead: that is Adam.
+  Vectors and narrow matrices have rows of 256 and no columns. With up to 65,536 elements, and first moments of 8 bits
+  or more, they keep G instead: that is Adam.
 
 Low-bit moments are rounded once per microbatch (and second ones once more) instead of once per step, stochastically.
 
@@ -60,8 +60,8 @@ _OF_ALL = (-1, -1)
 """Among sums of parts: what goes into the agreement, of all parts so far."""
 _KEEP = 'Use `OptimizerState(gradients="keep")`'
 
-Signed = tuple[Tensor, Tensor, Tensor]
-"""Signs, [q, M]; sums of each row with these signs, [q, N]; the row's sum of v, without squares of `sums` yet, [N]."""
+Signed = tuple[Tensor, Tensor]
+"""Sums of each row with random signs, [q, N]; the row's sum of v, without squares of these yet, [N]."""
 
 
 class Pending(NamedTuple):
@@ -230,8 +230,8 @@ def _is_matrix(p: Tensor) -> bool:
 
 
 def _has_sum(p: Tensor, memory: _Memory) -> bool:
-    """Not beside first moments of 4 bits: what these are off by would be divided by roots of far smaller squares."""
-    is_fine = not memory.format_of(p).startswith("4bit")
+    """Not beside coarser first moments: what these are off by would be divided by roots of far smaller squares."""
+    is_fine = not memory.format_of(p).startswith(("4bit", "5bit"))
     return is_fine and p.numel() <= _LARGEST_SUM and not _is_matrix(p)
 
 
@@ -263,10 +263,10 @@ def _sides(matrix: Tensor, p: Tensor) -> tuple[Tensor, ...]:
 
 
 def _signs(num: int, noise: Noise, axis: int, like: Tensor) -> Tensor:
-    """-1 and 1, int8, [q, num]."""
+    """-1 and 1, [q, num]; the same in one step, so that nothing need keep them."""
     seed = mix(noise.seed ^ mix(noise.shift ^ axis))
     bits = random_bits(seed, 0, num_blocks(num), like.device).view(1, -1)[:, :num]
-    return (bits >> torch.arange(_NUM_SIGNED, device=like.device)[:, None] & 1).mul_(2).sub_(1).to(torch.int8)
+    return (bits >> torch.arange(_NUM_SIGNED, device=like.device)[:, None] & 1).mul_(2).sub_(1).to(like.dtype)
 
 
 def _with_signed_sums(
@@ -275,15 +275,12 @@ def _with_signed_sums(
     """With one microbatch more, of which nothing is in `second` yet."""
     sides = _sides(_rows(gradient, p), p)
     if known is None:
-        made = []
-        for axis, (side, before) in enumerate(zip(sides, _sides(_rows(second, p), p), strict=True)):
-            sums = side.new_zeros(_NUM_SIGNED, len(side))
-            made.append((_signs(side.shape[1], noise, axis, side), sums, before.sum(1)))
-        known = (gradient.new_zeros(2), *made)
+        has = [side.sum(1) for side in _sides(_rows(second, p), p)]
+        known = (gradient.new_zeros(2), *((each.new_zeros(_NUM_SIGNED, len(each)), each) for each in has))
     totals, *signed = known
-    for axis, (side, (signs, sums, squares)) in enumerate(zip(sides, signed, strict=True)):
+    for axis, (side, (sums, squares)) in enumerate(zip(sides, signed, strict=True)):
         with torch.autocast(side.device.type, enabled=False):  # backward may run inside of one
-            found = signs.to(side.dtype) @ side.T
+            found = _signs(side.shape[1], noise, axis, side) @ side.T
         sums.add_(found)
         own, estimated = torch.linalg.vector_norm(side, dim=1).square_(), found.square_().mean(0)
         squares.add_(own - estimated, alpha=1 - beta2)
@@ -307,11 +304,11 @@ def _square_sum(second: Tensor, state: dict[str, Any], p: Tensor, pending: Pendi
         return
     matrix = _rows(second, p)
     least = _LEAST / _weight(state, pending.num_parts)
-    estimates = [sums.square().mean(0) for _, sums, _ in signed]
+    estimates = [sums.square().mean(0) for sums, _ in signed]
     has = [side.sum(1) for side in _sides(matrix, p)]
     wanted = [
         (squares + (1 - beta2) * estimate).clamp(min=least * each)
-        for (*_, squares), estimate, each in zip(signed, estimates, has, strict=True)
+        for (_, squares), estimate, each in zip(signed, estimates, has, strict=True)
     ]
     matrix.mul_((wanted[0] / has[0]).nan_to_num(1.0, 1.0, 1.0)[:, None])
     if len(wanted) == 2:

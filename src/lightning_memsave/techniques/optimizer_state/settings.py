@@ -8,7 +8,19 @@ from typing import Literal, get_args
 from lightning_memsave.core.errors import check_unused, setting_error
 from lightning_memsave.core.selection import Selector, as_selectors
 
-Format = Literal["8bit", "4bit", "fp8", "factored", "4bit-factored", "lowrank", "apollo", "offload", "paged", "32bit"]
+Format = Literal[
+    "8bit",
+    "4bit",
+    "fp8",
+    "factored",
+    "4bit-factored",
+    "5bit-factored",
+    "lowrank",
+    "apollo",
+    "offload",
+    "paged",
+    "32bit",
+]
 Gradients = Literal["keep", "release", "into-state"]
 Backend = Literal["auto", "bitsandbytes", "own"]
 Checkpoint = Literal["plain", "compact"]
