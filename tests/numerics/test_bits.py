@@ -5,7 +5,7 @@ from hypothesis import given
 
 from lightning_memsave.numerics import bits
 
-BITS = (1, 2, 4, 8)
+BITS = (1, 2, 4, 5, 8)
 
 
 @st.composite

@@ -165,7 +165,7 @@ def test_what_cannot_work_is_refused_by_name(module, options, word):
         trainer.fit(module(), DataLoader(batches(), batch_size=None))
 
 
-@pytest.mark.parametrize("written_by", ["8bit", "factored", "4bit-factored", "fp8"])
+@pytest.mark.parametrize("written_by", ["8bit", "factored", "4bit-factored", "5bit-factored", "fp8"])
 @pytest.mark.parametrize("read_by", [None, "4bit", "offload"])
 def test_compact_checkpoints_load_under_any_other_state(written_by, read_by, tmp_path):
     def adamw(p):

@@ -29,12 +29,13 @@ STATES = {
     "fp8": OptimizerState(format="fp8", **ALL),
     "factored": OptimizerState(format="factored", **ALL),
     "4bit-factored": OptimizerState(format="4bit-factored", **ALL),
+    "5bit-factored": OptimizerState(format="5bit-factored", **ALL),
     "offload": OptimizerState(format="offload", **ALL),
     "bf16+8": OptimizerState(backend="own", **ALL),
     "sparse": OptimizerState(backend="own", **ALL),
 }
 # Relative L2 distance of 5 continued steps from those of torch's AdamW that loads the same checkpoint.
-BOUNDS = dict.fromkeys(STATES, 0.1) | dict.fromkeys(("4bit", "factored", "4bit-factored"), 0.6)
+BOUNDS = dict.fromkeys(STATES, 0.1) | dict.fromkeys(("4bit", "factored", "4bit-factored", "5bit-factored"), 0.6)
 BOUNDS |= {"fp8": 0.2, "torch": 0.0, "offload": 0.0}
 
 

@@ -31,6 +31,7 @@ FORMATS = {
     "fp8": OptimizerState(format="fp8", **ALL),
     "factored": OptimizerState(format="factored", **ALL),
     "4bit-factored": OptimizerState(format="4bit-factored", **ALL),
+    "5bit-factored": OptimizerState(format="5bit-factored", **ALL),
     "lowrank": OptimizerState(format="lowrank", rank=16, **ALL),
     "apollo": OptimizerState(format="apollo", rank=16, **ALL),
     "offload": OptimizerState(format="offload", **ALL),
@@ -41,9 +42,9 @@ OPTIMIZERS = {
     "RMSprop": PLAIN["RMSprop"],
 }
 # Relative L2 error of the distance travelled over 20 steps, about twice what is measured.
-BOUNDS = dict.fromkeys(("4bit", "factored", "4bit-factored"), 0.6)
+BOUNDS = dict.fromkeys(("4bit", "factored", "4bit-factored", "5bit-factored"), 0.6)
 BOUNDS |= {"8bit": 0.05, "fp8": 0.2, "lowrank": 1.0, "apollo": 1.2, "offload": 0.0}
-OF_SECOND_MOMENTS = ("factored", "4bit-factored", "apollo")
+OF_SECOND_MOMENTS = ("factored", "4bit-factored", "5bit-factored", "apollo")
 CASES = [(f, o) for f in FORMATS for o in OPTIMIZERS if not (f in OF_SECOND_MOMENTS and o != "AdamW")]
 every_case = pytest.mark.parametrize(("name", "optimizer_name"), CASES)
 every_format = pytest.mark.parametrize("name", FORMATS)
@@ -117,7 +118,7 @@ def test_bytes_per_parameter_of_the_docstring(name, expected):
 def test_bytes_per_parameter_of_means_and_subspaces():
     model = nn.Linear(1024, 2048, bias=False)
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
-    for name, first in (("factored", 2**21), ("4bit-factored", 2**20)):
+    for name, first in (("factored", 2**21), ("5bit-factored", 5 * 2**18), ("4bit-factored", 2**20)):
         means = estimate_optimizer_state(optimizer, FORMATS[name], model)
         assert means == first + 4 * 2**21 // 256 + 4 * (1024 + 2048)
     subspace = estimate_optimizer_state(optimizer, FORMATS["lowrank"], model)
@@ -125,7 +126,7 @@ def test_bytes_per_parameter_of_means_and_subspaces():
     assert estimate_optimizer_state(optimizer, FORMATS["apollo"], model) == 4 * 16 * 2 * 2048
 
 
-@pytest.mark.parametrize("name", ["8bit", "4bit", "fp8", "factored", "4bit-factored"])
+@pytest.mark.parametrize("name", ["8bit", "4bit", "fp8", "factored", "4bit-factored", "5bit-factored"])
 def test_the_transient_is_of_one_parameter(name):
     def transient(num_layers, width=128):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num_layers)))
@@ -269,7 +270,7 @@ def test_a_compact_checkpoint_takes_no_memory_of_its_own(name):
 
 
 @pytest.mark.parametrize("checkpoint", ["plain", "compact"])
-@pytest.mark.parametrize("name", ["8bit", "4bit", "fp8", "factored", "4bit-factored"])
+@pytest.mark.parametrize("name", ["8bit", "4bit", "fp8", "factored", "4bit-factored", "5bit-factored"])
 def test_saving_and_resuming_stay_below_the_peak_of_training(name, checkpoint):
     config = replace(FORMATS[name], checkpoint=checkpoint)
 
@@ -470,7 +471,7 @@ def test_fused_kernels_find_moments_in_the_order_of_their_parameter(name):
     assert (last[1] - last[0]).norm() < 0.05 * (last[0] - flat(start)).norm()
 
 
-@pytest.mark.parametrize("name", ["8bit", "4bit-factored"])
+@pytest.mark.parametrize("name", ["8bit", "4bit-factored", "5bit-factored"])
 def test_compact_checkpoints_come_to_plain_optimizers_in_the_order_of_their_parameter(name):
     model = nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)
     optimizer = OPTIMIZERS["AdamW"](model.parameters())

@@ -144,7 +144,9 @@ def test_what_comes_into_the_optimizer_later_is_kept_by_the_same_rules(format):
     assert as_it_is == {"linear.bias", "small.weight", "small.bias"} | norm
 
 
-@pytest.mark.parametrize("format", ["8bit", "4bit", "fp8", "factored", "4bit-factored", "lowrank", "apollo", "offload"])
+@pytest.mark.parametrize(
+    "format", ["8bit", "4bit", "fp8", "factored", "4bit-factored", "5bit-factored", "lowrank", "apollo", "offload"]
+)
 def test_complex_parameters_step_as_without(format):
     """Codes are of real numbers."""
 

@@ -12,7 +12,7 @@ from lightning_memsave import (
 )
 from lightning_memsave.core.optimizers import Counts
 
-FORMATS = ("8bit", "4bit", "fp8", "factored", "4bit-factored", "lowrank", "apollo", "offload")
+FORMATS = ("8bit", "4bit", "fp8", "factored", "4bit-factored", "5bit-factored", "lowrank", "apollo", "offload")
 
 
 def model_of(width=64):

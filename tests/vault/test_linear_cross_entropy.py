@@ -314,6 +314,28 @@ def test_gradcheck(reduction, is_weighted, monkeypatch):
     assert torch.autograd.gradgradcheck(loss, inputs)
 
 
+@pytest.mark.parametrize("has_autocast", [False, True])
+def test_the_input_of_a_head_is_taken_before_it_is_coded(has_autocast, calls):
+    """A lossy vault codes what a normalisation before the head follows from; the head's gradient is exact still."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
+    model, x = nn.Sequential(*blocks, nn.LayerNorm(64), nn.Linear(64, 1000)), torch.randn(32, 4, 64)
+    target = torch.arange(128)
+    vault, _ = open_vault(model, ActivationCompression(codecs=("exact", "int4", "linear-cross-entropy")))
+
+    def gradient(scope):
+        model.zero_grad()
+        with scope, torch.autocast("cpu", torch.bfloat16, enabled=has_autocast):
+            loss = F.cross_entropy(model(x).flatten(0, 1), target)
+        loss.backward()
+        return model[-1].weight.grad.clone()
+
+    plain, ours = gradient(contextlib.nullcontext()), gradient(vault.scope())
+    assert len(calls) == 1
+    assert (ours - plain).norm() <= (1e-2 if has_autocast else 1e-6) * plain.norm()
+    assert vault._calls.latest_linear is None
+
+
 class Tied(nn.Module):
     """A table that embeds and scores; one embedding more, of the same table, on request."""
 

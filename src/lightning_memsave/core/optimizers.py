@@ -270,12 +270,11 @@ def in_parts(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[Tensor]:
 def _part_numel(optimizer: torch.optim.Optimizer, p: Tensor) -> int:
     """Elements of `p` that step at a time: all of them where it is not cut."""
     size = PART_NUMEL.get(p.device.type, _PART_NUMEL_ELSEWHERE)
-    if PENDING in vars(optimizer):
-        size //= _FINER_IN_BACKWARD
-    if p.numel() <= size or not _may_cut(optimizer, p):
+    wanted = size // _FINER_IN_BACKWARD if PENDING in vars(optimizer) else size
+    if p.numel() <= wanted or not _may_cut(optimizer, p):
         return p.numel()
     unit = math.lcm(*(each.unit(p) for each in vars(optimizer).values() if isinstance(each, Counts)))
-    return size // unit * unit or p.numel()
+    return max(wanted // unit, 1) * unit if unit <= size else p.numel()
 
 
 def _may_cut(optimizer: torch.optim.Optimizer, p: Tensor) -> bool:

@@ -40,10 +40,12 @@ class Calls(TorchFunctionMode):
 
     Args:
         answer: asked before each call of `cross_entropy` or `dropout`; what it returns, unless `None`, is the result.
+        notes_heads: whether `latest_linear` and `lookups` are noted.
     """
 
-    def __init__(self, answer: Callable[[Call], Tensor | None]) -> None:
+    def __init__(self, answer: Callable[[Call], Tensor | None], notes_heads: bool = False) -> None:
         super().__init__()
+        self._notes_heads = notes_heads
         self._answer = weakref.WeakMethod(answer)  # whoever answers owns this object
         self.current = NO_CALL
         """The outermost function that is running."""
@@ -93,9 +95,9 @@ class Calls(TorchFunctionMode):
                 self._versions[sequence_nr_of(node)] = result._version
             if (note := _NOTED.get(func)) is not None:
                 self.operands[sequence_nr_of(node)] = note(call)
-            if func is F.linear:
+            if self._notes_heads and func is F.linear:
                 self.latest_linear = Linear(sequence_nr_of(node), call.argument(0, "input"))
-            elif func is F.embedding:
+            elif self._notes_heads and func is F.embedding:
                 self.lookups[id(call.argument(1, "weight"))] = node
         return result
 

@@ -121,7 +121,7 @@ class Vault:
     def _begin(self) -> None:
         self._entries: weakref.WeakValueDictionary[tuple[int, int, torch.dtype], Entry] = weakref.WeakValueDictionary()
         self._handles: weakref.WeakValueDictionary[Edge, Handle] = weakref.WeakValueDictionary()
-        self._calls = Calls(self._answer)
+        self._calls = Calls(self._answer, notes_heads=self.chunk_loss)
         self._waiting: deque[weakref.ref[Entry]] = deque()
         self._derivation = Derivation(self._handles, self._calls)
 
@@ -330,6 +330,7 @@ class Vault:
 
     def _settle(self) -> None:
         """Code what still waits; give back what coding did not free; count."""
+        self._calls.latest_linear = None
         while self._waiting:
             self._code(self._waiting.popleft()())
         tally, ours = Tally(), []
