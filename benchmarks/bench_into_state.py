@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from harness import environment, save_rows
 from lightning_memsave import OptimizerState, apply_optimizer_state
 from quality_dynamicconv import BATCH_TOKENS, NUM_TOKENS, NUM_TRAIN, SHAPE
-from translation import INTO_MEANS, Subwords, dynamicconv, german_numbers, token_batches
+from translation import INTO_5BIT_MEANS, INTO_MEANS, Subwords, dynamicconv, german_numbers, token_batches
 
 STEPS = (1, 20, 100)
 MICROBATCH = 8
@@ -28,6 +28,7 @@ FORMATS = {
     "into-state, 32bit": OptimizerState(format="32bit", gradients="into-state"),
     "into-state, 8bit": OptimizerState(format="8bit", gradients="into-state", **EXACT),
     "into-state, factored": replace(INTO_MEANS, format="factored"),
+    "into-state, 5bit-factored": INTO_5BIT_MEANS,
     "into-state, 4bit-factored": INTO_MEANS,
     "whole gradients, 4bit-factored": replace(INTO_MEANS, gradients="keep"),
 }

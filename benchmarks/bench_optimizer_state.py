@@ -23,6 +23,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "4bit, nothing kept in 32 bit": {"format": "4bit", **ALL},
     "fp8": {"format": "fp8"},
     "factored": {"format": "factored"},
+    "5bit-factored": {"format": "5bit-factored"},
     "4bit-factored": {"format": "4bit-factored"},
     "lowrank, rank 64": {"format": "lowrank", "rank": 64},
     "apollo, rank 64": {"format": "apollo", "rank": 64},

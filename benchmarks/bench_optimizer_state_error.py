@@ -32,6 +32,7 @@ OURS = {
     "4bit": OptimizerState(format="4bit", **ALL),
     "fp8": OptimizerState(format="fp8", **ALL),
     "factored": OptimizerState(format="factored", **ALL),
+    "5bit-factored": OptimizerState(format="5bit-factored", **ALL),
     "4bit-factored": OptimizerState(format="4bit-factored", **ALL),
     "lowrank, rank 64": OptimizerState(format="lowrank", rank=64, **ALL),
     "apollo, rank 64": OptimizerState(format="apollo", rank=64, **ALL),

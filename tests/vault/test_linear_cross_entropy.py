@@ -333,7 +333,7 @@ def test_the_input_of_a_head_is_taken_before_it_is_coded(has_autocast, calls):
     plain, ours = gradient(contextlib.nullcontext()), gradient(vault.scope())
     assert len(calls) == 1
     assert (ours - plain).norm() <= (1e-2 if has_autocast else 1e-6) * plain.norm()
-    assert vault._calls.latest_linear is None
+    assert vault._calls.latest_input is None
 
 
 class Tied(nn.Module):
@@ -401,6 +401,150 @@ def test_a_tied_table_twice_backwards(calls):
     assert calls
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
+
+
+def test_gradients_of_gradients_of_a_tied_table(calls):
+    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+
+    def second(vault):
+        first, _, model = tied_gradients(vault, create_graph=True)
+        return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), [*model.parameters()])]
+
+    for ours, plain in zip(second(vault), second(None), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-14)
+    assert calls
+
+
+def tied_parts(vault, embed=None, between=lambda e: e):
+    """A tied model's loss, another one of its embedding, and what they are made of."""
+    model, tokens = Tied(), torch.arange(BATCH * TIME)
+    with vault.scope() if vault else contextlib.nullcontext():
+        e = (embed or F.embedding)(tokens, model.table.weight)
+        h = model.middle(between(e))
+        loss = F.cross_entropy(F.linear(h, model.table.weight), tokens.roll(-1))
+        other = e.square().sum()
+    return model.table.weight, e, h, loss, other
+
+
+def raises(_):
+    raise KeyError("in the middle of a backward pass")
+
+
+def test_what_waited_in_a_pass_that_failed_is_not_added_to_another(calls):
+    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+    weight, _, h, loss, other = tied_parts(vault)
+    h.register_hook(raises)
+    with pytest.raises(KeyError):
+        torch.autograd.grad(loss, weight, retain_graph=True)
+    found = torch.autograd.grad(other, weight)[0]
+    plain = tied_parts(None)
+    torch.testing.assert_close(found, torch.autograd.grad(plain[-1], plain[0])[0], rtol=1e-12, atol=0)
+    assert calls
+
+
+def test_passes_that_ask_for_parts_of_a_tied_graph(calls):
+    """One after the other through one graph; none leaves something to the next."""
+    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+
+    def passes(vault):
+        weight, e, h, loss, other = tied_parts(vault)
+        asked = (
+            (loss, e),
+            (other, weight),
+            (loss, weight),
+            (loss, weight),
+            (loss, h),
+            (other + loss, weight),
+            (loss, e),
+        )
+        return [torch.autograd.grad(of, to, retain_graph=True)[0] for of, to in asked]
+
+    for ours, plain in zip(passes(vault), passes(None), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-14)
+    assert calls
+
+
+@pytest.mark.parametrize("options", [{"sparse": True}, {"padding_idx": 3}, {"scale_grad_by_freq": True}])
+def test_kinds_of_embeddings_of_a_tied_table(options, calls):
+    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+
+    def gradient(vault):
+        weight, *_, loss, other = tied_parts(vault, lambda tokens, weight: F.embedding(tokens, weight, **options))
+        return torch.autograd.grad(loss + other, weight)[0]
+
+    torch.testing.assert_close(gradient(vault), gradient(None), rtol=1e-11, atol=1e-14)
+    assert calls
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+def test_an_embedding_to_which_no_gradient_comes_is_told(calls):
+    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+    weight, *_, loss, _ = tied_parts(vault, between=NoGradient.apply)
+    with pytest.raises(RuntimeError, match=r"Leave .* out"):
+        torch.autograd.grad(loss, weight)
+    assert calls
+
+
+def test_heads_of_one_table_wait_together(calls):
+    """Eight losses of one table hold no more tables than one."""
+    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+    model, tokens = Tied(torch.float32, 40_000), torch.arange(64)
+
+    def peak(num_losses):
+        model.zero_grad()
+        with vault.scope():
+            h = model.middle(model.table(tokens))
+            losses = [F.cross_entropy(F.linear(h, model.table.weight), tokens + i) for i in range(num_losses)]
+        with Ledger().watching(model) as ledger:
+            sum(losses).backward()
+        return ledger.measurement.peak_bytes
+
+    assert peak(8) < peak(2) + 0.1 * model.table.weight.nbytes
+    assert peak(8) < 3.2 * model.table.weight.nbytes + 3 * 4 * module.CHUNK_NUMEL["cpu"]
+
+
+@torch.no_grad()
+def doubled(head, h):
+    h.mul_(2)
+
+
+@torch.no_grad()
+def with_other_weights(head, h):
+    head.weight.mul_(2)
+
+
+@torch.no_grad()
+def with_another_bias(head, h):
+    head.bias.add_(1)
+
+
+def with_other_data(head, h):
+    head.weight.data = 2 * head.weight.data
+
+
+@pytest.mark.parametrize("change", [doubled, with_other_weights, with_another_bias, with_other_data])
+@pytest.mark.parametrize("codecs", [("linear-cross-entropy",), ("exact", "int4", "linear-cross-entropy")])
+def test_what_changes_between_head_and_loss_leaves_the_loss_to_torch(change, codecs, calls):
+    torch.manual_seed(0)
+    norm, head, x = nn.LayerNorm(64), nn.Linear(64, 1000), torch.randn(128, 64)
+    vault, _ = open_vault(nn.Sequential(norm, head), ActivationCompression(codecs=codecs))
+    with vault.scope():
+        h = norm(x)
+        logits = head(h)
+        for _ in range(3):
+            x = (x + nn.functional.silu(h)).sigmoid()  # pushes what waits to be coded out
+        change(head, h)
+        F.cross_entropy(logits, torch.arange(128))
+    assert calls == []
 
 
 def test_a_graph_of_a_tied_table_dies(calls):

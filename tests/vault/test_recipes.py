@@ -331,4 +331,5 @@ def test_names_of_nodes_and_of_what_they_keep():
     assert isinstance(node._raw_saved_self.data, Handle)
     assert isinstance(torch._C._len_torch_function_stack(), int)
     assert callable(torch._C._get_function_stack_at)
+    assert callable(torch._C._will_engine_execute_node)
     assert torch.randn(1).untyped_storage()._cdata != 0

@@ -94,7 +94,7 @@ def dequantize_blockwise(codes: Tensor, code_map: Tensor, absmax: Tensor) -> Ten
 
 
 def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift: int = 0) -> tuple[Tensor, Tensor]:
-    """As `quantize_stochastically`, of [n], with codes of `bits` (4 or 8) that are packed, [ceil(n * bits / 8)]."""
+    """As `quantize_stochastically`, of [n], with codes of `bits` (4, 5 or 8) that are packed, [ceil(n * bits / 8)]."""
     codes, absmax = quantize_stochastically(flat, code_map, seed, shift)
     return pack(codes, bits), absmax
 

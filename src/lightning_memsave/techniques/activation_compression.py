@@ -14,7 +14,7 @@ Bytes per element of a float32 activation (4 in plain torch), and the loss class
 | "offload"    | 0         | exact      | what the others leave goes to pinned host memory (CUDA) or to a file     |
 
 `"linear-cross-entropy"`, the one call that is rewritten, keeps no log-probabilities where the loss is a cross-entropy
-on a Linear's output (`vault.linear_cross_entropy`; exact up to rounding, one backward only).
+on a Linear's output (`vault.linear_cross_entropy`; exact up to rounding).
 
 With every codec, what needs less is kept in less, exactly: boolean and two-valued tensors (dropout's noise) as 1 bit, a
 ReLU's output as 1 bit where nobody else needs it, a max-pool's argmax as 2 bits and its input as its shape, integers in

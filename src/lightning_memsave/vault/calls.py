@@ -9,11 +9,22 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_memsave.numerics.fakes import is_plain
 from lightning_memsave.vault.forms import Rank, WindowIndex, covers_its_storage
-from lightning_memsave.vault.graph import Edge, Node, edge_of, is_innermost, is_operator, sequence_nr_of
+from lightning_memsave.vault.graph import (
+    Edge,
+    Node,
+    edge_of,
+    is_innermost,
+    is_operator,
+    sequence_nr_of,
+    storage_key,
+    version_of,
+)
+from lightning_memsave.vault.lookups import Lookup
 from lightning_memsave.vault.policy import NO_CALL, Call
 
 
@@ -26,13 +37,30 @@ class Place(NamedTuple):
     """What their calls are taken for, where they are not looked at."""
 
 
-class Linear(NamedTuple):
-    """The latest call of `linear`, which may be the head."""
+Seen = tuple[tuple[int, int] | None, ...]
+"""Storage and version of each parameter of a call."""
+
+
+def seen(*parameters: Tensor | None) -> Seen:
+    """As they are now."""
+    return tuple(None if p is None else (storage_key(p), version_of(p)) for p in parameters)
+
+
+class Input(NamedTuple):
+    """That of the latest call of `linear`, which may be the head: by the time of the loss a vault may have coded it."""
 
     node_nr: int
-    """Of its result."""
-    input: Tensor
-    """[..., D]: by the time of the loss a vault may hold codes of it."""
+    """Of the result."""
+    tensor: Tensor
+    """[..., D]."""
+    version: int
+    node: Node | None
+    """Both as they were."""
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nobody has changed it in place."""
+        return version_of(self.tensor) == self.version and self.tensor.grad_fn is self.node
 
 
 class Calls(TorchFunctionMode):
@@ -40,7 +68,7 @@ class Calls(TorchFunctionMode):
 
     Args:
         answer: asked before each call of `cross_entropy` or `dropout`; what it returns, unless `None`, is the result.
-        notes_heads: whether `latest_linear` and `lookups` are noted.
+        notes_heads: whether linears and embeddings are noted.
     """
 
     def __init__(self, answer: Callable[[Call], Tensor | None], notes_heads: bool = False) -> None:
@@ -53,9 +81,10 @@ class Calls(TorchFunctionMode):
         """What calls are taken for that are not looked at now."""
         self.operands: dict[int, Any] = {}
         """What a recipe needs and no node keeps, by the number of the node."""
-        self.latest_linear: Linear | None = None
-        self.lookups: dict[int, Node] = {}
-        """The latest node of an embedding, by the id of its table."""
+        self.linears: dict[int, Seen] = {}
+        """By the number of the result's node."""
+        self.latest_input: Input | None = None
+        self._lookups: dict[int, Lookup] = {}  # the latest one of each table, by its id
         self._changed: set[Edge] = set()
         self._hooked: set[Edge] = set()
         self._versions: dict[int, int] = {}
@@ -67,6 +96,11 @@ class Calls(TorchFunctionMode):
     def is_touched(self, node: Node) -> bool:
         """Whether somebody has changed what `node` made unseen, or hooked its gradient: by the tensor, not the node."""
         return self.has_changed(node, 0) or Edge(sequence_nr_of(node), 0) in self._hooked
+
+    def lookup_of(self, weight: Tensor) -> Lookup | None:
+        """The latest embedding whose table is `weight`."""
+        found = self._lookups.get(id(weight))
+        return found if found is not None and found.is_of(weight) else None
 
     def has_changed_itself(self, tensor: Tensor) -> bool:
         """Whether a tensor has been changed in place more often than its own node has."""
@@ -95,11 +129,18 @@ class Calls(TorchFunctionMode):
                 self._versions[sequence_nr_of(node)] = result._version
             if (note := _NOTED.get(func)) is not None:
                 self.operands[sequence_nr_of(node)] = note(call)
-            if self._notes_heads and func is F.linear:
-                self.latest_linear = Linear(sequence_nr_of(node), call.argument(0, "input"))
-            elif self._notes_heads and func is F.embedding:
-                self.lookups[id(call.argument(1, "weight"))] = node
+            if self._notes_heads:
+                self._note_head(func, call, node)
         return result
+
+    def _note_head(self, func: Any, call: Call, node: Node) -> None:
+        if func is F.linear:
+            number, given = sequence_nr_of(node), call.argument(0, "input")
+            if is_plain(weight := call.argument(1, "weight"), nn.Parameter):
+                self.linears[number] = seen(weight, call.argument(2, "bias"))
+            self.latest_input = Input(number, given, version_of(given), given.grad_fn)
+        elif func is F.embedding and not call.argument(6, "sparse", False):
+            self._lookups[id(call.argument(1, "weight"))] = Lookup(node)
 
     def _ask(self, call: Call) -> Tensor | None:
         answer = self._answer()

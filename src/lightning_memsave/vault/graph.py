@@ -62,9 +62,22 @@ def running_node() -> int:
     return -1 if node is None else int(node._sequence_nr())
 
 
+def running_pass() -> int:
+    """The number of the backward pass that this thread executes."""
+    return torch._C._current_graph_task_id()
+
+
 def will_run(node: Node) -> bool:
     """Whether the backward pass that this thread executes has `node` among what it runs, now or before."""
     return torch._C._will_engine_execute_node(node)
+
+
+def is_asked_for(leaf: Tensor) -> bool:
+    """Whether the backward pass that this thread executes wants the gradient of `leaf`."""
+    try:
+        return will_run(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError:  # torch's answer for leaves whose gradients are returned (`torch.autograd.grad`)
+        return True
 
 
 @overload

@@ -9,11 +9,11 @@ caller's own reference.
 
 Logits are recognised whole or sliced by positions (`logits[:, :-1]`), as they are, cast to float32, or of autocast;
 with class weights and label smoothing. Equal up to rounding, which is that of the Linear's dtype; the loss itself has
-the digits of float32. The price: the Linear is computed twice. A gradient of the gradient goes through the plain loss.
+the digits of float32. The price: the Linear is computed twice, and its weight must stay as it is until backward also
+where it is all that is trained. A gradient of the gradient goes through the plain loss. Nobody finds a gradient of the
+logits themselves, unless by a hook that is there before the loss.
 
-Where an embedding shares the head's weight, the head's gradient is left to the embedding's backward, which adds its own
-to it in place. torch adds two such tables beside them, so that there are three; with a large vocabulary no other moment
-of a step takes as much.
+Where an embedding shares the head's weight, the head's gradient is left to it (`lookups.py`).
 
 Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (https://arxiv.org/abs/2411.09009).
 Different: chunks of classes with torch's products instead of a kernel; logits exist in forward, as the caller made
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_memsave.numerics.fakes import is_plain
-from lightning_memsave.vault.calls import Calls
+from lightning_memsave.vault.calls import Calls, seen
 from lightning_memsave.vault.entries import Handle
 from lightning_memsave.vault.forms import Coded, Rank, Recipe
 from lightning_memsave.vault.graph import (
@@ -39,13 +39,15 @@ from lightning_memsave.vault.graph import (
     Node,
     has_hooks,
     inputs_of,
+    is_asked_for,
     output_of,
     packed,
     saved,
     sequence_nr_of,
     signed,
-    will_run,
+    storage_key,
 )
+from lightning_memsave.vault.lookups import Lookup
 from lightning_memsave.vault.policy import Call
 
 CHUNK_NUMEL = {"cpu": 2**18}
@@ -70,20 +72,6 @@ class Options(NamedTuple):
     label_smoothing: float
 
 
-class _Waiting(list[Tensor]):
-    """A gradient of a weight that the backward of an embedding of the same weight will take along."""
-
-    is_over = False
-
-    def add_to(self, gradients: Sequence[Tensor | None], _: object) -> tuple[Tensor | None] | None:
-        """The hook of the embedding's node, which knows nothing but this list: no cycle keeps the graph."""
-        self.is_over = True
-        if not self:
-            return None
-        total, (own,) = self.pop(), gradients
-        return (total if own is None else total.add_(own),)
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """The loss of `logits`, [N, C], which are those of a `Head`."""
 
@@ -96,7 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logits: Tensor,
         target: Tensor,  # [N]
         options: Options,
-        lookup: Node | None = None,
+        lookup: Lookup | None = None,
     ) -> Tensor:
         """In `logits`' dtype; of autocast, in float32."""
         with torch.autocast(logits.device.type, enabled=False):
@@ -117,31 +105,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 losses = losses.sum()
         ctx.save_for_backward(rows, weight, bias, target, lse, divisor, options.weight)
         ctx.options = options._replace(weight=None)
-        ctx.lookup, ctx.waiting = lookup, _Waiting()
-        if lookup is not None:
-            lookup.register_hook(ctx.waiting.add_to)
-        is_cast = torch.is_autocast_enabled(logits.device.type)
-        return losses.to(wide if is_cast else logits.dtype)
+        ctx.lookup = lookup
+        return losses.to(_dtype_of_loss(logits))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Of rows, weight and bias."""
         rows, weight, bias, target, lse, divisor, by_class = ctx.saved_tensors
         options = ctx.options._replace(weight=by_class)
-        wanted = ctx.needs_input_grad[:3]
+        asked = zip((rows, weight, bias), ctx.needs_input_grad[:3], strict=True)
+        wanted = tuple(needs and (not each.is_leaf or is_asked_for(each)) for each, needs in asked)
         if torch.is_grad_enabled():
             return *_differentiable(Head(rows, weight, bias), target, options, gradient, wanted), *_NO_GRADIENT
         with torch.autocast(rows.device.type, enabled=False):
             gradient = gradient.to(lse.dtype) if divisor is None else gradient.to(lse.dtype) / divisor
             of_rows, of_weight, of_bias = _gradients(Head(rows, weight, bias), target, lse, options, gradient, wanted)
-        if of_weight is not None and ctx.lookup is not None and not ctx.waiting.is_over and will_run(ctx.lookup):
-            ctx.waiting.append(of_weight)
-            of_weight = None
+        if of_weight is not None and ctx.lookup is not None:
+            of_weight = ctx.lookup.left(of_weight)
         return of_rows, of_weight, of_bias, *_NO_GRADIENT
 
 
 _NO_GRADIENT = (None, None, None, None)
 """Of logits, target, options and lookup."""
+
+
+def _dtype_of_loss(logits: Tensor) -> torch.dtype:
+    """As torch's: of the logits; of autocast, float32 at least."""
+    is_cast = torch.is_autocast_enabled(logits.device.type)
+    return torch.promote_types(logits.dtype, torch.float32) if is_cast else logits.dtype
 
 
 def _chunk_numel(like: Tensor) -> int:
@@ -209,7 +200,10 @@ def _differentiable(
     head: Head, target: Tensor, options: Options, gradient: Tensor, wanted: tuple[bool, ...]
 ) -> list[Tensor | None]:
     """The same, as functions of all of it: those of the plain loss."""
-    rows, weight, bias = head
+    # Others than themselves: h may be made of the weight.
+    rows, weight = (each.view_as(each) for each in head[:2])
+    bias = None if head.bias is None else head.bias.view_as(head.bias)
+    head = Head(rows, weight, bias)
     logits = F.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
     wide = logits.to(torch.promote_types(logits.dtype, gradient.dtype))
     loss = F.cross_entropy(
@@ -248,6 +242,7 @@ def linear_cross_entropy(call: Call, calls: Calls) -> Tensor | None:
         and target.dtype == torch.int64
         and target.shape == logits.shape[:1]
         and (weight is None or (weight.shape == logits.shape[1:] and not weight.requires_grad))
+        and (weight is None or weight.dtype == _dtype_of_loss(logits))
         and reduction in ("mean", "sum", "none")
         and 0 <= smoothing <= 1
         and call.argument(3, "size_average") is None
@@ -255,12 +250,12 @@ def linear_cross_entropy(call: Call, calls: Calls) -> Tensor | None:
     )
     try:
         head = _head(logits, calls) if is_recognised else None
-    except ForeignError:
+    except (ForeignError, RuntimeError):  # the Linear's input was changed in place, which is backward's to tell
         return None
     if head is None or logits.shape[1] <= 2 * head.input.shape[1]:  # what is kept instead is as much
         return None
     options = Options(weight, ignore_index, reduction, smoothing)
-    lookup = calls.lookups.get(id(head.weight))
+    lookup = calls.lookup_of(head.weight)
     return _LinearCrossEntropy.apply(*head, logits.detach(), target, options, lookup)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -282,6 +277,8 @@ def _head(logits: Tensor, calls: Calls) -> Head | None:
     bias = _leaf(bias_edge[0][0]) if bias_edge else None
     if weight is None or (has_bias and (bias is None or bias.shape != weight.shape[:1])):
         return None
+    if not _has_seen(weight, bias, node, views, calls):
+        return None
     rows = _rows(node, views, calls)
     for view in reversed(views):
         rows = None if rows is None else _viewed(rows, view, num_classes=weight.shape[0])
@@ -296,10 +293,21 @@ def _rows(node: Node, views: Sequence[Node], calls: Calls) -> Tensor | None:
     if _is_exact(packed(node, name)):
         rows: Tensor | None = saved(node, name)
         return rows
-    latest = calls.latest_linear
-    if latest is None or latest.node_nr not in map(sequence_nr_of, (node, *views)):
+    latest = calls.latest_input
+    if latest is None or not latest.is_unchanged or latest.node_nr not in map(sequence_nr_of, (node, *views)):
         return None
-    return latest.input.flatten(0, -2).to(output_of(node, 0).dtype)
+    return latest.tensor.flatten(0, -2).to(output_of(node, 0).dtype)
+
+
+def _has_seen(weight: Tensor, bias: Tensor | None, node: Node, views: Sequence[Node], calls: Calls) -> bool:
+    """Whether the logits were made of these parameters as they are now."""
+    for made in (node, *views):
+        if (known := calls.linears.get(sequence_nr_of(made))) is not None:
+            return known == seen(weight, bias)
+    if bias is not None:
+        return False
+    kept = saved(node, "mat2")  # of a product, which checks the version itself
+    return kept is not None and storage_key(kept) == storage_key(weight)
 
 
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")

@@ -330,7 +330,7 @@ class Vault:
 
     def _settle(self) -> None:
         """Code what still waits; give back what coding did not free; count."""
-        self._calls.latest_linear = None
+        self._calls.latest_input = None
         while self._waiting:
             self._code(self._waiting.popleft()())
         tally, ours = Tally(), []
