@@ -96,8 +96,7 @@ class Vault:
         offloader: Offloader | None = None,
     ) -> None:
         self.lossy, self.recompute, self.fuse, self.min_numel = lossy, recompute, fuse, min_numel
-        self.overrides, self.offloader = dict(overrides or {}), offloader
-        self.chunk_loss = chunk_loss
+        self.overrides, self.offloader, self.chunk_loss = dict(overrides or {}), offloader, chunk_loss
         self.noise = Noise(seed)
         self.tally = Tally()
         """What the latest scope kept."""
