@@ -207,17 +207,14 @@ def test_float16_takes_a_scaled_loss(calls):
     assert (ours - exact).norm() <= 1.1 * (plain - exact).norm()
 
 
-def options_of(is_weighted, dtype=torch.float64):
-    return {"weight": torch.rand(CLASSES, dtype=dtype) + 0.5 if is_weighted else None}
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.usefixtures("chunk_numel")
 def test_every_option_of_the_loss(reduction, is_weighted, label_smoothing, calls):
     model, x = head(torch.float64)
-    options = {"reduction": reduction, "label_smoothing": label_smoothing, **options_of(is_weighted)}
+    options = {"reduction": reduction, "label_smoothing": label_smoothing}
+    options["weight"] = torch.rand(CLASSES, dtype=torch.float64) + 0.5 if is_weighted else None
     (plain_loss, plain), (loss, ours) = both(model, x, ROWS["all"], **options)
     assert len(calls) == 1
     torch.testing.assert_close(loss, plain_loss, rtol=1e-12, atol=1e-12)
@@ -248,7 +245,7 @@ def test_under_autocast(dtype, calls):
     assert (ours - exact).norm() <= 1.1 * (plain - exact).norm()
 
 
-def test_a_sample_that_does_not_count_has_no_gradient_and_none_that_counts_is_nan(calls):
+def test_a_loss_of_no_sample_is_nan(calls):
     model, x = head()
     vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
     with vault.scope():
@@ -337,7 +334,7 @@ def test_the_input_of_a_head_is_taken_before_it_is_coded(has_autocast, calls):
 
 
 class Tied(nn.Module):
-    """A table that embeds and scores; one embedding more, of the same table, on request."""
+    """A table that embeds and scores."""
 
     def __init__(self, dtype=torch.float64, num_tokens=CLASSES):
         super().__init__()

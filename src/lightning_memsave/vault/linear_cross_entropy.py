@@ -18,7 +18,7 @@ Where an embedding shares the head's weight, the head's gradient is left to it (
 Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (https://arxiv.org/abs/2411.09009).
 Different: chunks of classes with torch's products instead of a kernel; logits exist in forward, as the caller made
 them; no gradient is skipped. `torch.nn.functional.linear_cross_entropy` (2.13) takes chunks of samples, has both
-gradients from the forward pass on, and knows neither label smoothing nor autocast nor a second backward.
+gradients from the forward pass on, takes no label smoothing, and a second backward only when told before the first.
 """
 
 from __future__ import annotations
