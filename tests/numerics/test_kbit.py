@@ -10,6 +10,7 @@ from lightning_memsave.numerics import kbit
 
 BITS = (8, 4, 2)
 SIZES = (1, 255, 256, 257, 1000)
+ROWS = (1, 2, 3, 49, 64, 192, 256, 257, 320, 514, 768)
 TINY = 2e-38  # what the smallest step and the smallest positive value may add to an error
 DISTRIBUTIONS = {
     "normal": torch.randn,
@@ -28,15 +29,22 @@ any_bits = pytest.mark.parametrize("bits", BITS)
 any_values = pytest.mark.parametrize("name", DISTRIBUTIONS)
 
 
-def there_and_back(values, bits, seed=None, signed=False):
-    codes, ranges = kbit.quantize(values, bits, seed, signed)
-    return kbit.dequantize(codes, ranges, bits, torch.empty_like(values), signed)
+def there_and_back(values, bits, seed=None, signed=False, row=None):
+    codes, ranges = kbit.quantize(values, bits, seed, signed, row)
+    return kbit.dequantize(codes, ranges, bits, torch.empty_like(values), signed, row)
+
+
+def block_lengths(row):
+    """Of the blocks of one row: as few as possible, of one size, the last one with what is left."""
+    count = math.ceil(row / 256)
+    size = math.ceil(row / count)
+    return [size] * (count - 1) + [row - size * (count - 1)]
 
 
 def largest_steps(values, ranges):
-    """Per element, the larger of its block's steps."""
+    """Per element, the larger of its block's steps, where all is one row."""
     steps = ranges.float()[:, 1::2].abs().amax(1)
-    return steps.repeat_interleave(kbit.BLOCK_SIZE)[: len(values)]
+    return steps.repeat_interleave(torch.tensor(block_lengths(len(values))))
 
 
 # ------------------------------------------------------------------------------- an independent model, in float64
@@ -88,10 +96,56 @@ def test_agrees_with_a_model_of_the_format(name, bits, signed):
 @pytest.mark.parametrize("size", SIZES)
 def test_size_is_the_stated_one(size, bits, signed):
     codes, ranges = kbit.quantize(torch.randn(size), bits, 0, signed)
-    blocks = math.ceil(size / 256)
-    assert (codes.dtype, codes.shape) == (torch.uint8, (blocks, 32 * bits))
-    assert (ranges.dtype, ranges.shape) == (torch.bfloat16, (blocks, 4 if signed else 2))
+    lengths = block_lengths(size)
+    assert (codes.dtype, codes.shape) == (torch.uint8, (len(lengths), math.ceil(lengths[0] * bits / 8)))
+    assert (ranges.dtype, ranges.shape) == (torch.bfloat16, (len(lengths), 4 if signed else 2))
     assert codes.nbytes + ranges.nbytes == kbit.coded_bytes(size, bits, signed)
+
+
+@pytest.mark.parametrize(
+    ("row", "bytes_8", "bytes_4", "bytes_2"),
+    [
+        (256, 260, 132, 68),
+        (192, 196, 100, 52),
+        (64, 68, 36, 20),
+        (768, 780, 396, 204),
+        (320, 328, 168, 88),
+        (3, 7, 6, 5),
+    ],
+)
+def test_bytes_of_a_row(row, bytes_8, bytes_4, bytes_2):
+    for bits, expected in ((8, bytes_8), (4, bytes_4), (2, bytes_2)):
+        codes, ranges = kbit.quantize(torch.randn(10 * row), bits, 0, row=row)
+        assert codes.nbytes + ranges.nbytes == kbit.coded_bytes(10 * row, bits, row=row) == 10 * expected
+
+
+# ------------------------------------------------------------------------------- rows
+@any_kind
+@any_bits
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_is_coded_by_itself(row, bits, signed):
+    rows = torch.randn(5, row) * torch.tensor([1.0, 1e6, 1e-6, 0.0, 1e-3])[:, None]
+    together = kbit.quantize(rows.flatten(), bits, None, signed, row)
+    alone = [kbit.quantize(values, bits, None, signed) for values in rows]
+    for found, parts in zip(together, zip(*alone, strict=True), strict=True):
+        assert torch.equal(found, torch.cat(parts))
+    assert torch.equal(
+        kbit.dequantize(*together, bits, torch.empty(5 * row), signed, row),
+        torch.cat([there_and_back(values, bits, None, signed) for values in rows]),
+    )
+
+
+@any_bits
+@settings(max_examples=60)
+@given(values=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=600))
+def test_the_noise_in_a_row_is_bounded_by_its_deviations(bits, values):
+    """Size of a block / (2 top^2) times the sum of squares around the mean, which is 0 here; ranges round outwards."""
+    row = torch.tensor(values) - torch.tensor(values).mean()
+    _, ranges = kbit.quantize(row, bits, 0)
+    keeps_zero = bool(ranges[:, 1].signbit().any())  # which takes one level
+    top = 2**bits - (2 if keeps_zero else 1)
+    variance = (torch.tensor(block_lengths(len(row))) * ranges[:, 1].double().square() / 4).sum()
+    assert variance <= 1.06 * block_lengths(len(row))[0] / (2 * top**2) * row.double().square().sum() + TINY
 
 
 @any_kind
@@ -234,9 +288,9 @@ def test_other_dtypes_count_as_their_float32_values(dtype, signed):
 
 
 @any_kind
-@pytest.mark.parametrize("chunk", [1 << 16, 1 << 20])
+@pytest.mark.parametrize("chunk", [1 << 8, 1 << 12])
 def test_chunks_do_not_show(chunk, signed, monkeypatch):
-    values = torch.randn(kbit._CHUNK + 700)
+    values = torch.randn(1024 * 256 + 700)
     codes, ranges = kbit.quantize(values, 4, 3, signed)
     decoded = kbit.dequantize(codes, ranges, 4, torch.empty_like(values), signed)
     monkeypatch.setattr(kbit, "_CHUNK", chunk)
@@ -246,10 +300,10 @@ def test_chunks_do_not_show(chunk, signed, monkeypatch):
     assert torch.equal(kbit.dequantize(codes, ranges, 4, torch.empty_like(values), signed), decoded)
 
 
-def test_last_block_is_filled_with_its_last_element():
-    values = torch.randn(300)
-    codes, ranges = kbit.quantize(values, 4, 3)
-    filled_codes, filled_ranges = kbit.quantize(torch.cat([values, values[-1:].expand(212)]), 4, 3)
+def test_a_row_s_last_block_is_filled_with_its_last_element():
+    values = torch.randn(2, 301)  # 151 and 150
+    codes, ranges = kbit.quantize(values.flatten(), 4, 3, row=301)
+    filled_codes, filled_ranges = kbit.quantize(torch.cat([values, values[:, -1:]], 1).flatten(), 4, 3, row=302)
     assert torch.equal(codes, filled_codes)
     assert torch.equal(ranges, filled_ranges)
 

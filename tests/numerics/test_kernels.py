@@ -33,9 +33,9 @@ any_bits = pytest.mark.parametrize("width", kbit.BITS)
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 
 
-def assert_equal_bit_for_bit(values, width, seed, signed):
-    expected = kbit.quantize(values, width, seed, signed)
-    found = native.quantize(values, width, seed, signed)
+def assert_equal_bit_for_bit(values, width, seed, signed, row=None):
+    expected = kbit.quantize(values, width, seed, signed, row)
+    found = native.quantize(values, width, seed, signed, row)
     if expected is None:
         assert found is None
         return
@@ -43,8 +43,8 @@ def assert_equal_bit_for_bit(values, width, seed, signed):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     for dtype in DTYPES:
-        decoded = native.dequantize(*expected, width, torch.empty(len(values), dtype=dtype), signed)
-        reference = kbit.dequantize(*expected, width, torch.empty(len(values), dtype=dtype), signed)
+        decoded = native.dequantize(*expected, width, torch.empty(len(values), dtype=dtype), signed, row)
+        reference = kbit.dequantize(*expected, width, torch.empty(len(values), dtype=dtype), signed, row)
         assert torch.equal(decoded.view(torch.uint8), reference.view(torch.uint8))
 
 
@@ -61,6 +61,18 @@ def test_codes_equal_the_reference(name, dtype, seed, width, signed):
         values = KINDS[name](size)
         values = values if name == "overflowing" else values.clamp(-limit, limit)
         assert_equal_bit_for_bit(values.to(dtype), width, seed, signed)
+
+
+@needs_compiler
+@any_kind
+@any_bits
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("row", [1, 2, 3, 17, 49, 64, 128, 192, 256, 257, 320, 768, 771])
+def test_codes_in_rows_equal_the_reference(row, dtype, width, signed):
+    values = torch.cat([torch.randn(row) * 10.0**power for power in range(-4, 4)])
+    values[2 * row : 3 * row].relu_()
+    for seed in (None, 7):
+        assert_equal_bit_for_bit(values.to(dtype), width, seed, signed, row)
 
 
 @needs_compiler

@@ -92,6 +92,19 @@ def test_any_size(size, signed):
 
 @any_kind
 @any_bits
+@pytest.mark.parametrize("row", [1, 3, 49, 64, 192, 257, 768])
+def test_rows_equal_the_reference(row, bits, signed):
+    values = torch.cat([torch.randn(row) * 10.0**power for power in range(-4, 4)]).to(DEVICE)
+    found = triton_kbit.quantize(values, bits, 7, signed, row)
+    expected = kbit.quantize(values, bits, 7, signed, row)
+    for a, b in zip(found, expected, strict=True):
+        assert_same_bits(a, b)
+    decoded = triton_kbit.dequantize(*expected, bits, torch.empty_like(values), signed, row)
+    assert_same_bits(decoded, kbit.dequantize(*expected, bits, torch.empty_like(values), signed, row))
+
+
+@any_kind
+@any_bits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_blocks_that_are_not_finite_decode_to_nan(dtype, bits, signed):
     values = torch.randn(6 * 256, device=DEVICE).to(dtype)
@@ -134,16 +147,16 @@ class TestOnTheDevice:
         assert sum(len(cache[0]) for cache in caches.values()) == count
 
     def test_offsets_beyond_32_bits(self):
-        size = 2**31 + 1024 + 5
+        size, tail = 2**31 + 1280, 1280
         if torch.cuda.mem_get_info()[0] < 12 * 2**30:
             pytest.skip("needs 12 GiB")
         values = torch.zeros(size, dtype=torch.float16, device=DEVICE)
-        values[-1029:] = torch.randn(1029, device=DEVICE)  # of blocks of their own
-        codes, ranges = triton_kbit.quantize(values, 4, None)
-        tail_codes, tail_ranges = kbit.quantize(values[-1029:], 4, None)
+        values[-tail:] = torch.randn(tail, device=DEVICE)  # of rows of their own
+        codes, ranges = triton_kbit.quantize(values, 4, None, row=256)
+        tail_codes, tail_ranges = kbit.quantize(values[-tail:], 4, None, row=256)
         assert_same_bits(codes[-5:], tail_codes)
         assert_same_bits(ranges[-5:], tail_ranges)
-        decoded = triton_kbit.dequantize(codes, ranges, 4, torch.empty_like(values))
-        tail = kbit.dequantize(tail_codes, tail_ranges, 4, torch.empty_like(values[-1029:]))
-        assert_same_bits(decoded[-1029:], tail)
-        assert not decoded[:-1029].any()
+        decoded = triton_kbit.dequantize(codes, ranges, 4, torch.empty_like(values), row=256)
+        expected = kbit.dequantize(tail_codes, tail_ranges, 4, torch.empty_like(values[-tail:]), row=256)
+        assert_same_bits(decoded[-tail:], expected)
+        assert not decoded[:-tail].any()

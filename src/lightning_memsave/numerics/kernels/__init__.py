@@ -17,14 +17,18 @@ from lightning_memsave.numerics.fakes import is_fake, num_set
 from lightning_memsave.numerics.kernels import native
 
 
-def quantize(flat: Tensor, bits: int, seed: int | None, signed: bool = False) -> tuple[Tensor, Tensor] | None:
+def quantize(
+    flat: Tensor, bits: int, seed: int | None, signed: bool = False, row: int | None = None
+) -> tuple[Tensor, Tensor] | None:
     """As `kbit.quantize`; on CUDA a block that is not finite is coded all the same, and decoded as NaN."""
-    return _kbit(flat.device).quantize(flat, bits, seed, signed)  # type: ignore[no-any-return]  # one of three modules
+    return _kbit(flat.device).quantize(flat, bits, seed, signed, row)  # type: ignore[no-any-return]  # one of three modules
 
 
-def dequantize(codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bool = False) -> Tensor:
+def dequantize(
+    codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bool = False, row: int | None = None
+) -> Tensor:
     """As `kbit.dequantize`."""
-    return _kbit(codes.device).dequantize(codes, ranges, bits, out, signed)  # type: ignore[no-any-return]
+    return _kbit(codes.device).dequantize(codes, ranges, bits, out, signed, row)  # type: ignore[no-any-return]
 
 
 def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:

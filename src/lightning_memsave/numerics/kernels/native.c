@@ -11,6 +11,7 @@
 
 #define BLOCK 256
 #define LANES 16
+#define ALWAYS_INLINE inline __attribute__((always_inline))
 #define SMALLEST_STEP 0x1p-126f
 #define SMALLEST_POSITIVE 1e-38f
 #define LARGEST_BFLOAT16 0x1.fep127f
@@ -41,50 +42,65 @@ static inline float step_of(float low, float high, float top) {
     return step > 0 && step < SMALLEST_STEP ? SMALLEST_STEP : step;
 }
 
-/* The 256 floats of a block; the last block is filled with its last element. Returns a pointer to them. */
-static inline const float *load(const void *x, int is_bfloat16, long n, long b, float *buffer) {
-    long left = n - b * BLOCK;
+/* A tensor is rows of `row` elements; each is cut into blocks of `size` <= 256 elements, the last one of a row may have
+ * fewer. See kbit.py. */
+typedef struct { long row; int size; long per_row; } Blocks;
+
+static inline long start_of(Blocks blocks, long b) {
+    return b / blocks.per_row * blocks.row + b % blocks.per_row * blocks.size;
+}
+static inline int length_of(Blocks blocks, long b) {
+    long left = blocks.row - b % blocks.per_row * blocks.size;
+    return left < blocks.size ? (int)left : blocks.size;
+}
+static inline int in_lanes(int size) { return (size + LANES - 1) / LANES * LANES; }
+static inline int coded_bytes(int size, int bits) { return (size * bits + 7) / 8; }
+
+/* The floats of a block, filled up with its last one. Returns a pointer to `padded` of them. */
+static inline const float *load(const void *x, int is_bfloat16, long start, int length, int padded, float *buffer) {
     if (!is_bfloat16) {
-        const float *from = (const float *)x + b * BLOCK;
-        if (left >= BLOCK) return from;
-        for (long i = 0; i < BLOCK; i++) buffer[i] = from[i < left ? i : left - 1];
+        const float *from = (const float *)x + start;
+        if (length == padded) return from;
+        memcpy(buffer, from, length * 4);
     } else {
-        const uint16_t *from = (const uint16_t *)x + b * BLOCK;
-        if (left >= BLOCK) for (long i = 0; i < BLOCK; i++) buffer[i] = from_half(from[i]);
-        else for (long i = 0; i < BLOCK; i++) buffer[i] = from_half(from[i < left ? i : left - 1]);
+        const uint16_t *from = (const uint16_t *)x + start;
+        for (int i = 0; i < length; i++) buffer[i] = from_half(from[i]);
     }
+    for (int i = length; i < padded; i++) buffer[i] = buffer[length - 1];
     return buffer;
 }
 
-static inline void store(float *values, void *y, int is_bfloat16, long n, long b) {
-    long left = n - b * BLOCK;
-    if (left > BLOCK) left = BLOCK;
+static inline void store(float *values, void *y, int is_bfloat16, long start, int length) {
     float limit = is_bfloat16 ? LARGEST_BFLOAT16 : FLT_MAX; /* a range rounded outwards may leave it */
-    for (long i = 0; i < left; i++) {
+    for (int i = 0; i < length; i++) {
         values[i] = values[i] > limit ? limit : values[i];
         values[i] = values[i] < -limit ? -limit : values[i];
     }
-    if (!is_bfloat16) { memcpy((float *)y + b * BLOCK, values, left * 4); return; }
-    uint16_t *to = (uint16_t *)y + b * BLOCK;
-    for (long i = 0; i < left; i++) { /* to the nearest, ties to even */
+    if (!is_bfloat16) { memcpy((float *)y + start, values, length * 4); return; }
+    uint16_t *to = (uint16_t *)y + start;
+    for (int i = 0; i < length; i++) { /* to the nearest, ties to even */
         uint32_t u = to_bits(values[i]);
         to[i] = (uint16_t)((u + 0x7FFF + ((u >> 16) & 1)) >> 16);
     }
 }
 
-static inline void pack(const uint8_t *code, uint8_t *out, int bits) {
-    if (bits == 8) memcpy(out, code, 256);
-    else if (bits == 4) for (int i = 0; i < 128; i++) out[i] = code[i] | (code[i + 128] << 4);
-    else for (int i = 0; i < 64; i++)
-        out[i] = code[i] | (code[i + 64] << 2) | (code[i + 128] << 4) | (code[i + 192] << 6);
+/* Byte i holds codes i, i + bytes, ...; those beyond `size` are 0. */
+static inline void pack(uint8_t *code, uint8_t *out, int size, int bits) {
+    int bytes = coded_bytes(size, bits);
+    for (int i = size; i < bytes * (8 / bits); i++) code[i] = 0;
+    if (bits == 8) memcpy(out, code, size);
+    else if (bits == 4) for (int i = 0; i < bytes; i++) out[i] = code[i] | (code[i + bytes] << 4);
+    else for (int i = 0; i < bytes; i++)
+        out[i] = code[i] | (code[i + bytes] << 2) | (code[i + 2 * bytes] << 4) | (code[i + 3 * bytes] << 6);
 }
 
-static inline void unpack(const uint8_t *in, uint8_t *code, int bits) {
-    if (bits == 8) memcpy(code, in, 256);
-    else if (bits == 4) for (int i = 0; i < 128; i++) { code[i] = in[i] & 15; code[i + 128] = in[i] >> 4; }
-    else for (int i = 0; i < 64; i++) {
-        code[i] = in[i] & 3; code[i + 64] = (in[i] >> 2) & 3;
-        code[i + 128] = (in[i] >> 4) & 3; code[i + 192] = in[i] >> 6;
+static inline void unpack(const uint8_t *in, uint8_t *code, int size, int bits) {
+    int bytes = coded_bytes(size, bits);
+    if (bits == 8) memcpy(code, in, size);
+    else if (bits == 4) for (int i = 0; i < bytes; i++) { code[i] = in[i] & 15; code[i + bytes] = in[i] >> 4; }
+    else for (int i = 0; i < bytes; i++) {
+        code[i] = in[i] & 3; code[i + bytes] = (in[i] >> 2) & 3;
+        code[i + 2 * bytes] = (in[i] >> 4) & 3; code[i + 3 * bytes] = in[i] >> 6;
     }
 }
 
@@ -94,17 +110,20 @@ static inline float dither_of(uint32_t seed, int i) {
 
 static inline int is_finite(float f) { return (to_bits(f) & 0x7F800000U) != 0x7F800000U; }
 
-/* Each `quantize*` works on blocks [first, last) and returns 1, or 0 when a value or a range is not finite. */
-int quantize(const void *x, int is_bfloat16, uint8_t *codes, uint16_t *ranges, long n, int bits, int stochastic,
-             uint32_t seed, long first, long last) {
+/* Each of the four works on blocks [first, last); `quantize*` returns 1, or 0 when a value or a range is not finite.
+ * Inlined twice: with blocks of 256, which the compiler then knows, and with any. */
+static ALWAYS_INLINE int quantize_blocks(Blocks blocks, const void *x, int is_bfloat16, uint8_t *codes,
+                                         uint16_t *ranges, int bits, int stochastic, uint32_t seed, long first,
+                                         long last) {
     int all_finite = 1;
+    int size = blocks.size, padded = in_lanes(size), bytes = coded_bytes(size, bits);
     for (long b = first; b < last; b++) {
         float buffer[BLOCK], low[LANES], high[LANES], least[LANES], dither[BLOCK];
         uint32_t bad[LANES];
-        uint8_t code[BLOCK];
-        const float *v = load(x, is_bfloat16, n, b, buffer);
+        uint8_t code[BLOCK + 4];
+        const float *v = load(x, is_bfloat16, start_of(blocks, b), length_of(blocks, b), padded, buffer);
         for (int k = 0; k < LANES; k++) { low[k] = least[k] = INFINITY; high[k] = -INFINITY; bad[k] = 0; }
-        for (int i = 0; i < BLOCK; i += LANES)
+        for (int i = 0; i < padded; i += LANES)
             for (int k = 0; k < LANES; k++) {
                 float f = v[i + k], p = f > 0 ? f : INFINITY;
                 low[k] = f < low[k] ? f : low[k];
@@ -126,51 +145,54 @@ int quantize(const void *x, int is_bfloat16, uint8_t *codes, uint16_t *ranges, l
         ranges[2 * b] = high_half(from);
         ranges[2 * b + 1] = high_half(step) | (keeps_zero ? 0x8000 : 0);
         uint32_t block_seed = mix((uint32_t)b ^ seed);
-        if (stochastic) for (int i = 0; i < BLOCK; i++) dither[i] = dither_of(block_seed, i);
-        else for (int i = 0; i < BLOCK; i++) dither[i] = 0.5f;
-        for (int i = 0; i < BLOCK; i++) {
+        if (stochastic) for (int i = 0; i < padded; i++) dither[i] = dither_of(block_seed, i);
+        else for (int i = 0; i < padded; i++) dither[i] = 0.5f;
+        for (int i = 0; i < padded; i++) {
             float level = (v[i] - from) * inverse + dither[i];
             level = level < 0 ? 0 : level;
             level = level > top ? top : level;
             int c = (int)level;
             code[i] = (uint8_t)(keeps_zero ? (v[i] > 0 ? c + 1 : 0) : c);
         }
-        pack(code, codes + b * (32 * bits), bits);
+        pack(code, codes + b * bytes, size, bits);
     }
     return all_finite;
 }
 
-void dequantize(const uint8_t *codes, const uint16_t *ranges, void *y, int is_bfloat16, long n, int bits, long first,
-                long last) {
+static ALWAYS_INLINE void dequantize_blocks(Blocks blocks, const uint8_t *codes, const uint16_t *ranges, void *y,
+                                            int is_bfloat16, int bits, long first, long last) {
+    int size = blocks.size, bytes = coded_bytes(size, bits);
     for (long b = first; b < last; b++) {
         float values[BLOCK], low = from_half(ranges[2 * b]), step = from_half(ranges[2 * b + 1] & 0x7FFF);
-        uint8_t code[BLOCK];
-        unpack(codes + b * (32 * bits), code, bits);
+        uint8_t code[BLOCK + 4];
+        unpack(codes + b * bytes, code, size, bits);
         if (ranges[2 * b + 1] >> 15)
-            for (int i = 0; i < BLOCK; i++) {
+            for (int i = 0; i < size; i++) {
                 float f = low + step * (float)((int)code[i] - 1);
                 f = f < SMALLEST_POSITIVE ? SMALLEST_POSITIVE : f;
                 values[i] = code[i] ? f : 0.0f;
             }
         else
-            for (int i = 0; i < BLOCK; i++) values[i] = low + step * (float)code[i];
-        store(values, y, is_bfloat16, n, b);
+            for (int i = 0; i < size; i++) values[i] = low + step * (float)code[i];
+        store(values, y, is_bfloat16, start_of(blocks, b), length_of(blocks, b));
     }
 }
 
-int quantize_signed(const void *x, int is_bfloat16, uint8_t *codes, uint16_t *ranges, long n, int bits, int stochastic,
-                    uint32_t seed, long first, long last) {
-    int all_finite = 1, half = 1 << (bits - 1);
-    float top = (float)(half - 1);
+static ALWAYS_INLINE int quantize_signed_blocks(Blocks blocks, const void *x, int is_bfloat16, uint8_t *codes,
+                                                uint16_t *ranges, int bits, int stochastic, uint32_t seed, long first,
+                                                long last) {
+    int all_finite = 1, num_negative = 1 << (bits - 1);
+    int size = blocks.size, padded = in_lanes(size), bytes = coded_bytes(size, bits);
+    float top = (float)(num_negative - 1);
     for (long b = first; b < last; b++) {
         float buffer[BLOCK], dither[BLOCK], low_n[LANES], high_n[LANES], low_p[LANES], high_p[LANES];
         uint32_t bad[LANES];
-        uint8_t code[BLOCK];
-        const float *v = load(x, is_bfloat16, n, b, buffer);
+        uint8_t code[BLOCK + 4];
+        const float *v = load(x, is_bfloat16, start_of(blocks, b), length_of(blocks, b), padded, buffer);
         for (int k = 0; k < LANES; k++) {
             low_n[k] = low_p[k] = INFINITY; high_n[k] = high_p[k] = -INFINITY; bad[k] = 0;
         }
-        for (int i = 0; i < BLOCK; i += LANES)
+        for (int i = 0; i < padded; i += LANES)
             for (int k = 0; k < LANES; k++) {
                 float f = v[i + k], m = fabsf(f), a = f > 0 ? INFINITY : m, c = f > 0 ? -INFINITY : m;
                 float d = f > 0 ? m : INFINITY, e = f > 0 ? m : -INFINITY;
@@ -201,39 +223,62 @@ int quantize_signed(const void *x, int is_bfloat16, uint8_t *codes, uint16_t *ra
         }
         all_finite &= !bad[0];
         uint32_t block_seed = mix((uint32_t)b ^ seed);
-        if (stochastic) for (int i = 0; i < BLOCK; i++) dither[i] = dither_of(block_seed, i);
-        else for (int i = 0; i < BLOCK; i++) dither[i] = 0.5f;
+        if (stochastic) for (int i = 0; i < padded; i++) dither[i] = dither_of(block_seed, i);
+        else for (int i = 0; i < padded; i++) dither[i] = 0.5f;
         float from_n = from[0], from_p = from[1], inverse_n = inverse[0], inverse_p = inverse[1];
-        for (int i = 0; i < BLOCK; i++) {
+        for (int i = 0; i < padded; i++) {
             float f = v[i], m = fabsf(f);
             float level_n = (m - from_n) * inverse_n + dither[i], level_p = (m - from_p) * inverse_p + dither[i];
             float level = f > 0 ? level_p : level_n;
             level = level < 0 ? 0 : level;
             level = level > top ? top : level;
             int c = (int)level;
-            code[i] = (uint8_t)(f > 0 ? c + half : c);
+            code[i] = (uint8_t)(f > 0 ? c + num_negative : c);
         }
-        pack(code, codes + b * (32 * bits), bits);
+        pack(code, codes + b * bytes, size, bits);
     }
     return all_finite;
 }
 
-void dequantize_signed(const uint8_t *codes, const uint16_t *ranges, void *y, int is_bfloat16, long n, int bits,
-                       long first, long last) {
+static ALWAYS_INLINE void dequantize_signed_blocks(Blocks blocks, const uint8_t *codes, const uint16_t *ranges, void *y,
+                                                   int is_bfloat16, int bits, long first, long last) {
     int half = 1 << (bits - 1);
+    int size = blocks.size, bytes = coded_bytes(size, bits);
     for (long b = first; b < last; b++) {
         float values[BLOCK], r[4];
-        uint8_t code[BLOCK];
+        uint8_t code[BLOCK + 4];
         for (int k = 0; k < 4; k++) r[k] = from_half(ranges[4 * b + k]);
-        unpack(codes + b * (32 * bits), code, bits);
-        for (int i = 0; i < BLOCK; i++) {
+        unpack(codes + b * bytes, code, size, bits);
+        for (int i = 0; i < size; i++) {
             int c = code[i];
             float n_value = 0 - (r[0] + r[1] * (float)c), p_value = r[2] + r[3] * (float)(c - half);
             p_value = p_value < SMALLEST_POSITIVE ? SMALLEST_POSITIVE : p_value;
             values[i] = c >= half ? p_value : n_value;
         }
-        store(values, y, is_bfloat16, n, b);
+        store(values, y, is_bfloat16, start_of(blocks, b), length_of(blocks, b));
     }
+}
+
+/* Call `function` with sizes that the compiler knows where they are usual and fill the row; with any otherwise. */
+#define FOR_SIZE(function, ...)                                                                   \
+    switch (row % size ? 0 : size) {                                                              \
+    case 256: { Blocks blocks = {256, 256, 1}; return function(blocks, __VA_ARGS__); }            \
+    case 192: { Blocks blocks = {192, 192, 1}; return function(blocks, __VA_ARGS__); }            \
+    case 128: { Blocks blocks = {128, 128, 1}; return function(blocks, __VA_ARGS__); }            \
+    case 64: { Blocks blocks = {64, 64, 1}; return function(blocks, __VA_ARGS__); }               \
+    default: { Blocks blocks = {row, size, (row + size - 1) / size}; return function(blocks, __VA_ARGS__); } \
+    }
+
+int quantize(const void *x, int is_bfloat16, uint8_t *codes, uint16_t *ranges, long row, int size, int bits,
+             int is_signed, int stochastic, uint32_t seed, long first, long last) {
+    if (is_signed) FOR_SIZE(quantize_signed_blocks, x, is_bfloat16, codes, ranges, bits, stochastic, seed, first, last)
+    FOR_SIZE(quantize_blocks, x, is_bfloat16, codes, ranges, bits, stochastic, seed, first, last)
+}
+
+void dequantize(const uint8_t *codes, const uint16_t *ranges, void *y, int is_bfloat16, long row, int size, int bits,
+                int is_signed, long first, long last) {
+    if (is_signed) FOR_SIZE(dequantize_signed_blocks, codes, ranges, y, is_bfloat16, bits, first, last)
+    FOR_SIZE(dequantize_blocks, codes, ranges, y, is_bfloat16, bits, first, last)
 }
 
 /* Stochastic rounding to bfloat16; returns 0 when a value is not finite. */

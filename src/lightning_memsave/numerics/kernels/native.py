@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.numerics.fakes import has_two_values, is_fake, num_set
-from lightning_memsave.numerics.kbit import BLOCK_SIZE
+from lightning_memsave.numerics.kbit import BLOCK_SIZE, Blocks
 
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math", "-shared", "-fPIC")
@@ -78,44 +78,49 @@ if hasattr(os, "register_at_fork"):  # a child process has none of the threads
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
-def quantize(flat: Tensor, bits: int, seed: int | None, signed: bool = False) -> tuple[Tensor, Tensor] | None:
+def quantize(
+    flat: Tensor, bits: int, seed: int | None, signed: bool = False, row: int | None = None
+) -> tuple[Tensor, Tensor] | None:
     """As `kbit.quantize`."""
     lib = library()
     assert lib is not None
     flat = flat if flat.dtype in _TYPES else flat.float()
-    blocks = -(-flat.numel() // BLOCK_SIZE)
-    codes = torch.empty(blocks, 32 * bits, dtype=torch.uint8)
-    ranges = torch.empty(blocks, 4 if signed else 2, dtype=torch.bfloat16)
+    blocks = Blocks.of_rows(row or flat.numel())
+    num_blocks = blocks.count(flat.numel())
+    codes = torch.empty(num_blocks, blocks.num_bytes(bits), dtype=torch.uint8)
+    ranges = torch.empty(num_blocks, 4 if signed else 2, dtype=torch.bfloat16)
     if is_fake(flat):
         return codes, ranges
-    function = lib.quantize_signed if signed else lib.quantize
 
     def work(first: int, last: int) -> int:
-        found: int = function(
+        found: int = lib.quantize(
             *(_pointer(flat), int(flat.dtype == torch.bfloat16), _pointer(codes), _pointer(ranges)),
-            *(ctypes.c_long(flat.numel()), bits, int(seed is not None), ctypes.c_uint32(seed or 0)),
-            *(ctypes.c_long(first), ctypes.c_long(last)),
+            *(ctypes.c_long(blocks.row), blocks.size, bits, int(signed)),
+            *(int(seed is not None), ctypes.c_uint32(seed or 0), ctypes.c_long(first), ctypes.c_long(last)),
         )
         return found
 
-    return (codes, ranges) if _in_threads(work, blocks, BLOCK_SIZE) else None
+    return (codes, ranges) if _in_threads(work, num_blocks, blocks.size) else None
 
 
-def dequantize(codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bool = False) -> Tensor:
+def dequantize(
+    codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bool = False, row: int | None = None
+) -> Tensor:
     """As `kbit.dequantize`."""
     lib = library()
     assert lib is not None
     target = out if out.dtype in _TYPES else torch.empty(out.shape, dtype=torch.float32)
-    function = lib.dequantize_signed if signed else lib.dequantize
+    blocks = Blocks.of_rows(row or out.numel())
 
     def work(first: int, last: int) -> None:
-        function(
+        lib.dequantize(
             *(_pointer(codes), _pointer(ranges), _pointer(target), int(target.dtype == torch.bfloat16)),
-            *(ctypes.c_long(target.numel()), bits, ctypes.c_long(first), ctypes.c_long(last)),
+            *(ctypes.c_long(blocks.row), blocks.size, bits, int(signed)),
+            *(ctypes.c_long(first), ctypes.c_long(last)),
         )
 
     if not is_fake(codes):
-        _in_threads(work, len(codes), BLOCK_SIZE)
+        _in_threads(work, len(codes), blocks.size)
     limit = torch.finfo(out.dtype).max
     return out if target is out else out.copy_(target.clamp_(-limit, limit) if out.dtype == torch.float16 else target)
 

@@ -19,10 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_memsave.numerics.kbit import BLOCK_SIZE
+from lightning_memsave.numerics.kbit import Blocks
 
 _PER_PROGRAM = 4  # blocks; a program is one warp, so that no reduction leaves it
-_SIZE = tl.constexpr(BLOCK_SIZE)
 _SMALLEST_STEP = tl.constexpr(2.0**-126)
 _SMALLEST_POSITIVE = tl.constexpr(1e-38)
 _OPTIONS: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
@@ -31,53 +30,74 @@ if torch.version.hip is None and os.environ.get("TRITON_INTERPRET") != "1":  # w
 _NAN_RANGE = tl.constexpr(0x7FC0)  # from NaN by steps of 0
 
 
-def quantize(flat: Tensor, bits: int, seed: int | None, signed: bool = False) -> tuple[Tensor, Tensor]:
+def quantize(
+    flat: Tensor, bits: int, seed: int | None, signed: bool = False, row: int | None = None
+) -> tuple[Tensor, Tensor]:
     """As `kbit.quantize`, but a block that is not finite is coded all the same, and decoded as NaN."""
     flat = flat.float() if flat.dtype == torch.float64 else flat
     is_bfloat16 = flat.dtype == torch.bfloat16
-    num_blocks = -(-flat.numel() // BLOCK_SIZE)
-    codes = torch.empty(num_blocks, 32 * bits, dtype=torch.uint8, device=flat.device)
+    blocks = Blocks.of_rows(row or flat.numel())
+    num_blocks = blocks.count(flat.numel())
+    codes = torch.empty(num_blocks, blocks.num_bytes(bits), dtype=torch.uint8, device=flat.device)
     ranges = torch.empty(num_blocks, 4 if signed else 2, dtype=torch.bfloat16, device=flat.device)
     with torch.cuda.device_of(flat):  # Triton launches on the current device
         _quantize[(triton.cdiv(num_blocks, _PER_PROGRAM),)](
             *(flat.view(torch.int16) if is_bfloat16 else flat, codes, ranges.view(torch.int32)),
-            *(flat.numel(), num_blocks, ((seed or 0) ^ 2**31) - 2**31),  # the seed's 32 bits as a signed integer
+            *(num_blocks, blocks.row, blocks.per_row),
+            ((seed or 0) ^ 2**31) - 2**31,  # the seed's 32 bits as a signed integer
+            *_sizes(blocks, bits),
             *(bits, signed, seed is not None, is_bfloat16, _PER_PROGRAM),
             **_OPTIONS,
         )
     return codes, ranges
 
 
-def dequantize(codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bool = False) -> Tensor:
+def dequantize(
+    codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bool = False, row: int | None = None
+) -> Tensor:
     """As `kbit.dequantize`."""
     target = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float64 else out
+    blocks = Blocks.of_rows(row or out.numel())
     with torch.cuda.device_of(codes):
         _dequantize[(triton.cdiv(len(codes), _PER_PROGRAM),)](
-            *(codes, ranges.view(torch.int32), target, out.numel(), len(codes)),
+            *(codes, ranges.view(torch.int32), target, len(codes), blocks.row, blocks.per_row),
+            *_sizes(blocks, bits),
             *(bits, signed, torch.finfo(target.dtype).max, _PER_PROGRAM),
             **_OPTIONS,
         )
     return out if target is out else out.copy_(target)
 
 
-# ------------------- kernels: values and codes are [blocks, 8 // bits, 32 * bits], a row per place inside the bytes
+def _sizes(blocks: Blocks, bits: int) -> tuple[int, int, int]:
+    """Elements and bytes of a block, which a kernel is compiled for, and the power of two that holds the bytes."""
+    num_bytes = blocks.num_bytes(bits)
+    return blocks.size, num_bytes, triton.next_power_of_2(num_bytes)
+
+
+# ------------------- kernels: values and codes are [blocks, 8 // bits, bytes], a row per place inside the bytes
 @triton.jit(do_not_specialize=["seed"])
 def _quantize(
     x,
     codes,
     ranges,
-    n,
     num_blocks,
+    row,
+    per_row,
     seed,
+    size: tl.constexpr,
+    num_bytes: tl.constexpr,
+    padded_bytes: tl.constexpr,
     bits: tl.constexpr,
     signed: tl.constexpr,
     stochastic: tl.constexpr,
     is_bfloat16: tl.constexpr,
     per_program: tl.constexpr,
 ):
-    block, shift, byte, element = _places(bits, per_program)
-    place = block[:, None, None] * _SIZE + element
-    raw = tl.where(place < n, tl.load(x + place, mask=place < n, other=0), tl.load(x + (n - 1)))
+    block, shift, byte, element = _places(bits, num_bytes, padded_bytes, per_program)
+    block_exists = block < num_blocks
+    start, length = _span(block, row, per_row, size)
+    place = start[:, None, None] + tl.minimum(element, length[:, None, None] - 1)  # filled up with the last element
+    raw = tl.load(x + place, mask=block_exists[:, None, None], other=0)
     values = _from_bits(raw.to(tl.int32) << 16) if is_bfloat16 else raw.to(tl.float32)
     above = values > 0
     finite = tl.min(tl.min(_is_finite(values).to(tl.int32), axis=2), axis=1) > 0  # [blocks]
@@ -87,8 +107,8 @@ def _quantize(
         low_n, step_n = _range(magnitudes, ~above, top)
         low_p, step_p = _range(magnitudes, above, top)
         finite &= _is_finite(low_n) & _is_finite(step_n) & _is_finite(low_p) & _is_finite(step_p)
-        tl.store(ranges + 2 * block, tl.where(finite, _word(low_n, step_n), _NAN_RANGE), mask=block < num_blocks)
-        tl.store(ranges + 2 * block + 1, tl.where(finite, _word(low_p, step_p), _NAN_RANGE), mask=block < num_blocks)
+        tl.store(ranges + 2 * block, tl.where(finite, _word(low_n, step_n), _NAN_RANGE), mask=block_exists)
+        tl.store(ranges + 2 * block + 1, tl.where(finite, _word(low_p, step_p), _NAN_RANGE), mask=block_exists)
         low = tl.where(above, low_p[:, None, None], low_n[:, None, None])
         inverse = tl.where(above, _inverse(step_p)[:, None, None], _inverse(step_n)[:, None, None])
         code = _level(magnitudes, low, inverse, top, block, element, seed, stochastic)
@@ -99,12 +119,13 @@ def _quantize(
         low, step = _range(values, above | ~keeps_zero[:, None, None], top)
         finite &= _is_finite(low) & _is_finite(step)
         word = _word(low, step) | tl.where(keeps_zero, -(2**31), 0)
-        tl.store(ranges + block, tl.where(finite, word, _NAN_RANGE), mask=block < num_blocks)
+        tl.store(ranges + block, tl.where(finite, word, _NAN_RANGE), mask=block_exists)
         low, inverse, top = low[:, None, None], _inverse(step)[:, None, None], top[:, None, None]
         code = _level(values, low, inverse, top, block, element, seed, stochastic)
         code = tl.where(keeps_zero[:, None, None], tl.where(above, code + 1, 0), code)
-    packed = tl.sum(code << shift, axis=1)  # [blocks, 32 * bits]
-    tl.store(codes + block[:, None] * (32 * bits) + byte, packed.to(tl.uint8), mask=block[:, None] < num_blocks)
+    packed = tl.sum(tl.where(element < size, code << shift, 0), axis=1)  # [blocks, bytes]
+    is_there = block_exists[:, None] & (byte < num_bytes)
+    tl.store(codes + block[:, None] * num_bytes + byte, packed.to(tl.uint8), mask=is_there)
 
 
 @triton.jit
@@ -112,16 +133,21 @@ def _dequantize(
     codes,
     ranges,
     out,
-    n,
     num_blocks,
+    row,
+    per_row,
+    size: tl.constexpr,
+    num_bytes: tl.constexpr,
+    padded_bytes: tl.constexpr,
     bits: tl.constexpr,
     signed: tl.constexpr,
     limit: tl.constexpr,
     per_program: tl.constexpr,
 ):
-    block, shift, byte, element = _places(bits, per_program)
+    block, shift, byte, element = _places(bits, num_bytes, padded_bytes, per_program)
     exists = block < num_blocks
-    packed = tl.load(codes + block[:, None] * (32 * bits) + byte, mask=exists[:, None], other=0).to(tl.int32)
+    is_there = exists[:, None] & (byte < num_bytes)
+    packed = tl.load(codes + block[:, None] * num_bytes + byte, mask=is_there, other=0).to(tl.int32)
     code = (packed[:, None, :] >> shift) & (2**bits - 1)
     if signed:
         above = code >= 2 ** (bits - 1)
@@ -137,16 +163,24 @@ def _dequantize(
         value = _low(word) + _step(word) * tl.where(keeps_zero, code - 1, code).to(tl.float32)
         value = tl.where(keeps_zero, tl.where(code > 0, _at_least_positive(value), 0.0), value)
     value = tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))  # comparisons keep NaN
-    place = block[:, None, None] * _SIZE + element
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=place < n)
+    start, length = _span(block, row, per_row, size)
+    is_stored = is_there[:, None, :] & (element < length[:, None, None])
+    tl.store(out + start[:, None, None] + element, value.to(out.dtype.element_ty), mask=is_stored)
 
 
 @triton.jit
-def _places(bits: tl.constexpr, per_program: tl.constexpr):
+def _places(bits: tl.constexpr, num_bytes: tl.constexpr, padded_bytes: tl.constexpr, per_program: tl.constexpr):
     """Blocks of this program, [blocks]; shifts inside a byte, [1, lanes, 1]; bytes, [1, bytes]; elements of a block."""
     block = tl.program_id(0).to(tl.int64) * per_program + tl.arange(0, per_program)
-    lane, byte = tl.arange(0, 8 // bits)[None, :, None], tl.arange(0, 32 * bits)[None, :]
-    return block, lane * bits, byte, lane * (32 * bits) + byte[:, None, :]
+    lane, byte = tl.arange(0, 8 // bits)[None, :, None], tl.arange(0, padded_bytes)[None, :]
+    return block, lane * bits, byte, lane * num_bytes + byte[:, None, :]
+
+
+@triton.jit
+def _span(block, row, per_row, size: tl.constexpr):
+    """Where blocks begin, and how many elements they have; both [blocks]."""
+    within = block % per_row * size
+    return block // per_row * row + within, tl.minimum(row - within, size)
 
 
 @triton.jit
