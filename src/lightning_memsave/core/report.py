@@ -9,9 +9,10 @@ from typing import Any, Literal, NamedTuple
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.units import format_bytes
 
-LossClass = Literal["exact", "unbiased", "changed"]
-LOSS_CLASSES: tuple[LossClass, ...] = ("exact", "unbiased", "changed")
-"""From harmless to not: equal up to rounding; noise that is zero on average; optimises something else."""
+LossClass = Literal["exact", "unbiased", "approximate", "changed"]
+LOSS_CLASSES: tuple[LossClass, ...] = ("exact", "unbiased", "approximate", "changed")
+"""From harmless to not: equal up to rounding; noise that is zero on average; noise with a small bias, whose size is
+written down; optimises something else."""
 
 CATEGORIES = ("weights", "gradients", "optimizer_state", "activations", "temporary", "data")
 """What a byte can be. Buffers and masks are weights, DDP buckets are gradients; `data` is the batch and whatever else

@@ -2,6 +2,7 @@
 
 from lightning_memsave.vault.forms import Rank
 from lightning_memsave.vault.graph import refuses_hooks
-from lightning_memsave.vault.vault import Tally, Vault
+from lightning_memsave.vault.tally import Tally
+from lightning_memsave.vault.vault import Vault
 
 __all__ = ["Rank", "Tally", "Vault", "refuses_hooks"]

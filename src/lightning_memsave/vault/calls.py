@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_memsave.numerics.fakes import is_plain
-from lightning_memsave.vault.forms import Rank, WindowIndex, covers_its_storage
+from lightning_memsave.vault.forms import Rank, WindowIndex
 from lightning_memsave.vault.graph import (
     Edge,
     Node,
@@ -25,7 +25,9 @@ from lightning_memsave.vault.graph import (
     version_of,
 )
 from lightning_memsave.vault.lookups import Lookup
-from lightning_memsave.vault.policy import NO_CALL, Call
+from lightning_memsave.vault.normalised import Statistics, statistics_of
+from lightning_memsave.vault.policy import NO_CALL, SUBTRACTS_MEAN, Call
+from lightning_memsave.vault.rows import covers_its_storage
 
 
 class Place(NamedTuple):
@@ -84,6 +86,9 @@ class Calls(TorchFunctionMode):
         self.linears: dict[int, Seen] = {}
         """By the number of the result's node."""
         self.latest_input: Input | None = None
+        self.statistics: dict[int, Statistics | None] = {}
+        """Of normalisations, by the number of the call, when it has returned."""
+        self._num_calls = 0
         self._lookups: dict[int, Lookup] = {}  # the latest one of each table, by its id
         self._changed: set[Edge] = set()
         self._hooked: set[Edge] = set()
@@ -118,7 +123,8 @@ class Calls(TorchFunctionMode):
             self._changed.update(_edges(kwargs["out"]))
         if func in _HOOKING:
             self._hooked.update(_edges(args[:1]))
-        call = self.current = Call(name, args, kwargs)
+        self._num_calls += 1
+        call = self.current = Call(name, args, kwargs, self._num_calls)
         try:
             answer = self._ask(call) if name in _ANSWERED else None
             result = func(*args, **kwargs) if answer is None else answer
@@ -129,6 +135,8 @@ class Calls(TorchFunctionMode):
                 self._versions[sequence_nr_of(node)] = result._version
             if (note := _NOTED.get(func)) is not None:
                 self.operands[sequence_nr_of(node)] = note(call)
+            if name in SUBTRACTS_MEAN:
+                self.statistics[call.number] = statistics_of(node)
             if self._notes_heads:
                 self._note_head(func, call, node)
         return result

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_memsave.numerics.fakes import truth
-from lightning_memsave.vault.forms import Coded, Rank, Recipe, covers_its_storage
+from lightning_memsave.vault.forms import Coded, Rank, Recipe
 from lightning_memsave.vault.graph import ForeignError, Node, inputs_of, saved
+from lightning_memsave.vault.rows import Rows, covers_its_storage
 from lightning_memsave.vault.rules import fold, fold_groups, norm_parameters, per_channel
 
 _SMALLEST_WEIGHT = 1e-2  # of the largest one
@@ -66,7 +67,14 @@ class Affine(NamedTuple):
 
 
 def chain(
-    y: Tensor, x: Tensor, norm: Node, z: Tensor | None, rank: Rank, seed: int, operands: Mapping[int, Any]
+    y: Tensor,
+    x: Tensor,
+    norm: Node,
+    z: Tensor | None,
+    rank: Rank,
+    seed: int,
+    operands: Mapping[int, Any],
+    rows: Rows | None = None,
 ) -> tuple[Recipe, Recipe] | None:
     """Forms for y = relu(z) and for x, on one code of z.
 
@@ -78,6 +86,7 @@ def chain(
         rank: bits of the code.
         seed: of its dither.
         operands: as in `recipes`.
+        rows: of x, in which z is coded as well.
 
     Returns:
         The two forms, or `None` where the chain would not be sound.
@@ -92,7 +101,7 @@ def chain(
         return None
     if z is None or z.stride() != y.stride():
         z = affine.forward(x)
-    coded = Coded.of(z.detach().as_strided((z.numel(),), (1,), z.storage_offset()), rank, seed, signed=True)
+    coded = Coded.of(z.detach().as_strided((z.numel(),), (1,), z.storage_offset()), rank, seed, True, rows)
     if coded is None:
         return None
     shape, stride = y.shape, y.stride()

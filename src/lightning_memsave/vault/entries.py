@@ -19,6 +19,7 @@ from lightning_memsave.vault.graph import (
     watch,
     watch_again,
 )
+from lightning_memsave.vault.rows import Rows
 
 
 class Recent:
@@ -47,10 +48,17 @@ class Entry:
         "form",
         "has_gradient",
         "interval",
+        "is_coupled",
+        "is_guarded",
         "keeps_sign",
         "need",
+        "nonlinear",
+        "normalised_by",
+        "num_uses",
         "original",
         "plain_bytes",
+        "rows",
+        "shape",
         "storage_key",
     )
 
@@ -68,6 +76,19 @@ class Entry:
         """The mask that is needed asks whether values lie inside it; `None`: whether they are positive."""
         self.keeps_sign = False
         """Whether a consumer of a lossy copy reads signs."""
+        self.is_guarded = False
+        """Whether it keeps more bits than its consumers asked for."""
+        base = tensor if tensor._base is None else tensor._base
+        self.shape = base.shape, base.stride()
+        """Of the tensor that the storage was made for, and its strides."""
+        self.rows: Rows | None = None
+        """Those that the noise of a code must be bounded in; `None`: nobody cares."""
+        self.normalised_by: list[int] = []
+        """The calls of normalisations that read it, by number."""
+        self.nonlinear: set[str] = set()
+        """Functions that read it, whose gradients are not linear in it."""
+        self.num_uses, self.is_coupled = 0, False
+        """How often a lossy copy is read, and whether that goes on into a product with something else."""
         self.original = WeakStorage(tensor)
         self.storage_key = storage_key(tensor)
         self.plain_bytes = tensor.untyped_storage().nbytes()

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from lightning_memsave.numerics import bits, kernels
 from lightning_memsave.numerics.fakes import integer_range
+from lightning_memsave.numerics.kbit import Blocks, mix
 from lightning_memsave.vault.graph import Values
+from lightning_memsave.vault.rows import Rows
 
 
 class Rank(IntEnum):
@@ -278,21 +280,40 @@ class Cast:
 class Coded:
     """k bits per element with stochastic rounding (`numerics.kbit`)."""
 
-    def __init__(self, coded: tuple[Tensor, Tensor], like: Tensor, rank: Rank, signed: bool) -> None:
+    def __init__(self, coded: tuple[Tensor, Tensor], like: Tensor, rank: Rank, signed: bool, rows: Rows) -> None:
         self._coded, self._size, self._dtype, self.rank, self._signed = coded, like.numel(), like.dtype, rank, signed
+        self._rows = rows
         self.kind = f"int{BITS[rank]}"
 
     @classmethod
-    def of(cls, flat: Tensor, rank: Rank, seed: int, signed: bool = False) -> Coded | None:
+    def of(cls, flat: Tensor, rank: Rank, seed: int, signed: bool = False, rows: Rows | None = None) -> Coded | None:
         """`None` when a value is not finite."""
-        coded = kernels.quantize(flat, BITS[rank], seed, signed)
-        return None if coded is None else cls(coded, flat, rank, signed)
+        rows = rows or Rows(flat.numel())
+        coded = []
+        for number, part in enumerate(rows.parts(flat)):
+            seed_of_part = seed if number == 0 else mix((seed + number) & 0xFFFFFFFF)
+            found = kernels.quantize(part.contiguous().view(-1), BITS[rank], seed_of_part, signed, rows.length)
+            if found is None:
+                return None
+            coded.append(found)
+        codes, ranges = zip(*coded, strict=True)
+        joined = coded[0] if len(coded) == 1 else (torch.cat(codes), torch.cat(ranges))
+        return cls(joined, flat, rank, signed, rows)
 
     def flat(self) -> Tensor:
         """The decoded values."""
         codes, ranges = self._coded
         out = torch.empty(self._size, dtype=self._dtype, device=codes.device)
-        return kernels.dequantize(codes, ranges, BITS[self.rank], out, self._signed)
+        first, per_row = 0, Blocks.of_rows(self._rows.length).per_row
+        for part in self._rows.parts(out):
+            last = first + part.numel() // self._rows.length * per_row
+            target = part if self._rows.order is None else torch.empty_like(part, memory_format=torch.contiguous_format)
+            blocks = codes[first:last], ranges[first:last]
+            kernels.dequantize(*blocks, BITS[self.rank], target.view(-1), self._signed, self._rows.length)
+            if target is not part:
+                part.copy_(target)
+            first = last
+        return out
 
     def payload(self) -> Iterator[Tensor]:
         """Codes and ranges."""
@@ -325,15 +346,3 @@ class Recipe:
         for need in self.needs:
             if isinstance(need, Coded):
                 yield from need.payload()
-
-
-def covers_its_storage(tensor: Tensor) -> bool:
-    """Whether a tensor is all of its storage, each element once, in any order of its dimensions."""
-    expected = 1
-    for stride, size in sorted(
-        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

@@ -4,9 +4,13 @@ An operation is told by the name of the function that is being called (`max_pool
 mode sees, also inside modules. An operation that is not listed needs every bit: a custom autograd Function, a new
 operation, whatever is nonlinear in what it keeps.
 
-*Lossy* are operations whose gradient is linear in the tensor that they keep, so that unbiased noise there is unbiased
-noise in the gradient (convolution, matmul, multiplication), those that read its sign only, and those whose curvature
-was measured to be harmless (activations, normalisation; `tests/techniques/test_activation_compression.py`).
+*Lossy* are operations whose gradient is linear in the tensor that they keep (`LINEAR`: convolution, matmul,
+multiplication), so that unbiased noise there is unbiased noise in the gradient, and those whose curvature is small
+(`NONLINEAR`: activations, normalisation): noise of variance v in x moves the mean of f'(x) by v / 2 times its second derivative. That makes
+a gradient *approximate*: a few per cent of itself at 4 bits, a few in ten thousand at 8 (`docs`, measured). A gradient
+stays unbiased only where every function that reads a code is linear in it, and none reads a code that another one has
+read already, unless for the gradients of weights alone: x * (x @ W) has the square of the noise in it. Convergence
+theory says the same of compressed activations: safe in linear operators, not in others (arXiv 2605.01255).
 
 Fused attention needs 8 bits: its backward computes exp(q k - lse) with a log-sum-exp that is exact, so noise of
 variance v in a score makes a probability exp(v / 2) times too large on average. With 4 bits and sharp scores (standard
@@ -25,25 +29,37 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_memsave.vault.forms import Rank
-from lightning_memsave.vault.graph import Node
+from lightning_memsave.vault.graph import Node, is_made_of_weights
 
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-LOSSY = _names(
-    """
-    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
-    linear bilinear matmul mm bmm mv addmm baddbmm addbmm einsum tensordot inner outer
-    __matmul__ __rmatmul__ multi_head_attention_forward scaled_dot_product_attention
-    mul mul_ __mul__ __rmul__ __imul__ multiply addcmul square
-    batch_norm instance_norm group_norm layer_norm rms_norm
-    relu relu_ leaky_relu leaky_relu_ prelu
-    gelu silu mish elu softplus hardswish glu
-    """
+_ON_WEIGHTS = _names("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear")
+MULTIPLIES = _names("mul mul_ __mul__ __rmul__ __imul__ multiply")
+SUBTRACTS_MEAN = _names("batch_norm instance_norm group_norm layer_norm")
+NORMALISES = SUBTRACTS_MEAN | _names("rms_norm")
+
+LINEAR = (
+    _ON_WEIGHTS
+    | MULTIPLIES
+    | _names(
+        """
+        bilinear matmul mm bmm mv addmm baddbmm addbmm einsum tensordot inner outer __matmul__ __rmatmul__
+        addcmul square pow __pow__ relu relu_ leaky_relu leaky_relu_
+        """
+    )
 )
-"""Functions whose saved tensors may be noisy, where a gradient flows through these."""
+"""Lossy functions whose gradient is linear in what they keep, or reads its sign only, which codes keep."""
+
+NONLINEAR = NORMALISES | _names(
+    "multi_head_attention_forward scaled_dot_product_attention gelu silu mish elu softplus hardswish glu"
+)
+"""Lossy functions whose gradient is not: noise that is zero on average leaves a small part that is not."""
+
+LOSSY = LINEAR | NONLINEAR
+"""Functions whose saved tensors may be noisy, where a gradient flows through these; of powers, the square."""
 
 NEEDS_8_BITS = _names("multi_head_attention_forward scaled_dot_product_attention")
 """Of the lossy functions, those that put noise into an exponent."""
@@ -83,6 +99,8 @@ class Call(NamedTuple):
     name: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    number: int = 0
+    """Tells the calls of a scope apart."""
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """An argument by position or by name."""
@@ -100,6 +118,10 @@ class Need(NamedTuple):
     """For a mask: of what. `None` stands for the sign."""
     keeps_sign: bool = False
     """Whether a lossy copy must have the same signs."""
+    is_linear: bool = False
+    """Whether the gradient is linear in it, so that unbiased noise stays unbiased."""
+    is_last: bool = False
+    """Whether it enters the gradient of a weight alone, behind which nothing else is multiplied."""
 
 
 def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank]) -> Need:
@@ -112,7 +134,7 @@ def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank])
         overrides: ranks by function name, which go before the tables.
     """
     if (override := overrides.get(call.name)) is not None:
-        return Need(override, keeps_sign=call.name in KEEPS_SIGN)
+        return _lossy_need(override, call)
     if not tensor.requires_grad:
         return Need(Rank.EXACT)
     if call.name.removesuffix("_with_indices") in SHAPE_ONLY:
@@ -127,7 +149,12 @@ def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank])
         return Need(Rank.MASK, interval) if all(_is_exact(end, tensor) for end in interval) else Need(Rank.EXACT)
     if _is_sensitive(tensor, node) or not _may_be_lossy(call):
         return Need(Rank.EXACT)
-    return Need(max(lossy, Rank.INT8) if call.name in NEEDS_8_BITS else lossy, keeps_sign=call.name in KEEPS_SIGN)
+    return _lossy_need(max(lossy, Rank.INT8) if call.name in NEEDS_8_BITS else lossy, call)
+
+
+def _lossy_need(rank: Rank, call: Call) -> Need:
+    is_last = call.name in _ON_WEIGHTS and is_made_of_weights(call.argument(1, "weight"))
+    return Need(rank, None, call.name in KEEPS_SIGN, call.name in LINEAR, is_last)
 
 
 def _is_exact(end: float, tensor: Tensor) -> bool:

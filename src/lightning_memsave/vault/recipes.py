@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_memsave.vault.calls import Calls
-from lightning_memsave.vault.entries import Handle, Passed
-from lightning_memsave.vault.forms import Rank, Recipe
+from lightning_memsave.vault.entries import Entry, Handle, Passed
+from lightning_memsave.vault.forms import Coded, Rank, Recipe
 from lightning_memsave.vault.graph import (
     Edge,
     ForeignError,
@@ -116,24 +116,27 @@ class Derivation:
 
 def _share_noise(sources: Sequence[Source]) -> bool:
     """Whether two lossy sources come from the same code."""
-    found: set[int] = set()
+    found: set[Entry | Coded] = set()
     for source in sources:
-        codes = _codes_behind(source.needs) if source.rank < Rank.EXACT else set()
+        codes = _behind_needs(source.needs) if source.rank < Rank.EXACT else set()
         if found & codes:
             return True
         found |= codes
     return False
 
 
-def _codes_behind(needs: Sequence[object]) -> set[int]:
-    """What recipes lead back to: entries with bytes or codes of their own, and codes that a chain shares."""
-    codes: set[int] = set()
+def codes_behind(entry: Entry) -> set[Entry | Coded]:
+    """What an entry's values come from: itself, or entries with bytes or codes of their own, and codes of chains."""
+    return _behind_needs(entry.form.needs) if isinstance(entry.form, Recipe) else {entry}
+
+
+def _behind_needs(needs: Sequence[object]) -> set[Entry | Coded]:
+    codes: set[Entry | Coded] = set()
     for need in needs:
-        form = need.entry.form if isinstance(need, Handle) else None
-        if isinstance(form, Recipe):
-            codes |= _codes_behind(form.needs)
-        else:
-            codes.add(id(need.entry if isinstance(need, Handle) else need))
+        if isinstance(need, Handle):
+            codes |= codes_behind(need.entry)
+        elif isinstance(need, Coded):
+            codes.add(need)
     return codes
 
 

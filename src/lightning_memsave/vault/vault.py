@@ -18,22 +18,22 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_memsave.numerics.fakes import is_plain
+from lightning_memsave.numerics.kbit import coded_bytes
 from lightning_memsave.vault import forms, policy
 from lightning_memsave.vault.calls import Calls, Place, window_index
 from lightning_memsave.vault.chain import chain, relu_input
 from lightning_memsave.vault.dropout import dropout
-from lightning_memsave.vault.entries import Entry, Handle, Recent, kept_bytes
-from lightning_memsave.vault.forms import Rank
+from lightning_memsave.vault.entries import Entry, Handle, Recent
+from lightning_memsave.vault.forms import BITS, Rank
 from lightning_memsave.vault.graph import (
     Edge,
     Kept,
@@ -46,27 +46,16 @@ from lightning_memsave.vault.graph import (
 )
 from lightning_memsave.vault.linear_cross_entropy import linear_cross_entropy
 from lightning_memsave.vault.noise import Noise
+from lightning_memsave.vault.normalised import common_rows, enough_for, multiplied_rows, normalised_rows
 from lightning_memsave.vault.offload import Offloader
 from lightning_memsave.vault.recipes import Derivation
+from lightning_memsave.vault.rows import covers_its_storage, rows_in_memory
 from lightning_memsave.vault.sparse_weights import left_alone
+from lightning_memsave.vault.tally import Consequences, Tally
 
 _OF_ONE_SCOPE = ("within", "_recent", "_depth", "_entries", "_handles", "_calls", "_waiting", "_derivation")
 _NUM_WAITING = 1  # entries that stay raw for their next consumer; more would raise the peak
 _NUM_COMPLETE = 2  # exact entries that stay raw: a kernel may fill what it kept before it ran (rrelu: noise, input)
-
-
-@dataclass
-class Tally:
-    """What one scope kept."""
-
-    entries: Counter[str] = field(default_factory=Counter)
-    """How many, by form."""
-    plain_bytes: int = 0
-    """What they would hold without the vault."""
-    held_bytes: int = 0
-    """What they hold, each storage once."""
-    num_held_elsewhere: int = 0
-    """Entries that somebody else holds anyway (the batch, returned outputs); not counted above."""
 
 
 class Vault:
@@ -100,6 +89,8 @@ class Vault:
         self.noise = Noise(seed)
         self.tally = Tally()
         """What the latest scope kept."""
+        self.consequences = Consequences()
+        """Of all scopes so far, those of regions included."""
         self._start()
 
     def _start(self) -> None:
@@ -233,20 +224,28 @@ class Vault:
                 entry.become(index)
             return
         before, entry.need = entry.need, self._joint_need(entry, tensor)
+        if entry.need < Rank.EXACT:
+            self._note_rows(entry, tensor)
         if Rank.SHAPE < entry.need <= before:
             return
         if self.fuse and self._fused(entry, tensor):
             return
         if entry.form.rank < entry.need:  # coded for somebody who needed less
             self._take_back(entry, tensor)
-        if self.recompute and entry.is_raw and entry.need >= Rank.INT2 and forms.covers_its_storage(tensor):
+        if self.recompute and entry.is_raw and entry.need >= Rank.INT2 and covers_its_storage(tensor):
             source = self._derivation.of(tensor, entry.need)
-            if source is not None:
+            # What a normalisation reads has its noise bounded by rows of its own: another tensor's are not enough.
+            if source is not None and (source.rank == Rank.EXACT or not entry.normalised_by):
                 entry.become(forms.Recipe(source.values, tensor, source.rank, source.needs, source.depth))
 
     def _joint_need(self, entry: Entry, tensor: Tensor) -> Rank:
         lossy = self.within[-1] if self.within else self.lossy
-        need, interval, keeps_sign = policy.need(tensor, self._calls.current, lossy, self.overrides)
+        need, interval, keeps_sign, is_linear, is_last = policy.need(tensor, self._calls.current, lossy, self.overrides)
+        if Rank.MASK < need < Rank.EXACT:
+            entry.num_uses += 1
+            entry.is_coupled |= not is_last
+            if not is_linear:
+                entry.nonlinear.add(self._calls.current.name)
         if keeps_sign and not entry.keeps_sign:
             entry.keeps_sign = True
             if Rank.MASK < entry.form.rank < Rank.EXACT:  # coded without
@@ -256,6 +255,22 @@ class Vault:
         elif entry.interval != interval and max(need, entry.need) > Rank.SHAPE:
             return Rank.EXACT  # no mask and no code serves both
         return max(entry.need, need)
+
+    def _note_rows(self, entry: Entry, tensor: Tensor) -> None:
+        """Note in which rows the function that is running bears noise."""
+        call, rows = self._calls.current, None
+        if call.name in policy.NORMALISES:
+            entry.normalised_by += [call.number] if call.name in policy.SUBTRACTS_MEAN else []
+            rows = normalised_rows(tensor, call)
+            if rows is None or (entry.rows is not None and common_rows(entry.rows, rows) is None):
+                entry.need, entry.is_guarded = Rank.EXACT, True
+                return
+        elif call.name in policy.MULTIPLIES:
+            rows = multiplied_rows(tensor, call)
+        if rows is not None and (rows := common_rows(entry.rows, rows)) is not None:
+            entry.rows = rows
+            if Rank.MASK < entry.form.rank < Rank.EXACT:  # coded in others
+                self._take_back(entry, tensor)
 
     def _take_back(self, entry: Entry, tensor: Tensor) -> None:
         """Hold the bytes again, to be coded anew."""
@@ -278,7 +293,8 @@ class Vault:
             return False
         x, argument = source.get(), self._calls.current.argument(0, "input")
         is_z = isinstance(argument, Tensor) and argument.grad_fn is norm and argument.shape == y.shape
-        found = chain(y, x, norm, argument if is_z else None, self.lossy, self.noise.next_seed(), self._calls.operands)
+        z, seed = argument if is_z else None, self.noise.next_seed()
+        found = chain(y, x, norm, z, self.lossy, seed, self._calls.operands, source.entry.rows)
         if found is None:
             return False
         entry.become(found[0])
@@ -319,9 +335,19 @@ class Vault:
             return forms.Mask.positive(flat) if entry.interval is None else forms.Inside(flat, *entry.interval)
         if need == Rank.EXACT:
             return None if entry.has_gradient else forms.TwoValues.of(flat)  # which would wait for the device
+        rows = entry.rows or rows_in_memory(*entry.shape, flat.numel())
+        if need < Rank.BF16 and coded_bytes(rows.length, BITS[need], entry.keeps_sign) >= 2 * rows.length:
+            need = Rank.BF16  # rows of two or three elements
+        if entry.normalised_by:
+            statistics = [self._calls.statistics.get(number) for number in entry.normalised_by]
+            entry.need = enough_for(need, statistics, entry.keeps_sign)
+            entry.is_guarded |= entry.need > need
+            need = entry.need
+        if need == Rank.EXACT:
+            return None
         if need == Rank.BF16:
             return forms.Cast.of(flat, self.noise.next_seed())
-        return forms.Coded.of(flat, need, self.noise.next_seed(), entry.keeps_sign)
+        return forms.Coded.of(flat, need, self.noise.next_seed(), entry.keeps_sign, rows)
 
     def draw_for(self, step: int) -> None:
         """Draw the dither from a stream of this step's own, in which several scopes go on; repeats when resumed."""
@@ -332,18 +358,11 @@ class Vault:
         self._calls.latest_input = None
         while self._waiting:
             self._code(self._waiting.popleft()())
-        tally, ours = Tally(), []
-        for entry in self.entries():
+        for entry in (entries := self.entries()):
             if not entry.is_raw and (storage := entry.original.get()) is not None:
                 entry.become_raw(storage)
-            if entry.is_held_elsewhere:
-                tally.num_held_elsewhere += 1
-                continue
-            ours.append(entry)
-            tally.entries[entry.form.kind] += 1
-            tally.plain_bytes += entry.plain_bytes
-        tally.held_bytes = kept_bytes(ours)
-        self.tally = tally
+        self.tally = Tally.of(entries)
+        self.consequences.note(entries)
 
 
 def _unpack(kept: Kept) -> Tensor:

@@ -1,0 +1,138 @@
+"""What normalisations read: which rows their noise must be bounded in, and when a code has too few bits for them.
+
+The backward pass of a normalisation computes with y = (x - mean) / deviation, of each row of x. Noise in x is divided by
+the row's deviation there, however small that is: a class token of standard deviation 0.001 beside patches of 1, in one
+block with them, got a gradient whose noise was 270 times the gradient (4 bits, width 192).
+
+*The bound.* With blocks that end where rows end, the mean square of the noise in y is at most
+n / (2 top^2), top = 2^bits - 1 codes over n <= 256 elements: 0.0020 at 8 bits and 0.57 at 4 for any values, 0.0001 and
+0.02 for normally distributed ones. The gradient is quadratic in y (it has a factor y * mean(dy * y)), so noise of mean
+square v biases it by v / N for rows of N elements.
+
+*The guard.* A range's lower end is kept in 8 bits, so a row whose mean is r times its deviation gets up to
+r / (256 top) more noise in y. That stays below 1/4 for r <= 64 top, and for bfloat16, which rounds x itself, for
+r <= 64. Where the statistics of the normalisation say that r is larger, the tensor keeps more bits: 8 instead of 4 or
+2, and all of them where 8 are not enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lightning_memsave.numerics.fakes import truth
+from lightning_memsave.vault.forms import BITS, Rank
+from lightning_memsave.vault.graph import ForeignError, Kept, Node, inputs_of, packed, saved
+from lightning_memsave.vault.policy import Call
+from lightning_memsave.vault.rows import Rows, rows_over
+
+LARGEST_RATIO = 64
+"""How many times a row's deviation its mean may be, for each code between the ends of a block's range."""
+
+
+# ------------------------------------------------------------------------------- rows
+def normalised_rows(tensor: Tensor, call: Call) -> Rows | None:
+    """The rows of what a normalisation reads; `None` where no block can end where they end.
+
+    Args:
+        tensor: what is kept; mostly the input.
+        call: of a function of `policy.NORMALISES`.
+    """
+    dims = list(zip(tensor.shape, tensor.stride(), strict=True))
+    if call.name in ("layer_norm", "rms_norm"):
+        num_dims = len(call.argument(1, "normalized_shape"))
+        return rows_over(tensor, dims[:-num_dims], dims[-num_dims:])
+    (size, stride), spatial = dims[1], dims[2:]
+    if call.name == "group_norm":
+        per_group = size // call.argument(1, "num_groups")
+        return rows_over(tensor, [dims[0], (size // per_group, stride * per_group)], [(per_group, stride), *spatial])
+    return rows_over(tensor, [dims[1]], [dims[0], *spatial])
+
+
+def multiplied_rows(tensor: Tensor, call: Call) -> Rows | None:
+    """The rows of what is multiplied by one number per row, as most models write RMSNorm; `None` for all else."""
+    ones = [_num_trailing_ones(factor) for factor in call.args[:2] if isinstance(factor, Tensor)]
+    num_dims = max(ones, default=0)
+    if num_dims == min(ones, default=0) or tensor.dim() <= num_dims:
+        return None
+    dims = list(zip(tensor.shape, tensor.stride(), strict=True))
+    rows = rows_over(tensor, dims[:-num_dims], dims[-num_dims:])
+    return rows if rows is not None and rows.order is None else None
+
+
+def _num_trailing_ones(tensor: Tensor) -> int:
+    return next((n for n, size in enumerate(reversed(tensor.shape)) if size != 1), tensor.dim())
+
+
+def common_rows(first: Rows | None, second: Rows) -> Rows | None:
+    """Rows whose ends are those of both; `None` where there are none of a sensible length."""
+    if first is None or first == second:
+        return second
+    if first.order is not None or second.order is not None:
+        return None
+    short, long = sorted((first.length, second.length))
+    return Rows(short) if long % short == 0 else None
+
+
+# ------------------------------------------------------------------------------- the guard
+class Statistics(NamedTuple):
+    """Mean and 1 / deviation of each row, as a normalisation keeps them."""
+
+    mean: Callable[[], Tensor]
+    rstd: Callable[[], Tensor]
+
+    def largest_ratio(self) -> Tensor:
+        """Of a row's mean to its deviation, a tensor of one element."""
+        return (self.mean().float() * self.rstd().float()).abs().amax()
+
+
+def statistics_of(node: Node | None) -> Statistics | None:
+    """Of the normalisation whose result has this node; `None` where they cannot be read."""
+    while node is not None and node.name() in _VIEWS:
+        node = inputs_of(node)[0][0]
+    if node is None or node.name() not in _NORMS:
+        return None
+    try:
+        if "BatchNorm" in node.name() and not saved(node, "training"):
+            mean, variance = saved(node, "running_mean"), saved(node, "running_var")
+            eps = saved(node, "epsilon" if "Cudnn" in node.name() else "eps")
+            return Statistics(lambda: mean, lambda: (variance + eps).rsqrt())
+        return Statistics(_reader(packed(node, "result1")), _reader(packed(node, "result2")))
+    except ForeignError:
+        return None
+
+
+def _reader(kept: Kept | Tensor | None) -> Callable[[], Tensor]:
+    if isinstance(kept, Kept):
+        return kept.get
+    assert kept is not None, "a normalisation keeps its statistics"
+    return lambda: kept
+
+
+_NORMS = frozenset(
+    f"{name}Backward0" for name in ("NativeBatchNorm", "CudnnBatchNorm", "NativeGroupNorm", "NativeLayerNorm")
+)
+_VIEWS = frozenset(f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Alias"))
+
+
+def enough_for(need: Rank, statistics: list[Statistics | None], signed: bool) -> Rank:
+    """The fewest bits, from `need` up, in which the rows of these normalisations have no more noise than their bound.
+
+    Args:
+        need: what is enough otherwise.
+        statistics: of each normalisation that reads the tensor; `None` where they are not known.
+        signed: whether the code keeps signs, for which half of its levels are on either side.
+    """
+    if any(known is None for known in statistics):
+        return Rank.EXACT
+    ratios = [known.largest_ratio() for known in statistics if known is not None]
+    while need < Rank.EXACT and not all(truth(ratio <= _largest_ratio(need, signed), True) for ratio in ratios):
+        need = Rank.INT8 if need < Rank.INT8 else Rank.EXACT
+    return need
+
+
+def _largest_ratio(rank: Rank, signed: bool) -> float:
+    bits = BITS.get(rank)
+    return LARGEST_RATIO * (1 if bits is None else 2 ** (bits - signed) - 1)
