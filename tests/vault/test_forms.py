@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_memsave.numerics.bits import bits_for
 from lightning_memsave.vault import Rank, Vault
-from lightning_memsave.vault.forms import covers_its_storage
+from lightning_memsave.vault.rows import covers_its_storage
 from tests.vault.nets import Data, data, exact, int4, int8
 
 

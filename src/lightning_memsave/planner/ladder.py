@@ -2,7 +2,7 @@
 
 Time factors are medians of this project's own benchmarks (`benchmarks/results`, CPU), and on top what hangs on how much
 of a step goes into starting operations; they order the settings, and are no promise. A level is what may be used
-together: first what is exact, then what is unbiased, then what changes what is optimised, mild before severe, as far as
+together: first what is exact, then what is approximate, then what changes what is optimised, mild before severe, as far as
 the recipe goes.
 """
 
@@ -115,8 +115,8 @@ def knobs(
         ActivationCompression: (
             Option(text="activations as they are", strength=0),
             Option(text='activations="exact"', config=ActivationCompression(), time_factor=1.05 + vault, strength=1),
-            _unbiased("int8", 1.1 + vault, 2),
-            _unbiased("int4", 1.11 + vault, 3),
+            _coded("int8", 1.1 + vault, 2),
+            _coded("int4", 1.11 + vault, 3),
         ),
         Checkpointing: (
             Option(text="no regions", strength=0),
@@ -177,11 +177,11 @@ def _changed(text: str, config: Config, tier: str, time_factor: float, strength:
     return Option(text=text, config=config, loss_class="changed", tier=tier, time_factor=time_factor, strength=strength)
 
 
-def _unbiased(codec: str, time_factor: float, strength: int) -> Option:
+def _coded(codec: str, time_factor: float, strength: int) -> Option:
     return Option(
         text=f'activations=["exact", "{codec}"]',
         config=ActivationCompression(codecs=("exact", codec)),
-        loss_class="unbiased",
+        loss_class="approximate",
         tier="balanced",
         time_factor=time_factor,
         strength=strength,

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_memsave.core.errors import NoEffectWarning
 from lightning_memsave.core.report import Applied
 from lightning_memsave.strategies.batch_start import BatchStart
-from lightning_memsave.techniques.activation_compression import ActivationCompression, open_vault, summarize
+from lightning_memsave.techniques.activation_compression import ActivationCompression, open_vault, what_happened
 from lightning_memsave.vault import refuses_hooks
 from lightning_memsave.vault.noise import Noise
 
@@ -73,7 +73,7 @@ class ForwardScope:
         if not self._is_on:
             summary = "off: torch.func refuses saved-tensor hooks"
             return dataclasses.replace(self._applied, summary=summary, loss_class="exact", reasons=())
-        return dataclasses.replace(self._applied, summary=summarize(self._config, self._vault.tally))
+        return what_happened(self._applied, self._config, self._vault)
 
     def close(self) -> None:
         """Take the hooks off the model; twice is safe."""

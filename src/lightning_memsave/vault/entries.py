@@ -51,6 +51,7 @@ class Entry:
         "is_coupled",
         "is_guarded",
         "keeps_sign",
+        "made_as",
         "need",
         "nonlinear",
         "normalised_by",
@@ -58,7 +59,6 @@ class Entry:
         "original",
         "plain_bytes",
         "rows",
-        "shape",
         "storage_key",
     )
 
@@ -79,10 +79,10 @@ class Entry:
         self.is_guarded = False
         """Whether it keeps more bits than its consumers asked for."""
         base = tensor if tensor._base is None else tensor._base
-        self.shape = base.shape, base.stride()
-        """Of the tensor that the storage was made for, and its strides."""
+        self.made_as = base.shape, base.stride()
+        """Shape and strides of the tensor that the storage was made for."""
         self.rows: Rows | None = None
-        """Those that the noise of a code must be bounded in; `None`: nobody cares."""
+        """Those in which consumers bear noise; `None`: in any."""
         self.normalised_by: list[int] = []
         """The calls of normalisations that read it, by number."""
         self.nonlinear: set[str] = set()

@@ -183,7 +183,10 @@ _OF_ONE_WEIGHT = _nodes(
     "T View UnsafeView ReshapeAlias Transpose Permute Expand Alias AsStrided Slice Select Split SplitWithSizes "
     "Squeeze Unsqueeze Unbind Detach Clone ToCopy"
 )
-_OF_WEIGHTS = _nodes("WeightNormInterface Add Sub Mul Div Cat Stack")
+_OF_WEIGHTS = _nodes(
+    "WeightNormInterface Add Sub Mul Div Cat Stack NativeBatchNorm CudnnBatchNorm NativeLayerNorm "
+    "Mean Var VarMean Std Norm LinalgVectorNorm Sqrt Rsqrt Pow"  # weight standardisation and normalisation
+)
 _PRODUCTS = _nodes("Mm Bmm")  # of weights with each other
 DENSIFY = "_DensifyBackward"
 """The node of a sparse weight's dense form (`sparse_weights`)."""

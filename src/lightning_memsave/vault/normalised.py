@@ -26,7 +26,7 @@ from lightning_memsave.numerics.fakes import truth
 from lightning_memsave.vault.forms import BITS, Rank
 from lightning_memsave.vault.graph import ForeignError, Kept, Node, inputs_of, packed, saved
 from lightning_memsave.vault.policy import Call
-from lightning_memsave.vault.rows import Rows, rows_over
+from lightning_memsave.vault.rows import SMALLEST_PIECE, Rows, rows_over
 
 LARGEST_RATIO = 64
 """How many times a row's deviation its mean may be, for each code between the ends of a block's range."""
@@ -37,7 +37,7 @@ def normalised_rows(tensor: Tensor, call: Call) -> Rows | None:
     """The rows of what a normalisation reads; `None` where no block can end where they end.
 
     Args:
-        tensor: what is kept; mostly the input.
+        tensor: its input.
         call: of a function of `policy.NORMALISES`.
     """
     dims = list(zip(tensor.shape, tensor.stride(), strict=True))
@@ -59,17 +59,17 @@ def multiplied_rows(tensor: Tensor, call: Call) -> Rows | None:
         return None
     dims = list(zip(tensor.shape, tensor.stride(), strict=True))
     rows = rows_over(tensor, dims[:-num_dims], dims[-num_dims:])
-    return rows if rows is not None and rows.order is None else None
+    return rows if rows is not None and rows.order is None and rows.length >= SMALLEST_PIECE else None
 
 
 def _num_trailing_ones(tensor: Tensor) -> int:
     return next((n for n, size in enumerate(reversed(tensor.shape)) if size != 1), tensor.dim())
 
 
-def common_rows(first: Rows | None, second: Rows) -> Rows | None:
-    """Rows whose ends are those of both; `None` where there are none of a sensible length."""
-    if first is None or first == second:
-        return second
+def common_rows(first: Rows, second: Rows) -> Rows | None:
+    """Rows whose ends are those of both; `None` where there are none."""
+    if first == second:
+        return first
     if first.order is not None or second.order is not None:
         return None
     short, long = sorted((first.length, second.length))

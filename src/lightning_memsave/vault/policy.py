@@ -14,7 +14,8 @@ theory says the same of compressed activations: safe in linear operators, not in
 
 Fused attention needs 8 bits: its backward computes exp(q k - lse) with a log-sum-exp that is exact, so noise of
 variance v in a score makes a probability exp(v / 2) times too large on average. With 4 bits and sharp scores (standard
-deviation 4) gradients would be 1.5 times too long, with 2 bits they would explode; with 8 bits it is 0.1 %.
+deviation 4) gradients would be 1.5 times too long, with 2 bits they would explode; with 8 bits it is 0.1 %. Where the
+caller scales scores by more than 1.5 / sqrt(width) (models that normalise queries and keys), it needs bfloat16.
 
 *Sensitive* are results that appear in their own derivative (softmax, tanh, exp), statistics, and everything that
 carries no gradient (targets, masks, attention's log-sum-exp): kept exactly, whoever keeps them.
@@ -36,7 +37,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_ON_WEIGHTS = _names("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear")
+_ON_WEIGHTS = _names("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear prelu")
 MULTIPLIES = _names("mul mul_ __mul__ __rmul__ __imul__ multiply")
 SUBTRACTS_MEAN = _names("batch_norm instance_norm group_norm layer_norm")
 NORMALISES = SUBTRACTS_MEAN | _names("rms_norm")
@@ -47,7 +48,7 @@ LINEAR = (
     | _names(
         """
         bilinear matmul mm bmm mv addmm baddbmm addbmm einsum tensordot inner outer __matmul__ __rmatmul__
-        addcmul square pow __pow__ relu relu_ leaky_relu leaky_relu_
+        addcmul square relu relu_ leaky_relu leaky_relu_
         """
     )
 )
@@ -59,10 +60,15 @@ NONLINEAR = NORMALISES | _names(
 """Lossy functions whose gradient is not: noise that is zero on average leaves a small part that is not."""
 
 LOSSY = LINEAR | NONLINEAR
-"""Functions whose saved tensors may be noisy, where a gradient flows through these; of powers, the square."""
+"""Functions whose saved tensors may be noisy, where a gradient flows through these."""
+
+_POWERS = _names("pow __pow__")
+"""Lossy and linear where they are squares."""
 
 NEEDS_8_BITS = _names("multi_head_attention_forward scaled_dot_product_attention")
 """Of the lossy functions, those that put noise into an exponent."""
+
+_SHARPEST_SCALE = 1.5  # of scores, in 1 / sqrt(width)
 
 SHAPE_ONLY = _names(
     """
@@ -149,12 +155,19 @@ def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank])
         return Need(Rank.MASK, interval) if all(_is_exact(end, tensor) for end in interval) else Need(Rank.EXACT)
     if _is_sensitive(tensor, node) or not _may_be_lossy(call):
         return Need(Rank.EXACT)
-    return _lossy_need(max(lossy, Rank.INT8) if call.name in NEEDS_8_BITS else lossy, call)
+    return _lossy_need(max(lossy, _least_for_exponents(call)) if call.name in NEEDS_8_BITS else lossy, call)
+
+
+def _least_for_exponents(call: Call) -> Rank:
+    """16 bits where the caller's scale of scores is larger than 1 / sqrt(width), as after query-key normalisation."""
+    query, scale = call.argument(0, "query"), call.argument(6, "scale")
+    is_sharp = call.name == "scaled_dot_product_attention" and scale is not None
+    return Rank.BF16 if is_sharp and scale * query.shape[-1] ** 0.5 > _SHARPEST_SCALE else Rank.INT8
 
 
 def _lossy_need(rank: Rank, call: Call) -> Need:
     is_last = call.name in _ON_WEIGHTS and is_made_of_weights(call.argument(1, "weight"))
-    return Need(rank, None, call.name in KEEPS_SIGN, call.name in LINEAR, is_last)
+    return Need(rank, None, call.name in KEEPS_SIGN, call.name in LINEAR | _POWERS, is_last)
 
 
 def _is_exact(end: float, tensor: Tensor) -> bool:
@@ -180,7 +193,7 @@ def _is_sensitive(tensor: Tensor, node: Node | None) -> bool:
 
 
 def _may_be_lossy(call: Call) -> bool:
-    if call.name in ("pow", "__pow__"):
+    if call.name in _POWERS:
         exponent = call.argument(1, "exponent")
         return isinstance(exponent, (int, float)) and exponent == 2
     return call.name in LOSSY

@@ -15,7 +15,8 @@ from torch import Tensor
 
 SMALLEST_ROW = 64
 """Elements of a row that nobody normalises, at least: with 64, ranges make a code of 4 bits 9 % larger."""
-_SMALLEST_PIECE = 16  # of a row that lies in pieces: below that the values are put in another order
+SMALLEST_PIECE = 16
+"""Elements of a piece, at least, of a row that lies in pieces."""
 _CHUNK = 2**20  # elements that are put in another order at a time
 
 Dim = tuple[int, int]
@@ -69,7 +70,7 @@ def rows_over(tensor: Tensor, outer: Sequence[Dim], inner: Sequence[Dim]) -> Row
         num_joined += 1
     length = math.prod(size for size, _ in inner)
     distances = [stride for _, stride in (*outer, *inner[num_joined:])]
-    if run >= min(length, _SMALLEST_PIECE) and not any(
+    if run >= min(length, SMALLEST_PIECE) and not any(
         distance % run for distance in (*distances, tensor.storage_offset(), _storage_size(tensor))
     ):
         return Rows(run)

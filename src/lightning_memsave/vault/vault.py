@@ -49,7 +49,7 @@ from lightning_memsave.vault.noise import Noise
 from lightning_memsave.vault.normalised import common_rows, enough_for, multiplied_rows, normalised_rows
 from lightning_memsave.vault.offload import Offloader
 from lightning_memsave.vault.recipes import Derivation
-from lightning_memsave.vault.rows import covers_its_storage, rows_in_memory
+from lightning_memsave.vault.rows import Rows, covers_its_storage, rows_in_memory
 from lightning_memsave.vault.sparse_weights import left_alone
 from lightning_memsave.vault.tally import Consequences, Tally
 
@@ -260,17 +260,20 @@ class Vault:
         """Note in which rows the function that is running bears noise."""
         call, rows = self._calls.current, None
         if call.name in policy.NORMALISES:
-            entry.normalised_by += [call.number] if call.name in policy.SUBTRACTS_MEAN else []
-            rows = normalised_rows(tensor, call)
-            if rows is None or (entry.rows is not None and common_rows(entry.rows, rows) is None):
-                entry.need, entry.is_guarded = Rank.EXACT, True
+            if tensor.numel() != call.argument(0, "input").numel():  # a weight, or a step on the way
                 return
-        elif call.name in policy.MULTIPLIES:
-            rows = multiplied_rows(tensor, call)
-        if rows is not None and (rows := common_rows(entry.rows, rows)) is not None:
-            entry.rows = rows
+            rows = normalised_rows(tensor, call)
+            if call.name in policy.SUBTRACTS_MEAN:
+                entry.normalised_by.append(call.number)
+        elif call.name not in policy.MULTIPLIES or (rows := multiplied_rows(tensor, call)) is None:
+            return
+        common = rows if rows is None or entry.rows is None else common_rows(entry.rows, rows)
+        if common is not None:
+            entry.rows = common
             if Rank.MASK < entry.form.rank < Rank.EXACT:  # coded in others
                 self._take_back(entry, tensor)
+        elif call.name in policy.NORMALISES:
+            entry.need, entry.is_guarded = Rank.EXACT, True
 
     def _take_back(self, entry: Entry, tensor: Tensor) -> None:
         """Hold the bytes again, to be coded anew."""
@@ -335,19 +338,24 @@ class Vault:
             return forms.Mask.positive(flat) if entry.interval is None else forms.Inside(flat, *entry.interval)
         if need == Rank.EXACT:
             return None if entry.has_gradient else forms.TwoValues.of(flat)  # which would wait for the device
-        rows = entry.rows or rows_in_memory(*entry.shape, flat.numel())
-        if need < Rank.BF16 and coded_bytes(rows.length, BITS[need], entry.keeps_sign) >= 2 * rows.length:
-            need = Rank.BF16  # rows of two or three elements
-        if entry.normalised_by:
-            statistics = [self._calls.statistics.get(number) for number in entry.normalised_by]
-            entry.need = enough_for(need, statistics, entry.keeps_sign)
-            entry.is_guarded |= entry.need > need
-            need = entry.need
+        rows = entry.rows or rows_in_memory(*entry.made_as, flat.numel())
+        need = self._guarded(entry, rows)
         if need == Rank.EXACT:
             return None
         if need == Rank.BF16:
             return forms.Cast.of(flat, self.noise.next_seed())
         return forms.Coded.of(flat, need, self.noise.next_seed(), entry.keeps_sign, rows)
+
+    def _guarded(self, entry: Entry, rows: Rows) -> Rank:
+        """What an entry needs, seen how its normalisations would multiply its noise."""
+        statistics = [self._calls.statistics.get(number) for number in entry.normalised_by]
+        need = enough_for(entry.need, statistics, entry.keeps_sign)
+        if entry.rows is not None and Rank.MASK < need < Rank.BF16:
+            is_small = coded_bytes(rows.length, BITS[need], entry.keeps_sign) < 2 * rows.length
+            need = need if is_small else Rank.EXACT  # a range for two or three elements
+        entry.is_guarded |= need > entry.need
+        entry.need = need
+        return need
 
     def draw_for(self, step: int) -> None:
         """Draw the dither from a stream of this step's own, in which several scopes go on; repeats when resumed."""

@@ -173,6 +173,27 @@ def _positive(mean: Tensor) -> Tensor:
     return mean.clamp_min(torch.finfo(torch.float32).tiny)
 
 
+def _without_outlier(matrix: Tensor, means: Factored) -> Factored:
+    """The means where no element counts for more than all others together, and none is infinite.
+
+    One gradient of 10^20 squares to infinity. In Adam that stops one weight; as a part of the mean of all, by which
+    means are divided, it would make every other second moment 0. Nothing waits for the device.
+    """
+    rows, columns = means
+    if matrix.numel() < 2:
+        return means
+    row = rows.argmax()
+    column = matrix[row].argmax()
+    one_row, one_column = matrix[row].clone(), matrix[:, column].clone()
+    element = one_row[column].clone()
+    one_row[column] = one_column[row] = 0.0
+    others = one_row.sum() + (rows.index_fill(0, row, 0.0) * matrix.shape[1]).sum()
+    kept = torch.minimum(element, others)
+    rows[row], columns[column] = (one_row.sum() + kept) / matrix.shape[1], (one_column.sum() + kept) / len(matrix)
+    largest = torch.finfo(torch.float32).max / matrix.numel()
+    return Factored(rows.clamp_(max=largest), columns.clamp_(max=largest))
+
+
 @dataclass(frozen=True, eq=False)
 class Means:
     """Row and column means, in float32; parameters with one dimension go to `otherwise`."""
@@ -184,7 +205,7 @@ class Means:
         if value.dim() < 2:
             return self.otherwise.encode(value, noise)
         matrix = value.detach().reshape(len(value), -1).float()  # [N, M]
-        return Factored(matrix.mean(1), matrix.mean(0))
+        return _without_outlier(matrix, Factored(matrix.mean(1), matrix.mean(0)))
 
     def decode(self, stored: Any, shape: torch.Size) -> Tensor:
         """Their outer product over the mean of all."""
@@ -253,6 +274,19 @@ CODECS: Mapping[str, tuple[Codec, Codec]] = {
     "offload": (Away(), Away()),
 }
 """By format: the codec of first moments, and that of second ones."""
+
+
+def bound_step(first: Tensor, second: Tensor, betas: tuple[float, float]) -> None:
+    """Raise a second moment that is too small for the first one, in place: of any gradients, Adam has
+
+        first**2 <= second * (1 - b1)**2 / ((1 - b2) * (1 - b1**2 / b2))   (Cauchy-Schwarz; 53 with 0.9 and 0.999)
+
+    Means do not keep to that: one huge gradient raises the mean of all, by which they are divided.
+    """
+    beta1, beta2 = betas
+    least = (1 - beta2) * (1 - beta1**2 / beta2) / (1 - beta1) ** 2
+    if least > 0:  # in place, as there is little room
+        second.addcmul_(first, first, value=-least).clamp_(min=0).addcmul_(first, first, value=least)
 
 
 def codec_of(state_format: str, moment: str) -> Codec | None:

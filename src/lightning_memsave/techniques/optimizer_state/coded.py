@@ -38,7 +38,9 @@ from lightning_memsave.techniques.optimizer_state import into_state, layout, pro
 from lightning_memsave.techniques.optimizer_state.codecs import (
     POSITIVE,
     SIGNED,
+    Factored,
     Noise,
+    bound_step,
     decode,
     encode,
     put_back,
@@ -252,6 +254,8 @@ def _step_one(step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any],
         fetch_ahead([optimizer.state.get(other, {}) for other in _next(memory, p)])
     for name, stored in before.items():
         state[name] = _decoded(memory, name, stored, p)
+    if isinstance(before.get("exp_avg_sq"), Factored):
+        bound_step(state["exp_avg"], state["exp_avg_sq"], group["betas"])
     step_one(step, optimizer, group, p)
     noise, state = memory.noise_of(p), optimizer.state[p]
     for name, value in state.items():

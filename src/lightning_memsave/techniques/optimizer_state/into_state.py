@@ -44,7 +44,7 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.optimizers import PENDING, in_parts, original, put, span_of
 from lightning_memsave.numerics.blockwise import BLOCK_SIZE, num_blocks
 from lightning_memsave.numerics.kbit import mix, random_bits
-from lightning_memsave.techniques.optimizer_state.codecs import Noise, decode, put_back
+from lightning_memsave.techniques.optimizer_state.codecs import Factored, Noise, bound_step, decode, put_back
 
 _MOMENTS = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq")}
 AGREEMENT = "agreement"
@@ -336,6 +336,8 @@ def move(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, p
     if pending.num_parts > 1 or _is_sum(pending.sums.get(_place(p), ())):
         noise = memory.noise_of(p, pending.num_parts + 1)
         state[names[1]] = put_back(memory.format_of(p), state[names[1]], names[1], second, p.shape, noise)
+    if isinstance(state[names[1]], Factored):
+        bound_step(first, second, (beta1, beta2))
     if group["weight_decay"]:
         p.mul_(1 - lr * group["weight_decay"])
     size = second.div(1 - beta2**count).sqrt_().add_(group["eps"])
