@@ -6,9 +6,11 @@ backward reads y = relu(z) and x = (z - shift) / scale. The ReLU's mask is exact
 affine where they are read: the gradient is unbiased. Coding x itself would be biased, since relu(normalise(decoded x))
 has another mask.
 
-Dividing by the scale multiplies the noise in x, which the normalisation's backward multiplies by the scale again; where
-a weight is so small that this loses its sense (below 1 % of the largest), the layer falls back to separate codes. So
-does a normalisation in eval mode, whose statistics are not saved.
+Dividing by the weight multiplies the noise in x. In BatchNorm a row of the code is of one channel, so the range of z is
+as small as its weight; the bias must be at most 64 times the weight for each level of the code, as in `normalised`. In
+LayerNorm, and in GroupNorm over planes of less than 16 elements, those of one row have weights and biases of their own: the largest of both together must be
+at most 4 times the smallest weight. Else the layer falls back to separate codes; so does a normalisation in eval mode,
+whose statistics are not saved.
 
 Source: ours; in-place activated BatchNorm (Rota Bulò, Porzi, Kontschieder, 2018, https://arxiv.org/abs/1712.02616)
 inverts a leaky ReLU and the BatchNorm exactly in the same way, but has to replace the layers.
@@ -19,15 +21,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_memsave.numerics.fakes import truth
 from lightning_memsave.vault.forms import Coded, Rank, Recipe
 from lightning_memsave.vault.graph import ForeignError, Node, inputs_of, saved
-from lightning_memsave.vault.rows import Rows, covers_its_storage
+from lightning_memsave.vault.normalised import ratio_limit
+from lightning_memsave.vault.rows import SMALLEST_PIECE, Rows, covers_its_storage, rows_over
 from lightning_memsave.vault.rules import fold, fold_groups, norm_parameters, per_channel
 
-_SMALLEST_WEIGHT = 1e-2  # of the largest one
+_MOST = 4  # that noise may be multiplied by where elements of a row have weights of their own
 
 
 def relu_input(y: Tensor) -> Node | None:
@@ -44,6 +48,9 @@ class Affine(NamedTuple):
 
     steps: tuple[tuple[Tensor | float, Tensor | float], ...]
     weight: Tensor | None
+    bias: Tensor | None
+    is_of_channels: bool
+    """Whether all elements of a row share weight and bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         """z, from x."""
@@ -57,13 +64,19 @@ class Affine(NamedTuple):
             z.sub_(shift).div_(scale)
         return z
 
-    @property
-    def is_sound(self) -> bool:
-        """Whether no weight is so small that dividing by it loses its sense."""
-        if self.weight is None:
+    def is_sound(self, rank: Rank) -> bool:
+        """Whether noise in z of a code of that rank is small enough in (x - mean) / deviation."""
+        if self.weight is None and self.bias is None:
             return True
-        smallest, largest = self.weight.abs().aminmax()
-        return truth((smallest >= _SMALLEST_WEIGHT * largest) & (largest > 0), True)
+        like = self.bias if self.weight is None else self.weight
+        assert like is not None, "one of the two is there"
+        weight = torch.ones_like(like) if self.weight is None else self.weight.abs()
+        bias = torch.zeros_like(like) if self.bias is None else self.bias.abs()
+        if self.is_of_channels:
+            is_sound = (weight > 0) & (bias <= ratio_limit(rank, signed=True) * weight)
+        else:
+            is_sound = (weight > 0) & (weight.amax() + bias.amax() <= _MOST * weight)
+        return truth(is_sound.all(), True)
 
 
 def chain(
@@ -74,7 +87,7 @@ def chain(
     rank: Rank,
     seed: int,
     operands: Mapping[int, Any],
-    rows: Rows | None = None,
+    rows: Rows | None,
 ) -> tuple[Recipe, Recipe] | None:
     """Forms for y = relu(z) and for x, on one code of z.
 
@@ -86,7 +99,7 @@ def chain(
         rank: bits of the code.
         seed: of its dither.
         operands: as in `recipes`.
-        rows: of x, in which z is coded as well.
+        rows: of x; z is coded in the same, or in planes where each has a weight of its own.
 
     Returns:
         The two forms, or `None` where the chain would not be sound.
@@ -97,7 +110,11 @@ def chain(
         return None
     if affine is None or not (covers_its_storage(y) and covers_its_storage(x)) or x.stride() != y.stride():
         return None
-    if not affine.is_sound:
+    dims = list(zip(x.shape, x.stride(), strict=True))
+    planes = rows_over(x, dims[:2], dims[2:]) if "GroupNorm" in norm.name() else None
+    if planes is not None and planes.length >= SMALLEST_PIECE:
+        rows, affine = planes, affine._replace(is_of_channels=True)
+    if not affine.is_sound(rank):
         return None
     if z is None or z.stride() != y.stride():
         z = affine.forward(x)
@@ -120,7 +137,7 @@ def _batch_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> Affine | 
     if affine is None or not saved(node, "training"):
         return None
     scale, shift = fold(saved(node, "result1"), saved(node, "result2"), *affine)
-    return Affine(((per_channel(scale, x.dim()), per_channel(shift, x.dim())),), affine[0])
+    return Affine(((per_channel(scale, x.dim()), per_channel(shift, x.dim())),), *affine, is_of_channels=True)
 
 
 def _group_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> Affine | None:
@@ -129,7 +146,7 @@ def _group_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> Affine | 
         return None
     folded = fold_groups(saved(node, "result1"), saved(node, "result2"), *affine, x.shape[1])
     scale, shift = (values.view(*values.shape, *[1] * (x.dim() - 2)) for values in folded)  # [B, C, 1, ...]
-    return Affine(((scale, shift),), affine[0])
+    return Affine(((scale, shift),), *affine, is_of_channels=False)
 
 
 def _layer_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> Affine:
@@ -137,7 +154,7 @@ def _layer_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> Affine:
     weight, bias = saved(node, "weight"), saved(node, "bias")  # [D]
     # Copies: the step may change the parameters before a late backward, which the node then tells of.
     parameters = (1.0 if weight is None else weight.detach().clone(), 0.0 if bias is None else bias.detach().clone())
-    return Affine(((rstd, -mean * rstd), parameters), weight)
+    return Affine(((rstd, -mean * rstd), parameters), weight, bias, is_of_channels=False)
 
 
 _AFFINE: Mapping[str, Callable[[Node, Mapping[int, Any], Tensor], Affine | None]] = {

@@ -99,6 +99,11 @@ class Entry:
         return isinstance(self.form, Raw)
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether it is kept in a form with noise."""
+        return Rank.MASK < self.form.rank < Rank.EXACT
+
+    @property
     def is_held_elsewhere(self) -> bool:
         """Whether somebody else keeps the bytes alive as well, so that holding them costs nothing."""
         return self.is_raw and is_held_elsewhere(self._watched)

@@ -17,22 +17,45 @@ r <= 64. Where the statistics of the normalisation say that r is larger, the ten
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
 from lightning_memsave.numerics.fakes import truth
+from lightning_memsave.numerics.kbit import coded_bytes
+from lightning_memsave.vault.entries import Entry
 from lightning_memsave.vault.forms import BITS, Rank
 from lightning_memsave.vault.graph import ForeignError, Kept, Node, inputs_of, packed, saved
-from lightning_memsave.vault.policy import Call
+from lightning_memsave.vault.policy import MULTIPLIES, NORMALISES, SUBTRACTS_MEAN, Call
 from lightning_memsave.vault.rows import SMALLEST_PIECE, Rows, rows_over
 
-LARGEST_RATIO = 64
+_PER_LEVEL = 64
 """How many times a row's deviation its mean may be, for each code between the ends of a block's range."""
 
 
 # ------------------------------------------------------------------------------- rows
+def note_rows(entry: Entry, tensor: Tensor, call: Call) -> bool:
+    """Note in which rows `call` bears noise in `tensor`, which it keeps of `entry`; whether these are others than before.
+
+    Where a normalisation reads rows at whose ends no block can end, the entry needs every bit.
+    """
+    rows = None
+    if call.name in NORMALISES:
+        if tensor.numel() != call.argument(0, "input").numel():  # a weight, or a step on the way
+            return False
+        rows = normalised_rows(tensor, call)
+        if call.name in SUBTRACTS_MEAN:
+            entry.normalised_by.append(call.number)
+    elif call.name not in MULTIPLIES or (rows := multiplied_rows(tensor, call)) is None:
+        return False
+    common = rows if rows is None or entry.rows is None else common_rows(entry.rows, rows)
+    if common is None and call.name in NORMALISES:
+        entry.need, entry.is_guarded = Rank.EXACT, True
+    entry.rows = common or entry.rows
+    return common is not None
+
+
 def normalised_rows(tensor: Tensor, call: Call) -> Rows | None:
     """The rows of what a normalisation reads; `None` where no block can end where they end.
 
@@ -117,22 +140,28 @@ _NORMS = frozenset(
 _VIEWS = frozenset(f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Alias"))
 
 
-def enough_for(need: Rank, statistics: list[Statistics | None], signed: bool) -> Rank:
-    """The fewest bits, from `need` up, in which the rows of these normalisations have no more noise than their bound.
+def raise_for_normalisations(entry: Entry, rows: Rows, statistics: Mapping[int, Statistics | None]) -> Rank:
+    """Raise what `entry` needs until its noise is below the bound in each normalisation that reads it, and return it.
 
     Args:
-        need: what is enough otherwise.
-        statistics: of each normalisation that reads the tensor; `None` where they are not known.
-        signed: whether the code keeps signs, for which half of its levels are on either side.
+        entry: about to be coded.
+        rows: of its code.
+        statistics: of normalisations, by the number of the call; `None` where they are not known.
     """
-    if any(known is None for known in statistics):
-        return Rank.EXACT
-    ratios = [known.largest_ratio() for known in statistics if known is not None]
-    while need < Rank.EXACT and not all(truth(ratio <= _largest_ratio(need, signed), True) for ratio in ratios):
+    need = entry.need
+    readers = [statistics.get(number) for number in entry.normalised_by]
+    ratios = [reader.largest_ratio() for reader in readers if reader is not None]
+    while need < Rank.EXACT and not all(truth(ratio <= ratio_limit(need, entry.keeps_sign), True) for ratio in ratios):
         need = Rank.INT8 if need < Rank.INT8 else Rank.EXACT
+    is_code = need in BITS and entry.rows is not None
+    if None in readers or (is_code and coded_bytes(rows.length, BITS[need], entry.keeps_sign) >= 2 * rows.length):
+        need = Rank.EXACT  # nothing is known, or a row has two or three elements
+    entry.is_guarded |= need > entry.need
+    entry.need = need
     return need
 
 
-def _largest_ratio(rank: Rank, signed: bool) -> float:
+def ratio_limit(rank: Rank, signed: bool) -> float:
+    """Of a row's mean to its deviation, for a code of that rank; with signs, half of its levels are on either side."""
     bits = BITS.get(rank)
-    return LARGEST_RATIO * (1 if bits is None else 2 ** (bits - signed) - 1)
+    return _PER_LEVEL * (1 if bits is None else 2 ** (bits - signed) - 1)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_memsave.vault.forms import Rank
-from lightning_memsave.vault.graph import Node, is_made_of_weights
+from lightning_memsave.vault.graph import Node, inputs_of, is_made_of_weights
 
 
 def _names(text: str) -> frozenset[str]:
@@ -69,6 +69,7 @@ NEEDS_8_BITS = _names("multi_head_attention_forward scaled_dot_product_attention
 """Of the lossy functions, those that put noise into an exponent."""
 
 _SHARPEST_SCALE = 1.5  # of scores, in 1 / sqrt(width)
+_VIEWS = frozenset(f"{name}Backward0" for name in _names("View UnsafeView ReshapeAlias Transpose Permute Clone"))
 
 SHAPE_ONLY = _names(
     """
@@ -159,10 +160,20 @@ def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank])
 
 
 def _least_for_exponents(call: Call) -> Rank:
-    """16 bits where the caller's scale of scores is larger than 1 / sqrt(width), as after query-key normalisation."""
+    """16 bits where scores are scaled by more than 1 / sqrt(width), as after query-key normalisation."""
     query, scale = call.argument(0, "query"), call.argument(6, "scale")
-    is_sharp = call.name == "scaled_dot_product_attention" and scale is not None
-    return Rank.BF16 if is_sharp and scale * query.shape[-1] ** 0.5 > _SHARPEST_SCALE else Rank.INT8
+    if call.name != "scaled_dot_product_attention" or scale is None:
+        return Rank.INT8
+    is_sharp = scale * query.shape[-1] ** 0.5 > _SHARPEST_SCALE and not _is_scaled(query)
+    return Rank.BF16 if is_sharp else Rank.INT8
+
+
+def _is_scaled(query: Tensor) -> bool:
+    """Whether the caller has multiplied it by a number itself."""
+    node = query.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = inputs_of(node)[0][0]
+    return node is not None and node.name() == "MulBackward0" and None in [n for n, _ in inputs_of(node)]
 
 
 def _lossy_need(rank: Rank, call: Call) -> Need:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lightning_memsave.core.report import LossClass
 from lightning_memsave.vault.entries import Entry, kept_bytes
-from lightning_memsave.vault.forms import Coded, Rank
+from lightning_memsave.vault.forms import Coded
 from lightning_memsave.vault.recipes import codes_behind
 
 
@@ -59,7 +59,7 @@ class Consequences:
         uses: Counter[Entry | Coded] = Counter()
         coupled: set[Entry | Coded] = set()
         for entry in entries:
-            if not Rank.MASK < entry.form.rank < Rank.EXACT:
+            if not entry.is_lossy:
                 continue
             self.is_there = True
             self.nonlinear |= entry.nonlinear

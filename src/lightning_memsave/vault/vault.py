@@ -27,13 +27,12 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.numerics.fakes import is_plain
-from lightning_memsave.numerics.kbit import coded_bytes
 from lightning_memsave.vault import forms, policy
 from lightning_memsave.vault.calls import Calls, Place, window_index
 from lightning_memsave.vault.chain import chain, relu_input
 from lightning_memsave.vault.dropout import dropout
 from lightning_memsave.vault.entries import Entry, Handle, Recent
-from lightning_memsave.vault.forms import BITS, Rank
+from lightning_memsave.vault.forms import Rank
 from lightning_memsave.vault.graph import (
     Edge,
     Kept,
@@ -46,10 +45,10 @@ from lightning_memsave.vault.graph import (
 )
 from lightning_memsave.vault.linear_cross_entropy import linear_cross_entropy
 from lightning_memsave.vault.noise import Noise
-from lightning_memsave.vault.normalised import common_rows, enough_for, multiplied_rows, normalised_rows
+from lightning_memsave.vault.normalised import note_rows, raise_for_normalisations
 from lightning_memsave.vault.offload import Offloader
 from lightning_memsave.vault.recipes import Derivation
-from lightning_memsave.vault.rows import Rows, covers_its_storage, rows_in_memory
+from lightning_memsave.vault.rows import covers_its_storage, rows_in_memory
 from lightning_memsave.vault.sparse_weights import left_alone
 from lightning_memsave.vault.tally import Consequences, Tally
 
@@ -224,8 +223,8 @@ class Vault:
                 entry.become(index)
             return
         before, entry.need = entry.need, self._joint_need(entry, tensor)
-        if entry.need < Rank.EXACT:
-            self._note_rows(entry, tensor)
+        if entry.need < Rank.EXACT and note_rows(entry, tensor, self._calls.current) and entry.is_lossy:
+            self._take_back(entry, tensor)
         if Rank.SHAPE < entry.need <= before:
             return
         if self.fuse and self._fused(entry, tensor):
@@ -248,32 +247,13 @@ class Vault:
                 entry.nonlinear.add(self._calls.current.name)
         if keeps_sign and not entry.keeps_sign:
             entry.keeps_sign = True
-            if Rank.MASK < entry.form.rank < Rank.EXACT:  # coded without
+            if entry.is_lossy:  # coded without
                 self._take_back(entry, tensor)
         if interval is not None and entry.need == Rank.SHAPE:
             entry.interval = interval
         elif entry.interval != interval and max(need, entry.need) > Rank.SHAPE:
             return Rank.EXACT  # no mask and no code serves both
         return max(entry.need, need)
-
-    def _note_rows(self, entry: Entry, tensor: Tensor) -> None:
-        """Note in which rows the function that is running bears noise."""
-        call, rows = self._calls.current, None
-        if call.name in policy.NORMALISES:
-            if tensor.numel() != call.argument(0, "input").numel():  # a weight, or a step on the way
-                return
-            rows = normalised_rows(tensor, call)
-            if call.name in policy.SUBTRACTS_MEAN:
-                entry.normalised_by.append(call.number)
-        elif call.name not in policy.MULTIPLIES or (rows := multiplied_rows(tensor, call)) is None:
-            return
-        common = rows if rows is None or entry.rows is None else common_rows(entry.rows, rows)
-        if common is not None:
-            entry.rows = common
-            if Rank.MASK < entry.form.rank < Rank.EXACT:  # coded in others
-                self._take_back(entry, tensor)
-        elif call.name in policy.NORMALISES:
-            entry.need, entry.is_guarded = Rank.EXACT, True
 
     def _take_back(self, entry: Entry, tensor: Tensor) -> None:
         """Hold the bytes again, to be coded anew."""
@@ -339,23 +319,12 @@ class Vault:
         if need == Rank.EXACT:
             return None if entry.has_gradient else forms.TwoValues.of(flat)  # which would wait for the device
         rows = entry.rows or rows_in_memory(*entry.made_as, flat.numel())
-        need = self._guarded(entry, rows)
+        need = raise_for_normalisations(entry, rows, self._calls.statistics)
         if need == Rank.EXACT:
             return None
         if need == Rank.BF16:
             return forms.Cast.of(flat, self.noise.next_seed())
         return forms.Coded.of(flat, need, self.noise.next_seed(), entry.keeps_sign, rows)
-
-    def _guarded(self, entry: Entry, rows: Rows) -> Rank:
-        """What an entry needs, seen how its normalisations would multiply its noise."""
-        statistics = [self._calls.statistics.get(number) for number in entry.normalised_by]
-        need = enough_for(entry.need, statistics, entry.keeps_sign)
-        if entry.rows is not None and Rank.MASK < need < Rank.BF16:
-            is_small = coded_bytes(rows.length, BITS[need], entry.keeps_sign) < 2 * rows.length
-            need = need if is_small else Rank.EXACT  # a range for two or three elements
-        entry.is_guarded |= need > entry.need
-        entry.need = need
-        return need
 
     def draw_for(self, step: int) -> None:
         """Draw the dither from a stream of this step's own, in which several scopes go on; repeats when resumed."""

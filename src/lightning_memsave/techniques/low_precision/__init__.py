@@ -23,7 +23,8 @@ Float16 has eight times finer weights than bfloat16 but a range of 6e-8 to 65,50
 `"bf16-gradients"` leaves the weights as they are, and the forward pass: autograd rounds each gradient to bfloat16 where
 it is kept, to the nearest, with three digits.
 
-Normalisation layers and whatever `keep_32bit` names stay float32: small, and torch mixes them with either dtype.
+Modules that hold vectors alone, as normalisation layers do, and whatever `keep_32bit` names stay float32: they are
+small, and what is computed with them has 32 bits under autocast, as with Lightning's `bf16-mixed`.
 Buffers stay as they are. The forward pass needs autocast, as the dtypes of inputs, buffers and weights differ; under
 Lightning that is its own `bf16-mixed`, or `16-mixed`.
 
@@ -79,7 +80,7 @@ class LowPrecision:
     format: Literal["bf16-sr", "bf16+8", "bf16-kahan", "fp16-scaled", "bf16-gradients"] = "bf16-sr"
     """How weights are stored."""
     keep_32bit: tuple[Selector, ...] = ()
-    """Modules whose parameters stay float32, besides normalisation layers: classes, or patterns (`*`, `?`) for class
+    """Modules whose parameters stay float32, besides those that hold vectors alone: classes, or patterns (`*`, `?`) for class
     names or qualified names."""
     seed: int = 0
     """Of the stochastic rounding."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.optimizers import original, span_of
@@ -39,13 +40,22 @@ FORMATS: Mapping[str, Format] = {
 
 
 def parameters_kept_32bit(model: nn.Module, keep_32bit: tuple[Selector, ...]) -> set[Tensor]:
-    """Parameters of normalisation layers, and of modules that are named.
+    """Parameters of modules that hold vectors alone, as normalisation layers, and of modules that are named.
+
+    Autocast rounds what goes into a matrix product, whatever dtype it has. A vector that stands by itself takes part in
+    sums and products as it is: in 16 bits its results would be, where those of `bf16-mixed` have 32.
 
     Raises:
         ValueError: a selector that matches no module.
     """
     kept = {p for module in select("LowPrecision.keep_32bit", keep_32bit, model) for p in module.parameters()}
-    return kept.union(*(module.parameters(recurse=False) for module in model.modules() if is_norm(module)))
+    own = [list(module.parameters(recurse=False)) for module in model.modules()]
+    norms = [p for module in model.modules() if is_norm(module) for p in module.parameters(recurse=False)]
+    return kept.union(norms, *(parameters for parameters in own if not any(map(_is_wide, parameters))))
+
+
+def _is_wide(p: Tensor) -> bool:
+    return is_lazy(p) or p.dim() > 1
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from lightning_memsave.numerics.kbit import random_bits
 
 _MORE = 8  # columns beyond the rank while a subspace is looked for
 _ITERATIONS = 2
+_LARGE = 1e15  # elements
 
 
 def num_bytes(rows: int, rank: int) -> int:
@@ -33,6 +34,8 @@ def num_bytes(rows: int, rank: int) -> int:
 def begin(gradient: Tensor, rank: int, seed: int) -> Tensor:
     """P: orthonormal columns [min(N, M), rank] that span the leading singular vectors of the shorter side of [N, M]."""
     wide = gradient.float() if gradient.shape[0] <= gradient.shape[1] else gradient.float().T  # [N, M], N <= M
+    largest = wide.abs().amax()
+    wide = wide * torch.where(largest > _LARGE, 1 / largest, 1.0)  # its squares would overflow
     width = min(rank + _MORE, len(wide))
     bits = random_bits(seed, 0, -(-wide.shape[1] * width // 256), wide.device).view(-1)[: wide.shape[1] * width]
     start = bits.float().sub_(2.0**31).div_(2.0**31).view(-1, width)  # [M, width]
