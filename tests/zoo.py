@@ -1,16 +1,17 @@
 """The architectures of `transformers` at toy size, with random weights: models that nobody here wrote.
 
-Every model type that has a head for causal, masked or sequence-to-sequence language modelling or for the classification
-of images is built from its default configuration, shrunk by the names of its settings. What cannot be built or trained
-that way (a missing package, inputs of its own) is not in the list; `NUM_BUILT` says how many are.
+Every model type that has a head for causal, masked or sequence-to-sequence language modelling, or for the classification
+of images, is built from its default configuration, shrunk by the names of its settings. What cannot be built that way
+(a package that is missing, inputs of its own) is left out: see `NUM_BUILT`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ HEADS = {
     "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     "vision": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
 }
-NUM_BUILT = {"causal": 0, "masked": 0, "seq2seq": 0, "vision": 0}
+NUM_BUILT = {"causal": 144, "masked": 46, "seq2seq": 29, "vision": 32}
+"""How many of each kind are built, with transformers 5.23."""
 WIDTH, WORDS, LENGTH, PIXELS = 32, 120, 24, 32
 MOST_WEIGHTS = 30_000_000
 
@@ -70,12 +72,8 @@ def names(kind: str) -> list[str]:
     return sorted(auto_type for auto_type in HEADS[kind]._model_mapping if auto_type in CONFIG_MAPPING)
 
 
-def build(kind: str, name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """A model and its loss on a batch of random inputs.
-
-    Raises:
-        Exception: anything, where the model needs more than this.
-    """
+def build(kind: str, name: str) -> tuple[nn.Module, Callable[[], Tensor]] | None:
+    """A model and its loss on a batch of random inputs; `None` where it needs more than this."""
     for sizes in (SIZES, FEWER, {"image_size": 64}):
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -87,10 +85,15 @@ def build(kind: str, name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
                 if sum(p.numel() for p in head(copy.deepcopy(config)).parameters()) > MOST_WEIGHTS:
                     continue
             model = head(copy.deepcopy(config)).train()
-            inputs = inputs_for(kind, model)
-            model(**inputs).loss.backward()
-            return model, lambda: model(**inputs).loss
-    raise ValueError(f"{name}: cannot be built at toy size")
+            loss_of = functools.partial(_loss, model, inputs_for(kind, model))
+            loss_of().backward()
+            return model, loss_of
+    return None
+
+
+def _loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = model(**inputs).loss
+    return loss
 
 
 def inputs_for(kind: str, model: nn.Module) -> dict[str, Tensor]:
@@ -112,15 +115,3 @@ def gradients(model: nn.Module, loss_of: Callable[[], Tensor], scope: Any = None
         loss = loss_of()
     loss.backward()
     return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
-
-
-def trainable(kind: str) -> Iterator[tuple[str, nn.Module, Callable[[], Tensor], Tensor]]:
-    """Each architecture that trains at toy size: its name, model, loss, and the gradients of a plain step."""
-    for name in names(kind):
-        try:
-            model, loss_of = build(kind, name)
-            plain = gradients(model, loss_of)
-        except Exception:  # of any kind: what it needs is not known here
-            continue
-        if plain.isfinite().all() and plain.any():
-            yield name, model, loss_of, plain

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_memsave.numerics.fakes import is_plain
+from lightning_memsave.vault.call import NO_CALL, Call
 from lightning_memsave.vault.forms import Rank, WindowIndex
 from lightning_memsave.vault.graph import (
     Edge,
@@ -26,7 +27,7 @@ from lightning_memsave.vault.graph import (
 )
 from lightning_memsave.vault.lookups import Lookup
 from lightning_memsave.vault.normalised import Statistics, statistics_of
-from lightning_memsave.vault.policy import NO_CALL, SUBTRACTS_MEAN, Call
+from lightning_memsave.vault.policy import SUBTRACTS_MEAN
 from lightning_memsave.vault.rows import covers_its_storage
 
 

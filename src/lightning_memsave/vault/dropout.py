@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_memsave.numerics import kernels
 from lightning_memsave.numerics.fakes import is_plain
-from lightning_memsave.vault.policy import Call
+from lightning_memsave.vault.call import Call
 
 
 class _Dropped(torch.autograd.Function):

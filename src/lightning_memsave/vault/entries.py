@@ -7,6 +7,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from lightning_memsave.vault.derivatives import Derivative
 from lightning_memsave.vault.forms import Form, Rank, Raw, Shape
 from lightning_memsave.vault.graph import (
     Kept,
@@ -45,6 +46,8 @@ class Entry:
         "_version",
         "_watched",
         "decoded",
+        "derivative",
+        "derivative_rank",
         "form",
         "has_gradient",
         "interval",
@@ -74,6 +77,10 @@ class Entry:
         """The most that any consumer needs."""
         self.interval: tuple[float, float] | None = None
         """The mask that is needed asks whether values lie inside it; `None`: whether they are positive."""
+        self.derivative: Derivative | None = None
+        """Where a code of a derivative is needed: of which."""
+        self.derivative_rank = Rank.INT4
+        """How faithful it is; of a code of the values, where these are needed after all."""
         self.keeps_sign = False
         """Whether a consumer of a lossy copy reads signs."""
         self.is_guarded = False

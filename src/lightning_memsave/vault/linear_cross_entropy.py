@@ -29,11 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_memsave.vault.call import Call
 from lightning_memsave.vault.calls import Calls
 from lightning_memsave.vault.graph import ForeignError, has_hooks, is_asked_for
 from lightning_memsave.vault.heads import Head, head_of
 from lightning_memsave.vault.lookups import Lookup
-from lightning_memsave.vault.policy import Call
 
 CHUNK_NUMEL = {"cpu": 2**18}
 """Logits that backward computes at a time, by type of device."""

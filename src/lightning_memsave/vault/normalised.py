@@ -24,10 +24,11 @@ from torch import Tensor
 
 from lightning_memsave.numerics.fakes import truth
 from lightning_memsave.numerics.kbit import coded_bytes
+from lightning_memsave.vault.call import Call
 from lightning_memsave.vault.entries import Entry
 from lightning_memsave.vault.forms import BITS, Rank
 from lightning_memsave.vault.graph import ForeignError, Kept, Node, inputs_of, packed, saved
-from lightning_memsave.vault.policy import MULTIPLIES, NORMALISES, SUBTRACTS_MEAN, Call
+from lightning_memsave.vault.policy import MULTIPLIES, NORMALISES, SUBTRACTS_MEAN
 from lightning_memsave.vault.rows import SMALLEST_PIECE, Rows, rows_over
 
 _PER_LEVEL = 64

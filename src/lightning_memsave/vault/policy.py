@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
+from lightning_memsave.vault.call import Call
+from lightning_memsave.vault.derivatives import Derivative, derivative_of
 from lightning_memsave.vault.forms import Rank
 from lightning_memsave.vault.graph import Node, inputs_of, is_made_of_weights
 
@@ -100,23 +102,6 @@ SENSITIVE = frozenset(
 """Nodes whose results stay exact."""
 
 
-class Call(NamedTuple):
-    """The function that is running, as the user called it."""
-
-    name: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    number: int = 0
-    """Tells the calls of a scope apart."""
-
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument by position or by name."""
-        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
-
-
-NO_CALL = Call("", (), {})
-
-
 class Need(NamedTuple):
     """What an operation needs of a tensor."""
 
@@ -129,6 +114,8 @@ class Need(NamedTuple):
     """Whether the gradient is linear in it, so that unbiased noise stays unbiased."""
     is_last: bool = False
     """Whether it enters the gradient of a weight alone, behind which nothing else is multiplied."""
+    derivative: Derivative | None = None
+    """Of which a code of that rank is enough, and of nothing else."""
 
 
 def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank]) -> Need:
@@ -178,7 +165,8 @@ def _is_scaled(query: Tensor) -> bool:
 
 def _lossy_need(rank: Rank, call: Call) -> Need:
     is_last = call.name in _ON_WEIGHTS and is_made_of_weights(call.argument(1, "weight"))
-    return Need(rank, None, call.name in KEEPS_SIGN, call.name in LINEAR | _POWERS, is_last)
+    derivative = derivative_of(call) if rank in (Rank.INT8, Rank.INT4, Rank.INT2) else None
+    return Need(rank, None, call.name in KEEPS_SIGN, call.name in LINEAR | _POWERS, is_last, derivative)
 
 
 def _is_exact(end: float, tensor: Tensor) -> bool:

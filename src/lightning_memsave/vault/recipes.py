@@ -150,6 +150,8 @@ def _kept(handle: Kept | Tensor | None, own: int, budget: int) -> Source | None:
         return None
     entry = handle.entry
     depth = getattr(entry.form, "depth", 0)
+    if entry.need == Rank.DERIVATIVE and entry.is_raw:
+        entry.need = entry.derivative_rank  # a code of the values serves both
     if entry.need < Rank.INT2 or depth > budget:  # a mask or a shape alone would have to be kept for us: no gain
         return None
     return Source(handle.get, min(entry.need, entry.form.rank), (handle,), depth)

@@ -28,8 +28,10 @@ from torch import Tensor
 
 from lightning_memsave.numerics.fakes import is_plain
 from lightning_memsave.vault import forms, policy
+from lightning_memsave.vault.call import Call
 from lightning_memsave.vault.calls import Calls, Place, window_index
 from lightning_memsave.vault.chain import chain, relu_input
+from lightning_memsave.vault.derivatives import Derivative
 from lightning_memsave.vault.dropout import dropout
 from lightning_memsave.vault.entries import Entry, Handle, Recent
 from lightning_memsave.vault.forms import Rank
@@ -150,7 +152,7 @@ class Vault:
         """
         return self._calls.unseen(name)
 
-    def _answer(self, call: policy.Call) -> Tensor | None:
+    def _answer(self, call: Call) -> Tensor | None:
         # Inside a checkpointed region, where torch's own hooks come first, its recomputation would not be answered.
         if innermost_hooks()[0] != self.pack or (call.name != "dropout" and not self.chunk_loss):
             return None
@@ -239,12 +241,17 @@ class Vault:
 
     def _joint_need(self, entry: Entry, tensor: Tensor) -> Rank:
         lossy = self.within[-1] if self.within else self.lossy
-        need, interval, keeps_sign, is_linear, is_last = policy.need(tensor, self._calls.current, lossy, self.overrides)
+        wanted = policy.need(tensor, self._calls.current, lossy, self.overrides)
+        need, interval, keeps_sign = wanted.rank, wanted.interval, wanted.keeps_sign
         if Rank.MASK < need < Rank.EXACT:
             entry.num_uses += 1
-            entry.is_coupled |= not is_last
-            if not is_linear:
+            entry.is_coupled |= not wanted.is_last
+            if not wanted.is_linear:
                 entry.nonlinear.add(self._calls.current.name)
+            if wanted.derivative is not None:
+                need = self._joint_derivative(entry, wanted.derivative, need)
+        if entry.need == Rank.DERIVATIVE and need not in (Rank.SHAPE, Rank.DERIVATIVE):
+            need = max(need, entry.derivative_rank)
         if keeps_sign and not entry.keeps_sign:
             entry.keeps_sign = True
             if entry.is_lossy:  # coded without
@@ -254,6 +261,13 @@ class Vault:
         elif entry.interval != interval and max(need, entry.need) > Rank.SHAPE:
             return Rank.EXACT  # no mask and no code serves both
         return max(entry.need, need)
+
+    def _joint_derivative(self, entry: Entry, derivative: Derivative, rank: Rank) -> Rank:
+        """What is needed for a derivative: a code of it, if nobody needs anything else."""
+        if entry.need == Rank.SHAPE:
+            entry.derivative, entry.derivative_rank = derivative, rank
+        is_alone = entry.need in (Rank.SHAPE, Rank.DERIVATIVE) and entry.derivative == derivative
+        return Rank.DERIVATIVE if is_alone else rank
 
     def _take_back(self, entry: Entry, tensor: Tensor) -> None:
         """Hold the bytes again, to be coded anew."""
@@ -319,6 +333,10 @@ class Vault:
         if need == Rank.EXACT:
             return None if entry.has_gradient else forms.TwoValues.of(flat)  # which would wait for the device
         rows = entry.rows or rows_in_memory(*entry.made_as, flat.numel())
+        if need == Rank.DERIVATIVE:
+            assert entry.derivative is not None, "noted with the need"
+            seed = self.noise.next_seed()
+            return forms.CodedDerivative.of(flat, entry.derivative, entry.derivative_rank, seed, rows)
         need = raise_for_normalisations(entry, rows, self._calls.statistics)
         if need == Rank.EXACT:
             return None
