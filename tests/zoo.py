@@ -1,8 +1,8 @@
 """The architectures of `transformers` at toy size, with random weights: models that nobody here wrote.
 
-Every model type that has a head for causal, masked or sequence-to-sequence language modelling, or for the classification
-of images, is built from its default configuration, shrunk by the names of its settings. What cannot be built that way
-(a package that is missing, inputs of its own) is left out: see `NUM_BUILT`.
+Every model type that has a head for causal, masked or sequence-to-sequence language modelling, or for classifying
+images, is built from its default configuration, shrunk by the names of its settings. What cannot be built that way (a
+package that is missing, inputs of its own) is left out: see `NUM_BUILT`.
 """
 
 from __future__ import annotations

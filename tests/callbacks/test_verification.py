@@ -180,7 +180,7 @@ class AsInRuns(Net):
 
 def test_what_is_around_the_steps_of_a_module_stays_out_of_it(batch):
     result = verify(AsInRuns(), batch, MemSave(activations="int8"))
-    assert result.loss_class == "unbiased"
+    assert result.loss_class == "approximate"
     assert result.largest_difference > 0
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 class Spec:
     config: Any
     """Settings under which the toy module of the contracts is changed."""
-    loss_class: Literal["exact", "unbiased", "changed"]
+    loss_class: Literal["exact", "unbiased", "approximate", "changed"]
     bit_equal: bool = False
     """Whether results are the same bits; otherwise, for `exact`, 1e-12 in float64."""
     tips_by: float = 1e-3

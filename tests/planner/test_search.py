@@ -330,8 +330,8 @@ def test_a_faster_setting_of_a_worse_loss_class_is_not_taken():
 
 def test_a_recipe_never_uses_what_a_later_one_may():
     assert levels(table("lossless", is_cut_exact=False)) == [(0, 0)]
-    assert levels(table("balanced", is_cut_exact=False)) == [(0, 0), (1, 1), (2, 1)]
-    assert levels(table("extreme")) == [(0, 0), (1, 1), (2, 1), (2, 2)]
+    assert levels(table("balanced", is_cut_exact=False)) == [(0, 0), (2, 1), (3, 1)]
+    assert levels(table("extreme")) == [(0, 0), (2, 1), (3, 1), (3, 2)]
     for options in table("lossless").values():
         assert {option.loss_class for option in options} == {"exact"}
 

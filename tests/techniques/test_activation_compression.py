@@ -173,10 +173,10 @@ def test_bytes_kept_of_a_wide_resnet():
     assert {codec: t.held_bytes for codec, t in kept.items()} == {
         "exact": 19_020_800,
         "bf16": 18_854_400,
-        "int8": 9_579_540,
-        "int4": 4_868_500,
-        "int2": 2_512_980,
-        "int4-chain": 2_524_820,
+        "int8": 9_637_160,
+        "int4": 4_926_120,
+        "int2": 2_570_600,
+        "int4-chain": 2_586_280,
         "offload": 15_360,
         "linear-cross-entropy": 37_698_560,
     }
@@ -191,21 +191,23 @@ def test_estimate_is_the_measured_size(codec):
     with vault.scope():
         loss = model(x).sum()
     assert vault.tally.num_held_elsewhere == 1  # the batch
-    assert vault.tally.held_bytes == sum(estimate_activation_compression(100 * width, config) for width in (128, 64))
+    assert vault.tally.held_bytes == sum(
+        estimate_activation_compression(100 * width, config, row=width) for width in (128, 64)
+    )
     loss.backward()
 
 
-# ---------------------------------------------------------------------------------------------------- unbiased
+# ---------------------------------------------------------------------------------------------------- noise
 @pytest.mark.parametrize("name", ["wide_resnet", "gpt", "llama"])
 @pytest.mark.parametrize(
     "config", [INT8, INT4, CHAIN, ActivationCompression(codecs=("bf16",))], ids=lambda c: c.codecs[0]
 )
-def test_lossy_gradients_are_unbiased(name, config):
-    """The mean of N gradients is off by no more than their noise over the root of N."""
+def test_lossy_gradients_are_right_on_average(name, config):
+    """The mean of N gradients is off by no more than their noise over the root of N: what bias there is, is smaller."""
     num = 8
     model, loss_of = make(name)
     vault, applied = open_vault(model, config)
-    assert applied.loss_class == "unbiased"
+    assert applied.loss_class == "approximate"
     plain = gradients(model, loss_of)
     drawn = torch.stack([gradients(model, loss_of, vault) for _ in range(num)])
     noise = (drawn - drawn.mean(0)).square().sum(1).sum().div(num - 1).sqrt()

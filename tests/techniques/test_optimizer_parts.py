@@ -293,7 +293,7 @@ def test_temporaries_are_those_of_one_part_however_large_the_parameter(
                 optimizer.step()
         return ledger.measurement.peak_bytes - ledger.measurement.held_bytes
 
-    counts = 8  # the parameter's own and the part's
+    counts = 0 if state_format in MEANS else 8  # the parameter's own and the part's; they go before means are made
     for num_parts in (2, 5):
         # Means: the new ones of all rows, beside the old; of columns the new ones, and a part's old and new.
         means = 4 * 128 * num_parts + 5 * 4 * 128 if state_format in MEANS else 0

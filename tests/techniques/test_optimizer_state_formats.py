@@ -492,3 +492,35 @@ def test_moments_of_a_number_go_to_the_device_of_their_parameter():
     found = {name: read("8bit", name, value, p=p, means={}, dtype=p.dtype) for name, value in saved.items()}
     assert (found["exp_avg"].device.type, found["exp_avg"].dtype) == ("meta", torch.float32)
     assert found["step"].device.type == "cpu"
+
+
+# ------------------------------------------------------------------------------- gradients that overflow
+@pytest.mark.parametrize("size", [1e4, 1e19, 1e25, 1e30, 3e38])
+@pytest.mark.parametrize("when", [0, 3], ids=["first step", "later step"])
+@pytest.mark.parametrize("shape", [(32, 512), (4096,)], ids=["matrix", "vector"])
+@pytest.mark.parametrize(
+    "state_format", ["8bit", "4bit", "fp8", "factored", "4bit-factored", "5bit-factored", "lowrank", "apollo"]
+)
+def test_one_huge_gradient_stops_one_weight_alone(state_format, shape, when, size):
+    """Its square is infinite: plain AdamW leaves that weight where it is, and moves the others as before."""
+
+    def moved(config, outlier):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(shape))
+        start, optimizer = weight.detach().clone(), torch.optim.AdamW([weight], 1e-2)
+        if config is not None:
+            apply_optimizer_state(optimizer, config, nn.ParameterList([weight]))
+        for step in range(6):
+            weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+            if step == when:
+                weight.grad.view(-1)[5] = outlier
+            optimizer.step()
+        return (weight.detach() - start).abs()
+
+    rank = {"rank": 8} if state_format in ("lowrank", "apollo") else {}
+    config = OptimizerState(format=state_format, min_size=1, **rank)
+    plain, ours, without = moved(None, size), moved(config, size), moved(config, 1.0)
+    assert bool(plain.isfinite().all())
+    assert bool(ours.isfinite().all())
+    assert ours.mean() < 1.5 * without.mean()
+    assert ours.max() < 5 * without.max()

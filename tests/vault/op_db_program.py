@@ -126,7 +126,7 @@ class Report:
             self.kinds[name] += kinds
             if is_equal(ours, plain):
                 continue
-            if name == "lossy" and kinds["int8"]:
+            if name == "lossy" and (kinds["int8"] or kinds["int8 derivative"]):
                 self.error = max(self.error, error(ours, plain))
             else:
                 self.wrong.append(f"{name}: gradients differ by {error(ours, plain):.1e}, {dict(kinds)}")

@@ -110,7 +110,7 @@ def test_training_goes_as_without_codes():
                     loss = F.cross_entropy(model(images), labels)
             loss.backward()
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 10.0)))
-            losses.append(float(loss))
+            losses.append(loss.item())
             optimizer.step()
         return losses[-1], max(norms)
 

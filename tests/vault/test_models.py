@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave import ActivationCompression, Checkpointing, apply_activation_compression, apply_checkpointing
-from lightning_memsave.vault import Rank, Vault
+from lightning_memsave.vault import DifferentiatedTwiceError, Rank, Vault
 from tests.vault.nets import Attention, Data, assert_same_bits, cnn, data, exact, gradients, int4, int8, relative_error
 
 
@@ -156,6 +156,26 @@ def test_a_second_backward_reads_the_same(vault):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def _bent(x):
+    return x * x.square() / 3 + x
+
+
+@pytest.mark.parametrize("activation", [F.gelu, F.silu, F.mish, F.softplus, F.elu, F.hardswish])
+def test_a_code_of_a_derivative_refuses_to_be_differentiated_again(activation):
+    w = torch.randn(16, 16, requires_grad=True)
+
+    def penalty(vault):
+        with vault.scope():
+            out = activation(data(8, 16) @ w).sum()
+        (grad,) = torch.autograd.grad(out, w, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), w)
+
+    name = activation.__name__
+    with pytest.raises(DifferentiatedTwiceError, match=rf"derivative of `{name}`, .*operations={{'{name}': 'int8'}}"):
+        penalty(int8())
+    penalty(Vault(lossy=Rank.INT8, min_numel=1, overrides={name: Rank.INT8}))
+
+
 @pytest.mark.parametrize(("vault", "bound"), [(exact, 0.0), (int8, 0.1)], ids=["exact", "int8"])
 def test_double_backward(vault, bound):
     w1, w2 = (torch.randn(16, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -163,7 +183,7 @@ def test_double_backward(vault, bound):
 
     def second(scope):
         with scope:
-            out = F.softplus(F.softplus(x @ w1) @ w2).square().sum()
+            out = _bent(_bent(x @ w1) @ w2).square().sum()
             grads = torch.autograd.grad(out, (w1, w2), create_graph=True)
             norm = sum(g.square().sum() for g in grads)
         return torch.cat(torch.autograd.grad(norm, (w1, w2)))

@@ -18,7 +18,7 @@ SOME = {
     "vision": ("beit", "bit", "dinov2_with_registers", "mobilevit", "vit", "vit_msn"),
     "causal": ("gemma4_unified_text", "llama", "opt"),
     "masked": ("bert", "squeezebert"),
-    "seq2seq": ("t5",),
+    "seq2seq": ("bart",),
 }
 
 

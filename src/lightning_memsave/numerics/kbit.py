@@ -3,8 +3,13 @@
 A tensor is a sequence of rows, and a row is cut into equal blocks of at most 256 elements: no block crosses the end of
 a row, so the noise in a row follows from the values in that row, however large its neighbours are. A block keeps k bits
 per element and its range in bfloat16: the lower end rounded down, the step rounded up, so that every element lies
-inside and stochastic rounding is unbiased: E[decode(encode(x))] = x. Bytes per element, at 8, 4 and 2 bits: 1.016,
-0.516 and 0.266 in rows of 256 (k/8 + 4/256), 1.021, 0.521 and 0.271 in rows of 192, 1.063, 0.563 and 0.313 in rows of 64.
+inside and stochastic rounding is unbiased: E[decode(encode(x))] = x.
+
+| bytes per element | 8 bits | 4 bits | 2 bits |
+|---|---:|---:|---:|
+| rows of 256 and its multiples: bits / 8 + 4 / 256 | 1.016 | 0.516 | 0.266 |
+| rows of 192 | 1.021 | 0.521 | 0.271 |
+| rows of 64 | 1.063 | 0.563 | 0.313 |
 
 *The noise in a row is bounded by the row.* Two elements of a block differ by its range r, so the block adds at least
 r^2 / 2 to the sum of squared deviations from the row's mean; its n <= 256 elements get a noise of variance

@@ -2,8 +2,8 @@
 
 Time factors are medians of this project's own benchmarks (`benchmarks/results`, CPU), and on top what hangs on how much
 of a step goes into starting operations; they order the settings, and are no promise. A level is what may be used
-together: first what is exact, then what is approximate, then what changes what is optimised, mild before severe, as far as
-the recipe goes.
+together: first what is exact, then what is approximate, then what changes what is optimised, mild before severe, as
+far as the recipe goes.
 """
 
 from __future__ import annotations

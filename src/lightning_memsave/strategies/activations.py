@@ -12,7 +12,7 @@ from lightning_memsave.core.errors import NoEffectWarning
 from lightning_memsave.core.report import Applied
 from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.techniques.activation_compression import ActivationCompression, open_vault, what_happened
-from lightning_memsave.vault import refuses_hooks
+from lightning_memsave.vault import DifferentiatedTwiceError, refuses_hooks
 from lightning_memsave.vault.noise import Noise
 
 
@@ -48,17 +48,18 @@ class ForwardScope:
                 return step()
         except RuntimeError as error:
             # Under manual optimization the step may have updated parameters already: it cannot be run again.
-            if not refuses_hooks(error) or not module.automatic_optimization:
+            is_twice = isinstance(error, DifferentiatedTwiceError)
+            if not (is_twice or refuses_hooks(error)) or not module.automatic_optimization:
                 raise
-        self._is_on = False
         if start is not None:
             start.restore(gradients=False)
-        warnings.warn(
-            "Activation compression is switched off: `training_step` uses torch.func, which refuses saved-tensor "
-            "hooks. This batch is run again without it; what it logged, and metrics counted, before that is there "
-            "twice.",
-            NoEffectWarning,
-            stacklevel=2,
+        if is_twice:
+            self._vault.keeps_derivatives = False
+            _warn("Activations are kept as codes of their inputs: `training_step` differentiates a backward pass.")
+            return self.run(trainer, step)
+        self._is_on = False
+        _warn(
+            "Activation compression is switched off: `training_step` uses torch.func, which refuses saved-tensor hooks."
         )
         return step()
 
@@ -73,8 +74,13 @@ class ForwardScope:
         if not self._is_on:
             summary = "off: torch.func refuses saved-tensor hooks"
             return dataclasses.replace(self._applied, summary=summary, loss_class="exact", reasons=())
-        return what_happened(self._applied, self._config, self._vault)
+        return what_happened(self._applied, self._config, self._vault) if self._has_run else self._applied
 
     def close(self) -> None:
         """Take the hooks off the model; twice is safe."""
         self._applied.undo()
+
+
+def _warn(what: str) -> None:
+    again = "This batch is run again; what it logged, and metrics counted, before that is there twice."
+    warnings.warn(f"{what} {again}", NoEffectWarning, stacklevel=3)

@@ -243,8 +243,6 @@ def _noise_of(config: ActivationCompression) -> str:
 def what_happened(applied: Applied, config: ActivationCompression, vault: Vault) -> Applied:
     """`applied` as it turned out: what the latest forward pass kept, and the loss class of all of them."""
     tally, consequences = vault.tally, vault.consequences
-    if not tally.plain_bytes:
-        return applied
     reasons = (_noise_of(config), *consequences.reasons) if consequences.is_there else ()
     summary, loss_class = summarize(config, tally), consequences.loss_class
     return replace(applied, summary=summary, loss_class=loss_class, reasons=reasons)

@@ -7,10 +7,10 @@ affine where they are read: the gradient is unbiased. Coding x itself would be b
 has another mask.
 
 Dividing by the weight multiplies the noise in x. In BatchNorm a row of the code is of one channel, so the range of z is
-as small as its weight; the bias must be at most 64 times the weight for each level of the code, as in `normalised`. In
-LayerNorm, and in GroupNorm over planes of less than 16 elements, those of one row have weights and biases of their own: the largest of both together must be
-at most 4 times the smallest weight. Else the layer falls back to separate codes; so does a normalisation in eval mode,
-whose statistics are not saved.
+as small as its weight; the bias must be at most 64 times the weight for each level of the code, as in `normalised`. The
+same holds for GroupNorm over planes of 16 elements or more. Elsewhere the elements of one row have weights and biases
+of their own: the largest of both together must be at most 4 times the smallest weight. Else the layer falls back to
+separate codes; so does a normalisation in eval mode, whose statistics are not saved.
 
 Source: ours; in-place activated BatchNorm (Rota Bulò, Porzi, Kontschieder, 2018, https://arxiv.org/abs/1712.02616)
 inverts a leaky ReLU and the BatchNorm exactly in the same way, but has to replace the layers.

@@ -322,6 +322,10 @@ class Coded:
         yield from self._coded
 
 
+class DifferentiatedTwiceError(RuntimeError):
+    """A backward pass with `create_graph=True` asks for what only a first derivative is kept of."""
+
+
 class CodedDerivative:
     """A code of f'(x), decoded to some x* of which f' is the same (`derivatives`)."""
 
@@ -355,12 +359,14 @@ class CodedDerivative:
         """Values with nearly these derivatives.
 
         Raises:
-            RuntimeError: backward itself is differentiated, for which they are no use.
+            DifferentiatedTwiceError: backward itself is differentiated, for which they are no use.
         """
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"a code of the derivative of `{self._derivative.name}` cannot be differentiated again: keep it exactly, "
-                f'as in `ActivationCompression(codecs=("int4",), operations={{"{self._derivative.name}": "exact"}})`'
+            name, codec = self._derivative.name, self.kind.split()[0]
+            raise DifferentiatedTwiceError(
+                f"`activations={codec!r}` keeps the derivative of `{name}`, which cannot be differentiated again. For "
+                f"`create_graph=True`, keep its input: `ActivationCompression(codecs=({codec!r},), "
+                f"operations={{{name!r}: {codec!r}}})`."
             )
         out, first = torch.empty(self._size, dtype=self._dtype, device=self._device), 0
         for part in self._parts:

@@ -1,8 +1,8 @@
 """What normalisations read: which rows their noise must be bounded in, and when a code has too few bits for them.
 
-The backward pass of a normalisation computes with y = (x - mean) / deviation, of each row of x. Noise in x is divided by
-the row's deviation there, however small that is: a class token of standard deviation 0.001 beside patches of 1, in one
-block with them, got a gradient whose noise was 270 times the gradient (4 bits, width 192).
+The backward pass of a normalisation computes with y = (x - mean) / deviation, of each row of x. Noise in x is divided
+by the row's deviation there, however small that is: a class token of zeros beside patches, in one block with them, got
+a gradient whose noise was 270 times the gradient (4 bits, width 192).
 
 *The bound.* With blocks that end where rows end, the mean square of the noise in y is at most
 n / (2 top^2), top = 2^bits - 1 codes over n <= 256 elements: 0.0020 at 8 bits and 0.57 at 4 for any values, 0.0001 and
@@ -37,7 +37,7 @@ _PER_LEVEL = 64
 
 # ------------------------------------------------------------------------------- rows
 def note_rows(entry: Entry, tensor: Tensor, call: Call) -> bool:
-    """Note in which rows `call` bears noise in `tensor`, which it keeps of `entry`; whether these are others than before.
+    """Note in which rows `call` bears noise in `tensor`, which it keeps of `entry`; return whether it needs any.
 
     Where a normalisation reads rows at whose ends no block can end, the entry needs every bit.
     """

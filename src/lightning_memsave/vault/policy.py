@@ -6,11 +6,13 @@ operation, whatever is nonlinear in what it keeps.
 
 *Lossy* are operations whose gradient is linear in the tensor that they keep (`LINEAR`: convolution, matmul,
 multiplication), so that unbiased noise there is unbiased noise in the gradient, and those whose curvature is small
-(`NONLINEAR`: activations, normalisation): noise of variance v in x moves the mean of f'(x) by v / 2 times its second derivative. That makes
-a gradient *approximate*: a few per cent of itself at 4 bits, a few in ten thousand at 8 (`docs`, measured). A gradient
-stays unbiased only where every function that reads a code is linear in it, and none reads a code that another one has
-read already, unless for the gradients of weights alone: x * (x @ W) has the square of the noise in it. Convergence
-theory says the same of compressed activations: safe in linear operators, not in others (arXiv 2605.01255).
+(`NONLINEAR`: normalisation, attention, GLU). Noise there makes the gradient *approximate*: of a normalisation over N
+elements, noise of mean square v moves it by v / N of itself. Activations (GELU and its kin) keep a code of their
+derivative, in which the gradient is linear (`derivatives`); where somebody else reads their input, they are among the
+nonlinear. A gradient stays unbiased where every function that reads a code is linear in it, and none reads a code that
+another one has read, unless for the gradients of weights alone: x * (x @ W) has the square of x's noise in it.
+Convergence theory says the same of compressed activations: safe in linear operators, not in others
+(arXiv 2605.01255).
 
 Fused attention needs 8 bits: its backward computes exp(q k - lse) with a log-sum-exp that is exact, so noise of
 variance v in a score makes a probability exp(v / 2) times too large on average. With 4 bits and sharp scores (standard
@@ -128,7 +130,7 @@ def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank])
         overrides: ranks by function name, which go before the tables.
     """
     if (override := overrides.get(call.name)) is not None:
-        return _lossy_need(override, call)
+        return _lossy_need(override, call)._replace(derivative=None)  # the values themselves were asked for
     if not tensor.requires_grad:
         return Need(Rank.EXACT)
     if call.name.removesuffix("_with_indices") in SHAPE_ONLY:

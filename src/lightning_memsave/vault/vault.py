@@ -88,6 +88,8 @@ class Vault:
         self.lossy, self.recompute, self.fuse, self.min_numel = lossy, recompute, fuse, min_numel
         self.overrides, self.offloader, self.chunk_loss = dict(overrides or {}), offloader, chunk_loss
         self.noise = Noise(seed)
+        self.keeps_derivatives = True
+        """Whether activations may be kept as codes of their derivatives, which nobody can differentiate."""
         self.tally = Tally()
         """What the latest scope kept."""
         self.consequences = Consequences()
@@ -248,7 +250,7 @@ class Vault:
             entry.is_coupled |= not wanted.is_last
             if not wanted.is_linear:
                 entry.nonlinear.add(self._calls.current.name)
-            if wanted.derivative is not None:
+            if wanted.derivative is not None and self.keeps_derivatives:
                 need = self._joint_derivative(entry, wanted.derivative, need)
         if entry.need == Rank.DERIVATIVE and need not in (Rank.SHAPE, Rank.DERIVATIVE):
             need = max(need, entry.derivative_rank)

@@ -80,8 +80,8 @@ class LowPrecision:
     format: Literal["bf16-sr", "bf16+8", "bf16-kahan", "fp16-scaled", "bf16-gradients"] = "bf16-sr"
     """How weights are stored."""
     keep_32bit: tuple[Selector, ...] = ()
-    """Modules whose parameters stay float32, besides those that hold vectors alone: classes, or patterns (`*`, `?`) for class
-    names or qualified names."""
+    """Modules whose parameters stay float32, besides those that hold vectors alone: classes, or patterns (`*`, `?`) for
+    class names or qualified names."""
     seed: int = 0
     """Of the stochastic rounding."""
     lower_frozen: bool = False

@@ -49,13 +49,17 @@ def parameters_kept_32bit(model: nn.Module, keep_32bit: tuple[Selector, ...]) ->
         ValueError: a selector that matches no module.
     """
     kept = {p for module in select("LowPrecision.keep_32bit", keep_32bit, model) for p in module.parameters()}
-    own = [list(module.parameters(recurse=False)) for module in model.modules()]
-    norms = [p for module in model.modules() if is_norm(module) for p in module.parameters(recurse=False)]
-    return kept.union(norms, *(parameters for parameters in own if not any(map(_is_wide, parameters))))
+    vectors = (module for module in model.modules() if is_norm(module) or _holds_vectors_alone(module))
+    return kept.union(*(module.parameters(recurse=False) for module in vectors))
 
 
-def _is_wide(p: Tensor) -> bool:
-    return is_lazy(p) or p.dim() > 1
+_OF_PRODUCTS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.ParameterList, nn.ParameterDict)
+
+
+def _holds_vectors_alone(module: nn.Module) -> bool:
+    """Whether its own parameters are vectors, which no matrix product reads; a sparse layer's are weights."""
+    own = list(module.parameters(recurse=False))
+    return not isinstance(module, _OF_PRODUCTS) and not any(is_lazy(p) or p.dim() > 1 for p in own)
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,7 @@ def _positive(mean: Tensor) -> Tensor:
 
 
 def _without_outlier(matrix: Tensor, means: Factored) -> Factored:
-    """The means where no element counts for more than all others together, and none is infinite.
+    """The means, in which an element that is 1000 times all others together counts as their mean; none is infinite.
 
     One gradient of 10^20 squares to infinity. In Adam that stops one weight; as a part of the mean of all, by which
     means are divided, it would make every other second moment 0. Nothing waits for the device.
@@ -184,14 +184,18 @@ def _without_outlier(matrix: Tensor, means: Factored) -> Factored:
         return means
     row = rows.argmax()
     column = matrix[row].argmax()
-    one_row, one_column = matrix[row].clone(), matrix[:, column].clone()
-    element = one_row[column].clone()
-    one_row[column] = one_column[row] = 0.0
-    others = one_row.sum() + (rows.index_fill(0, row, 0.0) * matrix.shape[1]).sum()
-    kept = torch.minimum(element, others)
-    rows[row], columns[column] = (one_row.sum() + kept) / matrix.shape[1], (one_column.sum() + kept) / len(matrix)
+    others_in_row, others_in_column = matrix[row].clone(), matrix[:, column].clone()
+    element = others_in_row[column].clone()
+    others_in_row[column] = others_in_column[row] = 0.0
+    others = others_in_row.sum() + rows.index_fill(0, row, 0.0).sum() * matrix.shape[1]
+    is_outlier, usual = element > _OUTLIER * others, others / (matrix.numel() - 1)
+    rows[row] = torch.where(is_outlier, (others_in_row.sum() + usual) / matrix.shape[1], rows[row])
+    columns[column] = torch.where(is_outlier, (others_in_column.sum() + usual) / len(matrix), columns[column])
     largest = torch.finfo(torch.float32).max / matrix.numel()
     return Factored(rows.clamp_(max=largest), columns.clamp_(max=largest))
+
+
+_OUTLIER = 1000.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,14 +281,17 @@ CODECS: Mapping[str, tuple[Codec, Codec]] = {
 
 
 def bound_step(first: Tensor, second: Tensor, betas: tuple[float, float]) -> None:
-    """Raise a second moment that is too small for the first one, in place: of any gradients, Adam has
+    """Raise a second moment that is far too small for the first one, in place.
 
-        first**2 <= second * (1 - b1)**2 / ((1 - b2) * (1 - b1**2 / b2))   (Cauchy-Schwarz; 53 with 0.9 and 0.999)
+    Whatever the gradients are, Adam's moments keep to (Cauchy-Schwarz; with 0.9 and 0.999: 53)
 
-    Means do not keep to that: one huge gradient raises the mean of all, by which they are divided.
+        first**2 <= second * (1 - b1)**2 / ((1 - b2) * (1 - b1**2 / b2))
+
+    Means do not: huge gradients raise the mean of all, by which they are divided. Here steps are at most four times as
+    long as Adam's can be.
     """
     beta1, beta2 = betas
-    least = (1 - beta2) * (1 - beta1**2 / beta2) / (1 - beta1) ** 2
+    least = (1 - beta2) * (1 - beta1**2 / beta2) / (4 * (1 - beta1)) ** 2
     if least > 0:  # in place, as there is little room
         second.addcmul_(first, first, value=-least).clamp_(min=0).addcmul_(first, first, value=least)
 
