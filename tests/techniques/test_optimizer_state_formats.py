@@ -524,3 +524,16 @@ def test_one_huge_gradient_stops_one_weight_alone(state_format, shape, when, siz
     assert bool(ours.isfinite().all())
     assert ours.mean() < 1.5 * without.mean()
     assert ours.max() < 5 * without.max()
+
+
+@pytest.mark.parametrize("shape", [(1, 4096), (4096, 1), (2048, 3), (16, 16)])
+def test_many_huge_gradients_leave_means_finite(shape):
+    weight = nn.Parameter(torch.randn(shape))
+    optimizer = torch.optim.AdamW([weight], 1e-2)
+    apply_optimizer_state(optimizer, OptimizerState(format="factored", min_size=1), nn.ParameterList([weight]))
+    for step in range(6):
+        weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+        weight.grad[torch.rand(shape) < 0.02] = 1e30
+        optimizer.step()
+    assert bool(weight.isfinite().all())
+    assert weight.abs().max() < 10

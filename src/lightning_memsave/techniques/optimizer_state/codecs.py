@@ -174,28 +174,27 @@ def _positive(mean: Tensor) -> Tensor:
 
 
 def _without_outlier(matrix: Tensor, means: Factored) -> Factored:
-    """The means, in which an element that is 1000 times all others together counts as their mean; none is infinite.
+    """The means, in which an element that is four times all others together counts as their mean; none is infinite.
 
     One gradient of 10^20 squares to infinity. In Adam that stops one weight; as a part of the mean of all, by which
     means are divided, it would make every other second moment 0. Nothing waits for the device.
     """
     rows, columns = means
-    if matrix.numel() < 2:
-        return means
-    row = rows.argmax()
-    column = matrix[row].argmax()
-    others_in_row, others_in_column = matrix[row].clone(), matrix[:, column].clone()
-    element = others_in_row[column].clone()
-    others_in_row[column] = others_in_column[row] = 0.0
-    others = others_in_row.sum() + rows.index_fill(0, row, 0.0).sum() * matrix.shape[1]
-    is_outlier, usual = element > _OUTLIER * others, others / (matrix.numel() - 1)
-    rows[row] = torch.where(is_outlier, (others_in_row.sum() + usual) / matrix.shape[1], rows[row])
-    columns[column] = torch.where(is_outlier, (others_in_column.sum() + usual) / len(matrix), columns[column])
-    largest = torch.finfo(torch.float32).max / matrix.numel()
+    if min(matrix.shape) >= _NARROW:  # else one element may well be most of what there is
+        row = rows.argmax()
+        column = matrix[row].argmax()
+        others_in_row, others_in_column = matrix[row].clone(), matrix[:, column].clone()
+        element = others_in_row[column].clone()
+        others_in_row[column] = others_in_column[row] = 0.0
+        others = others_in_row.sum() + rows.index_fill(0, row, 0.0).sum() * matrix.shape[1]
+        is_outlier, usual = element > _OUTLIER * others, others / (matrix.numel() - 1)
+        rows[row] = torch.where(is_outlier, (others_in_row.sum() + usual) / matrix.shape[1], rows[row])
+        columns[column] = torch.where(is_outlier, (others_in_column.sum() + usual) / len(matrix), columns[column])
+    largest = torch.finfo(torch.float32).max / max(1, matrix.numel())
     return Factored(rows.clamp_(max=largest), columns.clamp_(max=largest))
 
 
-_OUTLIER = 1000.0
+_OUTLIER, _NARROW = 4.0, 16
 
 
 @dataclass(frozen=True, eq=False)
