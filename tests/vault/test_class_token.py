@@ -85,8 +85,8 @@ def test_the_mean_of_256_gradients_is_the_plain_one_within_chance(codec, std):
         for k, found in enumerate(gradients(model, loss_of, vault)):
             sums[k] += found - plain[k]
             squares[k] += float((found - plain[k]).square().sum())
-    for total, square in zip(sums, squares, strict=True):
-        assert (total / draws).norm() < 1.5 * (square / draws) ** 0.5 / draws**0.5
+    for total, square, bound in zip(sums, squares, (1.4, 1.15), strict=True):  # the token is one row: chance varies
+        assert (total / draws).norm() < bound * (square / draws) ** 0.5 / draws**0.5
 
 
 @pytest.mark.slow
