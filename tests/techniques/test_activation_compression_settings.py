@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from lightning_memsave import ActivationCompression, apply_activation_compression
-from lightning_memsave.techniques.activation_compression import open_vault, summarize
+from lightning_memsave.techniques.activation_compression import open_vault, summarize, what_happened
 from lightning_memsave.vault import Tally
 
 
@@ -230,3 +230,19 @@ def in_place(model):
 def test_a_whole_model_that_is_compiled_is_refused(fresh_dynamo, wrap):
     with pytest.raises(ValueError, match=r"raises the peak.*block\.compile"):
         apply_activation_compression(wrap(stack()), ActivationCompression())
+
+
+def test_a_guard_that_fires_is_told_of():
+    """Rows of a layer's output lie around 3000, thousands of times their deviation."""
+    layer = nn.Linear(32, 64)
+    with torch.no_grad():
+        layer.bias.fill_(3000.0)
+    model, config = nn.Sequential(layer, nn.LayerNorm(64), nn.Linear(64, 64)), ActivationCompression(codecs=("int4",))
+    vault, applied = open_vault(model, config)
+    with vault.scope():
+        loss = model(X).square().mean()
+    assert vault.tally.num_guarded == 1
+    found = what_happened(applied, config, vault)
+    assert "; 1 of 3 tensors keep more bits: a normalisation would multiply their noise" in found.summary
+    assert found.loss_class == "approximate"
+    loss.backward()
