@@ -119,7 +119,10 @@ def test_compatibility_names_what_exists():
     assert [sorted(a) for a, b in combinations(pairs, 2) if a == b] == [], "two rows for one pair"
 
 
-LONG = {"src/lightning_memsave/core/compatibility.py"}  # one table, which is read as one
+LONG = {
+    "src/lightning_memsave/core/compatibility.py",  # one table, which is read as one
+    "src/lightning_memsave/vault/vault.py",  # what is decided for one tensor is read together
+}
 """Files above 350 lines, each for a reason."""
 
 

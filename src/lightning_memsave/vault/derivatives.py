@@ -17,7 +17,7 @@ replaced.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,10 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.numerics.fakes import is_fake, with_values
+from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.vault.call import Call
+from lightning_memsave.vault.forms import Coded, Rank
+from lightning_memsave.vault.rows import Rows
 
 aten = torch.ops.aten
 
@@ -49,7 +52,8 @@ class Derivative(NamedTuple):
         low, high, table = _table(self, d.device)
         if is_fake(d):
             table = d.new_empty(_TABLE_SIZE)
-        place = d.sub_(low).mul_((_TABLE_SIZE - 1) / (high - low)).add_(0.5).clamp_(0, _TABLE_SIZE - 1)
+        per_unit = (_TABLE_SIZE - 1) / (high - low)
+        place = d.mul_(per_unit).add_(0.5 - low * per_unit).clamp_(0, _TABLE_SIZE - 1)
         return torch.index_select(table, 0, place.to(torch.int64), out=d)
 
 
@@ -106,3 +110,63 @@ _BACKWARD: Mapping[str, Callable[..., Tensor]] = {
         ones, alpha, scale, input_scale, is_result, x
     ),
 }
+
+
+# ------------------------------------------------------------------------------- the form
+class DifferentiatedTwiceError(RuntimeError):
+    """A backward pass with `create_graph=True` asks for what only a first derivative is kept of."""
+
+
+class CodedDerivative:
+    """A code of f'(x), decoded to some x* of which f' is the same."""
+
+    rank = Rank.DERIVATIVE
+
+    def __init__(self, parts: list[Coded], like: Tensor, derivative: Derivative) -> None:
+        self._parts, self._derivative = parts, derivative
+        self._size, self._dtype, self._device = like.numel(), like.dtype, like.device
+        self.kind = f"{parts[0].kind} derivative"
+
+    @classmethod
+    def of(cls, flat: Tensor, derivative: Derivative, rank: Rank, seed: int, rows: Rows) -> CodedDerivative | None:
+        """`None` when a value is not finite."""
+        parts: list[Coded] = []
+        rows = Rows(rows.length)  # as it lies in memory: no normalisation reads it
+        for number, part in enumerate(flat.split(cls._chunk(flat, rows))):
+            d = derivative(part.float())
+            coded = Coded.of(d, rank, mix((seed + number) & 0xFFFFFFFF), False, rows)
+            if coded is None:
+                return None
+            parts.append(coded)
+        return cls(parts, flat, derivative)
+
+    @staticmethod
+    def _chunk(flat: Tensor, rows: Rows) -> int:
+        """Elements at a time: whole rows, few enough to stay in a CPU's cache."""
+        wanted = 2**16 if flat.device.type == "cpu" else 2**22
+        return rows.length * max(1, wanted // rows.length)
+
+    def flat(self) -> Tensor:
+        """Values with nearly these derivatives.
+
+        Raises:
+            DifferentiatedTwiceError: backward itself is differentiated, for which they are no use.
+        """
+        if torch.is_grad_enabled():
+            name, codec = self._derivative.name, self.kind.split()[0]
+            raise DifferentiatedTwiceError(
+                f"`activations={codec!r}` keeps the derivative of `{name}`, which cannot be differentiated again. For "
+                f"`create_graph=True`, keep its input: `ActivationCompression(codecs=({codec!r},), "
+                f"operations={{{name!r}: {codec!r}}})`."
+            )
+        out, first = torch.empty(self._size, dtype=self._dtype, device=self._device), 0
+        for part in self._parts:
+            d = part.flat()
+            out[first : first + d.numel()] = self._derivative.invert(d)
+            first += d.numel()
+        return out
+
+    def payload(self) -> Iterator[Tensor]:
+        """Codes and ranges."""
+        for part in self._parts:
+            yield from part.payload()

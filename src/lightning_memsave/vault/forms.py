@@ -15,7 +15,6 @@ from torch import Tensor
 from lightning_memsave.numerics import bits, kernels
 from lightning_memsave.numerics.fakes import integer_range
 from lightning_memsave.numerics.kbit import Blocks, mix
-from lightning_memsave.vault.derivatives import Derivative
 from lightning_memsave.vault.graph import Values
 from lightning_memsave.vault.rows import Rows
 
@@ -320,65 +319,6 @@ class Coded:
     def payload(self) -> Iterator[Tensor]:
         """Codes and ranges."""
         yield from self._coded
-
-
-class DifferentiatedTwiceError(RuntimeError):
-    """A backward pass with `create_graph=True` asks for what only a first derivative is kept of."""
-
-
-class CodedDerivative:
-    """A code of f'(x), decoded to some x* of which f' is the same (`derivatives`)."""
-
-    rank = Rank.DERIVATIVE
-
-    def __init__(self, parts: list[Coded], like: Tensor, derivative: Derivative) -> None:
-        self._parts, self._derivative = parts, derivative
-        self._size, self._dtype, self._device = like.numel(), like.dtype, like.device
-        self.kind = f"{parts[0].kind} derivative"
-
-    @classmethod
-    def of(cls, flat: Tensor, derivative: Derivative, rank: Rank, seed: int, rows: Rows) -> CodedDerivative | None:
-        """`None` when a value is not finite."""
-        parts: list[Coded] = []
-        rows = Rows(rows.length)  # as it lies in memory: no normalisation reads it
-        for number, part in enumerate(flat.split(cls._chunk(flat, rows))):
-            d = derivative(part.float())
-            coded = Coded.of(d, rank, mix((seed + number) & 0xFFFFFFFF), False, rows)
-            if coded is None:
-                return None
-            parts.append(coded)
-        return cls(parts, flat, derivative)
-
-    @staticmethod
-    def _chunk(flat: Tensor, rows: Rows) -> int:
-        """Elements at a time: whole rows, few enough to stay in a CPU's cache."""
-        wanted = 2**16 if flat.device.type == "cpu" else 2**22
-        return rows.length * max(1, wanted // rows.length)
-
-    def flat(self) -> Tensor:
-        """Values with nearly these derivatives.
-
-        Raises:
-            DifferentiatedTwiceError: backward itself is differentiated, for which they are no use.
-        """
-        if torch.is_grad_enabled():
-            name, codec = self._derivative.name, self.kind.split()[0]
-            raise DifferentiatedTwiceError(
-                f"`activations={codec!r}` keeps the derivative of `{name}`, which cannot be differentiated again. For "
-                f"`create_graph=True`, keep its input: `ActivationCompression(codecs=({codec!r},), "
-                f"operations={{{name!r}: {codec!r}}})`."
-            )
-        out, first = torch.empty(self._size, dtype=self._dtype, device=self._device), 0
-        for part in self._parts:
-            d = part.flat()
-            out[first : first + d.numel()] = self._derivative.invert(d)
-            first += d.numel()
-        return out
-
-    def payload(self) -> Iterator[Tensor]:
-        """Codes and ranges."""
-        for part in self._parts:
-            yield from part.payload()
 
 
 class Recipe:

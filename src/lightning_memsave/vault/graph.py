@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, overload
 
 import torch
 import torch._dynamo.trace_rules
+import torch.autograd.forward_ad
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -237,6 +238,11 @@ def innermost_hooks() -> tuple[Any, Any]:
     """The pack hook that the next saved tensor goes to, and its unpack hook; `None` without any."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return (None, None) if hooks is None else (hooks[0], hooks[1])
+
+
+def is_inside_transform() -> bool:
+    """Whether this thread is inside of a transform of torch.func, or computes forward-mode derivatives."""
+    return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def refuses_hooks(error: RuntimeError) -> bool:

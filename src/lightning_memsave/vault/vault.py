@@ -31,7 +31,7 @@ from lightning_memsave.vault import forms, policy
 from lightning_memsave.vault.call import Call
 from lightning_memsave.vault.calls import Calls, Place, window_index
 from lightning_memsave.vault.chain import chain, relu_input
-from lightning_memsave.vault.derivatives import Derivative
+from lightning_memsave.vault.derivatives import CodedDerivative, Derivative
 from lightning_memsave.vault.dropout import dropout
 from lightning_memsave.vault.entries import Entry, Handle, Recent
 from lightning_memsave.vault.forms import Rank
@@ -41,6 +41,7 @@ from lightning_memsave.vault.graph import (
     edge_of,
     innermost_hooks,
     inputs_of,
+    is_inside_transform,
     is_made_of_weights,
     sequence_nr_of,
     storage_key,
@@ -189,8 +190,11 @@ class Vault:
 
     # --------------------------------------------------------------------------- packing
     def pack(self, tensor: Tensor) -> Kept:
-        """Keep a tensor: what the hook does."""
-        if not self._manages(tensor):
+        """Keep a tensor: what the hook does.
+
+        Inside of a transform of torch.func and in forward mode tensors may have no memory, or be several in one.
+        """
+        if is_inside_transform() or not self._manages(tensor):
             return left_alone(tensor)
         key = storage_key(tensor), tensor._version, tensor.dtype
         entry = self._entries.get(key)
@@ -338,7 +342,7 @@ class Vault:
         if need == Rank.DERIVATIVE:
             assert entry.derivative is not None, "noted with the need"
             seed = self.noise.next_seed()
-            return forms.CodedDerivative.of(flat, entry.derivative, entry.derivative_rank, seed, rows)
+            return CodedDerivative.of(flat, entry.derivative, entry.derivative_rank, seed, rows)
         need = raise_for_normalisations(entry, rows, self._calls.statistics)
         if need == Rank.EXACT:
             return None

@@ -288,4 +288,5 @@ def unpack_two(packed: Tensor, values: Tensor, size: int) -> Tensor:
 
 def _pointer(tensor: Tensor) -> ctypes.c_void_p:
     assert tensor.is_contiguous()
+    assert tensor.data_ptr() or not tensor.numel(), "a tensor without memory has no place in a kernel"
     return ctypes.c_void_p(tensor.data_ptr())

@@ -32,6 +32,7 @@ from lightning_memsave.core.errors import RefusedRegionError, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.units import parse_bytes
 from lightning_memsave.techniques.checkpointing.selection import Region, select_regions
+from lightning_memsave.vault.graph import is_inside_transform
 from lightning_memsave.vault.inputs import keeping_inputs_in
 from lightning_memsave.vault.offload import Offloader
 from lightning_memsave.vault.regions import EditsInputError, Group, Member, Membership, run
@@ -195,7 +196,7 @@ def _leave(module: nn.Module) -> None:
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a region; named so that a pickled module finds its own class's method again."""
     member: Member = self.__dict__[_MEMBER]
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or is_inside_transform():
         return member.forward_of(self)(*args, **kwargs)
     attributes = Attributes(self) if member.num_calls < 2 else None
     try:
