@@ -161,9 +161,10 @@ def test_the_loss_class_is_that_of_what_was_kept_and_lossless_stays_off_by_defau
 
     noise = "activations are kept with the noise of int8"
     assert classes(min_numel=10_000) == ("exact", ())
-    nonlinear = "layer_norm: their gradients are not linear in what codes keep"
+    nonlinear = "gelu, layer_norm: their gradients are not linear in what codes keep"
     assert classes(min_numel=64) == ("approximate", (noise, nonlinear))
-    assert classes(min_numel=64, modules={"LayerNorm": "exact"}) == ("unbiased", (noise,))
+    exact = {"modules": {"LayerNorm": "exact"}, "operations": {"gelu": "exact"}}
+    assert classes(min_numel=64, **exact) == ("unbiased", (noise,))
     assert ActivationCompression not in {type(c) for c in MemSave().recipe.techniques}
 
 

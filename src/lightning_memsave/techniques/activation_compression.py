@@ -13,10 +13,11 @@ Bytes per element of a float32 activation (4 in plain torch), and the loss class
 | "int4-chain" | 0.531     | (unbiased) | "int4", and one code for the two tensors of normalisation + ReLU         |
 | "offload"    | 0         | exact      | what the others leave goes to pinned host memory (CUDA) or to a file     |
 
-(unbiased): every code is. The gradient is where each function that reads a code is linear in it and reads it once;
-with normalisations and activations (GELU) it is *approximate*: a bias of some per cent of itself at 4 bits, of some in
-ten thousand at 8. The report says which it was, and which functions made it so. Blocks end where rows end
-(`vault.rows`), which takes 0.521 bytes instead of 0.516 in rows of 192, and 0.563 in rows of 64.
+(unbiased): every code is. The gradient is where each function that reads a code is linear in it, and none reads one
+that another has read. With normalisations, attention and activations such as GELU (which keep a code of their
+derivative, `vault.derivatives`) it is *approximate*: the page says by how much. The report says which it was, and which
+functions made it so. Blocks end where rows end (`vault.rows`), which takes 0.521 bytes instead of 0.516 in rows of 192,
+and 0.563 in rows of 64.
 
 `"linear-cross-entropy"`, the one call that is rewritten, keeps no log-probabilities where the loss is a cross-entropy
 on a Linear's output (`vault.linear_cross_entropy`; exact up to rounding).

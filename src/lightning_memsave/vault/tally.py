@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lightning_memsave.core.report import LossClass
 from lightning_memsave.vault.entries import Entry, kept_bytes
-from lightning_memsave.vault.forms import Coded, Rank
+from lightning_memsave.vault.forms import Coded
 from lightning_memsave.vault.recipes import codes_behind
 
 
@@ -62,8 +62,7 @@ class Consequences:
             if not entry.is_lossy:
                 continue
             self.is_there = True
-            if entry.form.rank > Rank.DERIVATIVE:  # in which a gradient is linear
-                self.nonlinear |= entry.nonlinear
+            self.nonlinear |= entry.nonlinear
             codes = codes_behind(entry)
             uses.update({code: entry.num_uses for code in codes})
             if entry.is_coupled:

@@ -289,7 +289,7 @@ def bound_step(first: Tensor, second: Tensor, betas: tuple[float, float]) -> Non
     Means do not: huge gradients raise the mean of all, by which they are divided. Here steps are at most four times as
     long as Adam's can be.
     """
-    beta1, beta2 = betas
+    beta1, beta2 = map(float, betas)
     least = (1 - beta2) * (1 - beta1**2 / beta2) / (4 * (1 - beta1)) ** 2
     if least > 0:  # in place, as there is little room
         second.addcmul_(first, first, value=-least).clamp_(min=0).addcmul_(first, first, value=least)
