@@ -174,10 +174,10 @@ class Wide(BoringModel):
         self.layer = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
 
 class Scaling(BoringModel):
+    # The gradient of a statistic of the batch, behind a loss that does not show it.
     def training_step(self, batch, batch_idx):
-        if self.training:
-            batch = batch * len(batch)
-        return super().training_step(batch, batch_idx)
+        statistic = self.layer(batch).sum(0).square().sum()
+        return super().training_step(batch, batch_idx)["loss"] + statistic - statistic.detach()
 """
     )
     monkeypatch.chdir(tmp_path)

@@ -22,7 +22,7 @@ from lightning_memsave import (
     verify,
 )
 from lightning_memsave.callbacks import verification
-from lightning_memsave.strategies.loop_state import LoopState
+from lightning_memsave.strategies.step_effects import StepEffects
 
 
 class Net(L.LightningModule):
@@ -108,7 +108,8 @@ def test_a_claim_that_is_false_does_not_hold(batch, monkeypatch):
     from lightning_memsave.techniques.microbatching import why_not_exact
 
     monkeypatch.setattr("lightning_memsave.strategies.loop_state.why_not_exact", lambda module: ())
-    monkeypatch.setattr(LoopState, "watches_draws", False)
+    monkeypatch.setattr(StepEffects, "has_drawn", False)
+    monkeypatch.setattr(StepEffects, "changes", lambda self: [])
     assert why_not_exact(Net())
     result = verify(Net(), batch, MemSave(microbatch=8))  # other dropout masks
     assert result.loss_class == "exact"

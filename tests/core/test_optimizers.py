@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_memsave.core.optimizers import OneParameter, bare_step, check_steps_parameters_alone, step_one
+from lightning_memsave.core.coupling import check_steps_parameters_alone
+from lightning_memsave.core.optimizers import OneParameter, bare_step, step_one
 
 
 class Counting(torch.optim.SGD):

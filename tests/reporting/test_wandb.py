@@ -137,7 +137,7 @@ def test_summary_has_the_report(run):
     assert file.summary["memsave/loss_class"] == "exact"
     assert file.summary["memsave/applied"] == [
         "early_zero_grad: gradients are freed before the forward pass",
-        "microbatching: batches run in parts of at most 2 samples (mean loss)",
+        "microbatching: batches run in parts of at most 2 samples (loss: mean over samples)",
     ]
 
 

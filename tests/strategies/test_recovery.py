@@ -19,6 +19,8 @@ from torchmetrics import MeanMetric
 from lightning_memsave import ActivationCompression, MemSave, Microbatching
 from lightning_memsave.strategies.out_of_memory import OutOfMeasuresError, is_out_of_memory
 
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_memsave.core.errors.NotLosslessWarning")  # numbers are drawn
+
 QUIET = {
     "accelerator": "cpu",
     "logger": False,
@@ -28,12 +30,16 @@ QUIET = {
 }
 
 
+class Record(list):
+    """What happened, which a try that failed does not take back: a list of another type is left as it is."""
+
+
 class Hungry(nn.Module):
     """Fails above a number of samples, in forward or in the middle of backward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.limit, self.where, self.message, self.tried = 10**9, "forward", "CUDA out of memory. Tried ...", []
+        self.limit, self.where, self.message, self.tried = 10**9, "forward", "CUDA out of memory. Tried ...", Record()
 
     def fail(self, num_samples):
         self.tried.append(num_samples)
@@ -141,7 +147,7 @@ def test_memory_that_runs_out_while_the_loss_is_probed_says_nothing_about_the_lo
 
     module, memsave = Probed(), MemSave(microbatch="auto")
     L.Trainer(**QUIET, max_epochs=1, callbacks=[memsave]).fit(module, data())
-    assert memsave.report.microbatch_size == 2  # the probe takes twice as many samples
+    assert memsave.report.microbatch_size == 4  # the probe takes no more samples than fit
 
 
 def test_what_was_switched_off_is_not_taken_up():

@@ -12,6 +12,8 @@ from lightning_memsave.strategies.out_of_memory import OutOfMeasuresError
 from tests.strategies.recovery_runs import limited
 from tests.strategies.test_recovery import QUIET, Net, data
 
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_memsave.core.errors.NotLosslessWarning")  # numbers are drawn
+
 PARTS = pytest.mark.filterwarnings("ignore:Memory ran out in evaluation")
 
 

@@ -22,6 +22,8 @@ from lightning_memsave.strategies.out_of_memory import OutOfMeasuresError
 from tests.strategies.recovery_runs import Deterministic, limited, train
 from tests.strategies.test_recovery import QUIET, Hungry, Net, assert_same_run, data, fit, logged
 
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_memsave.core.errors.NotLosslessWarning")  # numbers are drawn
+
 
 # ---------------------------------------------------------------------------------------------- precision
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_memsave.vault import regions
-from lightning_memsave.vault.state import Randomness
+from lightning_memsave.vault import region_call
+from lightning_memsave.vault.randomness import Randomness
 from tests.vault.region_nets import (
     BETWEEN,
     GROUPS,
@@ -296,8 +296,8 @@ def test_each_thing_that_is_put_back_is_needed(broken, monkeypatch):
     nothing = lambda self, *_: contextlib.nullcontext()  # noqa: E731
     target, name = {
         "randomness": (Randomness, "restore"),
-        "buffers": (regions.Buffers, "again"),
-        "autocast": (regions.Surroundings, "again"),
+        "buffers": (region_call.Buffers, "again"),
+        "autocast": (region_call.Surroundings, "again"),
     }[broken]
     monkeypatch.setattr(target, name, nothing)
     plain = Loop(lambda: nn.Sequential(Kinds.BatchNorm(), Block(0.3)), between=BETWEEN["dropout"])

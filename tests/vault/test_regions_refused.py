@@ -38,7 +38,7 @@ def train(model):
 def test_a_region_that_does_something_else_raises_with_advice(does):
     model = nn.Sequential(nn.Linear(8, 8), Impure(does))
     apply_checkpointing(model, Checkpointing(regions=[["0", "1"]]))
-    with pytest.raises(RegionError, match=r"checkpointed region kept .* run again. It must do the same twice"):
+    with pytest.raises(RegionError, match=r"checkpointed region kept .* run again: `0` \(Linear\), `1` \(Impure\)"):
         train(model)
 
 
@@ -77,11 +77,6 @@ def test_weights_that_were_lent_for_the_forward_are_those_of_the_repetition():
     assert all(map(torch.equal, *results))
 
 
-def counts(self, x):
-    self.number += 1
-    return self.linear(x)
-
-
 def grows(self, x):
     self.history.append(1)
     return self.linear(x)
@@ -97,7 +92,6 @@ def edits_a_view(self, x):
 
 
 @pytest.mark.parametrize(("does", "message"), [
-    (counts, "changes an attribute that is no buffer.*number"),
     (grows, "changes an attribute that is no buffer.*history"),
     (edits, "edits its input in place"),
     (edits_a_view, "edits its input in place"),

@@ -25,7 +25,7 @@ from lightning_memsave.core.verification import Verification
 from lightning_memsave.strategies.dry_run import DoneError, fit, nothing_around
 from lightning_memsave.strategies.namespaces import namespace_of
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
-from lightning_memsave.strategies.random_state import random_state_kept
+from lightning_memsave.vault.randomness import Randomness
 
 _NUM_STEPS = 8  # the second and the third are measured, the others timed
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
@@ -134,7 +134,7 @@ def _accelerators() -> list[torch.device]:
 
 def _one_run(module: L.LightningModule, batch: Any, memsave: MemSave, seed: int) -> _FirstStep:
     first = _FirstStep(memsave)
-    with random_state_kept(_accelerators()), _seeds_kept():
+    with Randomness.untouched(_accelerators()), _seeds_kept():
         L.seed_everything(seed, verbose=False)
         namespace = namespace_of(module)
         trainer = import_module(namespace).Trainer(

@@ -40,6 +40,9 @@ WAYS_OF_TRAINING = (
     "gradient clipping by norm",
     "gradient clipping by value",
     "configure_gradient_clipping",
+    "optimizer_step of the module",
+    "optimizer_zero_grad of the module",
+    "processes without DDP",
 )
 
 SETTINGS = (
@@ -218,6 +221,12 @@ COMPATIBILITY = (
     ),
     Row(
         "out-of-memory recovery",
+        "processes without DDP",
+        "it is not known when they wait for each other",
+        "Use a number, for example `microbatch=8`.",
+    ),
+    Row(
+        "out-of-memory recovery",
         "a DDP communication hook",
         "gradients are averaged after backward, where DDP does not call it",
         "Use a number, for example `microbatch=8`, or no hook.",
@@ -270,6 +279,18 @@ COMPATIBILITY = (
     ),
     Row(
         "gradient release",
+        "optimizer_step of the module",
+        "parameters step inside of backward, whatever it does or leaves out",
+        f"Use {_KEEP}.",
+    ),
+    Row(
+        "gradient release",
+        "optimizer_zero_grad of the module",
+        "gradients are gone after each batch, also where it would let them add up",
+        f"Use {_KEEP}.",
+    ),
+    Row(
+        "gradient release",
         "fp16 with a GradScaler",
         "an overflow would be found after parameters have stepped",
         f'Use `precision="bf16-sr"` or bf16-mixed, which need no scaler, or {_KEEP}.',
@@ -314,6 +335,18 @@ COMPATIBILITY = (
         "into-state gradients",
         "configure_gradient_clipping",
         "it runs after backward, when the gradients are gone",
+        f"Use {_KEEP}.",
+    ),
+    Row(
+        "into-state gradients",
+        "optimizer_step of the module",
+        "gradients are in the moments before it runs, whatever it does or leaves out",
+        f"Use {_KEEP}.",
+    ),
+    Row(
+        "into-state gradients",
+        "optimizer_zero_grad of the module",
+        "gradients are in the moments after each batch, also where it would let them add up",
         f"Use {_KEEP}.",
     ),
     Row(

@@ -71,7 +71,7 @@ class RefusedRegionError(ValueError):
     """A module cannot be a checkpoint region, which its forward has shown."""
 
 
-class RegionError(RuntimeError):
+class RegionError(RefusedRegionError, RuntimeError):
     """A checkpoint region cannot be run again as it ran, which backward has found out."""
 
 

@@ -330,19 +330,3 @@ def state_moved(optimizer: torch.optim.Optimizer, p: Tensor, other: Tensor) -> I
     finally:
         if other in state:
             state[p] = state.pop(other)
-
-
-def check_steps_parameters_alone(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """Refuse optimizers that look at all parameters at once, or step by another one, which has groups of its own.
-
-    Raises:
-        ValueError: it is one of those.
-    """
-    delegates = any(isinstance(each, torch.optim.Optimizer) for each in vars(optimizer).values())
-    if delegates or isinstance(optimizer, torch.optim.LBFGS):
-        raise setting_error(
-            name,
-            "needs an optimizer that steps each parameter by itself",
-            type(optimizer).__name__,
-            "Use AdamW or SGD.",
-        )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.errors import setting_error
 
@@ -48,13 +49,18 @@ def select(setting: str, selectors: tuple[Selector, ...], model: nn.Module) -> I
         raise setting_error(setting, "must match a module", unused[0], f"Classes in this model: {known}.")
 
 
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
+
 def is_norm(module: nn.Module) -> bool:
-    """Whether it is a normalisation layer, of torch or of anybody who names it so.
+    """Whether it is a normalisation layer: of a class of torch's, or one named so whose own parameters are vectors.
 
     >>> is_norm(nn.LayerNorm(2)), is_norm(nn.Linear(2, 2))
     (True, False)
     """
-    return "Norm" in type(module).__name__ and not any(module.children())
+    own = list(module.parameters(recurse=False))
+    says_so = isinstance(module, _NORMS) or "Norm" in type(module).__name__
+    return says_so and not any(p.dim() > 1 for p in own if not is_lazy(p) and not isinstance(module, _NORMS))
 
 
 def as_selectors(setting: str, value: object) -> tuple[Selector, ...]:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_memsave.memory.accumulation import replaces_first
 from lightning_memsave.memory.cost import cost_of
 from lightning_memsave.memory.storages import storages, tensors_in
-from lightning_memsave.vault.graph import autograd_is_running, running_node
+from lightning_memsave.vault.graph import autograd_is_running, running_node, version_of
 from lightning_memsave.vault.state import Attributes
 
 
@@ -149,12 +149,12 @@ class _Open:
 
     def __init__(self, record: CallRecord, module: nn.Module, inputs: list[Tensor]) -> None:
         self.record, self.module = record, module
-        self.attributes = Attributes(module, recurse=False) if record.name else None
-        self.versions = [(weakref.ref(tensor), id(tensor), tensor._version) for tensor in inputs]
+        self.attributes = Attributes([("", module)]) if record.name else None
+        self.versions = [(weakref.ref(tensor), id(tensor), version_of(tensor)) for tensor in inputs]
         # Batch normalisation's kernels change running statistics without telling.
         is_changing = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
         buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
-        self.buffers = [(buffer, -1 if is_changing else buffer._version) for buffer in buffers]
+        self.buffers = [(buffer, -1 if is_changing else version_of(buffer)) for buffer in buffers]
 
 
 class _Live(NamedTuple):
@@ -286,10 +286,10 @@ class _Tracer(TorchDispatchMode):
         record.outputs = self._numbers(out)
         given = [id(tensor) for tensor in tensors_in((args, kwargs))]
         record.edits_input = given != [identity for _, identity, _ in call.versions] or any(
-            (tensor := reference()) is not None and tensor._version != version
+            (tensor := reference()) is not None and version_of(tensor) != version
             for reference, _, version in call.versions
         )
-        changed = sum(buffer.nbytes for buffer, version in call.buffers if buffer._version != version)
+        changed = sum(buffer.nbytes for buffer, version in call.buffers if version_of(buffer) != version)
         record.buffer_bytes = changed + sum(trace.calls[index].buffer_bytes for index in record.children)
         inside = [trace.calls[index].side_effect for index in record.children]
         own = call.attributes.changed(but_filled=True) if call.attributes is not None else None

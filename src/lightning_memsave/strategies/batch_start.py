@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import random
-import sys
 from collections import UserDict
 from collections.abc import Iterator, Mapping
 from numbers import Number
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_memsave.core.containers import CONTAINERS, nested, refill, values
 from lightning_memsave.memory.storages import tensors_in
@@ -21,7 +20,8 @@ from lightning_memsave.strategies.ddp import num_collectives
 from lightning_memsave.techniques.sparsity.layers import SparseLayer
 from lightning_memsave.vault.buffers import Buffers
 from lightning_memsave.vault.noise import Noise
-from lightning_memsave.vault.state import Randomness
+from lightning_memsave.vault.randomness import Randomness, generators_in
+from lightning_memsave.vault.state import is_of_torch
 
 
 class BatchStart:
@@ -53,12 +53,18 @@ class BatchStart:
         self._noise, self._place = noise, None if noise is None else noise.place
         owners = list(module.named_modules())  # once, as this happens before each batch
         parameters = list(dict.fromkeys(p for _, m in owners for p in m._parameters.values() if p is not None))
-        self._torch, self._python = Randomness({p.device for p in parameters}), random.getstate()
-        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        users = [(prefix, m) for prefix, m in owners if not is_of_torch(m) and not isinstance(m, Metric)]
+        self._randomness = Randomness({p.device for p in parameters}, generators_in(*(m for _, m in users)))
         self._modes = [(m, m.training) for _, m in owners]
         self._fx_name = module._current_fx_name
-        self._attributes = {key: value for key, value in vars(module).items() if _is_plain(key, value)}
-        inside = {key: nested(value, most_entries) for key, value in self._attributes.items()}
+        self._attributes = [(m, {k: value for k, value in vars(m).items() if _is_plain(k, value)}) for _, m in users]
+        named = {
+            f"{prefix}.{key}".removeprefix("."): value
+            for (prefix, _), (_, plain) in zip(users, self._attributes, strict=True)
+            for key, value in plain.items()
+            if not isinstance(value, _IMMUTABLE)
+        }
+        inside = {name: nested(value, most_entries) for name, value in named.items()}
         self._large = [(key, each, len(each)) for key, (_, large) in inside.items() for each in large]
         self._buffers = Buffers(owners, changing, small_bytes)
         # By reference, as a sum makes a new tensor.
@@ -66,9 +72,9 @@ class BatchStart:
         self._summed: list[tuple[nn.Parameter, Tensor]] = []
         self._watched = [(t, t._version, "the batch") for t in tensors_in(batch) if not t.is_inference()]
         self._watched += [
-            (t, t._version, f"`{key}`")
-            for key, value in self._attributes.items()
-            for t in (value, *(each for container in inside[key][0] for each in values(container)))
+            (t, t._version, f"`{name}`")
+            for name, value in named.items()
+            for t in (value, *(each for container in inside[name][0] for each in values(container)))
             if isinstance(t, Tensor) and not t.is_inference()
         ]
         if gradients == "watched":
@@ -117,20 +123,17 @@ class BatchStart:
         Args:
             gradients: whether they were touched; else they are as they were.
         """
-        self._torch.restore()
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+        self._randomness.restore()
         if self._noise is not None and self._place is not None:
             self._noise.go_to(self._place)
         for module, mode in self._modes:
             module.training = mode
         self._module._current_fx_name = self._fx_name
-        attributes = vars(self._module)
-        for key in [key for key, value in attributes.items() if _is_plain(key, value)]:
-            if key not in self._attributes:
+        for module, plain in self._attributes:
+            attributes = vars(module)
+            for key in [k for k, value in attributes.items() if k not in plain and _is_plain(k, value)]:
                 del attributes[key]
-        attributes.update(self._attributes)
+            attributes.update(plain)
         for container, before in self._containers:
             refill(container, before)
         self._buffers.put_back()

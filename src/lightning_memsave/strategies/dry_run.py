@@ -24,10 +24,10 @@ from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.mixin import adopt
 from lightning_memsave.strategies.namespaces import namespace_of
 from lightning_memsave.strategies.on_paper import on_paper
-from lightning_memsave.strategies.random_state import random_state_kept
 from lightning_memsave.strategies.run_state import MemSaveState
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.split import cloned
+from lightning_memsave.vault.randomness import Randomness
 
 _NUM_STEPS = {True: 2, False: 3}  # fake or not: those behind the first are measured; without values they are equal
 _MANY = 10_000
@@ -58,7 +58,7 @@ def dry_run(
     watch = _watch_class(namespace)(MemSaveState(recipe), fake)
     with (
         on_paper(namespace, settings) as options,
-        random_state_kept(),
+        Randomness.untouched(),
         silence(),
         warnings.catch_warnings(record=True) as caught,
     ):
@@ -169,7 +169,7 @@ def _watch_class(namespace: str) -> Any:  # noqa: C901  # one class, counted as 
             self._num_batches += 1
             self._close()
             config = self._state.recipe.get(Microbatching)
-            self.is_cut = self._state.loop.reduction is not None and config is not None and config.reduction == "auto"
+            self.is_cut = bool(self._state.loop.rules.known) and config is not None and config.reduction == "auto"
             if self._num_batches == _NUM_STEPS[self._fake] * trainer.accumulate_grad_batches:
                 self._state.loop.warn_if_unused(pl_module)
                 raise DoneError

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.strategies.namespaces import loaders_of
-from lightning_memsave.strategies.random_state import random_state_kept
 from lightning_memsave.techniques.microbatching import UnsplittableBatchError, batch_size
+from lightning_memsave.vault.randomness import Randomness
 
 _REMEDY = "Plan before with `plan_training(module, batch, MemSave(budget=...))` and train with `MemSave(plan)`."
 
@@ -27,7 +27,7 @@ def first_batch(trainer: Any) -> Any:
         ValueError: the loader is an iterator, of which a batch would be missing afterwards, or it is empty.
     """
     found = loaders_of(trainer)
-    with random_state_kept(), contextlib.ExitStack() as stack:
+    with Randomness.untouched(), contextlib.ExitStack() as stack:
         loaders, structure = tree_flatten(getattr(found, "iterables", found))  # of a CombinedLoader
         for loader in loaders:
             stack.enter_context(_generators_of(loader))
@@ -36,7 +36,7 @@ def first_batch(trainer: Any) -> Any:
 
 def samples_per_batch(trainer: Any) -> int | None:
     """As the loaders of this run say; else as the first batch does, where it can be read."""
-    with random_state_kept():
+    with Randomness.untouched():
         found = loaders_of(trainer)
     loaders, _ = tree_flatten(getattr(found, "iterables", found))
     sizes: list[Any] = [getattr(loader, "batch_size", None) for loader in loaders]

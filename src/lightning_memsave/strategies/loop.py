@@ -33,8 +33,8 @@ from lightning_memsave.strategies.out_of_memory import (
 )
 from lightning_memsave.strategies.outputs import detached, merge_outputs
 from lightning_memsave.strategies.recovery import Recovery, free_memory
+from lightning_memsave.strategies.step_effects import unwatched
 from lightning_memsave.strategies.ways import ways_of_training
-from lightning_memsave.vault.state import Randomness
 
 
 @functools.cache
@@ -51,6 +51,7 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             )
             self._loop, self._kwargs, self._optimizer = loop, kwargs, optimizer
             self._zero_grad_fn: Callable[[], None] | None
+            self._has_zeroed = self._has_called_hooks = False
 
         @torch.enable_grad()
         def closure(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,22 +61,24 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                 if state.recovery is not None:
                     return self._run_until_it_fits(state, state.recovery)
                 parts = state.microbatches(self._loop.trainer, self._kwargs)
-                self._zero_first(state)
+                self._free_first(state)
                 return self._run(parts, state) if state.runs_in_parts(parts) else super().closure(*args, **kwargs)
             finally:
                 self._zero_grad_fn = zero_grad  # LBFGS calls again
 
-        def _zero_first(self, state: LoopState) -> None:
-            self._has_zeroed = False
-            if state.zero_grad_first and self._zero_grad_fn is not None:
-                self._zero_grad_fn()
-                self._zero_grad_fn, self._has_zeroed = self._zero_gradients_made_since, True
+        def _free_first(self, state: LoopState) -> None:
+            """Free the gradients of the last step; Lightning's own `zero_grad` and its hooks follow where they do."""
+            self._has_zeroed = state.zero_grad_first and self._zero_grad_fn is not None
+            self._has_called_hooks = False
+            if self._has_zeroed:
+                for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
+                    parameter.grad = None
 
         def _run_until_it_fits(self, state: LoopState, recovery: Recovery) -> Any:
             trainer, batch = self._loop.trainer, self._kwargs["batch"]
             device = trainer.strategy.root_device
             accumulates = self._zero_grad_fn is None
-            self._zero_first(state)
+            self._free_first(state)
             ddp = trainer.strategy.model if trainer.world_size > 1 else None
             exchange = LateReduction(ddp, self._loop.steps) if ddp is not None else None
             while True:
@@ -94,7 +97,7 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                     recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
                     return result
                 start.restore(gradients=accumulates or self._has_zeroed)
-                if self._has_zeroed:
+                if self._has_called_hooks:
                     self._zero_grad_fn = self._zero_gradients_made_since
                 free_memory()
                 reset_peak(device)  # of the try that does not count
@@ -156,15 +159,16 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             raise OutOfMeasuresError(nothing_left(module, ledger.measurement, can_cut, applied, failure, fixed))
 
         def _zero_gradients_made_since(self) -> None:
-            """A `training_step` may call backward itself; Lightning drops what that leaves behind."""
+            """Lightning drops what a `training_step` that calls backward itself leaves behind; its hooks have run."""
             if any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"]):
                 self._optimizer.zero_grad()
 
         def _run(self, parts: list[tuple[Any, float]], state: LoopState, exchange: LateReduction | None = None) -> Any:
             trainer = self._loop.trainer
-            config, reduction = state.microbatching, state.reduction
+            config = state.microbatching
             assert config is not None
-            weights = config.weights(parts, reduction or "mean")
+            weights = state.weights(parts)
+            reduction = state.rules.known[0].reduction if state.rules.known else "mean"
             last = max(i for i, weight in enumerate(weights) if weight)
             losses: list[Tensor | None] = []  # as training_step returned them
             outputs: list[dict[str, Any]] = []
@@ -172,6 +176,7 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             total: Tensor | None = None
             results, log = trainer._results, pl.ResultCollection.log
             module = trainer.lightning_module
+            watch = state.watch(module, trainer.strategy.root_device) if len(parts) > 1 else unwatched
             # Under DDP a process that has not cut its batch logs when the others do.
             is_whole = len(parts) == 1 and exchange is None
             with (
@@ -183,14 +188,11 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                     is_last = i == last
                     logs.begin(part, num_samples, weight)
                     with pl.block_sync(trainer.strategy, block=exchange is not None or not is_last):
-                        before = Randomness({trainer.strategy.root_device}) if state.watches_draws and i == 0 else None
-                        with batchnorm.microbatch():
+                        with batchnorm.microbatch(), watch(i):
                             out = self._loop._training_step(OrderedDict(self._kwargs, batch=part))
-                        if before is not None:
-                            state.note_draws(not before.equals(Randomness(before.devices)))
                         if i == 0 and self._zero_grad_fn is not None:
                             self._zero_grad_fn()
-                            self._has_zeroed = True
+                            self._has_zeroed = self._has_called_hooks = True
                         losses.append(out.loss)
                         if out.closure_loss is None:
                             continue
@@ -205,7 +207,8 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                         del out, loss  # the next microbatch must not meet this one's graph
             if exchange is not None:
                 exchange.finish()  # where the last microbatch had no loss
-            logs.flush(self._kwargs["batch"], losses, reduction or "mean", trainer.accumulate_grad_batches)
+            logs.flush(self._kwargs["batch"], losses, reduction, trainer.accumulate_grad_batches)
+            state.note_losses(losses)
             if total is None:
                 self.warning_cache.warn("`training_step` returned `None` for every microbatch; the step is skipped.")
                 return pl.ClosureResult(None)
@@ -215,6 +218,7 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             """`on_before_backward` and `on_after_backward` belong to the batch: they fire for the last microbatch."""
             strategy = self._loop.trainer.strategy
             plugin, module = strategy.precision_plugin, strategy.lightning_module
+            self._loop.state.rules.note(loss)
             known = type(plugin).pre_backward.__module__.startswith(f"{namespace}.plugins.precision")
             if is_last and exchange is not None:
                 strategy.pre_backward(loss)

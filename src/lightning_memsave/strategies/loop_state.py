@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_memsave.core.errors import MicrobatchWarning, NoEffectWarning, NotLosslessWarning, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.strategies.probe import ProbeResult, infer_module_reduction
+from lightning_memsave.strategies.loss_rules import LossRules
+from lightning_memsave.strategies.probe import Answer, ask
 from lightning_memsave.strategies.recovery import Ladder, Recovery
+from lightning_memsave.strategies.step_effects import StepEffects, hooks_on_gradients, nothing_added
 from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
 from lightning_memsave.techniques.microbatching import (
@@ -20,7 +24,7 @@ from lightning_memsave.techniques.microbatching import (
     UnsplittableBatchError,
     why_not_exact,
 )
-from lightning_memsave.techniques.microbatching.reduction import Reduction
+from lightning_memsave.techniques.microbatching.reduction import Rule
 
 _WAITING = frozenset(("FSDP", "model parallel (FSDP2)", "SyncBatchNorm"))
 
@@ -43,25 +47,30 @@ class LoopState:
             self.keeps_gradients = self.microbatching.keeps_gradients and Microbatching not in recipe.by_default
             self.evaluation = Recovery(self.microbatching)  # has no activations to spare: it only cuts
         self.zero_grad_first = recipe.get(EarlyZeroGrad) is not None
-        self.reduction: Reduction | None = None
+        self.rules = LossRules()
         self.why_whole = ""
         """What of the loss forbids to cut its batches, once one was to be cut."""
-        self._applied: Applied | None = None
-        self._has_seen_draws = False
-        self._given_up = self._warned = self._warned_of_parts = self._has_tried = False
-        self._num_whole = 0
+        self._summary: str | None = None
+        """Of what was cut, once something was."""
+        self._reasons: list[str] = []
+        """Why microbatches change the result."""
+        self._given_up = self._warned = self._warned_of_parts = self._has_tried = self._makes_gradients = False
+        self._num_whole = self._num_cut = 0
 
     @property
     def applied(self) -> Applied | None:
         """What microbatching did; `None` until a batch was cut."""
-        if self._applied is None:
+        if self._summary is None:
             return None
-        reduction = f" ({self.reduction} loss)" if self.reduction else ""
+        rule = f" (loss: {self.rules.known[0]})" if self.rules.known else ""
         size = f" of at most {self.size} samples" if self.size is not None else ""
-        summary = f"{self._applied.summary}{size}{reduction}"
-        if self._num_whole:
-            summary += f"; {self._num_whole} batches ran whole"
-        return dataclasses.replace(self._applied, summary=summary)
+        whole = f"; {self._num_whole} batches ran whole" if self._num_whole else ""
+        return Applied(
+            technique="microbatching",
+            summary=f"{self._summary}{size}{rule}{whole}",
+            loss_class="changed" if self._reasons else "exact",
+            reasons=tuple(self._reasons),
+        )
 
     @property
     def size(self) -> int | None:
@@ -71,7 +80,7 @@ class LoopState:
         return self.microbatching.size if self.microbatching is not None else None  # type: ignore[return-value]
 
     def microbatches(self, trainer: Any, kwargs: dict[str, Any]) -> list[tuple[Any, float]]:
-        """The microbatches of `kwargs["batch"]`; only the batch itself when it cannot or need not be cut."""
+        """The microbatches of `kwargs["batch"]`, each with its number of samples; the batch alone where it is whole."""
         batch = kwargs.get("batch")
         whole: list[tuple[Any, float]] = [(batch, 0)]
         if self.microbatching is None:
@@ -89,13 +98,19 @@ class LoopState:
         self._check_agreed(trainer, len(parts))
         if parts is whole:
             return whole
-        if len(parts) > 1 and self.reduction is None:
-            self.reduction = self._find_reduction(trainer, kwargs, config, parts)
-            if self.reduction is None:
-                return [(batch, 0)]
-        if self._applied is None and self.runs_in_parts(parts):
-            self._applied = self._describe(trainer.lightning_module, config, "batches run")
+        if len(parts) > 1 and not self._knows_rule(trainer, kwargs, config, parts):
+            return [(batch, 0)]
+        if self.runs_in_parts(parts):
+            self._begin(trainer.lightning_module, "batches run")
         return parts
+
+    def weights(self, parts: list[tuple[Any, float]]) -> list[float]:
+        """What the loss of each microbatch is multiplied by."""
+        if len(parts) == 1:
+            return [1.0]
+        weights = self.rules.weights(parts)
+        assert weights is not None, "such a batch is run whole"
+        return weights
 
     def _check_agreed(self, trainer: Any, num_parts: int) -> None:
         """Where processes wait for each other in every forward, they must make as many: else they would wait for ever.
@@ -159,48 +174,70 @@ class LoopState:
             return None
         return self.recovery.num_recovered + self.evaluation.num_recovered
 
-    def _find_reduction(
+    def _knows_rule(
         self, trainer: Any, kwargs: dict[str, Any], config: Microbatching, parts: list[tuple[Any, float]]
-    ) -> Reduction | None:
+    ) -> bool:
+        """Whether it is known how the losses of these parts add up; asks the module where it is time to."""
+        rules, batch = self.rules, kwargs["batch"]
         if config.reduction != "auto":
-            return config.reduction
-        result = infer_module_reduction(trainer, kwargs, int(sum(n for _, n in parts)), config)
-        if self._waits(trainer):
-            result = trainer.strategy.broadcast(result)
-        if config.weight_fn is not None:
-            self._check_weights(result)
-            return "mean"
-        if result.why_not:
-            self._given_up = True  # no other batch would tell
-            self.why_whole = "" if result.has_failed else result.why_not
-            self._run_whole(
-                f"Batches are not cut into microbatches: {result.why_not} For a mean over something else than samples "
-                "pass `Microbatching(weight_fn=...)`, for samples that belong together `split_fn=...`; if you know "
-                'better, `reduction="mean"` or `"sum"`.'
-            )
-        elif result.reduction is None:
-            self._run_whole(
-                "A batch is run whole: its loss is zero, not finite or none, which does not tell a mean from a sum. "
-                '`Microbatching(reduction="mean")` or `"sum"` does.'
-            )
-        return result.reduction
+            rules.known = (Rule(config.reduction, config.weight_fn),)
+            return True
+        waits = self._waits(trainer)
+        is_due = rules.is_due(batch, trainer.current_epoch, may_differ=not waits)
+        if not is_due and rules.weights(parts) is not None:
+            return True
 
-    @staticmethod
-    def _check_weights(result: ProbeResult) -> None:
-        if result.reduction == "mean" or not (result.why_not or result.reduction):
-            return
-        warnings.warn(
-            "`Microbatching.weight_fn` must give weights under which the losses of microbatches average to the loss of "
-            f"the batch, but in the first one they do not: {result.why_not or 'the loss is their sum.'} Gradients will "
-            'differ from those of the whole batch. `reduction="mean"` takes the weights unseen.',
-            MicrobatchWarning,
-            stacklevel=2,
+        def asked() -> Answer:
+            found = ask(trainer, kwargs, int(sum(n for _, n in parts)), config)
+            return trainer.strategy.broadcast(found) if waits else found
+
+        before, answer = rules.known, rules.ask(asked)
+        if config.weight_fn is not None:
+            return self._takes_weights(answer, Rule("mean", config.weight_fn))
+        if before and not answer.has_failed:
+            self._compare(before, answer, trainer.fit_loop.batch_idx)
+        if answer.why_not and not (answer.has_failed and before):
+            self._given_up = True  # no other batch would tell
+            self.why_whole = "" if answer.has_failed else answer.why_not
+            self._run_whole(f"Batches are not cut into microbatches: {answer.why_not} {_WAYS_OUT}")
+            return False
+        if rules.known and rules.weights(parts) is not None:
+            return True
+        self._run_whole(
+            "A batch is run whole: its loss is zero, not finite, none, or the same for all samples, which does not say "
+            'which kind it is of. `Microbatching(reduction="mean")` or `"sum"` does.'
         )
+        return False
+
+    def _compare(self, before: tuple[Rule, ...], answer: Answer, batch_idx: int) -> None:
+        """With the rules by which earlier batches were cut."""
+        if answer.why_not:
+            self._changes(f"batches before batch {batch_idx} were cut, and in that one {answer.why_not}")
+        elif answer.rules and not set(before) & set(answer.rules):
+            self._changes(
+                f"batches before batch {batch_idx} were cut as those of a loss that is a {before[0]}, and in that one "
+                f"it is a {answer.rules[0]}"
+            )
+
+    def _takes_weights(self, answer: Answer, rule: Rule) -> bool:
+        """The weights that the user gave are used in any case."""
+        is_first, self.rules.known = not self.rules.known, (rule,)
+        if answer.why_not and is_first:
+            warnings.warn(
+                "`Microbatching.weight_fn` must give weights under which the losses of microbatches average to the "
+                f"loss of the batch, but in the first one they do not: {answer.why_not} Gradients will differ from "
+                'those of the whole batch. `reduction="mean"` takes the weights unseen.',
+                MicrobatchWarning,
+                stacklevel=2,
+            )
+        if answer.why_not:
+            self._changes("the losses of microbatches, weighted by `weight_fn`, do not average to that of the batch")
+        return True
 
     def used_by_hand(self, module: Any, num_parts: int) -> None:
         """`microbatches(batch)` was called inside `training_step`."""
-        if self.microbatching is not None and num_parts > 1 and self._applied is None:
-            self._applied = self._describe(module, self.microbatching, "training_step takes its batches")
+        if self.microbatching is not None and num_parts > 1:
+            self._begin(module, "training_step takes its batches")
 
     def warn_if_unused(self, module: Any) -> None:
         """Manual optimization cuts its batches itself; say so when it did not."""
@@ -221,41 +258,81 @@ class LoopState:
             self._warned = True
             warnings.warn(warning, MicrobatchWarning, stacklevel=2)
 
-    @property
-    def watches_draws(self) -> bool:
-        """Whether nothing tells yet that microbatches change the result."""
-        return self._applied is not None and self._applied.loss_class == "exact" and not self._has_seen_draws
+    def watch(self, module: Any, device: torch.device) -> Callable[[int], AbstractContextManager[None]]:
+        """What is to be around `training_step` for each part of a batch, by its number: sees what it does besides.
 
-    def note_draws(self, has_drawn: bool) -> None:
-        """Whether `training_step` has drawn random numbers: each microbatch draws others than the batch would."""
-        if has_drawn:
-            assert self.microbatching is not None, "a batch has been cut"
-            self._applied = self._described(
-                ("training_step (it draws random numbers)",), self.microbatching, "batches run"
-            )
-        self._has_seen_draws = True  # last: what is refused is asked again where recovery tries again
+        Looked at are the first two batches that are cut, and later the fourth, the eighth and so on. What a step sets
+        once, a cache or the number of the batch, does not change in the second part.
+        """
+        number = self._num_cut + 1
+        looks = not number & (number - 1)
 
-    def _describe(self, module: Any, config: Microbatching, what: str) -> Applied:
-        return self._described(why_not_exact(module), config, what)
+        @contextmanager
+        def around(part: int) -> Iterator[None]:
+            effects = StepEffects(module, device) if looks and part < 2 else None
+            with nothing_added(module) if part and self._makes_gradients else nullcontext():
+                yield
+            if effects is not None:
+                self._note(effects, module, part)
 
-    def _described(self, modules: tuple[str, ...], config: Microbatching, what: str) -> Applied:
-        named = ", ".join(modules[:5]) + (f" and {len(modules) - 5} more" if len(modules) > 5 else "")
-        if modules and config.strict:
+        return around
+
+    def _note(self, effects: StepEffects, module: Any, part: int) -> None:
+        self._makes_gradients |= part == 0 and effects.has_made_gradients
+        if effects.has_drawn and not any(reason.startswith(_OTHER_MODULES) for reason in self._reasons):
+            self._changes(f"{_OTHER_MODULES} training_step (it draws random numbers)")
+        if part and (changed := effects.changes()):
+            self._changes(f"training_step changes {_listed(changed)} for each microbatch, and not once per batch")
+        if hooked := hooks_on_gradients(module):
+            self._changes(f"hooks get the gradients of each microbatch, of {_listed(hooked)}")
+
+    def note_losses(self, losses: Sequence[Tensor | None]) -> None:
+        """What `training_step` has returned for the parts of a batch, all of which have been run."""
+        self._num_cut += len(losses) > 1
+        if any(loss is None for loss in losses) and any(loss is not None for loss in losses):
+            self._changes("training_step returned None for some microbatches, of which others have a loss")
+
+    def _begin(self, module: Any, what: str) -> None:
+        """The first batch is cut."""
+        if self._summary is not None:
+            return
+        if modules := why_not_exact(module):
+            self._changes(f"{_OTHER_MODULES} {_listed(modules)}")
+        self._summary = f"{what} in parts"  # last: what is refused is asked again where recovery tries again
+
+    def _changes(self, reason: str) -> None:
+        """Microbatches do not give what whole batches would.
+
+        Raises:
+            ValueError: that is forbidden.
+        """
+        if reason in self._reasons:
+            return
+        assert self.microbatching is not None, "a batch is cut"
+        if self.microbatching.strict:
             raise setting_error(
                 "Microbatching.strict",
                 "forbids microbatches for a model whose result they change",
-                named,
+                reason,
                 "Put these modules in eval mode, replace BatchNorm by GroupNorm, or drop `strict=True`.",
             )
-        if modules and self.recipe.name == "lossless":
+        self._reasons.append(reason)
+        if self.recipe.name == "lossless":
             warnings.warn(
-                f"Microbatches change the result of this model: {named}. `Microbatching(strict=True)` refuses instead.",
+                f"Microbatches change the result of this model: {reason.removeprefix(_OTHER_MODULES).strip()}. "
+                "`Microbatching(strict=True)` refuses instead.",
                 NotLosslessWarning,
                 stacklevel=2,
             )
-        return Applied(
-            technique="microbatching",
-            summary=f"{what} in parts",
-            loss_class="changed" if modules else "exact",
-            reasons=(f"microbatches change the result of {named}",) if modules else (),
-        )
+
+
+_WAYS_OUT = (
+    "For a mean over something else than samples pass `Microbatching(weight_fn=...)` (`LabelCount()` for labels that "
+    "are not -100, `LabelCount(shifted=True)` for causal language models), for samples that belong together "
+    '`split_fn=...`; if you know better, `reduction="mean"` or `"sum"`.'
+)
+_OTHER_MODULES = "microbatches change the result of"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

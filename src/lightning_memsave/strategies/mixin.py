@@ -7,6 +7,7 @@ the same layout.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -19,7 +20,7 @@ from lightning_memsave.planner.recipes import RECIPES, Recipe
 from lightning_memsave.strategies.evaluation import evaluate
 from lightning_memsave.strategies.loop import loop_class
 from lightning_memsave.strategies.loop_state import LoopState
-from lightning_memsave.strategies.namespaces import namespace_of
+from lightning_memsave.strategies.namespaces import is_overridden, namespace_of
 from lightning_memsave.strategies.optimizers import change_optimizers, readable
 from lightning_memsave.strategies.run_state import MemSaveState
 from lightning_memsave.strategies.sparsifying import Sparsifying
@@ -160,13 +161,38 @@ def _install_loop(trainer: Any, state: LoopState, namespace: str) -> None:
 
 
 def _reader_of_gradients(trainer: Any) -> str | None:
-    """A user's hook that runs with `zero_grad` and so would run before the forward pass instead of after it."""
+    """What of a user's may read the gradients of the last step before they are zeroed, after the forward pass."""
     hooks = [(owner, "on_before_zero_grad") for owner in (trainer.lightning_module, *trainer.callbacks)]
     for owner, hook in (*hooks, (trainer.lightning_module, "optimizer_zero_grad")):
-        defined_in = next(cls for cls in type(owner).__mro__ if hook in vars(cls))
-        if not defined_in.__module__.startswith(("lightning.", "pytorch_lightning.")):
+        if is_overridden(owner, hook):
             return f"{type(owner).__name__}.{hook}"
+    return _reader_in_forward(trainer.lightning_module)
+
+
+_AFTER_BACKWARD = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "on_train_batch_end",
+)
+
+
+def _reader_in_forward(module: Any) -> str | None:
+    """A method of the module's own that says `.grad`, before backward as far as its name tells."""
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith(("lightning.", "pytorch_lightning.", "torch.", "builtins")):
+            continue
+        for name, method in vars(cls).items():
+            code = getattr(method, "__code__", None)
+            if code is not None and name not in _AFTER_BACKWARD and _says_grad(code):
+                return f"{cls.__name__}.{name}"
     return None
+
+
+def _says_grad(code: types.CodeType) -> bool:
+    inside = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return ("grad" in code.co_names and "autograd" not in code.co_names) or any(map(_says_grad, inside))
 
 
 def _remove_loop(module: Any) -> None:
@@ -181,8 +207,18 @@ _ADOPTED: dict[type, Any] = {}
 
 def _adopted_class(cls: type, namespace: str) -> Any:
     if cls not in _ADOPTED:
-        _ADOPTED[cls] = type(f"MemSave{cls.__name__}", (mixin(namespace), cls), {"__module__": cls.__module__})
+        own = {
+            "__module__": __name__,
+            "__reduce_ex__": lambda self, _: (_unpickled, (cls, namespace), self.__getstate__()),
+        }
+        _ADOPTED[cls] = type(f"MemSave{cls.__name__}", (mixin(namespace), cls), own)
     return _ADOPTED[cls]
+
+
+def _unpickled(cls: type, namespace: str) -> Any:
+    """An adopted strategy, as yet without attributes."""
+    adopted = _adopted_class(cls, namespace)
+    return adopted.__new__(adopted)
 
 
 def adopt(strategy: Any, state: MemSaveState) -> None:

@@ -49,3 +49,10 @@ def loaders_of(trainer: Any) -> Any:
 def is_compiled(module: object) -> bool:
     """Whether a LightningModule was compiled as a whole before it was handed to the trainer."""
     return getattr(module, "_compiler_ctx", None) is not None
+
+
+def is_overridden(owner: Any, hook: str) -> bool:
+    """Whether a user's class of a module or callback defines a hook of Lightning's; none of ours counts."""
+    defined_in = next((cls for cls in type(owner).__mro__ if hook in vars(cls)), None)  # a mock has none
+    ours = ("lightning.", "pytorch_lightning.", "lightning_memsave.")
+    return defined_in is not None and not defined_in.__module__.startswith(ours)

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_memsave.core.errors import NoEffectWarning
 from lightning_memsave.core.report import Applied
 from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.strategies.namespaces import is_overridden
 from lightning_memsave.techniques.low_precision import Weights, step_in_float32
 from lightning_memsave.techniques.optimizer_state import (
     GradientRelease,
@@ -90,21 +91,21 @@ class _Release(GradientRelease):
 def _name_readers(trainer: Any) -> None:
     for owner in (trainer.lightning_module, *trainer.callbacks):
         for hook in ("on_after_backward", "on_before_optimizer_step"):
-            defined_in = next(cls for cls in type(owner).__mro__ if hook in vars(cls))
-            if not defined_in.__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_memsave.")):
+            if is_overridden(owner, hook):
                 rank_zero_info(f"memsave: {type(owner).__name__}.{hook} sees no gradients: backward ends them.")
 
 
 def ways_of_stepping(trainer: Any) -> dict[str, bool]:
     """The names, of `core.compatibility`, of what Lightning does with gradients between backward and step."""
     module = trainer.lightning_module
-    clips = next(cls for cls in type(module).__mro__ if "configure_gradient_clipping" in vars(cls))
     by_value = trainer.gradient_clip_algorithm == "value"
     return {
         "accumulate_grad_batches": most_accumulated(trainer) > 1,
         "gradient clipping by norm": bool(trainer.gradient_clip_val) and not by_value,
         "gradient clipping by value": bool(trainer.gradient_clip_val) and by_value,
-        "configure_gradient_clipping": not clips.__module__.startswith(("lightning.", "pytorch_lightning.")),
+        "configure_gradient_clipping": is_overridden(module, "configure_gradient_clipping"),
+        "optimizer_step of the module": is_overridden(module, "optimizer_step"),
+        "optimizer_zero_grad of the module": is_overridden(module, "optimizer_zero_grad"),
     }
 
 

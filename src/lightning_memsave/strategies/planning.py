@@ -24,7 +24,7 @@ from lightning_memsave.numerics.fakes import is_fake, with_values
 from lightning_memsave.planner.checkpointing import CheckpointingPlan, Planner, no_plan
 from lightning_memsave.strategies.optimizers import most_accumulated
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
-from lightning_memsave.strategies.rehearsal import values_kept, without_a_trace
+from lightning_memsave.strategies.rehearsal import ParametersKept, values_kept, without_a_trace
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing
 
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
@@ -164,7 +164,7 @@ def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[],
     with without_a_trace(trainer, module, args), _without_reduction(trainer.strategy.model):
         if scope is not None:
             try:
-                with values_kept(args):
+                with values_kept(args), ParametersKept(module):
                     return trace(args, scope)
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -174,7 +174,7 @@ def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[],
         # Whatever fails on fake tensors (a step that reads values, a kernel of one's own) is tried on real ones.
         with contextlib.suppress(Exception), fake_tensors(module) as fake:
             return trace(fake(args), None)
-        with values_kept(args):
+        with values_kept(args), ParametersKept(module):
             return trace(args, None)
 
 

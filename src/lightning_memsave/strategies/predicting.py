@@ -37,9 +37,9 @@ from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.dry_run import dry_run
 from lightning_memsave.strategies.namespaces import namespace_of
 from lightning_memsave.strategies.on_paper import num_processes_of
-from lightning_memsave.strategies.random_state import random_state_kept
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
 from lightning_memsave.techniques.microbatching.split import cloned, resized, take
+from lightning_memsave.vault.randomness import Randomness
 
 _MOST = 2**30
 
@@ -89,7 +89,7 @@ class Predictor:
 
     def _made_of_fakes(self, make: Callable[[], Any]) -> Any:
         """What `make` makes, without memory; a constructor that reads values gets real ones."""
-        with random_state_kept():
+        with Randomness.untouched():
             with contextlib.suppress(Exception), self._mode, FactsMode(), Copying():
                 return make()
             return make()
@@ -193,7 +193,7 @@ class Predictor:
                 f"The step cannot be run without values ({self._why}), and the module is too large to be made for it: "
                 "predict a smaller one."
             )
-        with random_state_kept():
+        with Randomness.untouched():
             if fakes:
                 self._module = self._make()
             if any(map(is_fake, tensors_in(self._batch))):

@@ -8,21 +8,22 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.strategies.metrics import MergedMetrics
 from lightning_memsave.techniques.microbatching.batchnorm import unpooled
+from lightning_memsave.vault.graph import storage_key
 
 
 @contextmanager
-def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[None]:
+def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[BatchStart]:
     """Nothing is logged or steps; modes, random state, gradients, buffers, metrics and plain attributes come back.
 
-    So do the containers of the batch, of which a step may take things away.
+    So do the containers of the batch, of which a step may take things away. Yields what puts most of it back.
     """
     state = trainer.strategy.memsave
     start = BatchStart(module, None, batch=batch, noise=state.noise, small_bytes=math.inf, most_entries=math.inf)
@@ -39,7 +40,7 @@ def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[None]:
     state.is_rehearsing = True
     try:
         with unpooled(), nullcontext() if release is None else release.rehearsed():
-            yield
+            yield start
     finally:
         state.is_rehearsing = False
         del results["log"], results["reset"]
@@ -49,6 +50,40 @@ def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[None]:
         start.restore()
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
+
+
+class ParametersKept(TorchDispatchMode):
+    """Parameters that are edited inside (a teacher that follows in `training_step`) have their values again behind.
+
+    A copy is made of each just before its first edit: most steps edit none.
+
+    Args:
+        module: whose.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._parameters = {storage_key(p): p for p in module.parameters() if _has_storage(p)}
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(getattr(func, "_schema", None), "is_mutable", False):
+            for tensor in filter(_has_storage, tensors_in((args, kwargs))):
+                parameter = self._parameters.pop(storage_key(tensor), None)
+                if parameter is not None:
+                    self._before.append((parameter.data, parameter.data.clone()))
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]  # untyped in torch
+        for values, before in self._before:
+            values.copy_(before)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter)
 
 
 @contextmanager

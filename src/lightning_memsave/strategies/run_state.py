@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memsave.core.compatibility import check_compatibility
-from lightning_memsave.core.optimizers import check_steps_parameters_alone
+from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.core.report import Applied
 from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.planner.recipes import Recipe

@@ -35,11 +35,11 @@ from lightning_memsave.strategies.namespaces import namespace_of
 from lightning_memsave.strategies.optimizers import most_accumulated
 from lightning_memsave.strategies.out_of_memory import is_out_of_memory
 from lightning_memsave.strategies.part_of_batch import as_if_whole, rest_bytes, two_microbatches
-from lightning_memsave.strategies.random_state import random_state_kept
 from lightning_memsave.strategies.run_state import MemSaveState
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
 from lightning_memsave.techniques.microbatching.split import take
 from lightning_memsave.techniques.registry import Config
+from lightning_memsave.vault.randomness import Randomness
 
 _NUM_TIMED = 3  # steps; the fastest counts
 
@@ -294,7 +294,7 @@ def _without_a_trace(module: Any) -> Iterator[None]:
     if (accelerator := torch.accelerator.current_accelerator()) is not None and torch.accelerator.is_available():
         devices.add(torch.device(accelerator.type, torch.accelerator.current_device_index()))
     is_enabled = torch.is_grad_enabled()
-    with random_state_kept(devices), names_kept(module):
+    with Randomness.untouched(devices), names_kept(module):
         try:
             yield
         finally:

@@ -12,6 +12,8 @@ from lightning_memsave.strategies.namespaces import is_compiled
 from lightning_memsave.strategies.optimizers import ways_of_stepping
 from lightning_memsave.techniques.low_precision import LossScaling
 
+_OF_PROCESSES = {"DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
+
 
 def ways_of_training(trainer: Any) -> list[str]:
     """The names, of `core.compatibility`, that describe how this trainer trains."""
@@ -27,6 +29,7 @@ def ways_of_training(trainer: Any) -> list[str]:
         "FSDP": "FSDPStrategy" in kinds,
         "model parallel (FSDP2)": "ModelParallelStrategy" in kinds,
         "DeepSpeed": "DeepSpeedStrategy" in kinds,
+        "processes without DDP": trainer.world_size > 1 and not kinds & _OF_PROCESSES,
         "dataloader_iter": is_param_in_hook_signature(training_step, "dataloader_iter", explicit=True),
         "torch.compile of the whole module": is_compiled(trainer.lightning_module),
         "fp16 with a GradScaler": not isinstance(

@@ -151,7 +151,7 @@ class Buffers:
         current = owner._buffers[key]
         if current is not None and is_fake(current):  # no values: told by the number of its edits
             always, identity, version = self._marks[name]
-            return not always and (id(current), current._version) == (identity, version)
+            return not always and (id(current), version_of(current)) == (identity, version)
         return _equal(current, before)
 
     def moved(self) -> set[str]:

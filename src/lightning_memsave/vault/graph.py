@@ -158,6 +158,13 @@ class WeakStorage:
         storage = held.untyped_storage() if isinstance(held, Tensor) else held
         self._reference = StorageWeakRef(storage)
 
+    def __deepcopy__(self, memo: Any) -> WeakStorage:
+        return self  # a copy of torch's reference would be freed twice
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Somewhere else, nobody holds the storage."""
+        return _reference_to_nothing, ()
+
     @property
     def is_alive(self) -> bool:
         """Whether anybody still holds the storage. Its address may be given to another one afterwards."""
@@ -166,6 +173,10 @@ class WeakStorage:
     def get(self) -> torch.UntypedStorage | None:
         """The storage, or `None` when nobody holds it any more."""
         return torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
+
+
+def _reference_to_nothing() -> WeakStorage:
+    return WeakStorage(torch.UntypedStorage(0))
 
 
 def is_held_elsewhere(watched: Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_memsave.core.errors import RegionError
 from lightning_memsave.vault.entries import Passed
-from lightning_memsave.vault.graph import Kept, version_of
+from lightning_memsave.vault.fingerprints import Fingerprint, fingerprint, is_near
+from lightning_memsave.vault.graph import Kept, storage_key, version_of
 from lightning_memsave.vault.inputs import Keeper
 from lightning_memsave.vault.vault import Vault
 
@@ -37,10 +38,12 @@ class Holder:
         tensor: whose place it takes.
     """
 
-    __slots__ = ("__weakref__", "dtype", "region", "shape", "value")
+    __slots__ = ("__weakref__", "dtype", "fingerprint", "region", "shape", "value")
 
     def __init__(self, region: Repeats, tensor: Tensor) -> None:
         self.region, self.shape, self.dtype = region, tensor.shape, tensor.dtype
+        self.fingerprint: Fingerprint | None = None
+        """Of the tensor, where what fills its place is compared with it."""
         self.value: Tensor | Kept | None = None
 
 
@@ -55,19 +58,57 @@ def unpack(kept: Holder | Passed) -> Tensor:
     return value.get() if isinstance(value, Kept) else value
 
 
+class Fingerprints:
+    """Takes the fingerprints of what a call keeps in forward.
+
+    Args:
+        buffers: of its module, which it may change after they were kept; they have a way of their own.
+    """
+
+    def __init__(self, buffers: Iterable[Tensor]) -> None:
+        self._buffers = {storage_key(buffer) for buffer in buffers}
+        self._unfilled: list[tuple[weakref.ref[Holder], Tensor]] = []
+
+    def take(self, holder: Holder, tensor: Tensor) -> None:
+        """Of `tensor` now; of what may be yet to be filled, when two others have come or the call ends."""
+        if self._unfilled and _is_alike(self._unfilled[-1][1], tensor):
+            self._unfilled.pop()  # RReLU's noise, which is kept before its input, and in evaluation never drawn
+        while len(self._unfilled) > 1:
+            self._take_first()
+        if storage_key(tensor) in self._buffers:
+            return
+        if not is_unfilled(tensor):
+            holder.fingerprint = fingerprint(tensor)
+        elif tensor.device.type == "cpu":  # elsewhere kernels leave parts of what they keep as it was allocated
+            self._unfilled.append((weakref.ref(holder), tensor))
+
+    def finish(self) -> None:
+        """The call has ended."""
+        while self._unfilled:
+            self._take_first()
+
+    def _take_first(self) -> None:
+        reference, tensor = self._unfilled.pop(0)
+        if (holder := reference()) is not None:
+            holder.fingerprint = fingerprint(tensor)
+
+
 class Collector(Keeper):
     """Gives what a repetition keeps to those who wait for it.
 
     Args:
         holders: all of the region, in the order in which it made them.
+        modules: names those that the region calls, for messages.
     """
 
-    def __init__(self, holders: list[weakref.ref[Holder]]) -> None:
-        self._holders = holders
+    def __init__(self, holders: list[weakref.ref[Holder]], modules: str) -> None:
+        self._holders, self._modules = holders, modules
         waiting = [number for number, reference in enumerate(holders) if _waits(reference())]
         self._last, self._num_seen = waiting[-1], 0
         self._unfilled: tuple[torch.Size, torch.dtype] | None = None
         """Of the latest tensor, where the kernel that comes may be what fills it."""
+        self._to_compare: list[tuple[Fingerprint, Tensor]] = []
+        """Fingerprints, and tensors that may be yet to be filled."""
         self.vault: Vault | None = None
 
     @contextlib.contextmanager
@@ -88,7 +129,7 @@ class Collector(Keeper):
             return kept
         number, unfilled = self._num_seen, self._unfilled
         self._num_seen += 1
-        self._unfilled = (tensor.shape, tensor.dtype) if _may_be_unfilled(tensor) else None
+        self._unfilled = (tensor.shape, tensor.dtype) if is_unfilled(tensor) else None
         if number > self._last:
             raise Stop
         holder = self._holders[number]()
@@ -97,27 +138,50 @@ class Collector(Keeper):
             if (holder.shape, holder.dtype) != (tensor.shape, tensor.dtype):
                 raise RegionError(
                     f"A checkpointed region kept {list(holder.shape)} {holder.dtype} in forward and "
-                    f"{list(tensor.shape)} {tensor.dtype} when it was run again. {_ADVICE}"
+                    f"{list(tensor.shape)} {tensor.dtype} when it was run again: {self._modules}. {_ADVICE}"
                 )
+            if holder.fingerprint is not None:
+                self._to_compare.append((holder.fingerprint, tensor))
+                if not is_unfilled(tensor):
+                    self._compare()
             holder.value = kept
-        # RReLU's noise is kept before its input, and both before the kernel that draws it.
+        # RReLU's noise comes before its input, and both before the kernel that draws it.
         if number == self._last and not (tensor.requires_grad and unfilled == (tensor.shape, tensor.dtype)):
             raise Stop
         return kept
 
+    def _compare(self) -> None:
+        """With what was kept in forward, as far as that is known."""
+        before, tensor = self._to_compare.pop()
+        again = fingerprint(tensor)
+        if again is not None and not is_near(before, again, tensor.dtype, tensor.numel()):
+            raise RegionError(
+                f"A checkpointed region computed other values when it was run again than in forward: {self._modules}. "
+                f"{_ADVICE}"
+            )
+
     def check(self) -> None:
-        """Raise `RegionError` unless everybody got a tensor."""
+        """Raise `RegionError` unless everybody got a tensor, and the right one."""
+        while self._to_compare:
+            self._compare()
         if self._num_seen <= self._last:
             raise RegionError(
                 f"A checkpointed region kept {len(self._holders)} tensors in forward and {self._num_seen} when it was "
-                f"run again. {_ADVICE}"
+                f"run again: {self._modules}. {_ADVICE}"
             )
 
 
-_ADVICE = "It must do the same twice: no Python or numpy randomness, no counters. Leave this module out."
+_ADVICE = (
+    "It reads something that has changed in between: a global variable, an object that it was given, a generator that "
+    "nobody knows. Leave this module out of checkpointing."
+)
 
 
-def _may_be_unfilled(tensor: Tensor) -> bool:
+def _is_alike(unfilled: Tensor, tensor: Tensor) -> bool:
+    return tensor.requires_grad and (unfilled.shape, unfilled.dtype) == (tensor.shape, tensor.dtype)
+
+
+def is_unfilled(tensor: Tensor) -> bool:
     """Whether it may be noise that is yet to be drawn; what torch has filled has a version above 0, as dropout's."""
     return not tensor.requires_grad and tensor.is_floating_point() and version_of(tensor) == 0
 

@@ -30,6 +30,7 @@ from lightning_memsave.vault.graph import (
     packed,
     sequence_nr_of,
     storage_key,
+    version_of,
 )
 from lightning_memsave.vault.rules import RULES, Rule
 
@@ -99,7 +100,7 @@ class Derivation:
         if rank < Rank.EXACT and not rule.is_additive and _share_noise(sources):
             return None  # the mean of a product of two noisy values is not the product of their means
         function = rule.exactly if rule.exactly is not None and rank == Rank.EXACT else rule.function
-        versions = [(tensor, tensor._version) for tensor in rule.reads if tensor is not None]
+        versions = [(tensor, version_of(tensor)) for tensor in rule.reads if tensor is not None]
 
         def values() -> Tensor:
             for tensor, version in versions:
@@ -158,7 +159,7 @@ def _kept(handle: Kept | Tensor | None, own: int, budget: int) -> Source | None:
 
 
 def _parameter(leaf: Tensor) -> Source:
-    version = leaf._version
+    version = version_of(leaf)
 
     def values() -> Tensor:
         check_version(leaf, version, leaf.shape)

@@ -5,13 +5,16 @@ inside becomes a number; the first number that backward asks for makes all calls
 fills the rest. What one call of a region takes from an earlier one is not kept at all. Regions nest: inside a repeated
 region, inner ones are regions again, and that is how memory becomes logarithmic.
 
-In the repetition everything is as it was: torch's generators of the CPU and of the devices of inputs and parameters
-(kept only where a call drew numbers), autocast, the default device, the kernels allowed, the parameters, the module's
-mode, and the buffers. Of these, each call clones those that the first call in training, or the first in evaluation, has
-edited; of others that are small, one clone serves all calls until somebody edits them; where a call edits a large one
-later on, backward raises. A repetition stops behind the last tensor that backward waits for. In the scope of a vault,
-inputs are kept by the vault, and the repetition runs under it: what it keeps is in codes and recipes again. A function
-mode is off while backward runs, so a repetition enters the vault's own again.
+In the repetition everything is as it was: random generators (torch's, Python's, numpy's, those that the module holds;
+kept only where a call drew numbers), autocast, the default device, the kernels allowed, the parameters, the module's
+mode, plain attributes, objects among the arguments, and the buffers. Of these, each call clones those that the first
+call in training, or the first in evaluation, has edited; of others that are small, one clone serves all calls until
+somebody edits them; where a call edits a large one later on, backward raises. What a call reads besides that (a global
+variable) nobody knows, so the first repetitions, and some later ones, are compared with the forward pass: one that
+computes other values raises. A repetition stops behind the last tensor that backward waits for.
+
+In the scope of a vault, inputs are kept by the vault, and the repetition runs under it: what it keeps is in codes and
+recipes again. A function mode is off while backward runs, so a repetition enters the vault's own again.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016
 (https://arxiv.org/abs/1604.06174). The way through saved-tensor hooks is that of `torch.utils.checkpoint`
@@ -21,69 +24,27 @@ Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cos
 from __future__ import annotations
 
 import contextlib
-import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_memsave.core.errors import RegionError
-from lightning_memsave.vault.buffers import Buffers, Spares
+from lightning_memsave.vault.arguments import Arguments
 from lightning_memsave.vault.calls import Place
 from lightning_memsave.vault.entries import Passed
+from lightning_memsave.vault.forms import Rank
 from lightning_memsave.vault.graph import unwatched, version_of
-from lightning_memsave.vault.holders import Collector, Holder, Stop, unpack
+from lightning_memsave.vault.holders import Collector, Fingerprints, Holder, Stop, unpack
 from lightning_memsave.vault.inputs import Input, Keeper, keep, vault_around
-from lightning_memsave.vault.state import Randomness, Surroundings, Weights
+from lightning_memsave.vault.members import Group, Member, Membership
+from lightning_memsave.vault.randomness import Randomness
+from lightning_memsave.vault.region_call import RegionCall, leaves_of
 from lightning_memsave.vault.vault import Vault
-
-
-class EditsInputError(RegionError):
-    """A region changed what it was given, so it cannot be run again from it."""
-
-
-class Group:
-    """Calls that are one region when they follow each other: an identity that the modules called have in common.
-
-    Args:
-        num_members: how many modules there are.
-    """
-
-    def __init__(self, num_members: int) -> None:
-        self.num_members = num_members
-
-
-class Membership(NamedTuple):
-    """The place of a module in a group."""
-
-    group: Group
-    position: int
-
-
-class Member:
-    """What a module in regions remembers: its groups, the outermost first, and which of its buffers its calls change.
-
-    Args:
-        memberships: its groups.
-        previous_forward: an instance attribute that somebody else bound, or `None`.
-    """
-
-    def __init__(self, memberships: Sequence[Membership], previous_forward: Callable[..., Any] | None) -> None:
-        self.memberships, self.previous_forward = tuple(memberships), previous_forward
-        self.changing: dict[bool, set[str]] = {}  # in training, and not: spectral norm iterates in training only
-        self.spares = Spares()
-        self.num_calls = 0
-
-    def forward_of(self, module: nn.Module) -> Callable[..., Any]:
-        """The forward that computes."""
-        return self.previous_forward or types.MethodType(type(module).forward, module)
 
 
 def run(memberships: Sequence[Membership], member: Member, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -91,52 +52,29 @@ def run(memberships: Sequence[Membership], member: Member, module: nn.Module, ar
 
     Raises:
         EditsInputError: the call edits its input in place.
+        ChangesAttributeError: it changes an attribute that cannot be put back.
         RegionError: in backward, when its repetition keeps other tensors, or would read a buffer that has changed.
     """
     function = member.forward_of(module)
     if not memberships:
         return function(*args, **kwargs)
-    leaves, tree = _flat(args, kwargs)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     with unwatched():
-        versions = [version_of(tensor) for tensor in tensors]
-        weights = Weights(module)
-        devices = {tensor.device for tensor in tensors} | weights.devices
-        buffers = Buffers(module.named_modules(), member.changing.get(module.training), spares=member.spares)
-    surroundings = Surroundings(devices)
-    before = Randomness(devices)
-    call = _Call(member, module, tree, weights, buffers, surroundings, before.devices)
+        call = RegionCall(member, module, Arguments(args, kwargs))
     regions: list[Region] = []
     with contextlib.ExitStack() as hooks:
         for depth, membership in enumerate(memberships):
             region = _region_of(membership, regions[-1] if regions else None)
-            region.begin(call, leaves, memberships[depth + 1 :])
+            region.begin(call, memberships[depth + 1 :])
             hooks.enter_context(saved_tensors_hooks(region.pack, unpack))
             regions.append(region)
         output = function(*args, **kwargs)
-    if versions != [version_of(tensor) for tensor in tensors]:
-        raise EditsInputError(type(module).__name__)
     with unwatched():
-        call.end(output)
+        unused, drawn = call.end(args, kwargs, output)
     if any(membership.group.num_members > 1 for membership in memberships):
         _live_with(output, regions)
-    after = Randomness(devices)
-    if not after.equals(before):
-        for region in regions:
-            region.drew(call, before, after)
+    for region in regions:
+        region.end(call, unused, drawn)
     return output
-
-
-# Most calls take and return tensors alone, and torch's trees are made in Python.
-def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec | None]:
-    """Leaves, and the tree that they are of; `None` for positional tensors."""
-    if not kwargs and all(type(arg) is Tensor for arg in args):
-        return list(args), None
-    return tree_flatten((args, kwargs))
-
-
-def _leaves(output: Any) -> list[Any]:
-    return [output] if isinstance(output, Tensor) else tree_flatten(output)[0]
 
 
 # ------------------------------------------------------------------------------- which region
@@ -166,7 +104,7 @@ def _live_with(output: Any, regions: list[Region]) -> None:
     In forward the graph mostly holds a region. In a repetition the graph behind an output dies with it, and calls such
     as dropout of 0 keep nothing at all. A region that ended in one of the two only would keep other inputs than before.
     """
-    for leaf in _leaves(output):
+    for leaf in leaves_of(output):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # else it may be a buffer, which lives for ever
             weakref.finalize(leaf, _let_go, regions).atexit = False
 
@@ -209,39 +147,12 @@ class _Output(NamedTuple):
     leaf: int
 
 
-@dataclass(eq=False)
-class _Call:
-    """One call, as it can be made again."""
-
-    member: Member
-    module: nn.Module
-    tree: TreeSpec | None
-    weights: Weights
-    buffers: Buffers
-    surroundings: Surroundings
-    devices: frozenset[torch.device]  # whose generators it may draw from
-    outputs: list[tuple[int, weakref.ref[Tensor], int]] = field(default_factory=list)  # (leaf, tensor, version)
-
-    def end(self, output: Any) -> None:
-        """Note what the call returned, and which buffers it changed."""
-        self.outputs = [
-            (number, weakref.ref(leaf), version_of(leaf))
-            for number, leaf in enumerate(_leaves(output))
-            if isinstance(leaf, Tensor)
-        ]
-        self.weights.note()
-        if self.module.training in self.member.changing:
-            self.buffers.end_call()
-        else:
-            self.member.changing[self.module.training] = self.buffers.changed()
-
-
 class _Part(NamedTuple):
     """A call in one region: with what it is repeated there."""
 
-    call: _Call
+    call: RegionCall
     inner: Sequence[Membership]
-    arguments: list[Any]  # leaves: `Input`, `_Output`, or what needs no keeping
+    arguments: list[Any]  # leaves: `Input`, `_Output`, a weak reference, or what needs no keeping
     place: Place | None
 
 
@@ -256,16 +167,20 @@ class Region(Keeper):
         self.next_position, self._around = 0, around
         self.vault = vault_around()
         self._parts: list[_Part] = []
-        self._randomness: dict[_Call, Randomness] = {}
+        self._randomness: dict[RegionCall, Randomness] = {}
         """For calls that drew numbers and did not go on where the one before stopped: where they start."""
         self._drawn: Randomness | None = None
         self._holders: list[weakref.ref[Holder]] = []
         self._was_repeated = False
+        self._fingerprints: Fingerprints | None = None
+        """Of the latest call, if its repetition is compared with it."""
 
     # --------------------------------------------------------------------------- forward
-    def begin(self, call: _Call, leaves: list[Any], inner: Sequence[Membership]) -> None:
+    def begin(self, call: RegionCall, inner: Sequence[Membership]) -> None:
         """Keep what the coming call needs to be made again."""
-        arguments = [self._kept(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        is_equal = self.vault is None or self.vault.lossy is Rank.EXACT  # codes are not
+        self._fingerprints = call.fingerprints if is_equal else None
+        arguments = [self._kept(leaf) if isinstance(leaf, Tensor) else leaf for leaf in call.given.leaves]
         place = None if self.vault is None else self.vault.place
         self._parts.append(_Part(call, inner, arguments, place))
         for parameter in call.weights if _USERS else ():
@@ -285,13 +200,26 @@ class Region(Keeper):
             return Passed(tensor)
         holder = Holder(self, tensor)
         self._holders.append(weakref.ref(holder))
+        if self._fingerprints is not None:
+            self._fingerprints.take(holder, tensor)
         return holder
 
-    def drew(self, call: _Call, before: Randomness, after: Randomness) -> None:
-        """Keep the state of the generators where `call`, which has just drawn numbers, needs it."""
-        if self._drawn is None or not self._drawn.equals(before):
-            self._randomness[call] = before
-        self._drawn = after
+    def end(self, call: RegionCall, unused: list[int], drawn: tuple[Randomness, Randomness] | None) -> None:
+        """The call has ended.
+
+        Args:
+            call: the latest.
+            unused: leaves of its arguments that are kept only as long as somebody else keeps them.
+            drawn: generators before and after it, if it drew numbers; kept where it needs them.
+        """
+        for leaf in unused:
+            self._parts[-1].arguments[leaf] = weakref.ref(call.given.leaves[leaf])
+        call.given.release()
+        if drawn is not None:
+            before, after = drawn
+            if self._drawn is None or not self._drawn.equals(before):
+                self._randomness[call] = before
+            self._drawn = after
 
     # --------------------------------------------------------------------------- backward
     def repeat(self) -> None:
@@ -301,7 +229,7 @@ class Region(Keeper):
             RegionError: they keep other tensors than before.
         """
         self._was_repeated = True
-        collector = Collector(self._holders)
+        collector = Collector(self._holders, self._modules())
         vault = None if self.vault is None else self.vault.branch()
         token = _OPEN.set(weakref.WeakKeyDictionary())
         try:
@@ -317,21 +245,28 @@ class Region(Keeper):
         if not self._was_repeated and any(reference() is not None for reference in self._holders):
             self.repeat()
 
+    def _modules(self) -> str:
+        calls = [part.call for part in self._parts]
+        named = [f"`{call.member.name}` ({type(call.module).__name__})" for call in calls[:3]]
+        return ", ".join(named) + (f" and {len(calls) - 3} more" if len(calls) > 3 else "")
+
     def _call_again(self, vault: Vault | None) -> None:
         last_use = {a: n for n, part in enumerate(self._parts) for a in part.arguments if isinstance(a, _Output)}
         outputs: dict[_Output, Tensor] = {}  # those that a later call takes, until the last one has
         devices = frozenset[torch.device]().union(*(part.call.devices for part in self._parts))
-        with Randomness.untouched(devices) if self._randomness else contextlib.nullcontext():
+        private = {id(g): g for part in self._parts for g in part.call.private}
+        is_random = bool(self._randomness)
+        with Randomness.untouched(devices, private.values()) if is_random else contextlib.nullcontext():
             for number, (call, inner, arguments, place) in enumerate(self._parts):
                 leaves = [_given(a, outputs) for a in arguments]
-                args, kwargs = (tuple(leaves), {}) if call.tree is None else tree_unflatten(leaves, call.tree)
+                args, kwargs = call.given.again(leaves)
                 outputs = {key: tensor for key, tensor in outputs.items() if last_use[key] > number}
                 del leaves
                 if call in self._randomness:
                     self._randomness[call].restore()
                 inside = contextlib.nullcontext() if vault is None or place is None else vault.again_at(place)
-                with call.surroundings.again(), call.weights.again(), call.buffers.again(), inside:
-                    found = _leaves(run(inner, call.member, call.module, args, kwargs))
+                with call.again(), inside:
+                    found = leaves_of(run(inner, call.member, call.module, args, kwargs))
                 outputs |= {key: found[key.leaf] for key in last_use if key.call == number}
                 del args, kwargs, found
 
@@ -339,4 +274,6 @@ class Region(Keeper):
 def _given(argument: Any, outputs: dict[_Output, Tensor]) -> Any:
     if isinstance(argument, Input):
         return argument.get()
+    if isinstance(argument, weakref.ref):
+        return argument()
     return outputs[argument] if isinstance(argument, _Output) else argument

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,46 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_memsave.vault.graph import check_version, compiler_callback, compiling, version_of
-
-_PARTS_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, children, hooks
-
-
-class Randomness:
-    """The state of torch's generators: the CPU's, and those of `devices`.
-
-    Python's `random` and numpy's generators are not among them: torch's own checkpoint leaves them alone as well.
-    """
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self.devices = frozenset(device for device in devices if device.type not in ("cpu", "meta"))
-        self._cpu = torch.get_rng_state()
-        self._others = {d: torch.get_device_module(d).get_rng_state(d) for d in self.devices}
-
-    def equals(self, other: Randomness) -> bool:
-        """Whether no number was drawn between the two."""
-        is_same = self.devices == other.devices and _bytes(self._cpu) == _bytes(other._cpu)
-        return is_same and all(_bytes(state) == _bytes(other._others[d]) for d, state in self._others.items())
-
-    def restore(self) -> None:
-        """Let the generators go on from here."""
-        torch.set_rng_state(self._cpu)
-        for device, state in self._others.items():
-            torch.get_device_module(device).set_rng_state(state, device)
-
-    @classmethod
-    @contextlib.contextmanager
-    def untouched(cls, devices: Iterable[torch.device]) -> Iterator[None]:
-        """The generators leave as they came."""
-        before = cls(devices)
-        try:
-            yield
-        finally:
-            before.restore()
-
-
-def _bytes(state: Tensor) -> bytes:
-    """Of a generator's state, which lies on the CPU; compared without an operation, so among fake tensors as well."""
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
+from lightning_memsave.vault.objects import ObjectState, is_immutable, is_object
+from lightning_memsave.vault.randomness import PARTS_OF_TORCH
 
 
 class Surroundings:
@@ -109,22 +70,21 @@ def _autocast_of(kind: str) -> tuple[str, torch.dtype, bool, bool]:
 
 
 class Weights:
-    """The parameters that a call computes with: those of `module`, and the mode that it is in.
+    """The parameters that a call computes with, and the modes that modules are in.
 
     Autograd notices changes of the parameters that it keeps; a repetition computes with all of them. Others may have
     been lent for one forward (`torch.func.functional_call`). Whether they take gradients, and whether a module trains,
     says what its forward does and keeps.
 
     Args:
-        module: whose.
+        owners: whose: modules by name, as `named_modules` tells them.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        owners = list(module.modules())
-        self._modes = [(owner, owner.training) for owner in owners]
+    def __init__(self, owners: Sequence[tuple[str, nn.Module]]) -> None:
+        self._modes = [(owner, owner.training) for _, owner in owners]
         self._owned = [
             (owner, key, value)
-            for owner in owners
+            for _, owner in owners
             for key, value in owner._parameters.items()
             if value is not None and not is_lazy(value)
         ]
@@ -174,52 +134,140 @@ class Weights:
 
 
 class Attributes:
-    """The plain Python attributes of a module as they are now.
+    """The plain Python attributes of a module as they are now; entered, those that can be put back are.
+
+    Numbers, texts and tensors that no graph is behind are put back when a call is made again. What else a call changes
+    (a list that grows, an object, an output that it keeps) makes it one that cannot be.
 
     Args:
-        module: whose.
-        recurse: whether those of all modules inside as well.
+        owners: whose: modules by name.
+        looks_inside: whether containers and objects are compared by what they hold, as deep as pickling would look.
     """
 
-    def __init__(self, module: nn.Module, *, recurse: bool = True) -> None:
-        self._modules = list(module.named_modules()) if recurse else [("", module)]
-        self._values = {(prefix, key): _fingerprint(value) for prefix, key, value in self._attributes()}
-
-    def _attributes(self) -> Iterator[tuple[str, str, Any]]:
-        for prefix, owner in self._modules:
-            for key, value in vars(owner).items():
-                if key not in _PARTS_OF_TORCH:
-                    yield prefix, key, value
+    def __init__(self, owners: Iterable[tuple[str, nn.Module]], *, looks_inside: bool = True) -> None:
+        self._before = [_Own(prefix, owner) for prefix, owner in owners if not is_of_torch(owner)]
+        self._inside: dict[int, ObjectState | None] = {}
+        for own in self._before if looks_inside else ():
+            for value in own.others.values():
+                if id(value) not in self._inside:
+                    self._inside[id(value)] = _state_of(value)
 
     def changed(self, but_filled: bool) -> str | None:
-        """The name of an attribute that has changed since.
+        """The name of an attribute that the call has changed and that cannot be put back. Ends the call.
 
         Args:
-            but_filled: do not count one that was missing, `None` or empty before: a cache is filled once.
+            but_filled: do not count one that was empty before: a cache is filled once.
         """
-        for prefix, key, value in self._attributes():
-            before = self._values.get((prefix, key), _NOTHING)
-            if not (but_filled and before in _UNFILLED) and before != _fingerprint(value):
-                return f"{prefix}.{key}".removeprefix(".")
+        found = next((own.name(key) for own in self._before for key in own.changed() if not but_filled), None)
+        for own in self._before:
+            for key, value in own.others.items():
+                if found is None and self._has_moved(value) and not (but_filled and self._is_empty(value)):
+                    found = own.name(key)
+        for own in self._before:
+            own.end()
+        self._inside.clear()
+        return found
+
+    def differences(self) -> list[str]:
+        """The names of all attributes that are others than before, or hold something else."""
+        found = []
+        for own in self._before:
+            inside = [key for key, value in own.others.items() if self._has_moved(value)]
+            found += [own.name(key) for key in (*own.differences(), *inside)]
+        return list(dict.fromkeys(found))
+
+    def _is_empty(self, value: Any) -> bool:
+        """Whether a value was nothing yet, or a container of nothing."""
+        before = self._inside.get(id(value)) if isinstance(value, _CONTAINERS) else None
+        is_empty = before is not None and before.equals(ObjectState(type(value)()))
+        return is_empty or value is None or value is _MISSING
+
+    def _has_moved(self, value: Any) -> bool:
+        before, after = self._inside.get(id(value)), None
+        if before is not None:
+            after = _state_of(value)
+        return before is not None and (after is None or not before.equals(after))
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """The modules have the attributes that they had."""
+        changed = [(own, others) for own in self._before if (others := own.differing())]
+        latest = [(own, own.assign(others)) for own, others in changed]
+        try:
+            yield
+        finally:
+            for own, others in latest:
+                own.assign(others)
+
+
+_MISSING = object()
+_CONTAINERS = (list, dict, set)
+
+
+class _Own:
+    """The attributes of one module."""
+
+    def __init__(self, prefix: str, owner: nn.Module) -> None:
+        self._prefix, self._owner = prefix, owner
+        self._kept: dict[str, Any] = {}
+        self.others: dict[str, Any] = {}
+        """Those that cannot be put back; held while the call runs alone."""
+        for key, value in vars(owner).items():
+            if key not in PARTS_OF_TORCH:
+                (self._kept if _can_be_put_back(value) else self.others)[key] = value
+        self._versions = [(k, v, version_of(v)) for k, v in self._kept.items() if isinstance(v, Tensor)]
+
+    def name(self, key: str) -> str:
+        return f"{self._prefix}.{key}".removeprefix(".")
+
+    def changed(self) -> Iterator[str]:
+        """Those that were replaced, or edited in place, and cannot be put back."""
+        current = vars(self._owner)
+        yield from (key for key, value in self.others.items() if current.get(key) is not value)
+        yield from (key for key, value, version in self._versions if version_of(value) != version)
+
+    def differences(self) -> Iterator[str]:
+        """Those that are others now; equal numbers and texts are the same."""
+        current, before = vars(self._owner), self._kept | self.others
+        yield from (key for key, value in before.items() if not _is_same(current.get(key, _MISSING), value))
+        yield from current.keys() - before.keys() - PARTS_OF_TORCH
+        yield from (key for key, value, version in self._versions if version_of(value) != version)
+
+    def end(self) -> None:
+        """What was not there before is taken away in a repetition."""
+        for key in vars(self._owner).keys() - self._kept.keys() - self.others.keys() - PARTS_OF_TORCH:
+            self._kept[key] = _MISSING
+        self.others = {}
+
+    def differing(self) -> dict[str, Any]:
+        """What was kept of those that are others now."""
+        current = vars(self._owner)
+        return {key: value for key, value in self._kept.items() if current.get(key, _MISSING) is not value}
+
+    def assign(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Give the module these attributes; what it had instead."""
+        attributes = vars(self._owner)
+        before = {key: attributes.pop(key, _MISSING) for key in values}
+        attributes.update((key, value) for key, value in values.items() if value is not _MISSING)
+        return before
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    return first is second or (is_immutable(first) and type(first) is type(second) and bool(first == second))
+
+
+def _can_be_put_back(value: Any) -> bool:
+    return value.grad_fn is None if isinstance(value, Tensor) else is_immutable(value)
+
+
+def is_of_torch(module: nn.Module) -> bool:
+    """Whether its class is torch's, where plain attributes are settings."""
+    return type(module).__module__.startswith("torch.")
+
+
+def _state_of(value: Any) -> ObjectState | None:
+    """`None` for what cannot be written down, or is kept by reference."""
+    try:
+        return ObjectState(value) if is_object(value) else None
+    except TypeError:
         return None
-
-
-_NOTHING: tuple[Any, ...] = ()
-
-
-def _fingerprint(value: Any) -> tuple[Any, ...]:
-    """Equal for equal numbers and texts, and for containers and tensors that nobody has changed in between."""
-    if isinstance(value, (bool, int, float, str, bytes, type(None))):
-        return type(value), value
-    if isinstance(value, Tensor):
-        return id(value), version_of(value)
-    if isinstance(value, tuple):
-        return type(value), *map(_fingerprint, value)
-    if isinstance(value, (list, set)):
-        return type(value), *map(id, value)
-    if isinstance(value, dict):
-        return type(value), *((id(k), id(v)) for k, v in value.items())
-    return (id(value),)
-
-
-_UNFILLED = [_NOTHING, *map(_fingerprint, (None, [], set(), {}))]

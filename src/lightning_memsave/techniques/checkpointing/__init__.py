@@ -34,9 +34,10 @@ from lightning_memsave.core.units import parse_bytes
 from lightning_memsave.techniques.checkpointing.selection import Region, select_regions
 from lightning_memsave.vault.graph import is_inside_transform
 from lightning_memsave.vault.inputs import keeping_inputs_in
+from lightning_memsave.vault.members import Group, Member, Membership
 from lightning_memsave.vault.offload import Offloader
-from lightning_memsave.vault.regions import EditsInputError, Group, Member, Membership, run
-from lightning_memsave.vault.state import Attributes
+from lightning_memsave.vault.region_call import ChangesAttributeError, EditsInputError
+from lightning_memsave.vault.regions import run
 from lightning_memsave.vault.vault import Vault
 
 METHODS = ("blocks", "sqrt", "recursive")
@@ -143,7 +144,7 @@ def apply_checkpointing(model: nn.Module, config: Checkpointing) -> Applied:
         if _is_member(module):
             raise setting_error("checkpointing", "must be applied once", name, "Call `.undo()` of the first one.")
     for name, memberships in _memberships(regions).items():
-        _join(modules[name], memberships)
+        _join(name, modules[name], memberships)
     stop_offload = _offload_inputs(model) if config.offload else None
 
     def restore() -> None:
@@ -179,8 +180,8 @@ def _is_member(module: nn.Module) -> bool:
     return getattr(module.__dict__.get("forward"), "__func__", None) is forward
 
 
-def _join(module: nn.Module, memberships: Sequence[Membership]) -> None:
-    module.__dict__[_MEMBER] = Member(memberships, module.__dict__.get("forward"))
+def _join(name: str, module: nn.Module, memberships: Sequence[Membership]) -> None:
+    module.__dict__[_MEMBER] = Member(name, memberships, module.__dict__.get("forward"))
     # A bound method, not a closure: deepcopy rebinds it to the copy, so that a copy computes with its own weights.
     module.forward = types.MethodType(forward, module)
 
@@ -198,16 +199,13 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     member: Member = self.__dict__[_MEMBER]
     if not torch.is_grad_enabled() or is_inside_transform():
         return member.forward_of(self)(*args, **kwargs)
-    attributes = Attributes(self) if member.num_calls < 2 else None
     try:
         output = run(member.memberships, member, self, args, kwargs)
     except EditsInputError as error:
         raise _refusal(self, "edits its input in place", "its forward") from error
-    if attributes is not None:
-        # The first call may fill caches; what is set again in the second one is no cache.
-        if (name := attributes.changed(but_filled=member.num_calls == 0)) is not None:
-            raise _refusal(self, "changes an attribute that is no buffer", f"`{name}`")
-        member.num_calls += 1
+    except ChangesAttributeError as error:
+        raise _refusal(self, "changes an attribute that is no buffer", f"`{error}`") from error
+    member.num_calls += 1
     return output
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.optimizers import (
     IN_BACKWARD,
@@ -19,7 +20,6 @@ from lightning_memsave.core.optimizers import (
     bare_step,
     change_class,
     check_latest,
-    check_steps_parameters_alone,
     name_of,
     original,
     stand_in,
@@ -107,7 +107,8 @@ def _in_float32(plain: Any) -> Any:
             load_counter(self, state_dict)
 
         def __getstate__(self) -> dict[str, Any]:
-            return {**super().__getstate__(), _MEMORY: vars(self)[_MEMORY]}
+            memory = vars(self)  # none any more where it steps plainly again, by the name of its class alone
+            return {**super().__getstate__(), **({_MEMORY: memory[_MEMORY]} if _MEMORY in memory else {})}
 
     InFloat32.__name__, InFloat32.__qualname__ = plain.__name__, f"{name_of(plain)}InFloat32"
     return InFloat32

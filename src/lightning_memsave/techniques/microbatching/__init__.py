@@ -29,7 +29,7 @@ from torch import nn
 from lightning_memsave.core.errors import check_unused, setting_error
 from lightning_memsave.core.units import parse_bytes
 from lightning_memsave.techniques.microbatching.batchnorm import PooledBatchNorms, pooled_batchnorm
-from lightning_memsave.techniques.microbatching.reduction import LabelCount, infer_reduction
+from lightning_memsave.techniques.microbatching.reduction import LabelCount, Rule, infer_reduction
 from lightning_memsave.techniques.microbatching.split import UnsplittableBatchError, batch_size, split
 
 __all__ = [
@@ -60,11 +60,12 @@ class Microbatching:
     start: int | None = None
     """With `"auto"`, samples per microbatch to begin with; `None`: whole batches."""
     reduction: Literal["auto", "mean", "sum"] = "auto"
-    """How the loss depends on the batch. `"auto"` evaluates it three times on a few samples of the first batch, in eval
-    mode and without gradients; a loss that is neither mean nor sum is run whole, with a warning."""
+    """How the loss depends on the batch. `"auto"` evaluates it three times on a few samples, in the first batch and now
+    and then, without gradients: a mean over samples, over labels that are not -100 or over unmasked tokens, or a sum. A
+    loss that is none of these is run whole, with a warning."""
     weight_fn: Callable[[Any], float] | None = None
     """The weight of a (micro)batch in a mean, when it is not its number of samples: for example its unpadded tokens,
-    `LabelCount()`. On the first batch it is tried whether losses add up."""
+    `LabelCount()`. It is tried whether losses add up; where they do not, the loss class is `changed`."""
     split_fn: Callable[[Any, int], list[Any]] | None = None
     """Cuts (batch, size) into a list of microbatches, for batches whose structure does not tell."""
     strict: bool = False
@@ -214,14 +215,6 @@ class Microbatching:
                 raise
             return float(self.weight_fn(part))
 
-    def weights(self, parts: list[tuple[Any, float]], reduction: Literal["mean", "sum"]) -> list[float]:
-        """What each microbatch's loss is multiplied by; one without weight has no loss that means anything."""
-        if len(parts) == 1 or reduction == "sum":
-            return [1.0] * len(parts)
-        shares = [float(n) if self.weight_fn is None else float(self.weight_fn(part)) for part, n in parts]
-        total = sum(shares)
-        return [share / total for share in shares] if total else [1 / len(parts)] * len(parts)
-
     def pooled_batchnorm(self, model: nn.Module, num_parts: int) -> AbstractContextManager[PooledBatchNorms]:
         """What is to be around the microbatches of a batch, see `pooled_batchnorm`; whole batches stay alone."""
         if num_parts == 1 and self.batchnorm == "ghost":
@@ -305,7 +298,7 @@ def microbatches(batch: Any, size: int | None = None) -> Iterator[tuple[Any, flo
         return
     parts = config.parts(batch)
     on_use(len(parts))
-    reduction: Literal["mean", "sum"] = "sum" if config.reduction == "sum" else "mean"
-    for (part, _), weight in zip(parts, config.weights(parts, reduction), strict=True):
+    rule = Rule("sum" if config.reduction == "sum" else "mean", config.weight_fn)
+    for (part, _), weight in zip(parts, rule.weights(parts), strict=True):
         if weight:
             yield part, weight

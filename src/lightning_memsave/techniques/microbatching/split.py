@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,36 @@ def batch_size(batch: Any) -> int:
 def take(node: Any, start: int, stop: int, num_samples: int) -> Any:
     """Samples `start` to `stop` of a batch of `num_samples`. Tensors become views, containers keep their type."""
     return _with_samples(node, num_samples, lambda samples: samples[start:stop])
+
+
+def pick(node: Any, rows: Sequence[int], num_samples: int) -> Any:
+    """Some samples of a batch of `num_samples`, in copies.
+
+    >>> pick({"x": torch.arange(4), "name": ["a", "b", "c", "d"]}, [0, 3], 4)
+    {'x': tensor([0, 3]), 'name': ['a', 'd']}
+    """
+
+    def picked(samples: Any) -> Any:
+        is_array = _is_array(samples)
+        return samples[list(rows)] if is_array else type(samples)(samples[row] for row in rows)
+
+    return _with_samples(node, num_samples, picked)
+
+
+def are_equal(node: Any, num_samples: int) -> bool:
+    """Whether all samples of a batch are the same, as in one of zeros.
+
+    >>> are_equal((torch.zeros(3, 2), torch.ones(3)), 3), are_equal(torch.arange(3), 3)
+    (True, False)
+    """
+    found: list[bool] = []
+
+    def compared(samples: Any) -> Any:
+        found.append(bool((samples == samples[:1]).all()) if _is_array(samples) else True)
+        return samples
+
+    _with_samples(node, num_samples, compared)
+    return all(found)
 
 
 def resized(node: Any, num_samples: int, wanted: int) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.optimizers import (
     PENDING,
@@ -26,7 +27,6 @@ from lightning_memsave.core.optimizers import (
     bare_step,
     change_class,
     check_latest,
-    check_steps_parameters_alone,
     name_of,
     original,
     span_of,

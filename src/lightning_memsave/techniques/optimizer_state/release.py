@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.optimizers import IN_BACKWARD, PENDING, bare_step, check_steps_parameters_alone, step_one
+from lightning_memsave.core.coupling import check_steps_parameters_alone
+from lightning_memsave.core.optimizers import IN_BACKWARD, PENDING, bare_step, step_one
 from lightning_memsave.techniques.optimizer_state import into_state
 from lightning_memsave.techniques.optimizer_state.coded import is_coded, memory_of
 from lightning_memsave.vault.regions import before_change, expect_changes, expect_no_changes

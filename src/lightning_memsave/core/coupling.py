@@ -1,0 +1,75 @@
+"""Whether an optimizer steps each parameter by itself, so that it can be called for one at a time.
+
+Private names of torch (seen in 2.13): `_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.errors import setting_error
+
+
+def check_steps_parameters_alone(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Refuse optimizers that look at all parameters at once, or step by another one, which has groups of its own.
+
+    Raises:
+        ValueError: it is one of those.
+    """
+    delegates = any(isinstance(each, torch.optim.Optimizer) for each in vars(optimizer).values())
+    if delegates or isinstance(optimizer, torch.optim.LBFGS) or _couples_parameters(optimizer):
+        raise setting_error(
+            name,
+            "needs an optimizer that steps each parameter by itself",
+            type(optimizer).__name__,
+            "Use AdamW or SGD.",
+        )
+
+
+_OF_STEPS = ("state", "param_groups", "step")
+_KNOWN = ("torch.optim.", "bitsandbytes.", "lightning_memsave.")
+
+
+def _couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of two parameters together is another one than of each alone, tried on small ones of our own.
+
+    Classes of torch and bitsandbytes are known; one that fails on two matrices, or draws random numbers, tells nothing.
+    """
+    if type(optimizer).__module__.startswith(_KNOWN):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(2)]
+    gradients = [torch.randn(4, 3, generator=generator, dtype=torch.float64) * size for size in (1.0, 30.0)]
+    before = torch.get_rng_state()
+    try:
+        together = _stepped(optimizer, values, gradients)
+        alone = [_stepped(optimizer, [v], [g])[0] for v, g in zip(values, gradients, strict=True)]
+    except Exception:  # whatever a class does that needs more than a step
+        return False
+    finally:
+        draws = not torch.equal(before, torch.get_rng_state())
+        torch.set_rng_state(before)
+    apart = max(float((a - b).abs().max()) for a, b in zip(together, alone, strict=True))
+    moved = max(float((a - b).abs().max()) for a, b in zip(together, values, strict=True))
+    return not draws and apart > 1e-6 * moved
+
+
+def _stepped(optimizer: torch.optim.Optimizer, values: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+    """What two steps of a new optimizer of this class and these settings make of parameters with these values."""
+    parameters = [torch.nn.Parameter(value.clone()) for value in values]
+    twin: Any = copy.copy(optimizer)
+    kept: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    own = {key: value for key, value in vars(optimizer).items() if not key.startswith("_") and key not in _OF_STEPS}
+    vars(twin).update(copy.deepcopy(own, kept), state=defaultdict(dict))
+    vars(twin).update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
+    twin.param_groups = [{**optimizer.param_groups[0], "params": parameters}]
+    for _ in range(2):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        type(optimizer).step(twin)  # of the class: a scheduler has wrapped the instance's
+    return [parameter.detach() for parameter in parameters]
