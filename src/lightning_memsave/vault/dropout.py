@@ -30,7 +30,13 @@ class _Dropped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
-        return _Dropped.apply(gradient.contiguous(), mask, ctx.scale), None, None  # type: ignore[no-untyped-call]
+        result: Tensor = _Dropped.apply(gradient.contiguous(), mask, ctx.scale)  # type: ignore[no-untyped-call]
+        # Laid out as torch's product with the gradient would be: sums of it are then in the same order.
+        order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
+        if not gradient.is_contiguous() and gradient.permute(order).is_contiguous():
+            back = [order.index(dim) for dim in range(gradient.dim())]
+            result = result.permute(order).contiguous().permute(back)
+        return result, None, None
 
 
 def dropout(call: Call) -> Tensor | None:

@@ -38,7 +38,7 @@ from lightning_memsave.vault.arguments import Arguments
 from lightning_memsave.vault.calls import Place
 from lightning_memsave.vault.entries import Passed
 from lightning_memsave.vault.forms import Rank
-from lightning_memsave.vault.graph import unwatched, version_of
+from lightning_memsave.vault.graph import Stub, unwatched, version_of
 from lightning_memsave.vault.holders import Collector, Fingerprints, Holder, Stop, unpack
 from lightning_memsave.vault.inputs import Input, Keeper, keep, vault_around
 from lightning_memsave.vault.members import Group, Member, Membership
@@ -74,6 +74,7 @@ def run(memberships: Sequence[Membership], member: Member, module: nn.Module, ar
         _live_with(output, regions)
     for region in regions:
         region.end(call, unused, drawn)
+    call.given.release()
     return output
 
 
@@ -152,7 +153,7 @@ class _Part(NamedTuple):
 
     call: RegionCall
     inner: Sequence[Membership]
-    arguments: list[Any]  # leaves: `Input`, `_Output`, a weak reference, or what needs no keeping
+    arguments: list[Any]  # leaves: `Input`, `_Output`, `Stub`, or what needs no keeping
     place: Place | None
 
 
@@ -209,12 +210,11 @@ class Region(Keeper):
 
         Args:
             call: the latest.
-            unused: leaves of its arguments that are kept only as long as somebody else keeps them.
+            unused: leaves of its arguments of which no values are kept.
             drawn: generators before and after it, if it drew numbers; kept where it needs them.
         """
         for leaf in unused:
-            self._parts[-1].arguments[leaf] = weakref.ref(call.given.leaves[leaf])
-        call.given.release()
+            self._parts[-1].arguments[leaf] = Stub(call.given.leaves[leaf])
         if drawn is not None:
             before, after = drawn
             if self._drawn is None or not self._drawn.equals(before):
@@ -272,8 +272,6 @@ class Region(Keeper):
 
 
 def _given(argument: Any, outputs: dict[_Output, Tensor]) -> Any:
-    if isinstance(argument, Input):
+    if isinstance(argument, Input | Stub):
         return argument.get()
-    if isinstance(argument, weakref.ref):
-        return argument()
     return outputs[argument] if isinstance(argument, _Output) else argument

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_memsave.vault.graph import check_version, compiler_callback, compiling, version_of
+from lightning_memsave.vault.graph import Stub, check_version, compiler_callback, compiling, version_of
 from lightning_memsave.vault.objects import ObjectState, is_immutable, is_object
 from lightning_memsave.vault.randomness import PARTS_OF_TORCH
 
@@ -136,8 +136,9 @@ class Weights:
 class Attributes:
     """The plain Python attributes of a module as they are now; entered, those that can be put back are.
 
-    Numbers, texts and tensors that no graph is behind are put back when a call is made again. What else a call changes
-    (a list that grows, an object, an output that it keeps) makes it one that cannot be.
+    Numbers, texts and tensors are put back when a call is made again; of tensors with a graph behind them, outputs of
+    earlier calls, only the shape, unless somebody holds them. What else a call changes (a list that grows, an object)
+    makes it one that cannot be.
 
     Args:
         owners: whose: modules by name.
@@ -214,7 +215,10 @@ class _Own:
         """Those that cannot be put back; held while the call runs alone."""
         for key, value in vars(owner).items():
             if key not in PARTS_OF_TORCH:
-                (self._kept if _can_be_put_back(value) else self.others)[key] = value
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    self._kept[key] = Stub(value)  # an output of an earlier call, which nobody reads, as a rule
+                else:
+                    (self._kept if isinstance(value, Tensor) or is_immutable(value) else self.others)[key] = value
         self._versions = [(k, v, version_of(v)) for k, v in self._kept.items() if isinstance(v, Tensor)]
 
     def name(self, key: str) -> str:
@@ -242,7 +246,9 @@ class _Own:
     def differing(self) -> dict[str, Any]:
         """What was kept of those that are others now."""
         current = vars(self._owner)
-        return {key: value for key, value in self._kept.items() if current.get(key, _MISSING) is not value}
+        kept = ((key, value, current.get(key, _MISSING)) for key, value in self._kept.items())
+        others = {k: v for k, v, now in kept if not (v.stands_for(now) if isinstance(v, Stub) else now is v)}
+        return {key: value.get() if isinstance(value, Stub) else value for key, value in others.items()}
 
     def assign(self, values: dict[str, Any]) -> dict[str, Any]:
         """Give the module these attributes; what it had instead."""
@@ -253,11 +259,9 @@ class _Own:
 
 
 def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(second, Stub):
+        return second.stands_for(first)
     return first is second or (is_immutable(first) and type(first) is type(second) and bool(first == second))
-
-
-def _can_be_put_back(value: Any) -> bool:
-    return value.grad_fn is None if isinstance(value, Tensor) else is_immutable(value)
 
 
 def is_of_torch(module: nn.Module) -> bool:

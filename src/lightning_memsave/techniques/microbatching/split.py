@@ -53,19 +53,72 @@ def _first_dimensions(node: Any) -> set[int]:
 
 
 def batch_size(batch: Any) -> int:
-    """The number of samples: the first dimension that all tensors of the batch share.
+    """The number of samples: the first dimension that all tensors of the batch share, or the length of its lists.
+
+    A list whose items are alike (dictionaries with the same keys, tensors of one rank and dtype) and whose tensors
+    disagree about a first dimension has one sample in each item, as `collate_fn=list` makes them.
 
     Raises:
         UnsplittableBatchError: tensors disagree, or there is none with a dimension.
+
+    >>> batch_size([{"boxes": torch.zeros(3, 4)}, {"boxes": torch.zeros(1, 4)}])
+    2
     """
     sizes = _first_dimensions(batch)
-    if len(sizes) != 1:
-        found = f"first dimensions {sorted(sizes)}" if sizes else "no tensor with a dimension"
+    if len(sizes) == 1 and _is_list_of_one_shape(batch):
         raise UnsplittableBatchError(
-            f"cannot tell the batch dimension: the batch has {found}. Pass "
-            "`Microbatching(split_fn=...)`, a function of (batch, size) that returns the microbatches as a list."
+            f"a list of {len(batch)} tensors of one shape has samples as its items, or as their rows. {_SPLIT_FN}"
         )
+    if len(sizes) != 1:
+        listed = _list_sizes(batch)
+        if len(listed) == 1:
+            return listed.pop()
+        raise UnsplittableBatchError(f"cannot tell the batch dimension: the batch has {_described(batch)}. {_SPLIT_FN}")
     return sizes.pop()
+
+
+_SPLIT_FN = "Pass `Microbatching(split_fn=...)`, a function of (batch, size) that returns the microbatches as a list."
+
+
+def _described(batch: Any) -> str:
+    """Which entries of a batch have which first dimension."""
+    named: dict[int, list[str]] = {}
+    pairs = batch.items() if isinstance(batch, Mapping) else enumerate(_children(batch))
+    for key, value in pairs:
+        for size in _first_dimensions(value):
+            named.setdefault(size, []).append(f"`{key}`")
+    if not named:
+        return "no tensor with a dimension"
+    listed = (f"{size} in {', '.join(names[:3])}" for size, names in sorted(named.items())[:4])
+    return f"first dimensions {sorted(named)} ({'; '.join(listed)})"
+
+
+def _is_list_of_one_shape(node: Any) -> bool:
+    is_list = type(node) is list and len(node) > 2 and all(isinstance(item, Tensor) for item in node)
+    return is_list and len({(item.shape, item.dtype) for item in node}) == 1 and node[0].dim() > 1
+
+
+def _are_alike(items: Any) -> bool:
+    """Whether the items of a list look like samples of one kind."""
+    if type(items) not in (list, tuple) or not items:
+        return False
+    if all(isinstance(item, Tensor) for item in items):
+        return len({(item.dim(), item.dtype) for item in items}) == 1
+    if all(isinstance(item, Mapping) for item in items):
+        return len({frozenset(item) for item in items}) == 1
+    if all(_is_dataclass(item) for item in items):
+        return len(set(map(type, items))) == 1
+    are_tuples = type(items) is list and all(type(item) is tuple for item in items)
+    return are_tuples and len(set(map(len, items))) == 1
+
+
+def _list_sizes(node: Any) -> set[int]:
+    """The lengths of lists of samples, and the first dimensions of tensors beside them."""
+    if _is_array(node):
+        return {node.shape[0]} if len(node.shape) else set()
+    if _are_alike(node):
+        return {len(node)}
+    return set().union(*(_list_sizes(child) for child in _children(node)))
 
 
 def take(node: Any, start: int, stop: int, num_samples: int) -> Any:
@@ -96,7 +149,7 @@ def are_equal(node: Any, num_samples: int) -> bool:
     found: list[bool] = []
 
     def compared(samples: Any) -> Any:
-        found.append(bool((samples == samples[:1]).all()) if _is_array(samples) else True)
+        found.append(bool((samples == samples[:1]).all()) if _is_array(samples) else _is_plain_list(samples))
         return samples
 
     _with_samples(node, num_samples, compared)
@@ -140,6 +193,8 @@ def _with_samples(node: Any, num_samples: int, change: Callable[[Any], Any]) -> 
         has_samples = len(leaf.shape) > 0 if _is_array(leaf) else len(leaf) == num_samples
         return change(leaf) if has_samples else leaf
 
+    if len(_first_dimensions(node)) > 1:  # then lists tell
+        return _mapped(node, changed, lambda child: _are_alike(child) and len(child) == num_samples)
     return _mapped(node, changed, lambda child: _has_one_each(child, num_samples))
 
 
