@@ -58,6 +58,12 @@ QUIET = {
 }
 
 
+class WithHyperparameters(OddModel):
+    def __init__(self, width=7):
+        super().__init__()
+        self.save_hyperparameters()
+
+
 def fit(callbacks, logger, **options):
     trainer = L.Trainer(
         **{
@@ -73,7 +79,7 @@ def fit(callbacks, logger, **options):
             **options,
         }
     )
-    trainer.fit(OddModel())
+    trainer.fit(WithHyperparameters())
     return trainer
 
 
@@ -160,7 +166,7 @@ def test_every_logger_gets_the_same_rows(tmp_path):
     fit([memsave], [first, CSVLogger(tmp_path), second])
     assert first.rows == second.rows
     assert first.hyperparams == second.hyperparams
-    assert {"memsave": {**memsave.recipe.as_dict(), "every": 200}} in first.hyperparams
+    assert {"width": 7, "memsave": {**memsave.recipe.as_dict(), "every": 200}} in first.hyperparams
     (written,) = tmp_path.rglob("metrics.csv")
     with written.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["memsave/peak_bytes"]]
@@ -238,7 +244,7 @@ def fake_trainer(is_global_zero, *loggers):
         loggers=list(loggers),
         fit_loop=loop,
         enable_autolog_hparams=True,
-        lightning_module=OddModel(),
+        lightning_module=WithHyperparameters(),
         datamodule=None,
     )
 
@@ -248,13 +254,14 @@ def test_only_the_first_rank_writes_the_configuration():
     log_config(fake_trainer(False, recorder), {"recipe": "measure"})
     assert recorder.hyperparams == []
     log_config(fake_trainer(True, recorder), {"recipe": "measure"})
-    assert recorder.hyperparams == [{"memsave": {"recipe": "measure"}}]
+    assert recorder.hyperparams == [{"width": 7, "memsave": {"recipe": "measure"}}]
 
 
-class WithHyperparameters(OddModel):
-    def __init__(self, width=7):
-        super().__init__()
-        self.save_hyperparameters()
+def test_a_run_without_hyperparameters_writes_none():
+    """Plain Lightning writes no `hparams.yaml` and no `hp_metric` then."""
+    recorder = Recorder()
+    L.Trainer(**QUIET, callbacks=[MemSave()], logger=recorder).fit(OddModel())
+    assert recorder.hyperparams == []
 
 
 def test_the_first_that_tensorboard_hears_has_the_hyperparameters_of_the_run_as_well():

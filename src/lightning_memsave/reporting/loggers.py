@@ -20,18 +20,23 @@ def _global_step(trainer: Any) -> int:
 
 
 def log_config(trainer: Any, config: Mapping[str, Any]) -> None:
-    """Record the resolved settings where a logger keeps a configuration."""
+    """Record the resolved settings where a logger keeps a configuration.
+
+    Other loggers than W&B get them with the hyperparameters of the run; of a run without any they get none, as they
+    would make files and metrics (`hparams.yaml`, `hp_metric`) that plain Lightning does not.
+    """
     if not trainer.is_global_zero:
         return
+    own = _hyperparameters(trainer)
     for logger in trainer.loggers:
-        if wandb.is_wandb(logger):
-            wandb.record_config(logger.experiment, config)
-        elif trainer.enable_autolog_hparams:
-            # With the run's own: TensorBoard shows the first that it is told, and Lightning tells them after this.
-            try:
-                logger.log_hyperparams({**_hyperparameters(trainer), "memsave": dict(config)})
-            except Exception as error:  # MLflow's, for one, do not change; settings must not end a run
-                rank_zero_info(f"memsave: {type(logger).__name__} has not taken the settings: {error}")
+        try:
+            if wandb.is_wandb(logger):
+                wandb.record_config(logger.experiment, config)
+            elif trainer.enable_autolog_hparams and own:
+                # With the run's own: TensorBoard shows the first that it is told, and Lightning tells them after this.
+                logger.log_hyperparams({**own, "memsave": dict(config)})
+        except Exception as error:  # MLflow's, for one, do not change; settings must not end a run
+            rank_zero_info(f"memsave: {type(logger).__name__} has not taken the settings: {error}")
 
 
 def _hyperparameters(trainer: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Every private name of torch that this room uses stands here (seen in torch 2.13)
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, overload
@@ -178,31 +177,6 @@ class WeakStorage:
 
 def _reference_to_nothing() -> WeakStorage:
     return WeakStorage(torch.UntypedStorage(0))
-
-
-class Stub:
-    """A tensor of which a call reads no values, as those of other layers in a cache: as long as somebody holds it.
-
-    Args:
-        tensor: not kept alive.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = weakref.ref(tensor)
-        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
-
-    def stands_for(self, tensor: Any) -> bool:
-        """Whether it is the tensor."""
-        return tensor is not None and self._tensor() is tensor
-
-    def get(self) -> Tensor:
-        """The tensor; when it is gone, one of its shape that takes no memory."""
-        tensor = self._tensor()
-        return (
-            tensor
-            if tensor is not None
-            else torch.zeros((), dtype=self._dtype, device=self._device).expand(self._shape)
-        )
 
 
 def is_held_elsewhere(watched: Tensor) -> bool:

@@ -11,6 +11,7 @@ import pickle
 import sys
 import threading
 import types
+import weakref
 from typing import Any
 
 import torch
@@ -135,3 +136,28 @@ def _is_of_lightning(value: Any) -> bool:
 def _is_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+class Stub:
+    """A tensor of which a call reads no values, as those of other layers in a cache: as long as somebody holds it.
+
+    Args:
+        tensor: not kept alive.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
+
+    def stands_for(self, tensor: Any) -> bool:
+        """Whether it is the tensor."""
+        return tensor is not None and self._tensor() is tensor
+
+    def get(self) -> Tensor:
+        """The tensor; when it is gone, one of its shape that takes no memory."""
+        tensor = self._tensor()
+        return (
+            tensor
+            if tensor is not None
+            else torch.zeros((), dtype=self._dtype, device=self._device).expand(self._shape)
+        )

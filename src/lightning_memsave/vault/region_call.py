@@ -25,7 +25,16 @@ class EditsInputError(RegionError):
 
 
 class ChangesAttributeError(RegionError):
-    """A region changed an attribute that cannot be put back; the text is its name."""
+    """A region changed an attribute that cannot be put back.
+
+    Args:
+        module: what changed it, by name and class.
+        attribute: its name.
+    """
+
+    def __init__(self, module: str, attribute: str) -> None:
+        super().__init__(f"A checkpointed module, {module}, changes `{attribute}`, which cannot be put back.")
+        self.attribute = attribute
 
 
 class RegionCall:
@@ -70,7 +79,7 @@ class RegionCall:
             raise EditsInputError(type(self.module).__name__)
         # The first call may fill caches; what is set again in the second one is no cache.
         if (name := self._attributes.changed(but_filled=self.member.num_calls == 0)) is not None:
-            raise ChangesAttributeError(name)
+            raise ChangesAttributeError(f"`{self.member.name}` ({type(self.module).__name__})", name)
         unused = self.given.untouched_in_caches(args, kwargs)
         self.outputs = [
             (number, weakref.ref(leaf), version_of(leaf))

@@ -38,10 +38,11 @@ from lightning_memsave.vault.arguments import Arguments
 from lightning_memsave.vault.calls import Place
 from lightning_memsave.vault.entries import Passed
 from lightning_memsave.vault.forms import Rank
-from lightning_memsave.vault.graph import Stub, unwatched, version_of
+from lightning_memsave.vault.graph import unwatched, version_of
 from lightning_memsave.vault.holders import Collector, Fingerprints, Holder, Stop, unpack
 from lightning_memsave.vault.inputs import Input, Keeper, keep, vault_around
 from lightning_memsave.vault.members import Group, Member, Membership
+from lightning_memsave.vault.objects import Stub
 from lightning_memsave.vault.randomness import Randomness
 from lightning_memsave.vault.region_call import RegionCall, leaves_of
 from lightning_memsave.vault.vault import Vault

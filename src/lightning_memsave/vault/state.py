@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_memsave.vault.graph import Stub, check_version, compiler_callback, compiling, version_of
-from lightning_memsave.vault.objects import ObjectState, is_immutable, is_object
+from lightning_memsave.vault.graph import check_version, compiler_callback, compiling, version_of
+from lightning_memsave.vault.objects import ObjectState, Stub, is_immutable, is_object
 from lightning_memsave.vault.randomness import PARTS_OF_TORCH
 
 

@@ -204,7 +204,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     except EditsInputError as error:
         raise _refusal(self, "edits its input in place", "its forward") from error
     except ChangesAttributeError as error:
-        raise _refusal(self, "changes an attribute that is no buffer", f"`{error}`") from error
+        raise _refusal(self, "changes an attribute that is no buffer", f"`{error.attribute}`") from error
     member.num_calls += 1
     return output
 
