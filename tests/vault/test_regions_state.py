@@ -120,6 +120,14 @@ def test_what_a_region_reads_is_put_back(name):
     assert_same_runs(plain, samples())
 
 
+def test_calls_of_one_region_draw_from_generators_of_their_own():
+    drops = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3))
+    makes = [Reads(private_noise, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    assert_same_runs(
+        nn.Sequential(drops, *makes, nn.Dropout(0.2)), samples(), groups=(("0", "1", "2", "3"), ("1", "2"))
+    )
+
+
 @dataclasses.dataclass
 class State:
     hidden: torch.Tensor

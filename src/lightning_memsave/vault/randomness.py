@@ -54,9 +54,10 @@ class Randomness:
         return Randomness(self.devices, self.private)
 
     def equals(self, other: Randomness) -> bool:
-        """Whether no number was drawn between the two, which are of the same generators."""
+        """Whether both are of the same generators, and no number was drawn between the two."""
         return (
             self.devices == other.devices
+            and list(map(id, self.private)) == list(map(id, other.private))
             and _bytes(self._cpu) == _bytes(other._cpu)
             and all(_bytes(state) == _bytes(other._others[d]) for d, state in self._others.items())
             and self._python == other._python
