@@ -441,6 +441,19 @@ def test_rules_that_disagree_on_a_batch_are_asked_about():
     assert rules.weights(full) == pytest.approx([2 / 3, 1 / 3])
 
 
+@pytest.mark.parametrize(("seconds", "says"), [(1.0, True), (0.0, False)])
+def test_what_asking_costs_is_told_once(monkeypatch, seconds, says):
+    clock = iter(range(100))
+    monkeypatch.setattr("lightning_memsave.strategies.loss_rules.time.perf_counter", lambda: float(next(clock)))
+    rules = LossRules()
+    rules.is_due((torch.zeros(2),), 0)
+    rules.seconds = seconds
+    text = rules.cost_of_first_epoch()
+    assert (text is not None) == says
+    assert text is None or "took 1.0 s, 100% of the first epoch" in text
+    assert rules.cost_of_first_epoch() is None
+
+
 def test_rules_come_from_integers_and_masks_of_the_batch():
     batch = {
         "input_ids": torch.ones(2, 3, dtype=torch.long),

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_memsave.core.errors import MicrobatchWarning, NoEffectWarning, NotLosslessWarning, setting_error
@@ -182,6 +183,8 @@ class LoopState:
         if config.reduction != "auto":
             rules.known = (Rule(config.reduction, config.weight_fn),)
             return True
+        if trainer.current_epoch:
+            self.tell_cost()
         waits = self._waits(trainer)
         is_due = rules.is_due(batch, trainer.current_epoch, may_differ=not waits)
         if not is_due and rules.weights(parts) is not None:
@@ -208,6 +211,11 @@ class LoopState:
             'which kind it is of. `Microbatching(reduction="mean")` or `"sum"` does.'
         )
         return False
+
+    def tell_cost(self) -> None:
+        """The first epoch is over: say what the questions have cost, where it was much."""
+        if (text := self.rules.cost_of_first_epoch()) is not None:
+            rank_zero_info(text)
 
     def _compare(self, before: tuple[Rule, ...], answer: Answer, batch_idx: int) -> None:
         """With the rules by which earlier batches were cut."""

@@ -9,6 +9,7 @@ have held so far would weigh the parts of a batch differently.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_memsave.techniques.microbatching.reduction import Rule
 from lightning_memsave.techniques.microbatching.split import are_equal
 
 _SAME = 1e-9  # relative: weights that differ by less are equal
+_MUCH = 0.02  # of the first epoch
 _SECOND = 4  # the second and the third step are measured, which asking would add to
 _NUM_NODES = 48  # of the graph, from the loss on
 
@@ -33,6 +35,7 @@ class LossRules:
         self.known: tuple[Rule, ...] = ()
         self.seconds = 0.0
         """Spent on asking."""
+        self._start: float | None = None  # of the first batch that is cut; `None` once the first epoch's cost was told
         self._num_cut = 0
         self._next_epoch = self._next_batch = 1
         self._structures: set[Any] = set()
@@ -47,6 +50,8 @@ class LossRules:
             epoch: of the run, from 0 on.
             may_differ: whether processes may ask at different batches.
         """
+        if not self._num_cut:
+            self._start = time.perf_counter()
         self._num_cut += 1
         structure = _structure(batch)
         is_new = structure not in self._structures or self._is_due
@@ -58,6 +63,17 @@ class LossRules:
         if epoch >= self._next_epoch:
             due, self._next_epoch = True, 2 * epoch
         return due
+
+    def cost_of_first_epoch(self) -> str | None:
+        """A line for people, once: what asking has taken of the time since the first batch, where that is much."""
+        start, self._start = self._start, None
+        elapsed = math.inf if start is None else time.perf_counter() - start
+        if self.seconds <= _MUCH * elapsed:
+            return None
+        return (
+            f"memsave: finding out how the loss depends on the batch took {self.seconds:.1f} s, "
+            f'{self.seconds / elapsed:.0%} of the first epoch; `Microbatching(reduction="mean")` or `"sum"` skips it.'
+        )
 
     def ask(self, asked: Callable[[], Answer]) -> Answer:
         """What is found now; the rules that hold in this batch as well stay."""

@@ -140,6 +140,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
             if trainer is None or trainer.interrupted:
                 release(self)  # callbacks are not torn down then
             elif self._has_fitted:
+                self.memsave.loop.tell_cost()
                 self.memsave.loop.warn_if_unused(module)
 
     MemSaveMixin.__qualname__ = "MemSaveMixin"
