@@ -1,4 +1,4 @@
-"""What is left of a fit: a trainer that can be copied, pickled and used again, weights that somebody put back."""
+"""What is left of a fit: a trainer that can be copied and pickled."""
 
 from __future__ import annotations
 

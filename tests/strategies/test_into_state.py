@@ -6,6 +6,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
@@ -184,3 +185,29 @@ def test_compact_checkpoints_load_under_any_other_state(written_by, read_by, tmp
     )
     assert trainer.global_step == 16
     assert all(value.isfinite().all() for value in module.state_dict().values())
+
+
+class SkipsSteps(BoringModel):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        if batch_idx % 2:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class SkipsZeroing(BoringModel):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % 2:
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+
+@pytest.mark.parametrize("gradients", ["release", "into-state"])
+@pytest.mark.parametrize(("module", "hook"), [(SkipsSteps, "optimizer_step"), (SkipsZeroing, "optimizer_zero_grad")])
+def test_hooks_of_stepping_that_would_not_be_asked_are_refused_by_name(module, hook, gradients):
+    slots = {"optimizer_state": OptimizerState(format="32bit", gradients=gradients), "microbatch": False}
+    trainer = L.Trainer(
+        max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[MemSave(**slots)],
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=f"{hook} of the module"):
+        trainer.fit(module())

@@ -512,3 +512,25 @@ def test_bfloat16_gradients(settings, options):
         assert during.gradients == {torch.bfloat16}
         assert set(during.parameters.values()) == {torch.float32}
         assert during.plugin.precision == options.get("precision", "32-true")
+
+
+def test_an_error_about_dtypes_names_the_setting():
+    class Scatters(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def training_step(self, batch, batch_idx):
+            sums = torch.zeros(3, 4)
+            return sums.index_add_(0, torch.tensor([0, 1]), self.layer(batch)).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    trainer = L.Trainer(
+        max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[MemSave(precision="bf16-sr")],
+    )  # fmt: skip
+    with pytest.raises(RuntimeError) as raised:
+        trainer.fit(Scatters(), torch.utils.data.DataLoader([torch.ones(2, 4)], batch_size=None))
+    assert any("MemSave(precision=...)" in note and "keep_32bit" in note for note in raised.value.__notes__)

@@ -16,7 +16,7 @@ from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.activations import ForwardScope
 from lightning_memsave.strategies.loop_state import LoopState
-from lightning_memsave.strategies.low_precision import lower_precision
+from lightning_memsave.strategies.low_precision import lower_precision, naming_the_setting
 from lightning_memsave.strategies.planning import PlannedCheckpointing
 from lightning_memsave.strategies.sparsifying import Sparsifying
 from lightning_memsave.strategies.ways import ways_of_training
@@ -258,7 +258,7 @@ class MemSaveState:
         if self.planned is not None and self.planned.is_due and not self.is_rehearsing:
             self.planned.plan(trainer, args, scope)
         inputs = nullcontext() if self.region_inputs is None else keeping_inputs_in(self.region_inputs)
-        with inputs:
+        with inputs, naming_the_setting(self.weights):
             return step() if scope is None else scope(step)
 
     @property
