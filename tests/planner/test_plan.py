@@ -159,3 +159,9 @@ def test_a_plan_that_is_handed_over_keeps_its_microbatches_where_recovery_does_n
     assert recipe.stepping_aside(["accumulate_grad_batches"])[0] == recipe
     without = MemSave(plan(techniques=(Microbatching(max_bytes=1000),))).recipe
     assert without.stepping_aside(["DDP"])[0].techniques == ()
+
+
+@pytest.mark.parametrize("value", ["8G", 0.5, "0.5", -1, "much"])
+def test_a_budget_that_is_none_is_refused_with_the_ways_to_say_it(value):
+    with pytest.raises(ValueError, match=r'budget.*"8GiB", "50%" or "0.5x"'):
+        Budget(value)

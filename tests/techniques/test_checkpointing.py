@@ -356,3 +356,20 @@ def test_double_backward_through_a_region():
         return torch.autograd.grad(first.square().sum(), x)[0]
 
     torch.testing.assert_close(second(model), second(plain), rtol=1e-12, atol=0)
+
+
+def test_blocks_of_classes_that_are_made_anew_are_blocks():
+    def block():
+        class Made(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear, self.act = nn.Linear(4, 4), nn.ReLU()
+
+            def forward(self, x):
+                return self.act(self.linear(x))
+
+        return Made()
+
+    model = nn.Sequential(*(block() for _ in range(3)))
+    applied = apply_checkpointing(model, Checkpointing())
+    assert applied.summary.startswith("3 regions")

@@ -89,8 +89,12 @@ class MemoryMonitor(Callback):
             This callback.
 
         Raises:
-            ValueError: the report is of a run that has measured nothing (yet).
+            ValueError: it is no report or prediction, or of a run that has measured nothing (yet).
         """
+        if not isinstance(baseline, MemoryReport | Prediction):
+            raise setting_error(
+                "baseline", "must be a report or a prediction", baseline, "For example `.against(other.report)`."
+            )
         if baseline.peak_bytes is None:
             raise setting_error("baseline", "must have a measured peak", None, "Fit the baseline first.")
         is_predicted = isinstance(baseline, Prediction)

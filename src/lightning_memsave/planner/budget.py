@@ -31,7 +31,15 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self._ratio is None:
-            parse_bytes("budget", self.text)
+            try:
+                parse_bytes("budget", self.text)
+            except ValueError:
+                raise setting_error(
+                    "budget",
+                    "must be a positive size, a percentage of the device's memory or a factor of the plain step",
+                    self.text,
+                    'For example "8GiB", "50%" or "0.5x".',
+                ) from None
         elif not 0 < self._ratio <= 1:
             raise setting_error(
                 "budget",

@@ -75,7 +75,8 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The model's own blocks.
 
     These are modules with children whose class occurs at least twice among the members of the model's containers
-    (`Sequential`, `ModuleList`, `ModuleDict`); containers themselves only when there are no others.
+    (`Sequential`, `ModuleList`, `ModuleDict`); containers themselves only when there are no others. Classes that a
+    function makes anew each time, of one name and with the same kinds of modules in them, count as one.
     """
     members = [
         (f"{name}.{child_name}" if name else child_name, child)
@@ -84,10 +85,17 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for child_name, child in container.named_children()
         if any(child.children()) and _is_called(child)
     ]
-    repeated = {kind for kind, count in Counter(type(child) for _, child in members).items() if count >= 2}
-    members = [(name, child) for name, child in members if type(child) in repeated]
+    repeated = {kind for kind, count in Counter(_kind(child) for _, child in members).items() if count >= 2}
+    members = [(name, child) for name, child in members if _kind(child) in repeated]
     blocks = [(name, child) for name, child in members if not isinstance(child, _CONTAINERS)]
     return _outermost(blocks or members)
+
+
+def _kind(module: nn.Module) -> Any:
+    kind = type(module)
+    if "<locals>" not in kind.__qualname__:
+        return kind
+    return kind.__module__, kind.__qualname__, tuple(type(child).__qualname__ for child in module.modules())
 
 
 def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
