@@ -226,3 +226,18 @@ def test_parts_of_a_sum_have_no_shares():
 def test_a_sum_has_no_use_for_weights():
     with pytest.raises(ValueError, match=r'weight_fn` is read with reduction="auto" or "mean" alone'):
         Microbatching(reduction="sum", weight_fn=len)
+
+
+def test_lists_of_samples_are_cut_as_lists():
+    images = [torch.zeros(3, 8, 8 + i) for i in range(5)]
+    targets = [{"boxes": torch.zeros(i, 4)} for i in range(5)]
+    assert [(len(a), len(b), n) for (a, b), n in split((images, targets), 2)] == [(2, 2, 2), (2, 2, 2), (1, 1, 1)]
+    assert [len(part) for part, _ in split(targets, 3)] == [3, 2]
+    assert split((images, targets), 2)[0][0][0][1] is images[1]
+
+
+def test_a_list_of_equal_tensors_is_refused_and_entries_are_named():
+    with pytest.raises(UnsplittableBatchError, match="a list of 4 tensors of one shape.*split_fn"):
+        batch_size([torch.zeros(3, 8, 8)] * 4)
+    with pytest.raises(UnsplittableBatchError, match="2 in `edge_index`; 9 in `x`"):
+        batch_size({"x": torch.zeros(9, 3), "edge_index": torch.zeros(2, 20)})

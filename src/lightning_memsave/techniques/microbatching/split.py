@@ -103,7 +103,7 @@ def _are_alike(items: Any) -> bool:
     if type(items) not in (list, tuple) or not items:
         return False
     if all(isinstance(item, Tensor) for item in items):
-        return len({(item.dim(), item.dtype) for item in items}) == 1
+        return len({(item.dim(), item.dtype) for item in items}) == 1 and items[0].dim() > 0
     if all(isinstance(item, Mapping) for item in items):
         return len({frozenset(item) for item in items}) == 1
     if all(_is_dataclass(item) for item in items):
