@@ -237,7 +237,7 @@ def test_lists_of_samples_are_cut_as_lists():
 
 
 def test_a_list_of_equal_tensors_is_refused_and_entries_are_named():
-    with pytest.raises(UnsplittableBatchError, match="a list of 4 tensors of one shape.*split_fn"):
+    with pytest.raises(UnsplittableBatchError, match=r"a list of 4 tensors of one shape.*split_fn"):
         batch_size([torch.zeros(3, 8, 8)] * 4)
     with pytest.raises(UnsplittableBatchError, match="2 in `edge_index`; 9 in `x`"):
         batch_size({"x": torch.zeros(9, 3), "edge_index": torch.zeros(2, 20)})
