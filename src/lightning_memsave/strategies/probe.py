@@ -1,7 +1,7 @@
 """Ask a LightningModule how its loss depends on the batch, without leaving a trace of having asked.
 
 `training_step` is evaluated on a few samples, spread over the batch, and on two uneven parts of them, without
-gradients. Weights are moved by some noise before, as at the start of training all samples may have the same loss (a
+gradients. Some bits of weights are flipped before, as at the start of training all samples may have the same loss (a
 head of zeros), which any weights average to itself. The mode is that of training, so that terms behind `self.training`
 count; BatchNorm alone is in evaluation mode, as what its statistics change is known and named. Where random numbers
 cannot be told to be a sample's own, or the step fails that way, it is evaluated in evaluation mode.

@@ -27,7 +27,6 @@ class StepEffects:
 
     def __init__(self, module: Any, device: torch.device) -> None:
         owners = [(name, m) for name, m in module.named_modules() if not isinstance(m, Metric)]
-        self._module = module
         self._attributes = Attributes(owners)
         self._tensors = [(name, tensor, version_of(tensor)) for name, tensor in _tensors(owners)]
         self._gradients = [(p, p.grad, None if p.grad is None else p.grad._version) for p in module.parameters()]
