@@ -144,3 +144,29 @@ def test_functions_that_share_a_variable_share_the_copys():
     assert calls == 0
     model(torch.ones(1, 2))
     assert calls == 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_attributes_that_autograd_has_computed_are_copied_without_their_graph():
+    model = torch.nn.utils.weight_norm(nn.Linear(2, 2))
+    model.hidden = [model(torch.ones(1, 2))]
+    twin = copied(model)
+    assert torch.equal(twin.weight, model.weight)
+    assert twin.weight.is_leaf
+    assert torch.equal(twin.hidden[0], model.hidden[0])
+    twin(torch.ones(1, 2)).sum().backward()
+    assert twin.weight_g.grad is not None
+    assert model.weight_g.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_parameters_of_torchscript_are_leaves_in_the_copy():
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
+    model[0].bias.requires_grad_(False)
+    twin = copied(model)
+    assert [(p.is_leaf, p.requires_grad) for p in twin.parameters()] == [
+        (True, p.requires_grad) for p in model.parameters()
+    ]
+    twin(torch.ones(1, 2)).sum().backward()
+    assert model[0].weight.grad is None
+    assert twin[0].weight.grad is not None

@@ -371,6 +371,21 @@ def test_calls_that_cannot_be_made_twice_are_left_out(kind, options):
     assert_same_bits(step, regions)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("how", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(64, 16))])
+@pytest.mark.parametrize("options", [{"method": "sqrt"}, {"method": "recursive"}, {"budget": 0.7}])
+def test_what_torchscript_runs_is_left_out(how, options):
+    model = nn.Sequential(*(Layer(16, 32) for _ in range(12)))
+    model[3], model[7] = how(model[3]), nn.Sequential(how(model[7]))
+    step = Step(model, {"x": torch.randn(64, 16)}, squares)
+    for _ in range(3):  # so that both steps that are compared are compiled
+        step.run()
+    regions = planner_of(step, **options).plan().config.regions
+    assert not {"3", "7", "7.0"} & {name for region in regions for name in region}
+    assert regions
+    assert_same_bits(step, regions)
+
+
 def test_a_call_that_fills_an_object_is_left_out():
     class Model(nn.Module):
         def __init__(self):

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from lightning_memsave import Checkpointing, Ledger, apply_checkpointing
+from lightning_memsave.core.copies import copied
 from lightning_memsave.demo.model import WideResNet
 from lightning_memsave.techniques.checkpointing.selection import repeated_blocks
 from tests.contracts.spec import Spec
@@ -52,6 +53,17 @@ class Spectral(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+class OldWeightNorm(nn.Module):
+    """Computes its weight in a hook, and has it as a plain attribute with a graph."""
+
+    def __init__(self):
+        super().__init__()
+        norm = torch.nn.utils.weight_norm
+        self.blocks = nn.ModuleList([nn.Sequential(norm(nn.Linear(8, 8)), nn.Tanh()) for _ in range(3)])
+
+    forward = Spectral.forward
 
 
 class Shared(nn.Module):
@@ -123,6 +135,7 @@ CASES = {
     "in-place ReLU": (lambda: stack(inplace=True), BLOCKS),
     "whole group": (lambda: stack(p=0.3), Checkpointing(modules="1")),
     "spectral norm": (Spectral, BLOCKS),
+    "old weight norm": (OldWeightNorm, BLOCKS),
     "shared, called thrice": (Shared, BLOCKS),
     "LSTM with dropout, tuple output": (Recurrent, Checkpointing(modules=nn.LSTM)),
     "keyword-only, non-tensor outputs": (Keywords, BLOCKS),
@@ -150,6 +163,7 @@ def assert_same_bits(first, second):
             assert a[name] is None or torch.equal(a[name], b[name]), name
 
 
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_bit_equal_for_two_steps_in_training_and_one_in_eval(case, autocast):
@@ -157,7 +171,7 @@ def test_bit_equal_for_two_steps_in_training_and_one_in_eval(case, autocast):
     if autocast and "LSTM" in case:
         pytest.skip("oneDNN has no bfloat16 LSTM on every CPU")
     plain, ours, x = make(), None, torch.randn(6, 8)
-    ours = copy.deepcopy(plain)
+    ours = copied(plain)
     keys = list(plain.state_dict())
     applied = apply_checkpointing(ours, config)
     for training in (True, True, False):
@@ -320,9 +334,68 @@ def test_levels_that_only_hold_layers_are_no_regions():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_scripted_layers_are_called():
-    model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), Block(), Block())
-    assert apply_checkpointing(model, Checkpointing(regions=[["1"]])).summary.startswith("1 region")
+# ------------------------------------------------------------------- TorchScript
+def scripted(block):
+    return torch.jit.script(block)
+
+
+def traced(block):
+    return torch.jit.trace(block, torch.ones(2, 8), check_trace=False)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", [scripted, traced])
+def test_blocks_that_torchscript_runs_are_left_out_by_name(kind):
+    plain = stack()
+    plain[1][1].linear, plain[1][2].linear = kind(plain[1][1].linear), kind(plain[1][2].linear)
+    ours = copied(plain)
+    applied = apply_checkpointing(ours, BLOCKS)
+    assert applied.summary == "1 regions: 1 x Block; left out, as they hold TorchScript modules: 1.1, 1.2"
+    x = torch.randn(6, 8)
+    for _ in range(4):  # TorchScript compiles in the second call
+        assert_same_bits(train_step(plain, x), train_step(ours, x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("config", "where"),
+    [
+        (Checkpointing(modules="Block"), "1.1.linear"),
+        (Checkpointing(modules="1"), "1.1.linear"),
+        (Checkpointing(regions=[["0"], ["1.1"]]), "1.1.linear"),
+        (BLOCKS, "1.0.linear"),
+    ],
+)
+def test_what_torchscript_runs_is_refused_by_name(config, where):
+    model = stack()
+    for block in model[1] if config is BLOCKS else [model[1][1]]:
+        block.linear = scripted(block.linear)
+    with pytest.raises(ValueError, match=rf"must not name what is or holds a TorchScript module.*got '{where}'"):
+        apply_checkpointing(model, config)
+
+
+def activation_of(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(x)
+
+
+class CallsScripted(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(8, 8), function
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_function_that_torchscript_has_compiled():
+    x, function = torch.randn(6, 8), torch.jit.script(activation_of)
+    for _ in range(3):
+        function(x.clone().requires_grad_()).sum().backward()
+    plain = nn.Sequential(*(CallsScripted(function) for _ in range(3)))
+    ours = copied(plain)
+    apply_checkpointing(ours, Checkpointing(modules="CallsScripted"))
+    assert_same_bits(train_step(plain, x), train_step(ours, x))
 
 
 def test_wrong_settings_name_what_there_is():

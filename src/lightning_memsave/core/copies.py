@@ -10,7 +10,11 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_memsave.core.selection import is_scripted
 
 M = TypeVar("M", bound=nn.Module)
 _SMALL_BYTES = 2**20  # of weights, that may wait for Python's own collection
@@ -21,14 +25,15 @@ def copied(module: M, memo: dict[int, Any] | None = None) -> M:
 
     LightningCLI binds `configure_optimizers` to a module with an optimizer of its parameters; the copy needs one of
     its own. A `forward` that was replaced (`module.forward = torch.compile(module.forward)`) and hooks hold the module
-    in their closures or defaults; the copy's hold the copy.
+    in their closures or defaults; the copy's hold the copy. A plain attribute that is an output of autograd (the weight
+    that `torch.nn.utils.weight_norm` computes, a hidden state) is copied without its graph.
 
     Args:
         module: is not changed.
         memo: as for `copy.deepcopy`: what stands for objects by their id.
     """
     memo = {} if memo is None else memo
-    twin = copy.deepcopy(module, memo)
+    twin = _deep_copied(module, memo)
     for name, method in vars(module).items():
         if isinstance(method, types.MethodType) and isinstance(method.__func__, functools.partial):
             fixed = method.__func__
@@ -42,6 +47,32 @@ def copied(module: M, memo: dict[int, Any] | None = None) -> M:
                     if isinstance(value, _CALLABLES) and (new := _of_twins(value, memo)) is not value:
                         space[key] = new
     return twin
+
+
+def _deep_copied(module: M, memo: dict[int, Any]) -> M:
+    """`copy.deepcopy`, also of what TorchScript runs and of what autograd has computed."""
+    for value in (value for each in module.modules() for value in vars(each).values()):
+        if isinstance(value, torch.jit.ScriptFunction):  # has no state, and refuses to be copied
+            memo[id(value)] = value
+    with torch.no_grad(), _WithoutGraphs():  # autograd would record how TorchScript copies parameters
+        twin = copy.deepcopy(module, memo)
+    for each, other in zip(module.modules(), twin.modules(), strict=True):
+        for p, copy_of_p in zip(each.parameters(), other.parameters(), strict=True) if is_scripted(each) else ():
+            copy_of_p.requires_grad_(p.requires_grad)
+    return twin
+
+
+class _WithoutGraphs(TorchFunctionMode):
+    """`copy.deepcopy` of a tensor that autograd has computed, which torch refuses, copies its values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs any other function as it is."""
+        if func is Tensor.__deepcopy__ and args[0].grad_fn is not None:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = copy.deepcopy(tensor.detach(), memo)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
 
 
 def collect_copies(module: nn.Module) -> None:

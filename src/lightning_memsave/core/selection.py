@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -61,6 +62,24 @@ def is_norm(module: nn.Module) -> bool:
     own = list(module.parameters(recurse=False))
     says_so = isinstance(module, _NORMS) or "Norm" in type(module).__name__
     return says_so and not any(p.dim() > 1 for p in own if not is_lazy(p) and not isinstance(module, _NORMS))
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether TorchScript runs `module`, scripted or traced: it takes no hooks.
+
+    >>> is_scripted(nn.Linear(2, 2))
+    False
+    """
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def scripted_in(module: nn.Module) -> str | None:
+    """The name of a TorchScript module in `module`, `""` for that itself, `None` without any.
+
+    A checkpointed region cannot hold one: what such a module keeps for backward changes after its first calls, when
+    TorchScript has compiled it, so that a repetition would keep something else.
+    """
+    return next((name for name, inner in module.named_modules() if is_scripted(inner)), None)
 
 
 def as_selectors(setting: str, value: object) -> tuple[Selector, ...]:

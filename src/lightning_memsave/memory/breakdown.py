@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_memsave.core.selection import is_scripted
 from lightning_memsave.memory.allocations import Allocations
 from lightning_memsave.memory.cost import cost_of
 from lightning_memsave.memory.ledger import Entry, Ledger
@@ -116,6 +117,8 @@ class BreakdownLedger(Ledger):
         super().__enter__()
         assert self._model is not None, "it watches a model"
         for name, module in self._model.named_modules():
+            if is_scripted(module):
+                continue
             where = name or type(module).__name__
             self._hooks.append(module.register_forward_pre_hook(functools.partial(self._begins, where)))
             self._hooks.append(module.register_forward_hook(self._ends, always_call=True))

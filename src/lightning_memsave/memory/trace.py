@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_memsave.core.selection import is_scripted, scripted_in
 from lightning_memsave.memory.accumulation import replaces_first
 from lightning_memsave.memory.cost import cost_of
 from lightning_memsave.memory.storages import storages, tensors_in
@@ -77,7 +78,7 @@ class CallRecord:
     edits_input: bool = False
     """Whether it changed a tensor that it was given, or put one into an object that it was given (a cache of keys)."""
     side_effect: str | None = None
-    """A plain attribute that it changed, its own or of a module inside."""
+    """A plain attribute that it changed, its own or of a module inside; `TorchScript` if that runs a part of it."""
     buffer_bytes: int = 0
     """Of the buffers that it changed, its own or of modules inside."""
     backward_event: int | None = None
@@ -293,6 +294,7 @@ class _Tracer(TorchDispatchMode):
         record.buffer_bytes = changed + sum(trace.calls[index].buffer_bytes for index in record.children)
         inside = [trace.calls[index].side_effect for index in record.children]
         own = call.attributes.changed(but_filled=True) if call.attributes is not None else None
+        own = "TorchScript" if scripted_in(call.module) is not None else own
         record.side_effect = next((f"{n}" for n in inside if n), None) or (own and f"{record.name}.{own}")
         for tensor in tensors_in(out):
             self._returned[id(tensor)] = weakref.ref(tensor)
@@ -305,6 +307,8 @@ class _Tracer(TorchDispatchMode):
         # As in the ledger: a compiled region that is met under a dispatch mode would stay eager for ever.
         self._stance = torch.compiler.set_stance("force_eager")
         for module in self._names:
+            if is_scripted(module):
+                continue
             self._hooks.append(module.register_forward_pre_hook(self._enter_module, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(self._leave_module, with_kwargs=True, always_call=True))
         super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch

@@ -51,7 +51,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.errors import check_unused, setting_error
 from lightning_memsave.core.report import Applied
-from lightning_memsave.core.selection import is_selected
+from lightning_memsave.core.selection import is_scripted, is_selected
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.numerics.kbit import coded_bytes
 from lightning_memsave.vault import Rank, Tally, Vault
@@ -268,6 +268,8 @@ def _set_modules(model: nn.Module, vault: Vault, patterns: Mapping[str, str]) ->
     """Hooks that tell the vault which codec holds inside which module."""
     unused, removals = set(patterns), []
     for name, module in model.named_modules():
+        if is_scripted(module):  # takes no hooks
+            continue
         matching = [pattern for pattern in patterns if is_selected(pattern, name, module)]
         unused.difference_update(matching)
         if matching:

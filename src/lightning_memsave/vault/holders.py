@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -110,6 +110,8 @@ class Collector(Keeper):
         self._to_compare: list[tuple[Fingerprint, Tensor]] = []
         """Fingerprints, and tensors that may be yet to be filled."""
         self.vault: Vault | None = None
+        self.is_complete = False
+        """Whether everybody has got a tensor, so that what follows is not wanted."""
 
     @contextlib.contextmanager
     def scope(self, vault: Vault | None) -> Iterator[None]:
@@ -131,7 +133,7 @@ class Collector(Keeper):
         self._num_seen += 1
         self._unfilled = (tensor.shape, tensor.dtype) if is_unfilled(tensor) else None
         if number > self._last:
-            raise Stop
+            self._stop()
         holder = self._holders[number]()
         if _waits(holder):
             assert holder is not None
@@ -147,8 +149,12 @@ class Collector(Keeper):
             holder.value = kept
         # RReLU's noise comes before its input, and both before the kernel that draws it.
         if number == self._last and not (tensor.requires_grad and unfilled == (tensor.shape, tensor.dtype)):
-            raise Stop
+            self._stop()
         return kept
+
+    def _stop(self) -> NoReturn:
+        self.is_complete = True
+        raise Stop
 
     def _compare(self) -> None:
         """With what was kept in forward, as far as that is known."""
@@ -173,7 +179,8 @@ class Collector(Keeper):
 
 _ADVICE = (
     "It reads something that has changed in between: a global variable, an object that it was given, a generator that "
-    "nobody knows. Leave this module out of checkpointing."
+    "nobody knows; or it calls a function that TorchScript has compiled in between. Leave this module out of "
+    "checkpointing."
 )
 
 

@@ -30,6 +30,7 @@ _BY_REFERENCE = (
     types.BuiltinFunctionType,
     types.MethodType,
     types.ModuleType,
+    torch.jit.ScriptFunction,
     type(threading.Lock()),
 )
 
@@ -67,7 +68,7 @@ class ObjectState:
         written = _Written()
         try:
             _Pickler(written, self.references).dump(value)
-        except _UNWRITABLE as error:
+        except Exception as error:  # whatever the methods of a class raise
             raise TypeError(f"{type(value).__name__} has no state that can be written down: {error}") from error
         self._written = written.getvalue()
         self.versions = [version_of(each) if isinstance(each, Tensor) else 0 for each in self.references]
@@ -92,7 +93,6 @@ def _is_same(first: Any, second: Any) -> bool:
 
 
 _METHODS = (types.MethodType, types.BuiltinFunctionType)
-_UNWRITABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError, ValueError, RuntimeError)
 
 
 class _Written(io.BytesIO):

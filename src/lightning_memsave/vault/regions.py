@@ -237,6 +237,9 @@ class Region(Keeper):
             # Stopped inside the scope: while an exception is on its way, its traceback keeps tensors alive.
             with torch.enable_grad(), collector.scope(vault), contextlib.suppress(Stop):
                 self._call_again(vault)
+        except RuntimeError:
+            if not collector.is_complete:  # TorchScript raises one of its own for `Stop`
+                raise
         finally:
             _OPEN.reset(token)
         collector.check()

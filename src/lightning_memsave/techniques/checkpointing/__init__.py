@@ -30,8 +30,9 @@ from torch import nn
 
 from lightning_memsave.core.errors import RefusedRegionError, setting_error
 from lightning_memsave.core.report import Applied
+from lightning_memsave.core.selection import scripted_in
 from lightning_memsave.core.units import parse_bytes
-from lightning_memsave.techniques.checkpointing.selection import Region, select_regions
+from lightning_memsave.techniques.checkpointing.selection import Region, repeated_blocks, select_regions
 from lightning_memsave.vault.graph import is_inside_transform
 from lightning_memsave.vault.inputs import keeping_inputs_in
 from lightning_memsave.vault.members import Group, Member, Membership
@@ -153,7 +154,11 @@ def apply_checkpointing(model: nn.Module, config: Checkpointing) -> Applied:
         if stop_offload is not None:
             stop_offload()
 
-    return Applied(technique="checkpointing", summary=_summary(regions, modules, config.offload), restore=restore)
+    summary = _summary(regions, modules, config.offload)
+    if config.modules is None and config.regions is None:
+        scripted = [name for name, block in repeated_blocks(model) if scripted_in(block) is not None]
+        summary += f"; left out, as they hold TorchScript modules: {', '.join(scripted)}" if scripted else ""
+    return Applied(technique="checkpointing", summary=summary, restore=restore)
 
 
 def _summary(regions: Sequence[Region], modules: dict[str, nn.Module], offload: bool) -> str:

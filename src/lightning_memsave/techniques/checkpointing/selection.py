@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.core.selection import is_selected
+from lightning_memsave.core.selection import is_scripted, is_selected, scripted_in
 
 Region = tuple[str, ...]
 """Names of modules that are called one after the other."""
@@ -32,16 +31,21 @@ def select_regions(
         explicit: regions, as names.
 
     Raises:
-        ValueError: nothing matches (the message lists what there is), or explicit regions overlap without nesting.
+        ValueError: nothing matches (the message lists what there is), explicit regions overlap without nesting, or what
+            was named holds a TorchScript module.
     """
     if explicit is not None:
         _check_explicit(model, explicit)
+        _refuse_scripted(model, "Checkpointing.regions", [name for region in explicit for name in region])
         return list(explicit)
     if wanted is None:
-        found = repeated_blocks(model)
+        blocks = repeated_blocks(model)
+        if not (found := [(name, block) for name, block in blocks if scripted_in(block) is None]):
+            _refuse_scripted(model, "checkpointing", [name for name, _ in blocks])
     else:
         matching = [(n, m) for n, m in model.named_modules() if n and is_selected(wanted, n, m)]
         found = _outermost([called for name, module in matching for called in _called(name, module)])
+        _refuse_scripted(model, "Checkpointing.modules", [name for name, _ in found])
     if not found:
         called = (m for n, m in model.named_modules() if n and any(m.children()) and _is_called(m))
         there_is = Counter(type(m).__name__ for m in called)
@@ -55,9 +59,17 @@ def select_regions(
     return [(name,) for name, _ in found]
 
 
+def _refuse_scripted(model: nn.Module, setting: str, names: Sequence[str]) -> None:
+    for name in names:
+        if (inside := scripted_in(model.get_submodule(name))) is not None:
+            rule = "must not name what is or holds a TorchScript module, which keeps other tensors when it is run again"
+            where = f"{name}.{inside}".removesuffix(".")
+            raise setting_error(setting, rule, where, "Leave it out, or use the module that was scripted or traced.")
+
+
 def _is_called(module: nn.Module) -> bool:
     """Whether a module has a `forward`: a `ModuleList` has none, and cannot be a region."""
-    if isinstance(module, torch.jit.ScriptModule):  # whose class has none to look at
+    if is_scripted(module):  # whose class has none to look at
         return True
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
