@@ -547,3 +547,29 @@ def test_blocks_that_are_compiled_can_be_regions(how):
     fit(MemSave(checkpointing=Checkpointing(modules="net.[123]")), ours)
     for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+class DroppingOut(nn.Module):  # of torch's own containers, nothing is compiled
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(80, 80), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.dropout(self.linear(x))
+
+
+@pytest.mark.parametrize("recipe", ["measure", "lossless"])
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_dropout_draws_the_numbers_that_it_draws_alone(recipe):
+    """A backend that decomposes dropout draws other numbers than eager code, in steps that are measured as well."""
+    weights = []
+    for memsave in (None, MemSave(recipe)):
+        torch.compiler.reset()
+        L.seed_everything(0, verbose=False)
+        model = Regressor()
+        model.net[2] = DroppingOut()
+        model.net[2].compile(backend="aot_eager_decomp_partition")
+        fit(memsave, model)
+        weights.append([p.detach() for p in model.parameters()])
+    assert memsave.report.num_steps_measured > 0
+    assert all(map(torch.equal, *weights))

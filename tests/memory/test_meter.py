@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_memsave.core.report import CATEGORIES, MemoryReport
-from lightning_memsave.memory import Ledger, Meter
+from lightning_memsave.memory import Ledger, Meter, allocation_peak
 from lightning_memsave.memory import meter as meter_module
 from lightning_memsave.memory.allocator import AllocatorBytes
 from lightning_memsave.memory.ledger import Measurement
@@ -383,10 +384,61 @@ def test_workspace_is_that_of_the_batch_that_was_measured():
     assert run.meter.report().workspace_bytes == 4 * (512 - 100)
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_workspace_needs_two_steps_between_measured_ones(every):
-    with pytest.raises(ValueError, match=f"`every` must be 3 or more with `workspace=True`, got {every}"):
-        Meter(every, workspace=True)
+def test_workspace_needs_a_step_between_measured_ones():
+    with pytest.raises(ValueError, match="`every` must be 2 or more with `workspace=True`, got 1"):
+        Meter(1, workspace=True)
+
+
+# ---------------------------------------------------------------------------------------------- compiled code
+def test_compiled_code_is_measured_by_events_of_the_allocator():
+    """As `allocation_peak` sees it, gradients of the step before that end in this one included."""
+    torch.compiler.reset()
+    inner = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Dropout(0.5))
+    inner.compile(backend="aot_eager")
+    model, x = nn.Sequential(inner), torch.randn(32, 64)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+
+    def step():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    meter = Meter()
+    for _ in range(3):
+        meter.begin(model, [optimizer], x, CPU)
+        step()
+        meter.end()
+    report = meter.report()
+    assert report.num_steps_measured == 2
+    held = x.nbytes + 3 * sum(p.nbytes for p in model.parameters())
+    assert report.peak_bytes == allocation_peak(step, held)
+    assert report.by_category["activations"] == report.peak_bytes - held
+    assert sum(report.by_category.values()) == report.peak_bytes
+
+
+def test_a_compiled_function_is_seen_when_it_is_compiled_in_the_run():
+    torch.compiler.reset()
+    counter = CompileCounter()
+    function, ran = torch.compile(lambda x: x.sin(), backend=counter), []
+    meter, model, x = Meter(), nn.Linear(8, 8), torch.randn(2, 8)
+    for _ in range(3):
+        meter.begin(model, [], x, CPU)
+        ran.append(_get_current_dispatch_mode_stack())
+        function(model(x).detach())
+        meter.end()
+    assert ran == [[], [], []]
+    assert meter.report().num_steps_measured == 2
+
+
+def test_compiled_code_is_not_measured_while_somebody_else_profiles():
+    inner = nn.Linear(8, 8)
+    inner.compile(backend=CompileCounter())
+    meter, model, x = Meter(), nn.Sequential(inner), torch.randn(2, 8)
+    with profile(activities=[ProfilerActivity.CPU]):
+        for _ in range(3):
+            meter.begin(model, [], x, CPU)
+            model(x)
+            assert meter.end() is None
 
 
 # ---------------------------------------------------------------------------------------------- accelerators

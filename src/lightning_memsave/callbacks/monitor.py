@@ -46,13 +46,13 @@ class MemoryMonitor(Callback):
 
     Args:
         every: measure every this many steps.
-        workspace: profile the two steps after each measured one as well, for `report.workspace_bytes` (CPU only; costs
-            time and memory in these steps).
+        workspace: profile the step after each measured one as well, for `report.workspace_bytes` (CPU only; costs time
+            and memory in that step).
         snapshot: a file for CUDA's own record of its allocator (`memory.snapshot`) from the start of the fit to the end
             of the third batch, or to the error that ends it before; of ranks above 0 with the rank in its name.
 
     Raises:
-        ValueError: `every` is below 1, or below 3 with `workspace`; a `snapshot` is asked for where there is no CUDA.
+        ValueError: `every` is below 1, or below 2 with `workspace`; a `snapshot` is asked for where there is no CUDA.
 
     Example:
         >>> import lightning as L
@@ -243,7 +243,7 @@ class MemoryMonitor(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop measuring and log what was measured; out of memory, say what is alive and what would help."""
         failing = self._meter.abandon()
-        self._meter.close()
+        self._meter.abandon()
         self._save_snapshot()
         if self._leader is None and is_out_of_memory(exception):
             try:
@@ -279,7 +279,7 @@ class MemoryMonitor(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop measuring."""
-        self._meter.close()
+        self._meter.abandon()
         self._save_snapshot()
 
     def _headlines(self) -> dict[str, float]:

@@ -125,6 +125,11 @@ class Ledger(TorchDispatchMode):
             self._was_there(entry)
         entry.category = category
 
+    def booked(self) -> Iterator[torch.UntypedStorage]:
+        """The storages that are booked and alive now."""
+        references = (entry.reference for entry in list(self._live.values()))
+        return (found for reference in references if reference is not None and (found := reference()) is not None)
+
     @property
     def live_bytes(self) -> int:
         """What is booked and alive now."""
@@ -337,13 +342,8 @@ class Ledger(TorchDispatchMode):
             storage = None if entry.reference is None else entry.reference()
             if storage is not None and entry.made is not None and entry.category not in kept_anyway:
                 shape, dtype, line = entry.made
-                yield Survivor(
-                    num_bytes=entry.num_bytes,
-                    shape=shape,
-                    dtype=dtype,
-                    line=line_text(line),
-                    storage=WeakStorage(storage),
-                )
+                where, held = line_text(line), WeakStorage(storage)
+                yield Survivor(num_bytes=entry.num_bytes, shape=shape, dtype=dtype, line=where, storage=held)
 
 
 def _named(changes: Iterable[tuple[int, Entry]]) -> Iterator[tuple[int, str]]:

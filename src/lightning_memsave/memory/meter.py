@@ -2,9 +2,9 @@
 
 Tracking costs some tens of microseconds per operation, so it runs on steps 2 and 3 and every `every`-th. A step is what
 lies between two optimizer steps: with gradient accumulation, several batches. The first step is never tracked: it
-creates state (optimizers, caches, compiled code) that the later ones start with. While a step is tracked,
-`torch.compile`d regions run eagerly; where an allocator counts peaks, such a step is not tracked at all: the peak is
-the allocator's, of the compiled code, and what was not there before the step goes under `activations`.
+creates state (optimizers, caches, compiled code) that the later ones start with. Under the ledger `torch.compile`d
+modules would run eagerly, take what eager code takes, and draw other random numbers. So their steps are measured by the
+allocator: its peak where it counts one, its events on CPU. What was not there before the step goes under `activations`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.memory import allocator
 from lightning_memsave.memory.ledger import Ledger, Measurement
 from lightning_memsave.memory.verify import AllocationProfile
-from lightning_memsave.vault.compiled import compiled_regions
+from lightning_memsave.vault.compiled import compiled_regions, num_compiled_graphs
 
 _FIRST_MEASURED = (2, 3)
 _LONGEST_STEP = 256  # batches
@@ -36,24 +36,24 @@ class Meter:
 
     Args:
         every: measure every this many steps, besides the first ones.
-        workspace: profile the two steps after each measured one, to learn the workspace inside kernels (CPU only).
+        workspace: profile the step after each measured one, to learn the workspace inside kernels (CPU only).
     """
 
     def __init__(self, every: int = 200, *, workspace: bool = False) -> None:
         if every < 1:
             raise setting_error("every", "must be a positive integer", every, "Use 200, or 1 to measure each step.")
-        if workspace and every < 3:
-            raise setting_error("every", "must be 3 or more with `workspace=True`", every, "Two steps are profiled.")
+        if workspace and every < 2:
+            raise setting_error("every", "must be 2 or more with `workspace=True`", every, "The next step is profiled.")
         self.every = every
         self._workspace = workspace
         self._ledger: Ledger | None = None
         self._held: Measurement | None = None  # when the step began, if it is left to the allocator
         self._profile: AllocationProfile | None = None
-        self._warm_profile: AllocationProfile | None = None  # of the step before the one that counts
         self._profile_next: Measurement | None = None
         self._profile_place = 0  # of the measured batch within its step
         self._workspace_bytes: int | None = None
         self._device = torch.device("cpu")
+        self._num_graphs: int | None = None  # that were compiled before the run
         self._num_steps = 0
         self._num_updates: int | None = None
         self._num_batches_in_step = 0
@@ -93,6 +93,8 @@ class Meter:
             is_compiled: whether the model runs compiled in a way that it does not show itself.
         """
         self.abandon()  # a batch that Lightning skipped has had no end
+        if self._num_graphs is None:
+            self._num_graphs = num_compiled_graphs()
         self._is_timed &= self._stop is None
         self._num_batches_in_step += 1
         is_new = num_updates is None or num_updates != self._num_updates
@@ -108,29 +110,36 @@ class Meter:
             self._num_steps > 1 and self._num_steps % self.every == 0
         )
         if self._is_scheduled or self._num_steps <= self._measured_until:
-            self.close()
             ledger = Ledger(device).watching(model, optimizers, batch)
-            if allocator.counts_peaks(device) and (is_compiled or any(compiled_regions(model))):
-                with ledger:
-                    pass
-                self._held = ledger.measurement
+            has_compiled = is_compiled or num_compiled_graphs() != self._num_graphs or any(compiled_regions(model))
+            if has_compiled and (device.type == "cpu" or allocator.counts_peaks(device)):
+                self._held = self._leave_to_allocator(ledger)
             else:
                 ledger.__enter__()
                 self._ledger = ledger
                 _measuring.add(self)
-        elif self._warm_profile is not None:
-            self._profile, self._warm_profile = self._warm_profile, None
-            self._profile.mark()
-        elif self._workspace and self._profile_next is not None and device.type == "cpu" and self._is_before_its_like:
-            self._warm_profile = AllocationProfile()
-            self._warm_profile.__enter__()
+        elif self._workspace and self._profile_next is not None and device.type == "cpu" and self._is_its_like:
+            self._leave_to_allocator(Ledger(device).watching(model, optimizers, batch))
         self._num_samples = num_samples
         self._stop = _stopwatch(device)
 
+    def _leave_to_allocator(self, ledger: Ledger) -> Measurement | None:
+        """What there is when the step begins. `None` on CPU while somebody else profiles: there can be one profiler."""
+        if not allocator.counts_peaks(self._device):
+            profile = AllocationProfile(ledger.booked())
+            try:
+                profile.__enter__()
+            except RuntimeError:
+                return None
+            self._profile = profile
+        with ledger:
+            pass
+        return ledger.measurement
+
     @property
-    def _is_before_its_like(self) -> bool:
-        """Whether the next batch has the place in its step that the measured one had, the last, which updates."""
-        return (self._num_batches_in_step + 1) % (self._profile_place + 1) == self._profile_place
+    def _is_its_like(self) -> bool:
+        """Whether this batch has the place in its step that the measured one had, the last, which updates."""
+        return self._num_batches_in_step % (self._profile_place + 1) == self._profile_place
 
     def _end_step(self) -> None:
         if self._is_timed and self._num_steps > 1 and self._batches:
@@ -173,13 +182,18 @@ class Meter:
         profiled, expected = self._profile, self._profile_next
         rest, held = ("temporary", None) if self._held is None else ("activations", self._held)
         tracked = self.abandon() or held
-        if tracked is not None:
+        if held is not None and profiled is not None:
+            num_bytes = held.held_bytes + profiled.peak_bytes
+            allocated_on_cpu = allocator.AllocatorBytes(allocated_bytes=num_bytes, reserved_bytes=num_bytes)
+            self.tracked = _with_allocator(held, allocated_on_cpu, rest)
+        elif tracked is not None:
             self.tracked = _with_allocator(tracked, allocated, rest)
-        self._note_workspace(profiled, expected)
+        else:
+            self._note_workspace(profiled, expected)
         if tracked is not None:
-            self._profile_next = dataclasses.replace(tracked, survivors=())
+            self._profile_next = None if held is not None else dataclasses.replace(tracked, survivors=())
             self._profile_place = self._num_batches_in_step % (_LONGEST_STEP + 1)
-        self._is_timed &= tracked is None and profiled is None and self._warm_profile is None
+        self._is_timed &= tracked is None and profiled is None
         self._batches.append((seconds, self._num_samples))
         if allocated is not None:
             self._reserved_bytes = max(self._reserved_bytes or 0, allocated.reserved_bytes)
@@ -200,14 +214,6 @@ class Meter:
         if profiled is not None and like is not None:
             found = like.held_bytes + profiled.peak_bytes - like.peak_bytes
             self._workspace_bytes = max(self._workspace_bytes or 0, found)
-
-    def close(self) -> None:
-        """Measure no more: nothing stays open, not even between two steps."""
-        self.abandon()
-        warm, self._warm_profile = self._warm_profile, None
-        if warm is not None:
-            warm.__exit__(None, None, None)
-            self._profile_next = None
 
     def abandon(self) -> Measurement | None:
         """Leave the ledger whatever happened in the step; safe to call at any time."""

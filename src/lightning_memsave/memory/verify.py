@@ -7,6 +7,8 @@ per cent of time, so it is asked for, never on by itself.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -37,27 +39,56 @@ _MARK_BYTES = 1_000_003
 class AllocationProfile:
     """Profiles CPU allocations between its start and its end; afterwards `peak_bytes` is the peak above the start.
 
-    The profiler does not see the end of what was allocated before it: gradients of the last step, for example, which
-    this one frees. `mark` makes the present moment the start, so that what the step before allocates is known.
+    The profiler does not see the end of what was allocated before it, such as gradients of the last step that this one
+    frees, unless it is told. Another way is `mark`: it makes the present moment the start, so that what the step before
+    allocates is known.
+
+    Args:
+        held: storages that were there before; each end counts.
+
+    Raises:
+        RuntimeError: when it starts, if another profiler runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held: Iterable[torch.UntypedStorage] = ()) -> None:
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._held = [weakref.ref(each, functools.partial(self._mark, -each.nbytes())) for each in held]
+        self._marks: list[int | None] = []
+        """In order: the change in bytes that stands for each, `None` for a start."""
         self.peak_bytes = 0
 
     def mark(self) -> None:
         """Count from here on."""
+        self._mark(None)
+
+    def _mark(self, change: int | None, _: object = None) -> None:
+        self._marks.append(change)
         torch.empty(_MARK_BYTES, dtype=torch.uint8)  # its two events are found again
 
     def __enter__(self) -> AllocationProfile:
+        if torch._C._autograd._profiler_enabled():  # torch would end the other one silently
+            raise RuntimeError("Another profiler runs, and torch can have one at a time.")
         self._profile.__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
+        self._held.clear()
         self._profile.__exit__(*exc_info)
-        sizes = _allocation_sizes(self._profile)
-        marks = [number for number, size in enumerate(sizes) if size == -_MARK_BYTES]
-        self.peak_bytes = peak_of_changes(sizes[marks[-1] + 1 :] if marks else sizes)
+        self.peak_bytes = peak_of_changes(self._changes())
+
+    def _changes(self) -> list[int]:
+        """In bytes, from the latest start on."""
+        found, marks = list[int](), iter(self._marks)
+        for size in _allocation_sizes(self._profile):
+            if size == -_MARK_BYTES:
+                change = next(marks)
+                if change is None:
+                    found.clear()
+                else:
+                    found.append(change)
+            elif size != _MARK_BYTES:
+                found.append(size)
+        return found
 
 
 def peak_of_changes(changes: Iterable[int]) -> int:

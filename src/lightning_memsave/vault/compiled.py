@@ -1,8 +1,8 @@
 """`torch.compile`d modules in a scope: the function mode of the vault must not be traced into them.
 
 A compiled region runs as one custom function, so what it keeps is kept exactly unless the user says otherwise; its
-tensors are handed over together when its forward ends. Private names (torch 2.13): `_compiled_call_impl` and
-`OptimizedModule`.
+tensors are handed over together when its forward ends. Private names (torch 2.13): `_compiled_call_impl`,
+`OptimizedModule` and Dynamo's `counters`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.utils import counters
 
 from lightning_memsave.vault.vault import Vault
 
@@ -25,6 +26,11 @@ def compiled_regions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if _entrance(module) is not None:
             yield name, module
+
+
+def num_compiled_graphs() -> int:
+    """How many graphs this process has compiled; a function that is compiled shows no other way."""
+    return counters["stats"]["unique_graphs"]
 
 
 def shield(model: nn.Module, vault: Vault) -> list[Callable[[], None]]:

@@ -39,9 +39,10 @@ def select_regions(
         _refuse_scripted(model, "Checkpointing.regions", [name for region in explicit for name in region])
         return list(explicit)
     if wanted is None:
-        blocks = repeated_blocks(model)
-        if not (found := [(name, block) for name, block in blocks if scripted_in(block) is None]):
-            _refuse_scripted(model, "checkpointing", [name for name, _ in blocks])
+        repeated = repeated_blocks(model)
+        found = [(name, block) for name, block in repeated if scripted_in(block) is None]
+        if not found:
+            _refuse_scripted(model, "checkpointing", [name for name, _ in repeated])
     else:
         matching = [(n, m) for n, m in model.named_modules() if n and is_selected(wanted, n, m)]
         found = _outermost([called for name, module in matching for called in _called(name, module)])
