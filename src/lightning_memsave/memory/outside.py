@@ -96,7 +96,9 @@ def _items(names: Any) -> dict[str, tuple[Any, Any]]:
 
 def _put_back(space: Any, items: dict[str, tuple[Any, Any]]) -> None:
     for name in set(vars(space)) - set(items):
-        if not name.startswith("__"):  # what Dynamo compiles stays compiled, and reads such names in the file
+        is_imported = isinstance(vars(space)[name], types.ModuleType)  # for good
+        # What Dynamo compiles stays compiled, and reads names with underscores in the file.
+        if not is_imported and not name.startswith("__"):
             delattr(space, name)
     for name, (value, copied) in items.items():
         if vars(space).get(name) is not value:

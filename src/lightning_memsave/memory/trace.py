@@ -78,7 +78,7 @@ class CallRecord:
     edits_input: bool = False
     """Whether it changed a tensor that it was given, or put one into an object that it was given (a cache of keys)."""
     side_effect: str | None = None
-    """A plain attribute that it changed, its own or of a module inside; `TorchScript` if that runs a part of it."""
+    """What it changed and a repetition would find changed, its own or of a module inside: mostly an attribute."""
     buffer_bytes: int = 0
     """Of the buffers that it changed, its own or of modules inside."""
     backward_event: int | None = None
@@ -149,13 +149,23 @@ class _Open:
     """A call that is running."""
 
     def __init__(self, record: CallRecord, module: nn.Module, inputs: list[Tensor]) -> None:
-        self.record, self.module = record, module
+        self.record, self.module, self.parts = record, module, _parts_of(module)
         self.attributes = Attributes([("", module)]) if record.name else None
         self.versions = [(weakref.ref(tensor), id(tensor), version_of(tensor)) for tensor in inputs]
         # Batch normalisation's kernels change running statistics without telling.
         is_changing = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
         buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
         self.buffers = [(buffer, -1 if is_changing else version_of(buffer)) for buffer in buffers]
+
+
+def _parts_of(module: nn.Module) -> list[object]:
+    """What a module consists of: some build that in their first forward pass, which then cannot be made again."""
+    named = (
+        part
+        for inner in module.modules()
+        for part in (inner._modules, inner._parameters, inner._forward_pre_hooks, inner._forward_hooks)
+    )
+    return [*(id(each) for part in named for each in part.values()), [name for name, _ in module.named_buffers()]]
 
 
 class _Live(NamedTuple):
@@ -294,6 +304,7 @@ class _Tracer(TorchDispatchMode):
         record.buffer_bytes = changed + sum(trace.calls[index].buffer_bytes for index in record.children)
         inside = [trace.calls[index].side_effect for index in record.children]
         own = call.attributes.changed(but_filled=True) if call.attributes is not None else None
+        own = own if call.parts == _parts_of(call.module) else "what it consists of"
         own = "TorchScript" if scripted_in(call.module) is not None else own
         record.side_effect = next((f"{n}" for n in inside if n), None) or (own and f"{record.name}.{own}")
         for tensor in tensors_in(out):

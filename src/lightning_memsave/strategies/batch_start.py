@@ -10,13 +10,13 @@ from numbers import Number
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_memsave.core.containers import CONTAINERS, nested, refill, values
 from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.strategies.ddp import num_collectives
+from lightning_memsave.strategies.structure import OF_LIGHTNING, Structure
 from lightning_memsave.techniques.sparsity.layers import SparseLayer
 from lightning_memsave.vault.buffers import Buffers
 from lightning_memsave.vault.noise import Noise
@@ -29,7 +29,8 @@ class BatchStart:
 
     Args:
         module: the LightningModule.
-        changing: names of buffers that a step changes; `None` while that is unknown.
+        changing: names of buffers that a step changes; `None` while that is unknown, in a first batch: then what a
+            first forward pass may build is kept as well (`structure`).
         gradients: what may happen to them: `"made"` (there are none yet), `"added to"` (those of earlier batches stay:
             a copy is kept), `"watched"` (the same without a copy: a try that has added to them is final).
         batch: its containers are put back, its tensors are watched.
@@ -67,6 +68,7 @@ class BatchStart:
         inside = {name: nested(value, most_entries) for name, value in named.items()}
         self._large = [(key, each, len(each)) for key, (_, large) in inside.items() for each in large]
         self._buffers = Buffers(owners, changing, small_bytes)
+        self._structure = Structure([m for _, m in owners], [m for _, m in users]) if changing is None else None
         # By reference, as a sum makes a new tensor.
         self._dense_gradients = [(layer, layer.dense_gradient) for _, layer in owners if isinstance(layer, SparseLayer)]
         self._summed: list[tuple[nn.Parameter, Tensor]] = []
@@ -134,6 +136,8 @@ class BatchStart:
             for key in [k for k, value in attributes.items() if k not in plain and _is_plain(k, value)]:
                 del attributes[key]
             attributes.update(plain)
+        if self._structure is not None:
+            self._structure.restore()
         for container, before in self._containers:
             refill(container, before)
         self._buffers.put_back()
@@ -144,12 +148,11 @@ class BatchStart:
 
 
 _IMMUTABLE = (Number, str, bytes, type(None))
-_OF_LIGHTNING = frozenset(name for name in vars(LightningModule()) if name.startswith("_"))
 
 
 def _is_plain(key: str, value: Any) -> bool:
     """Whether an attribute of a module is put back: exact types, as others may mind being copied."""
-    return key not in _OF_LIGHTNING and (type(value) in CONTAINERS or isinstance(value, (*_IMMUTABLE, Tensor)))
+    return key not in OF_LIGHTNING and (type(value) in CONTAINERS or isinstance(value, (*_IMMUTABLE, Tensor)))
 
 
 def _containers(batch: Any, seen: set[int] | None = None) -> Iterator[list[Any] | dict[Any, Any]]:

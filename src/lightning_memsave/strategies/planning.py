@@ -18,6 +18,7 @@ from lightning_memsave.core.errors import BudgetWarning, NoEffectWarning, settin
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.memory.fake import fake_tensors, optimizer_state_bytes
+from lightning_memsave.memory.outside import outside_kept
 from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.memory.trace import Trace, trace_step
 from lightning_memsave.numerics.fakes import is_fake, with_values
@@ -161,7 +162,7 @@ def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[],
         step = functools.partial(_forward_and_backward, trainer, args)
         return trace_step(module, step if scope is None else lambda: scope(step), held=list(tensors_in(args)))
 
-    with without_a_trace(trainer, module, args), _without_reduction(trainer.strategy.model):
+    with without_a_trace(trainer, module, args) as start, _without_reduction(trainer.strategy.model):
         if scope is not None:
             try:
                 with values_kept(args), ParametersKept(module):
@@ -169,11 +170,13 @@ def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[],
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
+            start.restore()
         if any(is_fake(p) for p in module.parameters()):  # a prediction
             return trace(args, None)
         # Whatever fails on fake tensors (a step that reads values, a kernel of one's own) is tried on real ones.
-        with contextlib.suppress(Exception), fake_tensors(module) as fake:
+        with contextlib.suppress(Exception), outside_kept(module), fake_tensors(module) as fake:
             return trace(fake(args), None)
+        start.restore()
         with values_kept(args), ParametersKept(module):
             return trace(args, None)
 

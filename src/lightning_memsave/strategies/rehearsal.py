@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from lightning_memsave.memory.outside import names_kept
 from lightning_memsave.memory.storages import tensors_in
 from lightning_memsave.numerics.fakes import is_fake
 from lightning_memsave.strategies.batch_start import BatchStart
@@ -23,7 +24,8 @@ from lightning_memsave.vault.graph import storage_key
 def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[BatchStart]:
     """Nothing is logged or steps; modes, random state, gradients, buffers, metrics and plain attributes come back.
 
-    So do the containers of the batch, of which a step may take things away. Yields what puts most of it back.
+    So do the containers of the batch, of which a step may take things away, what a first forward pass builds, and the
+    globals of the module's files and classes. Yields what puts most of it back.
     """
     state = trainer.strategy.memsave
     start = BatchStart(module, None, batch=batch, noise=state.noise, small_bytes=math.inf, most_entries=math.inf)
@@ -39,7 +41,7 @@ def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[BatchStar
     release = state.release
     state.is_rehearsing = True
     try:
-        with unpooled(), nullcontext() if release is None else release.rehearsed():
+        with names_kept(module), unpooled(), nullcontext() if release is None else release.rehearsed():
             yield start
     finally:
         state.is_rehearsing = False
