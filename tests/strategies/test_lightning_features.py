@@ -165,10 +165,11 @@ def test_after_a_finder_a_fit_is_as_without(slots, tmp_path, monkeypatch):
     module, memsave = new().float(), MemSave(**slots)
     trainer = trainer_with(memsave, max_epochs=1, precision=None)
     loader = DataLoader([tuple(part.float() for part in batch) for batch in data()], batch_size=None)
-    kind = type(module.net[0])
+    kind, weights = type(module.net[0]), [p.detach().clone() for p in module.parameters()]
     Tuner(trainer).lr_find(module, loader, num_training=3, update_attr=False)
     assert type(module.net[0]) is kind
     assert {p.dtype for p in module.parameters()} == {torch.float32}
+    assert all(map(torch.equal, weights, module.parameters()))
     trainer.fit(module, loader)
     assert type(module.net[0]) is kind
     assert {p.dtype for p in module.parameters()} == {torch.float32}

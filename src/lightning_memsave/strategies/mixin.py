@@ -58,6 +58,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
             if fitting:
                 self._begin(trainer)
                 _install_loop(trainer, self.memsave.loop, namespace)
+                self.memsave.keep_weights_of_tuning(trainer)
                 self._sparsifying = self.memsave.with_config(Sparsity, self.memsave.sparsify, trainer)
                 self.memsave.with_config(LowPrecision, self.memsave.lower_precision, trainer)
             with pages_kept(self.optimizers if fitting else ()):

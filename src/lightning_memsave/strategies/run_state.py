@@ -7,7 +7,9 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
 from lightning_memsave.core.compatibility import check_compatibility
 from lightning_memsave.core.coupling import check_steps_parameters_alone
@@ -58,6 +60,7 @@ class MemSaveState:
         self._saved_sparsity: Any = None
         self._num_measures = self._num_learned = 0
         self.started = False
+        self._before_tuning: tuple[Any, dict[str, Tensor]] | None = None
         self.is_rehearsing = False
         """Whether `training_step` runs to learn something of it: no time to plan regions."""
 
@@ -91,6 +94,13 @@ class MemSaveState:
             rank_zero_info(f"memsave: {technique_of(config).stem} is left out: {error}")
             self.recipe = self.recipe.without(kind)
             return None
+
+    def keep_weights_of_tuning(self, trainer: Any) -> None:
+        """Before they change. The tuner puts back what it saved, but it saves when they have changed already."""
+        is_lossy = any(self.recipe.get(kind) is not None for kind in (LowPrecision, Sparsity))
+        if is_lossy and any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks):
+            module = trainer.lightning_module
+            self._before_tuning = module, {name: p.detach().clone() for name, p in module.named_parameters()}
 
     def lower_precision(self, trainer: Any, config: LowPrecision) -> None:
         """Turn the weights to bfloat16."""
@@ -287,3 +297,9 @@ class MemSaveState:
         planned = [self.planned.applied] if self.planned is not None and self.planned.applied is not None else []
         for applied in reversed([*self.changes, *planned]):
             applied.keep() if applied.technique == "optimizer_state" else applied.undo()
+        if self._before_tuning is not None:
+            module, weights = self._before_tuning
+            with torch.no_grad():
+                for name, p in module.named_parameters():
+                    p.copy_(weights[name])
+            self._before_tuning = None
