@@ -134,3 +134,19 @@ def test_where_the_last_recipe_is_too_much_those_before_it_are_not_searched():
     text, asked = refused(10_000)
     assert 'Of the other recipes "extreme" reaches 19.5 KiB (too much as well).' in text
     assert len(set(asked)) == len(asked)
+
+
+def test_what_is_named_as_next_would_take_less():
+    recipe = resolve("balanced", {"microbatch": False, "optimizer_state": False, "checkpointing": False})
+    made = make_plan(Budget(95_000), recipe, Situation(), predicted(PLAIN_BYTES), modelled)
+    assert "was not needed" in made.next_step
+    made = plan(58_000, confirm=None)
+    assert made.next_step.startswith("nothing that was tried would take less")
+
+
+@pytest.mark.parametrize(("weights", "is_advised"), [(40_000, True), (10, False)])
+def test_other_kernels_of_the_optimizer_are_advised_where_they_matter(weights, is_advised):
+    split = dict.fromkeys(CATEGORIES, 0) | {"temporary": PLAIN_BYTES - weights, "weights": weights}
+    with pytest.raises(ValueError, match=r"What is left is temporary.*shorter samples") as refusal:
+        plan(50_000, confirm=None, predict=lambda _: Prediction(peak_bytes=PLAIN_BYTES, by_category=split))
+    assert ("foreach=False" in str(refusal.value)) is is_advised

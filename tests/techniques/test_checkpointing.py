@@ -350,7 +350,7 @@ def test_blocks_that_torchscript_runs_are_left_out_by_name(kind):
     plain[1][1].linear, plain[1][2].linear = kind(plain[1][1].linear), kind(plain[1][2].linear)
     ours = copied(plain)
     applied = apply_checkpointing(ours, BLOCKS)
-    assert applied.summary == "1 regions: 1 x Block; left out, as they hold TorchScript modules: 1.1, 1.2"
+    assert applied.summary == "1 region: 1 x Block; left out, as they hold TorchScript modules: 1.1, 1.2"
     x = torch.randn(6, 8)
     for _ in range(4):  # TorchScript compiles in the second call
         assert_same_bits(train_step(plain, x), train_step(ours, x))

@@ -241,3 +241,16 @@ def test_a_list_of_equal_tensors_is_refused_and_entries_are_named():
         batch_size([torch.zeros(3, 8, 8)] * 4)
     with pytest.raises(UnsplittableBatchError, match="2 in `edge_index`; 9 in `x`"):
         batch_size({"x": torch.zeros(9, 3), "edge_index": torch.zeros(2, 20)})
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [[torch.zeros(3) for _ in range(6)], [{"x": torch.zeros(2)} for _ in range(6)], [(torch.zeros(3), 1)] * 6],
+    ids=["tensors", "dictionaries", "tuples"],
+)
+def test_a_list_of_alike_items_is_not_guessed_about(batch):
+    with pytest.raises(UnsplittableBatchError, match=r"a list of 6 items of one kind.*Pass `tuple\(batch\)`"):
+        next(iter(microbatches(batch, size=2)))
+    assert [len(part) for part, _ in microbatches([torch.zeros(6, 3), torch.zeros(6)], size=2)] == [2, 2, 2]
+    parts = [part for part, _ in microbatches(tuple(torch.zeros(4, 3) for _ in range(6)), size=2)]
+    assert [part[0].shape for part in parts] == [(2, 3), (2, 3)]

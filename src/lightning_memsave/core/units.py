@@ -26,6 +26,15 @@ def format_bytes(num_bytes: int | None) -> str:
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": KIB, "mib": MIB, "gib": GIB}
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, as a person would write it.
+
+    >>> counted(1, "region"), counted(2, "region")
+    ('1 region', '2 regions')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def parse_bytes(name: str, value: object) -> int:
     """A number of bytes, or a text with a unit: `KiB`, `MiB`, `GiB` (powers of 1024), `kB`, `MB`, `GB` (of 1000).
 

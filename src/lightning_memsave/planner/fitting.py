@@ -22,10 +22,11 @@ from lightning_memsave.techniques.registry import Config, technique_of
 
 Predict = Callable[[Sequence[Config]], Prediction]
 _MAX_CONFIRMATIONS = 4
+_MOST_TRIED = 3  # settings that may have been next
 _MARGIN = 200  # of a budget, one part is left free: what kernels take differs from step to step
 _BEYOND = {
     "activations": "shorter samples or fewer of them",
-    "temporary": "shorter samples, or an optimizer with `foreach=False`",
+    "temporary": "shorter samples",
     "weights": "a smaller model, or sharding over devices",
     "gradients": "a smaller model, or sharding over devices",
     "optimizer_state": "an optimizer with less state",
@@ -245,8 +246,10 @@ def _next_step(search: Search, found: Found, free_bytes: int) -> str:
     later = [o for o in left if o.level > max(c.level for c in found.choice)] or left
     if not later:
         return f"nothing is left to be taken; {free}"
-    option = min(later, key=lambda o: (o.level, o.time_factor))
-    return f"{option.text} ({option.loss_class}, time about x{option.time_factor:.2f}) was not needed: {free}"
+    for option in sorted(later, key=lambda o: (o.level, o.time_factor))[:_MOST_TRIED]:
+        if search.peak(search.changed(found.choice, option)) < search.peak(found.choice):
+            return f"{option.text} ({option.loss_class}, time about x{option.time_factor:.2f}) was not needed: {free}"
+    return f"nothing that was tried would take less; {free}"
 
 
 def _techniques(
@@ -305,6 +308,9 @@ def _infeasible(
     lowest = needed_bytes(prediction) + situation.noted_bytes
     category = max(prediction.by_category, key=lambda name: prediction.by_category[name], default="activations")
     share = prediction.by_category.get(category, 0) / max(1, lowest)
+    beyond = _BEYOND[category]
+    if category == "temporary" and 2 * prediction.by_category.get("weights", 0) > prediction.by_category[category]:
+        beyond += ", or an optimizer with `foreach=False`"  # whose temporaries are as large as the weights
     offers: list[str] = []
     for tier in reversed(TIERS[TIERS.index(recipe.name) + 1 if recipe.name in TIERS else 1 :]):
         other = search.among(_open_knobs(sizes, recipe, situation, tier))
@@ -322,6 +328,5 @@ def _infeasible(
         f'must be at least {format_bytes(lowest)} ({lowest} bytes) for this step under "{recipe.name}", which '
         + (f"{text} would come to" if (text := describe(choice)) != "nothing" else "it takes without any technique"),
         f"{budget.text!r} ({format_bytes(sizes[0])})",
-        f"What is left is {category} for {share:.0%}: {_BEYOND[category]} would lower it. {others} "
-        f"{situation.why_whole}".rstrip(),
+        f"What is left is {category} for {share:.0%}: {beyond} would lower it. {others} {situation.why_whole}".rstrip(),
     )

@@ -89,7 +89,8 @@ class Search:
         """Why settings could not be used, by their text."""
         self._least_budgets: dict[str, int] = {}
         """Of regions that cannot meet the budget, what they could meet, by the text of the settings."""
-        self._num_predictions = 0
+        self.num_predictions = 0
+        """How many have been made, those that ended in a refusal among them."""
 
     def among(self, table: Mapping[type[Config], Knob]) -> Search:
         """Another search, among other settings of the same knobs; what has been predicted stays known."""
@@ -98,11 +99,6 @@ class Search:
         return other
 
     # ------------------------------------------------------------------ predictions
-    @property
-    def num_predictions(self) -> int:
-        """How many have been made, those that ended in a refusal among them."""
-        return self._num_predictions
-
     @property
     def is_exhausted(self) -> bool:
         """Whether no more will be made."""
@@ -126,12 +122,16 @@ class Search:
         """The Configs of a choice, in the order of the registry."""
         return in_order([*self._fixed, *(option.config for option in choice if option.config is not None)])
 
+    def changed(self, choice: Choice, option: Option) -> Choice:
+        """The choice with `option` at its knob."""
+        return _with(choice, next(i for i, knob in enumerate(self._knobs) if option in knob), option)
+
     def predict(self, choice: Choice) -> Prediction | None:
         """The prediction, made once; `None` where the settings cannot be used, or no more predictions are made."""
         key = describe(choice)
         if key in self._known:
             return self._known[key][1]
-        if self._num_predictions and self.is_exhausted:
+        if self.num_predictions and self.is_exhausted:
             return None
         try:
             self._known[key] = choice, self._predict_new(self.techniques(choice))
@@ -148,7 +148,7 @@ class Search:
 
     def _predict_new(self, techniques: tuple[Config, ...]) -> Prediction:
         check_compatibility([*Recipe("planned", techniques).rows(), *self._ways])
-        self._num_predictions += 1
+        self.num_predictions += 1
         return self._predict(techniques)
 
     def peak(self, choice: Choice) -> float:
@@ -195,7 +195,7 @@ class Search:
             if describe(fastest) in again:
                 return fastest
             due = [choice for choice in (best, fastest) if describe(choice) not in again]
-            if self._num_predictions + len(due) > self._max_predictions:
+            if self.num_predictions + len(due) > self._max_predictions:
                 break
             for choice in due:
                 self._time_again(choice)

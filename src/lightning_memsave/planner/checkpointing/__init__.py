@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import BudgetTooSmallError, setting_error
-from lightning_memsave.core.units import format_bytes, parse_bytes
+from lightning_memsave.core.units import counted, format_bytes, parse_bytes
 from lightning_memsave.memory.trace import Trace, trace_step
 from lightning_memsave.planner.checkpointing.budget import fit_budget
 from lightning_memsave.planner.checkpointing.candidates import Candidate
@@ -44,15 +44,22 @@ class CheckpointingPlan:
     def describe(self) -> str:
         """One line for people."""
         regions = self.config.regions or ()
-        found = f"{len(regions)} regions over {len({name for region in regions for name in region})} modules"
-        before = format_bytes(self.baseline_peak_bytes)
-        peak = "" if self.peak_bytes is None else f", predicted peak {before} -> {format_bytes(self.peak_bytes)}"
+        num_modules = len({name for region in regions for name in region})
+        found = f"{counted(len(regions), 'region')} over {counted(num_modules, 'module')}"
+        peak = (
+            "" if self.peak_bytes is None else f", predicted peak {_change(self.baseline_peak_bytes, self.peak_bytes)}"
+        )
         budget = "" if self.budget_bytes is None else f", budget {format_bytes(self.budget_bytes)} ({_MEANING})"
         return found + peak + budget
 
 
 _MARGIN = 100  # of what a budget leaves for the step itself, one part is kept free
 _MEANING = "on CPU: tensors and kernels' workspace; on CUDA: what the allocator reserves"
+
+
+def _change(before: int, after: int) -> str:
+    texts = format_bytes(before), format_bytes(after)
+    return " -> ".join(texts if texts[0] != texts[1] else (f"{before:,} bytes", f"{after:,} bytes"))
 
 
 def plan_checkpointing(

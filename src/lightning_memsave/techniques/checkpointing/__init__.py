@@ -31,7 +31,7 @@ from torch import nn
 from lightning_memsave.core.errors import RefusedRegionError, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.selection import scripted_in
-from lightning_memsave.core.units import parse_bytes
+from lightning_memsave.core.units import counted, parse_bytes
 from lightning_memsave.techniques.checkpointing.selection import Region, repeated_blocks, select_regions
 from lightning_memsave.vault.graph import is_inside_transform
 from lightning_memsave.vault.inputs import keeping_inputs_in
@@ -166,7 +166,7 @@ def _summary(regions: Sequence[Region], modules: dict[str, nn.Module], offload: 
         type(modules[region[0]]).__name__ if len(region) == 1 else f"{len(region)} calls" for region in regions
     )
     parts = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    return f"{len(regions)} regions: {parts}" + (", inputs offloaded" if offload else "")
+    return f"{counted(len(regions), 'region')}: {parts}" + (", inputs offloaded" if offload else "")
 
 
 # ---------------------------------------------------------------------------------------------------- modules in groups

@@ -30,7 +30,12 @@ from lightning_memsave.core.errors import check_unused, setting_error
 from lightning_memsave.core.units import parse_bytes
 from lightning_memsave.techniques.microbatching.batchnorm import PooledBatchNorms, pooled_batchnorm
 from lightning_memsave.techniques.microbatching.reduction import LabelCount, Rule, infer_reduction
-from lightning_memsave.techniques.microbatching.split import UnsplittableBatchError, batch_size, split
+from lightning_memsave.techniques.microbatching.split import (
+    UnsplittableBatchError,
+    batch_size,
+    refuse_list_of_alike,
+    split,
+)
 
 __all__ = [
     "LabelCount",
@@ -283,6 +288,9 @@ def microbatches(batch: Any, size: int | None = None) -> Iterator[tuple[Any, flo
         The microbatch (views, no copy) and its weight; weights add up to 1, or are 1 each with `reduction="sum"`. One
         without weight is left out.
 
+    Raises:
+        UnsplittableBatchError: samples cannot be told, as in a list of alike items: its rows or its items may be them.
+
     Example:
         >>> import torch
         >>> x = torch.arange(5.0, requires_grad=True)
@@ -296,6 +304,8 @@ def microbatches(batch: Any, size: int | None = None) -> Iterator[tuple[Any, flo
     if config is None:
         yield batch, 1.0
         return
+    if config.split_fn is None:
+        refuse_list_of_alike(batch)
     parts = config.parts(batch)
     on_use(len(parts))
     rule = Rule("sum" if config.reduction == "sum" else "mean", config.weight_fn)

@@ -98,6 +98,16 @@ def _is_list_of_one_shape(node: Any) -> bool:
     return is_list and len({(item.shape, item.dtype) for item in node}) == 1 and node[0].dim() > 1
 
 
+def refuse_list_of_alike(batch: Any) -> None:
+    """Raise `UnsplittableBatchError` for a list whose rows or items may be the samples, where no losses tell which."""
+    if type(batch) is list and len(batch) > 2 and _are_alike(batch) and len(_first_dimensions(batch)) == 1:
+        raise UnsplittableBatchError(
+            f"a list of {len(batch)} items of one kind has samples as its items, or as their rows. Pass `tuple(batch)` "
+            "where rows are samples, or cut a list of samples yourself: `batch[i : i + size]`, of weight "
+            "`len(part) / len(batch)`."
+        )
+
+
 def _are_alike(items: Any) -> bool:
     """Whether the items of a list look like samples of one kind."""
     if type(items) not in (list, tuple) or not items:
