@@ -31,10 +31,11 @@ from lightning_memsave.techniques.microbatching.split import UnsplittableBatchEr
 # Below Lightning's own logger, so that it is shown as Lightning's messages are; on every rank.
 _log = logging.getLogger("lightning.pytorch.memsave")
 
-HEADLINES = ("memsave/peak_bytes", "memsave/factor", "memsave/step_seconds", "memsave/microbatch_size")
+PEAK = "memsave/peak_bytes"
+HEADLINES = (PEAK, "memsave/factor", "memsave/step_seconds", "memsave/microbatch_size")
 _LEAST = ("memsave/factor", "memsave/microbatch_size")  # of the rank that needs the most
 _NUM_BATCHES_OF_SNAPSHOT = 3
-IN_PROGRESS_BAR = ("memsave/peak_bytes", "memsave/factor")
+IN_PROGRESS_BAR = ("memsave/peak_mib", "memsave/factor")
 
 
 class MemoryMonitor(Callback):
@@ -217,12 +218,19 @@ class MemoryMonitor(Callback):
     def _log_headlines(self, trainer: Any, pl_module: Any, **options: Any) -> None:
         if self._leader is not None or trainer.barebones:
             return
-        for name, figure in agreed(trainer, self._headlines()).items():
-            # float64: `self.log` would round a Python float to float32.
-            value = torch.tensor(figure, dtype=_widest(pl_module.device), device=pl_module.device)
-            in_bar = name in IN_PROGRESS_BAR
-            reduce_fx = "min" if name in _LEAST else "max"
-            pl_module.log(name, value, prog_bar=in_bar, reduce_fx=reduce_fx, sync_dist=True, batch_size=1, **options)
+        figures = agreed(trainer, self._headlines())
+        if PEAK in figures:
+            self._log_one(pl_module, "memsave/peak_mib", round(figures[PEAK] / 2**20, 1), logger=False)  # for bars
+        for name, figure in figures.items():
+            self._log_one(pl_module, name, figure, **options)
+
+    @staticmethod
+    def _log_one(pl_module: Any, name: str, figure: float, **options: Any) -> None:
+        # float64: `self.log` would round a Python float to float32.
+        value = torch.tensor(figure, dtype=_widest(pl_module.device), device=pl_module.device)
+        in_bar = name in IN_PROGRESS_BAR
+        reduce_fx = "min" if name in _LEAST else "max"
+        pl_module.log(name, value, prog_bar=in_bar, reduce_fx=reduce_fx, sync_dist=True, batch_size=1, **options)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stop measuring a batch that Lightning skipped."""
