@@ -19,7 +19,15 @@ from lightning_memsave.strategies.out_of_memory import OutOfMeasuresError
 
 
 class Record(list):
-    """What happened, which a try that failed does not take back: a list of another type is left as it is."""
+    """What happened, which a try that failed does not take back: it cannot be pickled in a run."""
+
+    def __reduce_ex__(self, protocol):
+        if torch.distributed.is_initialized():
+            raise TypeError("this record stays as it is")
+        return super().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo):
+        return type(self)(self)
 
 
 class Hungry(nn.Module):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memsave import Checkpointing, MemSave, Microbatching
+from tests.strategies.record import Record
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode")
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -45,10 +46,6 @@ class Distils(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
-
-
-class Record(list):
-    """What happened, which a try that failed does not take back."""
 
 
 def trained(module, memsave=None):

@@ -18,6 +18,7 @@ from torchmetrics import MeanMetric
 
 from lightning_memsave import ActivationCompression, MemSave, Microbatching
 from lightning_memsave.strategies.out_of_memory import OutOfMeasuresError, is_out_of_memory
+from tests.strategies.record import Record
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_memsave.core.errors.NotLosslessWarning")  # numbers are drawn
 
@@ -28,10 +29,6 @@ QUIET = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-
-
-class Record(list):
-    """What happened, which a try that failed does not take back: a list of another type is left as it is."""
 
 
 class Hungry(nn.Module):

@@ -5,7 +5,11 @@ CUDA, ROCm and XPU count allocated and reserved bytes and keep their maxima; CPU
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -54,3 +58,15 @@ def total_bytes(device: torch.device) -> int | None:
     if not counts_peaks(device):
         return None
     return int(torch.get_device_module(device).mem_get_info(device)[1])
+
+
+def address_space_left() -> float:
+    """Bytes of addresses that this process may still take; infinite without a limit (`ulimit -v`)."""
+    if sys.platform != "linux":
+        return math.inf
+    import resource  # of Unix
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return math.inf
+    return limit - mmap.PAGESIZE * int(Path("/proc/self/statm").read_text().split()[0])

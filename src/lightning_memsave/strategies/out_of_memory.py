@@ -16,6 +16,13 @@ _MESSAGES = (
     "out of memory",
     "defaultcpuallocator: can't allocate memory",
     "defaultcpuallocator: not enough memory",
+    "std::bad_alloc",
+    "could not create a primitive",  # oneDNN, as are those that follow
+    "could not create a memory",
+    "could not execute a primitive",
+    "can't start new thread",  # threads need address space; Python's, and autograd's
+    "unable to mmap",
+    "cannot allocate memory",
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
     "device_allocation_failed",

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from lightning_memsave.core.errors import BudgetWarning, NoEffectWarning, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.units import format_bytes
+from lightning_memsave.memory.allocator import address_space_left
 from lightning_memsave.memory.fake import fake_tensors, optimizer_state_bytes
 from lightning_memsave.memory.outside import outside_kept
 from lightning_memsave.memory.storages import tensors_in
@@ -29,6 +30,9 @@ from lightning_memsave.strategies.rehearsal import ParametersKept, values_kept, 
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing
 
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+
+_ROOM = 2**28
+"""Bytes of addresses; 225 MiB were seen, of which threads and tables of the kernels take most."""
 
 
 class PlannedCheckpointing:
@@ -152,6 +156,11 @@ def _planned(trace: Trace, config: Checkpointing, extra_bytes: int) -> tuple[Pla
     return planner, planner.plan()
 
 
+def has_room() -> bool:
+    """Whether a rehearsal has the addresses that it needs: where they end on fake tensors, torch aborts the process."""
+    return address_space_left() >= _ROOM
+
+
 def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[], Any]], Any] | None) -> Trace:
     """One step on fake tensors, which takes no memory; on real ones where it reads values, or a vault codes them."""
     module = trainer.lightning_module
@@ -173,6 +182,8 @@ def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[],
             start.restore()
         if any(is_fake(p) for p in module.parameters()):  # a prediction
             return trace(args, None)
+        if not has_room():
+            raise MemoryError("there is no room for a rehearsal of the step under this process's limit (`ulimit -v`)")
         # Whatever fails on fake tensors (a step that reads values, a kernel of one's own) is tried on real ones.
         with contextlib.suppress(Exception), outside_kept(module), fake_tensors(module) as fake:
             return trace(fake(args), None)

@@ -19,7 +19,7 @@ from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.activations import ForwardScope
 from lightning_memsave.strategies.loop_state import LoopState
 from lightning_memsave.strategies.low_precision import lower_precision, naming_the_setting
-from lightning_memsave.strategies.planning import PlannedCheckpointing
+from lightning_memsave.strategies.planning import PlannedCheckpointing, has_room
 from lightning_memsave.strategies.sparsifying import Sparsifying
 from lightning_memsave.strategies.ways import ways_of_training
 from lightning_memsave.techniques.activation_compression import ActivationCompression
@@ -212,7 +212,7 @@ class MemSaveState:
         return f"checkpointing of {self.changes[-1].summary}"
 
     def _plan_regions(self, trainer: Any) -> str | None:
-        if not self.recipe.leaves_open(Checkpointing):
+        if not self.recipe.leaves_open(Checkpointing) or not has_room():
             return None
         planned = PlannedCheckpointing(trainer, Checkpointing(method="sqrt"), is_asked_for=False)
         self._undo_regions()

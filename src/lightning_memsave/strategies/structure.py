@@ -18,9 +18,11 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_memsave.core.containers import CONTAINERS, refill
 from lightning_memsave.core.selection import is_scripted
+from lightning_memsave.techniques.checkpointing import REGION
 from lightning_memsave.vault.objects import ObjectState, is_object
 from lightning_memsave.vault.randomness import PARTS_OF_TORCH
 
+_OF_REGIONS = (REGION, "forward")  # which may be made and withdrawn meanwhile
 OF_LIGHTNING = frozenset(name for name in vars(LightningModule()) if name.startswith("_"))
 """Attributes that torch and Lightning give to a LightningModule."""
 
@@ -39,8 +41,8 @@ class Structure:
 
     def __init__(self, modules: Sequence[nn.Module], users: Sequence[nn.Module]) -> None:
         own = [module for module in modules if not is_scripted(module) and not isinstance(module, LazyModuleMixin)]
-        parts = (vars(module)[name] for module in own for name in _PARTS)
-        self._parts = [(part, part.copy()) for part in parts]
+        parts = ((name, vars(module)[name]) for module in own for name in _PARTS)
+        self._parts = [(name, part, part.copy()) for name, part in parts]
         self._attributes = [(module, _attributes_of(module)) for module in users]
         self._states = [
             (module, name, value, state)
@@ -51,7 +53,9 @@ class Structure:
 
     def restore(self) -> None:
         """Put everything back, in place where others may hold on to it."""
-        for part, before in self._parts:
+        for name, part, before in self._parts:
+            if name == "_parameters":  # FSDP2 exchanges them, and knows which ones are there
+                before = {k: value if value is None or part.get(k) is None else part[k] for k, value in before.items()}
             if not _is_same(part, before):
                 refill(part, before)
         for module, named in self._attributes:
@@ -65,7 +69,8 @@ class Structure:
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    return {k: value for k, value in vars(module).items() if k not in PARTS_OF_TORCH and k not in OF_LIGHTNING}
+    left = PARTS_OF_TORCH | OF_LIGHTNING
+    return {name: value for name, value in vars(module).items() if name not in left and name not in _OF_REGIONS}
 
 
 def _state_of(value: Any) -> ObjectState | None:

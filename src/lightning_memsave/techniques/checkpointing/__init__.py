@@ -42,7 +42,8 @@ from lightning_memsave.vault.regions import run
 from lightning_memsave.vault.vault import Vault
 
 METHODS = ("blocks", "sqrt", "recursive")
-_MEMBER = "_checkpoint_region"
+REGION = "_checkpoint_region"
+"""The attribute of a module in which its place in regions is; its `forward` is another one as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,13 +187,13 @@ def _is_member(module: nn.Module) -> bool:
 
 
 def _join(name: str, module: nn.Module, memberships: Sequence[Membership]) -> None:
-    module.__dict__[_MEMBER] = Member(name, memberships, module.__dict__.get("forward"))
+    module.__dict__[REGION] = Member(name, memberships, module.__dict__.get("forward"))
     # A bound method, not a closure: deepcopy rebinds it to the copy, so that a copy computes with its own weights.
     module.forward = types.MethodType(forward, module)
 
 
 def _leave(module: nn.Module) -> None:
-    member: Member = module.__dict__.pop(_MEMBER)
+    member: Member = module.__dict__.pop(REGION)
     del module.forward
     if member.previous_forward is not None:
         module.forward = member.previous_forward
@@ -201,7 +202,7 @@ def _leave(module: nn.Module) -> None:
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # what is inside may still be compiled
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a region; named so that a pickled module finds its own class's method again."""
-    member: Member = self.__dict__[_MEMBER]
+    member: Member = self.__dict__[REGION]
     if not torch.is_grad_enabled() or is_inside_transform():
         return member.forward_of(self)(*args, **kwargs)
     try:
