@@ -251,7 +251,6 @@ class MemoryMonitor(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop measuring and log what was measured; out of memory, say what is alive and what would help."""
         failing = self._meter.abandon()
-        self._meter.abandon()
         self._save_snapshot()
         if self._leader is None and is_out_of_memory(exception):
             try:

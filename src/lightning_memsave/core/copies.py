@@ -56,8 +56,9 @@ def _deep_copied(module: M, memo: dict[int, Any]) -> M:
             memo[id(value)] = value
     with torch.no_grad(), _WithoutGraphs():  # autograd would record how TorchScript copies parameters
         twin = copy.deepcopy(module, memo)
-    for each, other in zip(module.modules(), twin.modules(), strict=True):
-        for p, copy_of_p in zip(each.parameters(), other.parameters(), strict=True) if is_scripted(each) else ():
+    for each in filter(is_scripted, module.modules()):
+        other = memo.get(id(each), each)  # itself where it was not copied
+        for p, copy_of_p in zip(each.parameters(), other.parameters(), strict=True):
             copy_of_p.requires_grad_(p.requires_grad)
     return twin
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.compatibility import check_compatibility
 from lightning_memsave.core.coupling import check_steps_parameters_alone
@@ -100,7 +101,10 @@ class MemSaveState:
         is_lossy = any(self.recipe.get(kind) is not None for kind in (LowPrecision, Sparsity))
         if is_lossy and any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks):
             module = trainer.lightning_module
-            self._before_tuning = module, {name: p.detach().clone() for name, p in module.named_parameters()}
+            self._before_tuning = (
+                module,
+                {n: p.detach().clone() for n, p in module.named_parameters() if not is_lazy(p)},
+            )
 
     def lower_precision(self, trainer: Any, config: LowPrecision) -> None:
         """Turn the weights to bfloat16."""
@@ -301,5 +305,6 @@ class MemSaveState:
             module, weights = self._before_tuning
             with torch.no_grad():
                 for name, p in module.named_parameters():
-                    p.copy_(weights[name])
+                    if name in weights:
+                        p.copy_(weights[name])
             self._before_tuning = None

@@ -19,7 +19,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from lightning_memsave.core.containers import CONTAINERS, refill
 from lightning_memsave.core.selection import is_scripted
 from lightning_memsave.techniques.checkpointing import REGION
-from lightning_memsave.vault.objects import ObjectState, is_object
+from lightning_memsave.vault.objects import state_of
 from lightning_memsave.vault.randomness import PARTS_OF_TORCH
 
 _OF_REGIONS = (REGION, "forward")  # which may be made and withdrawn meanwhile
@@ -48,7 +48,8 @@ class Structure:
             (module, name, value, state)
             for module, named in self._attributes
             for name, value in named.items()
-            if (state := _state_of(value)) is not None
+            if type(value) not in CONTAINERS
+            and (state := state_of(value)) is not None  # those are copied for each batch
         ]
 
     def restore(self) -> None:
@@ -63,7 +64,7 @@ class Structure:
                 del vars(module)[name]
             vars(module).update(named)
         for module, name, value, state in self._states:
-            now = _state_of(value)
+            now = state_of(value)
             if now is None or not state.equals(now):
                 vars(module)[name] = _refilled(value, state.copy(state.references))
 
@@ -71,14 +72,6 @@ class Structure:
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
     left = PARTS_OF_TORCH | OF_LIGHTNING
     return {name: value for name, value in vars(module).items() if name not in left and name not in _OF_REGIONS}
-
-
-def _state_of(value: Any) -> ObjectState | None:
-    """Of an object; plain containers are copied for each batch."""
-    try:
-        return ObjectState(value) if is_object(value) and type(value) not in CONTAINERS else None
-    except TypeError:
-        return None
 
 
 def _is_same(part: Any, before: Any) -> bool:

@@ -138,6 +138,14 @@ def _is_array(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
+def state_of(value: Any) -> ObjectState | None:
+    """The state of an object; `None` for what cannot be written down, or is kept by reference."""
+    try:
+        return ObjectState(value) if is_object(value) else None
+    except TypeError:
+        return None
+
+
 class Stub:
     """A tensor of which a call reads no values, as those of other layers in a cache: as long as somebody holds it.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_memsave.vault.graph import check_version, compiler_callback, compiling, version_of
-from lightning_memsave.vault.objects import ObjectState, Stub, is_immutable, is_object
+from lightning_memsave.vault.objects import ObjectState, Stub, is_immutable, state_of
 from lightning_memsave.vault.randomness import PARTS_OF_TORCH
 
 
@@ -151,7 +151,7 @@ class Attributes:
         for own in self._before if looks_inside else ():
             for value in own.others.values():
                 if id(value) not in self._inside:
-                    self._inside[id(value)] = _state_of(value)
+                    self._inside[id(value)] = state_of(value)
 
     def changed(self, but_filled: bool) -> str | None:
         """The name of an attribute that the call has changed and that cannot be put back. Ends the call.
@@ -186,7 +186,7 @@ class Attributes:
     def _has_moved(self, value: Any) -> bool:
         before, after = self._inside.get(id(value)), None
         if before is not None:
-            after = _state_of(value)
+            after = state_of(value)
         return before is not None and (after is None or not before.equals(after))
 
     @contextlib.contextmanager
@@ -267,11 +267,3 @@ def _is_same(first: Any, second: Any) -> bool:
 def is_of_torch(module: nn.Module) -> bool:
     """Whether its class is torch's, where plain attributes are settings."""
     return type(module).__module__.startswith("torch.")
-
-
-def _state_of(value: Any) -> ObjectState | None:
-    """`None` for what cannot be written down, or is kept by reference."""
-    try:
-        return ObjectState(value) if is_object(value) else None
-    except TypeError:
-        return None
