@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -93,3 +95,22 @@ def test_a_real_device():
     x = torch.empty(2**20, device=device)
     del x
     assert allocator.read_peak(device).allocated_bytes == before + 2**22
+
+
+LIMITED = """
+import resource, sys
+from lightning_memsave.memory.allocator import address_space_left
+
+assert address_space_left() == float("inf")
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, size + 2**28))
+before = address_space_left()
+assert 0 < before <= 2**28, before
+held = bytearray(2**26)
+assert before - address_space_left() >= 2**26
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of addresses are told by /proc")
+def test_addresses_that_are_left_under_a_limit():
+    subprocess.run([sys.executable, "-c", LIMITED], check=True)

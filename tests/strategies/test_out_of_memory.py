@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.memory.ledger import Measurement
-from lightning_memsave.strategies.out_of_memory import fragmentation, nothing_left
+from lightning_memsave.strategies.out_of_memory import fragmentation, is_out_of_memory, nothing_left
 from tests.memory.test_allocator import FakeDevice
 
 DEVICE = torch.device("cuda")
@@ -30,6 +30,22 @@ def test_memory_in_use_is_told_without(monkeypatch):
     held(monkeypatch, 79 * 2**27, 80 * 2**27)
     assert fragmentation(DEVICE) == " Allocated are 9.9 GiB of 10.0 GiB reserved."
     assert fragmentation(torch.device("cpu")) == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried ...",
+        "std::bad_alloc",
+        "could not create a primitive",
+        "could not execute a primitive",
+        "can't start new thread",
+        "unable to mmap 4096 bytes from file </dev/shm/x>: Cannot allocate memory (12)",
+    ],
+)
+def test_what_is_raised_under_a_limit_of_addresses_is_memory_that_ran_out(text):
+    assert is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(ValueError(text))
 
 
 ADVICE = {

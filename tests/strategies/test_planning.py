@@ -181,6 +181,15 @@ def test_a_step_that_reads_values_is_rehearsed_on_real_tensors(kind, expected, m
     assert rehearsed == expected
 
 
+def test_without_room_on_fake_tensors_a_step_is_rehearsed_on_real_ones(monkeypatch):
+    """Torch would end the process where addresses run out under fake tensors."""
+    monkeypatch.setattr(planning, "address_space_left", lambda: 2**27)
+    monkeypatch.setattr(planning, "fake_tensors", lambda module: pytest.fail("rehearsed on fake tensors"))
+    memsave = MemSave(checkpointing="sqrt")
+    assert_same_run(run(None), run(memsave))
+    assert "regions" in applied_in(memsave).summary
+
+
 def test_the_measured_peak_is_lower_and_within_the_budget():
     plain, memsave = MemSave("measure"), MemSave("lossless", checkpointing=Checkpointing(budget=0.7))
     train(plain, Quiet)

@@ -101,10 +101,8 @@ class MemSaveState:
         is_lossy = any(self.recipe.get(kind) is not None for kind in (LowPrecision, Sparsity))
         if is_lossy and any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks):
             module = trainer.lightning_module
-            self._before_tuning = (
-                module,
-                {n: p.detach().clone() for n, p in module.named_parameters() if not is_lazy(p)},
-            )
+            made = ((name, p) for name, p in module.named_parameters() if not is_lazy(p))
+            self._before_tuning = module, {name: p.detach().clone() for name, p in made}
 
     def lower_precision(self, trainer: Any, config: LowPrecision) -> None:
         """Turn the weights to bfloat16."""
