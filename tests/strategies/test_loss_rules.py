@@ -81,6 +81,50 @@ def applied(report):
     return next((a for a in report.applied if a.technique == "microbatching"), None)
 
 
+# ---------------------------------------------------------------------- what the user says of a loss
+class Reduced(Base):
+    def __init__(self, reduction):
+        super().__init__()
+        self.reduction = reduction
+
+    def loss(self, z, y):
+        return F.cross_entropy(z, y, reduction=self.reduction, ignore_index=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "true", "reason"),
+    [
+        ("mean", "mean", "average"),  # over labels
+        ("mean", "sum", "average"),
+        ("sum", "mean", "add up"),
+        ("sum", "sum", None),
+    ],
+)
+def test_a_rule_that_the_user_gave_is_used_and_looked_at(given, true, reason):
+    report, apart, messages = compare(Reduced(true), batches(), Microbatching(size=5, reduction=given))
+    assert f"(loss: {given}" in applied(report).summary
+    if reason is None:
+        assert (applied(report).loss_class, messages) == ("exact", [])
+        assert apart < 1e-5
+        return
+    assert applied(report).reasons == (f"the losses of microbatches do not {reason} to that of the batch",)
+    assert apart > 1e-4
+    warned = [message for message in messages if "must say how the losses of microbatches" in message]
+    assert len(warned) == 1
+    assert "`Microbatching.reduction`" in warned[0]
+
+
+def test_a_rule_that_the_user_gave_is_used_where_the_loss_tells_nothing():
+    class Scaled(Base):
+        def loss(self, z, y):
+            return F.cross_entropy(z, y) * (self.batch_idx > 0)
+
+    report, apart, messages = compare(Scaled(), batches(), Microbatching(size=5, reduction="mean"))
+    assert (applied(report).loss_class, applied(report).reasons, messages) == ("exact", (), [])
+    assert "ran whole" not in applied(report).summary
+    assert apart < 1e-5
+
+
 # ---------------------------------------------------------------------- losses that are run whole
 class Weighted(Base):
     """Class weights: divided by their sum over the batch."""

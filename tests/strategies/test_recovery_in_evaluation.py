@@ -5,6 +5,8 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAUROC
 
 from lightning_memsave import MemSave
@@ -60,6 +62,30 @@ def test_evaluation_recovers_with_the_same_figures(what):
     assert memsave.report.num_oom_recovered == 2
     for one, other in zip(module.outputs, plain.outputs, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@PARTS
+def test_the_mean_of_a_loss_is_that_of_batches_however_many_parts_they_had():
+    class Mean(Evaluated):
+        def __init__(self):
+            super().__init__()
+            self.mean = MeanMetric()
+
+        def validation_step(self, batch, batch_idx):
+            self.mean(float((self(batch[0]) - batch[1]).square().mean()))
+            self.log("mean", self.mean)
+            self.calls.append(len(batch[0]))
+
+        def on_validation_batch_end(self, outputs, batch, batch_idx):
+            """Nothing was returned."""
+
+    x, y = torch.randn(26, 16), torch.randn(26, 1)
+    batches = DataLoader([(x[:18], y[:18]), (x[18:], y[18:])], batch_size=None)
+    plain, ours = limited(Mean, 10**9), limited(Mean, 10)
+    expected = L.Trainer(**QUIET).validate(plain, batches, verbose=False)[0]["mean"]
+    found = L.Trainer(**QUIET, callbacks=[MemSave()]).validate(ours, batches, verbose=False)[0]["mean"]
+    assert ours.calls == [9, 9, 8]
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 @PARTS

@@ -71,8 +71,10 @@ def _run(trainer: Any, step: Callable[..., Any], args: tuple[Any, ...], parts: l
     logs: Any = None  # prediction logs nothing
     if results is not None:
         logs = KeptLogs(results) if len(parts) == 1 and trainer.world_size == 1 else DeferredLogs(results, log)
-    with logs or nullcontext(), MergedMetrics(trainer.lightning_module, len(parts)):
+    total = sum(n for _, n in parts) or 1.0
+    with logs or nullcontext(), MergedMetrics(trainer.lightning_module, len(parts)) as metrics:
         for part, num_samples in parts:
+            metrics.weight = num_samples / total
             if logs is not None:
                 logs.begin(part, num_samples, num_samples)
             output = step(part, *args[1:])

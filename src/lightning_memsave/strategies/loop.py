@@ -181,12 +181,13 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             is_whole = len(parts) == 1 and exchange is None
             with (
                 KeptLogs(results) if is_whole else DeferredLogs(results, log) as logs,
-                MergedMetrics(module, len(parts)),
+                MergedMetrics(module, len(parts)) as metrics,
                 config.pooled_batchnorm(module, len(parts)) as batchnorm,
             ):
                 for i, ((part, num_samples), weight) in enumerate(zip(parts, weights, strict=True)):
                     is_last = i == last
                     logs.begin(part, num_samples, weight)
+                    metrics.weight = weight
                     with pl.block_sync(trainer.strategy, block=exchange is not None or not is_last):
                         with batchnorm.microbatch(), watch(i):
                             out = self._loop._training_step(OrderedDict(self._kwargs, batch=part))

@@ -76,9 +76,7 @@ class LoopState:
     @property
     def size(self) -> int | None:
         """Samples per microbatch now."""
-        if self.recovery is not None:
-            return self.recovery.size
-        return self.microbatching.size if self.microbatching is not None else None  # type: ignore[return-value]
+        return getattr(self.recovery or self.microbatching, "size", None)
 
     def microbatches(self, trainer: Any, kwargs: dict[str, Any]) -> list[tuple[Any, float]]:
         """The microbatches of `kwargs["batch"]`, each with its number of samples; the batch alone where it is whole."""
@@ -180,9 +178,6 @@ class LoopState:
     ) -> bool:
         """Whether it is known how the losses of these parts add up; asks the module where it is time to."""
         rules, batch = self.rules, kwargs["batch"]
-        if config.reduction != "auto":
-            rules.known = (Rule(config.reduction, config.weight_fn),)
-            return True
         if trainer.current_epoch:
             self.tell_cost()
         waits = self._waits(trainer)
@@ -195,8 +190,8 @@ class LoopState:
             return trainer.strategy.broadcast(found) if waits else found
 
         before, answer = rules.known, rules.ask(asked)
-        if config.weight_fn is not None:
-            return self._takes_weights(answer, Rule("mean", config.weight_fn))
+        if config.weight_fn is not None or config.reduction != "auto":
+            return self._takes_given(answer, config, is_first=not before)
         if before and not answer.has_failed:
             self._compare(before, answer, trainer.fit_loop.batch_idx)
         if answer.why_not and not (answer.has_failed and before):
@@ -227,19 +222,28 @@ class LoopState:
                 f"it is a {answer.rules[0]}"
             )
 
-    def _takes_weights(self, answer: Answer, rule: Rule) -> bool:
-        """The weights that the user gave are used in any case."""
-        is_first, self.rules.known = not self.rules.known, (rule,)
-        if answer.why_not and is_first:
+    def _takes_given(self, answer: Answer, config: Microbatching, *, is_first: bool) -> bool:
+        """The rule that the user gave is used in any case; where the loss has another one, that is said."""
+        given = Rule("sum" if config.reduction == "sum" else "mean", config.weight_fn)
+        self.rules.known = (given,)
+        why_not = "" if answer.has_failed else answer.why_not
+        if answer.rules and given not in answer.rules:
+            why_not = f"it is a {answer.rules[0]}."
+        if not why_not:
+            return True
+        add_up = "add up" if given.reduction == "sum" else "average"
+        setting, what = "reduction", ""
+        if config.weight_fn is not None:
+            setting, what = "weight_fn", ", weighted by `weight_fn`,"
+        if is_first:
             warnings.warn(
-                "`Microbatching.weight_fn` must give weights under which the losses of microbatches average to the "
-                f"loss of the batch, but in the first one they do not: {answer.why_not} Gradients will differ from "
-                'those of the whole batch. `reduction="mean"` takes the weights unseen.',
+                f"`Microbatching.{setting}` must say how the losses of microbatches{what} {add_up} to the loss of the "
+                f"batch, but in the first one they do not: {why_not} Gradients will differ from those of the whole "
+                'batch. `reduction="auto"`, without `weight_fn`, finds the rule where there is one.',
                 MicrobatchWarning,
                 stacklevel=2,
             )
-        if answer.why_not:
-            self._changes("the losses of microbatches, weighted by `weight_fn`, do not average to that of the batch")
+        self._changes(f"the losses of microbatches{what} do not {add_up} to that of the batch")
         return True
 
     def used_by_hand(self, module: Any, num_parts: int) -> None:
@@ -337,7 +341,7 @@ class LoopState:
 _WAYS_OUT = (
     "For a mean over something else than samples pass `Microbatching(weight_fn=...)` (`LabelCount()` for labels that "
     "are not -100, `LabelCount(shifted=True)` for causal language models), for samples that belong together "
-    '`split_fn=...`; if you know better, `reduction="mean"` or `"sum"`.'
+    '`split_fn=...`; `reduction="mean"` or `"sum"` is taken as said.'
 )
 _OTHER_MODULES = "microbatches change the result of"
 

@@ -72,7 +72,7 @@ class LossRules:
             return None
         return (
             f"memsave: finding out how the loss depends on the batch took {self.seconds:.1f} s, "
-            f'{self.seconds / elapsed:.0%} of the first epoch; `Microbatching(reduction="mean")` or `"sum"` skips it.'
+            f"{self.seconds / elapsed:.0%} of the first epoch; later epochs ask more and more seldom."
         )
 
     def ask(self, asked: Callable[[], Answer]) -> Answer:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-from torchmetrics import Metric
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.metric import CompositionalMetric
 
 _MERGEABLE = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}
@@ -69,13 +70,18 @@ class MergedMetrics:
     A batch in one piece has nothing to merge: its metrics go on, and are only put back when it fails.
 
     Metrics whose states do not merge by sum, concatenation, minimum or maximum are left alone: their totals are right,
-    their value for the step is the last microbatch's.
+    their value for the step is the last microbatch's. A scalar that a `MeanMetric` gets without a weight counts as the
+    mean over its microbatch: together these count as the one scalar of the batch.
     """
+
+    weight = 1.0
+    """Of the microbatch that is run, among those of its batch; 0: its mean is over nothing, and is left out."""
 
     def __init__(self, module: nn.Module, num_parts: int = 1) -> None:
         self._merges = num_parts > 1
         self._metrics = [m for m in module.modules() if isinstance(m, Metric)]
         self._saved: list[_Saved] = []
+        self._updates: list[tuple[MeanMetric, Any]] = []
 
     def set_aside(self) -> None:
         """Keep what every metric holds; those that can be merged start anew."""
@@ -85,9 +91,15 @@ class MergedMetrics:
 
     def __enter__(self) -> MergedMetrics:
         self.set_aside()
+        means = [m for m in self._metrics if isinstance(m, MeanMetric) and self._merges]
+        self._updates = [(mean, mean.update) for mean in means]
+        for mean, update in self._updates:
+            mean.update = self._weighted(update)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        for mean, update in self._updates:
+            mean.update = update  # type: ignore[method-assign]
         if failed is not None:
             self.restore()
             return
@@ -111,6 +123,14 @@ class MergedMetrics:
         """Put every metric back to what it was before the batch."""
         for saved in self._saved:
             saved.restore()
+
+    def _weighted(self, update: Callable[..., None]) -> Callable[..., None]:
+        def update_by_part(value: Any, weight: Any = None) -> None:
+            if weight is None and not (isinstance(value, Tensor) and value.dim()):
+                value, weight = (value if self.weight else 0.0), self.weight
+            update(value, weight)
+
+        return update_by_part
 
     def _mergeable(self) -> list[_Saved]:
         return [saved for saved in self._saved if self._merges and is_mergeable(saved.metric)]
