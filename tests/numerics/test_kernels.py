@@ -1,7 +1,4 @@
 import math
-import shutil
-import stat
-import subprocess
 
 import hypothesis.strategies as st
 import pytest
@@ -165,96 +162,6 @@ def test_masks_of_positive_values_equal_the_reference(values, dtype):
 
 
 # ------------------------------------------------------------------------------- which implementation
-def use_all(signed=False):
-    """Every function of `kernels` on values that are the same each time."""
-    values = torch.linspace(-1, 1, 1000)
-    codes, ranges = kernels.quantize(values, 4, 7, signed)
-    packed = kernels.pack_mask(values > 0.5)
-    return (
-        *(codes, ranges, kernels.dequantize(codes, ranges, 4, torch.empty_like(values), signed)),
-        *(packed, kernels.unpack_mask(packed, len(values)), kernels.pack_positive(values)),
-    )
-
-
-@pytest.fixture
-def rebuilt(tmp_path, monkeypatch):
-    """As in a new process and for a new user."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.library.cache_clear()
-    yield tmp_path
-    native.library.cache_clear()
-
-
-def compiler_that(tmp_path, monkeypatch, does):
-    script = tmp_path / "cc"
-    script.write_text(f"#!/bin/sh\n{does}\n")
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(shutil, "which", lambda name: str(script))
-
-
-def assert_falls_back(expected):
-    assert kernels.implementation(CPU) == "torch"
-    assert native.library() is None
-    assert all(map(torch.equal, use_all(), expected))
-
-
-def test_without_a_compiler_torch_gives_the_same(rebuilt, monkeypatch):
-    expected = use_all()
-    native.library.cache_clear()
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert_falls_back(expected)
-
-
-@pytest.mark.parametrize(
-    "does",
-    ["exit 1", 'while [ "$1" != -o ]; do shift; done; echo nonsense > "$2"', "kill -9 $$", "true"],
-    ids=["fails", "writes nonsense", "is killed", "writes nothing"],
-)
-def test_with_a_broken_compiler_torch_gives_the_same(does, rebuilt, monkeypatch):
-    expected = use_all()
-    native.library.cache_clear()
-    compiler_that(rebuilt, monkeypatch, does)
-    assert_falls_back(expected)
-
-
-def test_with_a_compiler_that_cannot_be_run_torch_gives_the_same(rebuilt, monkeypatch):
-    expected = use_all()
-    native.library.cache_clear()
-    monkeypatch.setattr(shutil, "which", lambda name: str(rebuilt / "gone"))
-    assert_falls_back(expected)
-
-
-def test_without_a_writable_cache_torch_gives_the_same(rebuilt, monkeypatch):
-    expected = use_all()
-    native.library.cache_clear()
-    (rebuilt / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(rebuilt / "file"))
-    assert_falls_back(expected)
-
-
-@needs_compiler
-@pytest.mark.parametrize("by", ["XDG_CACHE_HOME", "HOME"])
-def test_library_is_built_once_into_the_users_cache(by, rebuilt, monkeypatch):
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv(by, str(rebuilt))
-    assert kernels.implementation(CPU) == "c"
-    folder = rebuilt / (".cache" if by == "HOME" else "") / "lightning_memsave"
-    (built,) = folder.iterdir()  # nothing half-built is left beside it
-    assert built.match("native-*.so")
-    native.library.cache_clear()
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("built twice"))
-    assert kernels.implementation(CPU) == "c"
-
-
-@needs_compiler
-def test_other_source_or_machine_gets_a_library_of_its_own(rebuilt, monkeypatch):
-    native.library()
-    native.library.cache_clear()
-    monkeypatch.setattr(native, "_cpu", lambda: "another")
-    native.library()
-    assert len(list((rebuilt / "lightning_memsave").iterdir())) == 2
-
-
 @pytest.mark.parametrize(("has_triton", "expected"), [(True, "triton"), (False, "torch")])
 def test_cuda_uses_triton_where_it_is(has_triton, expected, monkeypatch):
     monkeypatch.setattr(kernels, "_has_triton", lambda: has_triton)

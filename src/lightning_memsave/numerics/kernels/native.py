@@ -1,19 +1,14 @@
 """The CPU kernels in C, built on first use with the machine's compiler; without one, plain torch does the work.
 
 Measured on one thread against `torch.compile` of the reference and plain torch (`benchmarks/bench_codecs.py`): only C
-is faster than what it saves. The library is cached per user, source and CPU; building it takes about a second.
+is faster than what it saves. The library is cached (`build.py`); compiling it takes about a second.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,9 +18,9 @@ from torch import Tensor
 
 from lightning_memsave.numerics.fakes import has_two_values, is_fake, num_set
 from lightning_memsave.numerics.kbit import BLOCK_SIZE, Blocks
+from lightning_memsave.numerics.kernels import build
 
 _SOURCE = Path(__file__).with_name("native.c")
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math", "-shared", "-fPIC")
 _TYPES = (torch.float32, torch.bfloat16)  # others are converted
 _MIN_PER_THREAD = 1 << 18  # elements; below that a thread costs more than it brings
 
@@ -33,31 +28,7 @@ _MIN_PER_THREAD = 1 << 18  # elements; below that a thread costs more than it br
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or `None` where they cannot be built."""
-    compiler = next((path for path in map(shutil.which, ("cc", "gcc", "clang")) if path), None)
-    if compiler is None:
-        return None
-    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join((compiler, *_FLAGS, _cpu())).encode()).hexdigest()[:16]
-    cache = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "lightning_memsave"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        built = cache / f"native-{key}.so"
-        if not built.exists():
-            with tempfile.TemporaryDirectory(dir=cache) as folder:  # renamed when complete: others may build as well
-                part = Path(folder) / built.name
-                command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(part), "-lm"]
-                subprocess.run(command, check=True, capture_output=True)
-                part.replace(built)
-        return ctypes.CDLL(str(built))
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _cpu() -> str:
-    """What `-march=native` depends on: a home folder may be shared by different machines."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    flags = [line for line in lines if line.startswith(("flags", "Features"))]
-    return f"{platform.machine()} {platform.processor()} {flags[:1]}"
+    return build.load(_SOURCE)
 
 
 def _in_threads(work: Callable[[int, int], int | None], num_units: int, per_unit: int) -> bool:
