@@ -161,6 +161,30 @@ def test_masks_of_positive_values_equal_the_reference(values, dtype):
     assert torch.equal(kernels.unpack_mask(packed, len(values)), ~(values <= 0))
 
 
+# ------------------------------------------------------------------------------- tensors that are too short
+@needs_compiler
+@pytest.mark.parametrize("short", [0, 1])
+@pytest.mark.parametrize("bits", [4, 5, 8])
+def test_kernels_read_no_more_than_there_is(short, bits):
+    codes, absmax, code_map = torch.zeros(1000 * bits // 8, dtype=torch.uint8), torch.ones(4), torch.arange(3.0)
+    tensors = [codes[:-1] if short == 0 else codes, code_map, absmax[:-1] if short == 1 else absmax]
+    with pytest.raises(ValueError, match=r"a kernel needs \d+ elements of a tensor that has \d+"):
+        native.dequantize_from_map(*tensors, bits, 1000)
+    with pytest.raises(ValueError, match="a kernel needs 125 elements of a tensor that has 124"):
+        native.unpack_mask(codes[:124], 1000)
+    values = torch.empty(1000)
+    codes, ranges = native.quantize(torch.randn(1000), 4, 1)
+    with pytest.raises(ValueError, match="a kernel needs"):
+        native.dequantize(*((codes[:-1], ranges) if short else (codes, ranges[:-1])), 4, values)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bits", [4, 5, 8])
+def test_codes_beyond_a_map_are_zero(bits):
+    codes = torch.full((32 * bits // 8,), 255, dtype=torch.uint8)
+    assert not native.dequantize_from_map(codes, torch.arange(3.0), torch.ones(1), bits, 32).any()
+
+
 # ------------------------------------------------------------------------------- which implementation
 @pytest.mark.parametrize(("has_triton", "expected"), [(True, "triton"), (False, "torch")])
 def test_cuda_uses_triton_where_it_is(has_triton, expected, monkeypatch):

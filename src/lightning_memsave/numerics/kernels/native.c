@@ -484,16 +484,17 @@ void quantize_to_map(const float *x, const float *map, int size, uint8_t *codes,
 
 void dequantize_from_map(const uint8_t *codes, const float *map, int size, const float *absmax, float *y, long n,
                          int bits, long first, long last) {
-    float value[2][BLOCK]; /* of a byte's lower and upper half */
-    for (int j = 0; bits == 4 && j < BLOCK; j++) {
-        value[0][j] = (j & 15) < size ? map[j & 15] : 0;
+    float value[2][BLOCK]; /* of a code, 0 beyond the map; with 4 bits, of a byte's lower and upper half */
+    for (int j = 0; j < BLOCK; j++) {
+        int lower = bits == 4 ? j & 15 : j;
+        value[0][j] = lower < size ? map[lower] : 0;
         value[1][j] = j >> 4 < size ? map[j >> 4] : 0;
     }
     for (long b = first; b < last; b++) {
         float scale = absmax[b], *to = y + b * BLOCK;
         long left = n - b * BLOCK < BLOCK ? n - b * BLOCK : BLOCK;
         const uint8_t *from = codes + b * (BLOCK * bits / 8);
-        if (bits == 8) for (long i = 0; i < left; i++) to[i] = map[from[i]] * scale;
+        if (bits == 8) for (long i = 0; i < left; i++) to[i] = value[0][from[i]] * scale;
         else if (bits == 4) {
             for (long i = 0; i < left / 2; i++) {
                 to[2 * i] = value[0][from[i]] * scale;
@@ -504,7 +505,8 @@ void dequantize_from_map(const uint8_t *codes, const float *map, int size, const
             uint64_t word = 0;
             for (int k = 0; k < bits && bits * (i / 8) + k < (left * bits + 7) / 8; k++)
                 word |= (uint64_t)from[bits * (i / 8) + k] << (8 * k);
-            for (int k = 0; k < 8 && i + k < left; k++) to[i + k] = map[word >> (bits * k) & ((1 << bits) - 1)] * scale;
+            for (int k = 0; k < 8 && i + k < left; k++)
+                to[i + k] = value[0][word >> (bits * k) & ((1 << bits) - 1)] * scale;
         }
     }
 }

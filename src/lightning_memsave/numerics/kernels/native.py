@@ -65,7 +65,8 @@ def quantize(
 
     def work(first: int, last: int) -> int:
         found: int = lib.quantize(
-            *(_pointer(flat), int(flat.dtype == torch.bfloat16), _pointer(codes), _pointer(ranges)),
+            *(_pointer(flat, flat.numel()), int(flat.dtype == torch.bfloat16)),
+            *(_pointer(codes, codes.numel()), _pointer(ranges, ranges.numel())),
             *(ctypes.c_long(blocks.row), blocks.size, bits, int(signed)),
             *(int(seed is not None), ctypes.c_uint32(seed or 0), ctypes.c_long(first), ctypes.c_long(last)),
         )
@@ -82,16 +83,19 @@ def dequantize(
     assert lib is not None
     target = out if out.dtype in _TYPES else torch.empty(out.shape, dtype=torch.float32)
     blocks = Blocks.of_rows(row or out.numel())
+    num_blocks = blocks.count(out.numel())
 
     def work(first: int, last: int) -> None:
         lib.dequantize(
-            *(_pointer(codes), _pointer(ranges), _pointer(target), int(target.dtype == torch.bfloat16)),
+            _pointer(codes, num_blocks * blocks.num_bytes(bits)),
+            _pointer(ranges, num_blocks * (4 if signed else 2)),
+            *(_pointer(target, num_blocks // blocks.per_row * blocks.row), int(target.dtype == torch.bfloat16)),
             *(ctypes.c_long(blocks.row), blocks.size, bits, int(signed)),
             *(ctypes.c_long(first), ctypes.c_long(last)),
         )
 
     if not is_fake(codes):
-        _in_threads(work, len(codes), blocks.size)
+        _in_threads(work, num_blocks, blocks.size)
     limit = torch.finfo(out.dtype).max
     return out if target is out else out.copy_(target.clamp_(-limit, limit) if out.dtype == torch.float16 else target)
 
@@ -114,7 +118,8 @@ def _rounded(name: str, dtype: torch.dtype, flat: Tensor, seed: int) -> Tensor |
 
     def work(first: int, last: int) -> int:
         found: int = getattr(lib, name)(
-            *(_pointer(flat), _pointer(out), ctypes.c_long(flat.numel()), ctypes.c_uint32(seed)),
+            *(_pointer(flat, flat.numel()), _pointer(out, flat.numel())),
+            *(ctypes.c_long(flat.numel()), ctypes.c_uint32(seed)),
             *(ctypes.c_long(first), ctypes.c_long(last)),
         )
         return found
@@ -133,7 +138,8 @@ def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift:
 
     def work(first: int, last: int) -> None:
         lib.quantize_to_map(
-            *(_pointer(flat), _pointer(code_map), len(code_map), _pointer(codes), _pointer(absmax)),
+            *(_pointer(flat, flat.numel()), _pointer(code_map, len(code_map)), len(code_map)),
+            *(_pointer(codes, codes.numel()), _pointer(absmax, blocks)),
             *(ctypes.c_long(flat.numel()), bits, ctypes.c_uint32(seed), ctypes.c_uint32(shift)),
             *(ctypes.c_long(first), ctypes.c_long(last)),
         )
@@ -148,15 +154,17 @@ def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: i
     lib = library()
     assert lib is not None
     out = torch.empty(num_values, dtype=torch.float32)
+    blocks = -(-num_values // BLOCK_SIZE)
 
     def work(first: int, last: int) -> None:
         lib.dequantize_from_map(
-            *(_pointer(codes), _pointer(code_map), len(code_map), _pointer(absmax), _pointer(out)),
+            *(_pointer(codes, -(-num_values * bits // 8)), _pointer(code_map, len(code_map)), len(code_map)),
+            *(_pointer(absmax, blocks), _pointer(out, num_values)),
             *(ctypes.c_long(num_values), bits, ctypes.c_long(first), ctypes.c_long(last)),
         )
 
     if not is_fake(codes):
-        _in_threads(work, len(absmax), BLOCK_SIZE)
+        _in_threads(work, blocks, BLOCK_SIZE)
     return out
 
 
@@ -177,7 +185,8 @@ def _bytes_from(name: str, flat: Tensor) -> Tensor:
     function = getattr(lib, name)
 
     def work(first: int, last: int) -> None:
-        function(_pointer(flat), _pointer(packed), *map(ctypes.c_long, (flat.numel(), first, last)))
+        sizes = map(ctypes.c_long, (flat.numel(), first, last))
+        function(_pointer(flat, flat.numel()), _pointer(packed, packed.numel()), *sizes)
 
     if not is_fake(flat):
         _in_threads(work, packed.numel(), 8)
@@ -191,10 +200,11 @@ def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
     mask = torch.empty(num_values, dtype=torch.bool)
 
     def work(first: int, last: int) -> None:
-        lib.unpack_mask(_pointer(packed), _pointer(mask), *map(ctypes.c_long, (num_values, first, last)))
+        sizes = map(ctypes.c_long, (num_values, first, last))
+        lib.unpack_mask(_pointer(packed, -(-num_values // 8)), _pointer(mask, num_values), *sizes)
 
     if not is_fake(packed):
-        _in_threads(work, packed.numel(), 8)
+        _in_threads(work, -(-num_values // 8), 8)
     return mask
 
 
@@ -205,7 +215,7 @@ def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:
     out = torch.empty_like(values)
 
     def work(first: int, last: int) -> None:
-        pointers = map(_pointer, (mask, values, out))
+        pointers = (_pointer(each, values.numel()) for each in (mask, values, out))
         lib.scale_where(*pointers, ctypes.c_float(scale), ctypes.c_long(first), ctypes.c_long(last))
 
     if not is_fake(values):
@@ -221,8 +231,9 @@ def set_bits(packed: Tensor) -> Tensor:
         return torch.empty(num_set(packed), dtype=torch.int64)
     size = ctypes.c_long(packed.numel())
     lib.set_bits.restype = ctypes.c_long
-    positions = torch.empty(lib.set_bits(_pointer(packed), None, size), dtype=torch.int64)
-    lib.set_bits(_pointer(packed), _pointer(positions), size)
+    source = _pointer(packed, packed.numel())
+    positions = torch.empty(lib.set_bits(source, None, size), dtype=torch.int64)
+    lib.set_bits(source, _pointer(positions, positions.numel()), size)
     return positions
 
 
@@ -233,11 +244,12 @@ def pack_two(flat: Tensor) -> tuple[Tensor, Tensor] | None:
     values, packed = flat.new_empty(2), torch.empty(-(-flat.numel() // 8), dtype=torch.uint8)
     if is_fake(flat):
         return (packed, values) if has_two_values(flat) else None
-    lib.find_two(_pointer(flat), _pointer(values), ctypes.c_long(flat.numel()))
+    source, found_values = _pointer(flat, flat.numel()), _pointer(values, 2)
+    lib.find_two(source, found_values, ctypes.c_long(flat.numel()))
 
     def work(first: int, last: int) -> int:
         sizes = map(ctypes.c_long, (flat.numel(), first, last))
-        found: int = lib.pack_two(_pointer(flat), _pointer(values), _pointer(packed), *sizes)
+        found: int = lib.pack_two(source, found_values, _pointer(packed, packed.numel()), *sizes)
         return found
 
     return (packed, values) if _in_threads(work, packed.numel(), 8) else None
@@ -250,14 +262,22 @@ def unpack_two(packed: Tensor, values: Tensor, size: int) -> Tensor:
     out = values.new_empty(size)
 
     def work(first: int, last: int) -> None:
-        lib.unpack_two(_pointer(packed), _pointer(values), _pointer(out), *map(ctypes.c_long, (size, first, last)))
+        sizes = map(ctypes.c_long, (size, first, last))
+        lib.unpack_two(_pointer(packed, -(-size // 8)), _pointer(values, 2), _pointer(out, size), *sizes)
 
     if not is_fake(packed):
-        _in_threads(work, packed.numel(), 8)
+        _in_threads(work, -(-size // 8), 8)
     return out
 
 
-def _pointer(tensor: Tensor) -> ctypes.c_void_p:
+def _pointer(tensor: Tensor, num_elements: int) -> ctypes.c_void_p:
+    """Of a tensor, of which a kernel reads or writes so many elements.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    if tensor.numel() < num_elements:
+        raise ValueError(f"a kernel needs {num_elements} elements of a tensor that has {tensor.numel()}")
     assert tensor.is_contiguous()
     assert tensor.data_ptr() or not tensor.numel(), "a tensor without memory has no place in a kernel"
     return ctypes.c_void_p(tensor.data_ptr())

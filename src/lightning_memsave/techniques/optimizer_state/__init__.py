@@ -43,6 +43,7 @@ from lightning_memsave.core.report import Applied, LossClass, worst_loss_class
 from lightning_memsave.core.selection import select
 from lightning_memsave.numerics.blockwise import num_blocks
 from lightning_memsave.techniques.optimizer_state import projection
+from lightning_memsave.techniques.optimizer_state.checks import check_whole
 from lightning_memsave.techniques.optimizer_state.codecs import codec_of
 from lightning_memsave.techniques.optimizer_state.coded import (
     become_coded,
@@ -72,7 +73,6 @@ from lightning_memsave.techniques.optimizer_state.kin import (
     is_8bit,
 )
 from lightning_memsave.techniques.optimizer_state.layout import (
-    check_whole,
     decoded_state_dict,
     for_adafactor,
     in_order_of,

@@ -34,7 +34,7 @@ from lightning_memsave.core.optimizers import (
     step_one,
 )
 from lightning_memsave.numerics.kbit import mix
-from lightning_memsave.techniques.optimizer_state import into_state, layout, projection
+from lightning_memsave.techniques.optimizer_state import checks, into_state, layout, projection
 from lightning_memsave.techniques.optimizer_state.codecs import (
     POSITIVE,
     SIGNED,
@@ -286,7 +286,7 @@ def _class_coded(plain: Any) -> Any:
 
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
             moments = functools.partial(moments_of, self)
-            layout.check_state_dict(self, state_dict, moments, _subspaces_of(memory_of(self)))
+            checks.check_state_dict(self, state_dict, moments, _subspaces_of(memory_of(self)))
             super().load_state_dict({**state_dict, "state": {}, "param_groups": layout.groups_for(self, state_dict)})
             _from_disk(self, state_dict)
 
@@ -316,18 +316,18 @@ def _to_disk(optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[st
             exact[number] = means
     pending = vars(optimizer).get(PENDING, {})
     side = {
-        "version": layout.VERSION,
+        "version": checks.VERSION,
         "num_steps": memory.num_steps,
         "means": exact,
         "pending": {memory.numbers[p]: tuple(each) for p, each in pending.items()},
     }
-    return {**found, "state": state, layout.SIDE_KEY: side}
+    return {**found, "state": state, checks.SIDE_KEY: side}
 
 
 def _from_disk(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    memory, side = memory_of(optimizer), state_dict.get(layout.SIDE_KEY, {})
+    memory, side = memory_of(optimizer), state_dict.get(checks.SIDE_KEY, {})
     betas = layout.second_betas(optimizer.param_groups)
-    for number, p in layout.numbered(optimizer, state_dict).items():
+    for number, p in checks.numbered(optimizer, state_dict).items():
         if saved := state_dict["state"].get(number):
             # What is encoded, or what whole microbatches go into, has more than the 16 bits that a weight may have.
             is_wide = memory.format_of(p) not in ("32bit", "offload") or PENDING in vars(optimizer)

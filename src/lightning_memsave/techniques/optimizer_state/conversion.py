@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.errors import setting_error
 from lightning_memsave.numerics.blockwise import dequantize_blockwise, quantize_blockwise
-from lightning_memsave.techniques.optimizer_state import layout
+from lightning_memsave.techniques.optimizer_state import checks, layout
 from lightning_memsave.techniques.optimizer_state.kin import Kin, memory_of
 from lightning_memsave.techniques.optimizer_state.pages import note_pages
 
@@ -73,7 +72,7 @@ def _fill(target: dict[str, Any], plain: Mapping[str, Any], kin: Kin, absmax: Ma
             continue
         code_map, scales = target[f"qmap{number}"], target[f"absmax{number}"]
         codes, found = _codes(moment, code_map, absmax.get(name), scales.numel())
-        stored.copy_(codes.view(stored.shape))
+        stored.copy_(codes.reshape(stored.shape))
         scales.copy_(found)
 
 
@@ -81,7 +80,7 @@ def _codes(moment: Any, code_map: Tensor, absmax: Tensor | None, num_blocks: int
     """The codes of a moment, with the scales that it was written with where these give the moment again."""
     device = code_map.device
     if isinstance(moment, Mapping):
-        has_codes = moment["layout"] == layout.CODES and moment["bits"] == 8
+        has_codes = moment["layout"] == checks.CODES and moment["bits"] == 8
         if has_codes and torch.equal(moment["map"].to(device), code_map):
             return moment["codes"].to(device), moment["absmax"].to(device)
         moment = layout.decoded(moment)
@@ -123,13 +122,10 @@ def from_plain(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) 
         ValueError: parameter groups differ, or the state is of another optimizer or of a newer version.
     """
     memory = memory_of(optimizer)
+    checks.check_state_dict(optimizer, state_dict, lambda group: memory.kin.moments)
     side = state_dict.get(SIDE_KEY, {"version": _VERSION, "absmax": {}})
-    if side["version"] > _VERSION:
-        raise setting_error(
-            "optimizer_states", f"must be of version {_VERSION} or older", side["version"], "Update lightning-memsave."
-        )
-    layout.check_state_dict(optimizer, state_dict, lambda group: memory.kin.moments)
-    by_number = layout.numbered(optimizer, state_dict)
+    by_number = checks.numbered(optimizer, state_dict)
+    checks.check_scales(SIDE_KEY, side, _VERSION, by_number)
     for saved, group in zip(layout.groups_for(optimizer, state_dict), optimizer.param_groups, strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     betas = layout.second_betas(optimizer.param_groups)

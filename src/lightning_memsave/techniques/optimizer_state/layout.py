@@ -18,16 +18,15 @@ moments that are zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.optimizers import original
 from lightning_memsave.numerics.kernels import dequantize_from_map
-from lightning_memsave.techniques.optimizer_state import projection
+from lightning_memsave.techniques.optimizer_state.checks import CODES, MEANS, VERSION, check_compact_entries
 from lightning_memsave.techniques.optimizer_state.codecs import (
     POSITIVE,
     SIGNED,
@@ -40,9 +39,6 @@ from lightning_memsave.techniques.optimizer_state.codecs import (
 )
 from lightning_memsave.techniques.optimizer_state.elsewhere import Elsewhere
 
-SIDE_KEY = "memsave_state"
-VERSION = 1
-CODES, MEANS = "memsave-codes", "memsave-means"
 _MEANS = Means(Means(None))  # type: ignore[arg-type]  # of matrices alone
 
 
@@ -99,7 +95,8 @@ def read(state_format: str, name: str, value: Any, *, p: Tensor, means: Mapping[
     if isinstance(value, Mapping):
         found = _as_kept(state_format, name, value, p.device)
         return _to(decoded(value), p, name, dtype) if found is None else found
-    if name in means and isinstance(codec_of(state_format, name), Means):
+    is_matrix = p.dim() > 1 and name in means and list(map(len, means[name])) == [len(p), p.numel() // max(1, len(p))]
+    if is_matrix and isinstance(codec_of(state_format, name), Means):
         factored = Factored(*(mean.to(p.device) for mean in means[name]))
         if torch.equal(decode(state_format, name, factored, p.shape), value.to(p.device)):
             return factored
@@ -119,7 +116,7 @@ def _as_kept(state_format: str, name: str, value: Mapping[str, Any], device: tor
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device, copy=True)
+    return tensor.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def _to(value: Tensor, p: Tensor, name: str, dtype: torch.dtype) -> Tensor:
@@ -162,16 +159,14 @@ def move_counts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def decoded(value: Any) -> Any:
-    """The float32 moment that a compact entry stands for; anything else as it is."""
+    """The float32 moment that a compact entry stands for, which is sound (`checks.py`); anything else as it is."""
     if not isinstance(value, Mapping) or "layout" not in value:
         return value
-    if value["version"] > VERSION:
-        raise _too_new(value["version"])
     shape = torch.Size(value["shape"])
     if value["layout"] == MEANS:
         return _MEANS.decode(Factored(value["rows"], value["columns"]), shape)
     bits = (value["bits"], math.prod(shape))
-    return dequantize_from_map(value["codes"], value["map"].float(), value["absmax"], *bits).view(shape)
+    return dequantize_from_map(value["codes"].reshape(-1), value["map"].float(), value["absmax"], *bits).view(shape)
 
 
 def second_betas(groups: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
@@ -228,96 +223,17 @@ def groups_for(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) 
 def decoded_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict whose compact entries are float32 moments, for any optimizer of torch.
 
+    Raises:
+        ValueError: an entry is damaged, or of a newer version.
+
     >>> codes, code_map = torch.tensor([0, 2], dtype=torch.uint8), torch.tensor([-1.0, 0, 1])
     >>> entry = compact_codes(codes, code_map, torch.ones(1), 8, codes.shape)
     >>> decoded_state_dict({"state": {0: {"exp_avg": entry}}, "param_groups": []})["state"]
     {0: {'exp_avg': tensor([-1.,  1.])}}
     """
+    check_compact_entries(state_dict)
     state = {
         number: {name: decoded(value) for name, value in values.items()}
         for number, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
-
-
-# --------------------------------------------------------------------------- what is refused
-def numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[int, Tensor]:
-    """The parameters of `optimizer` by the numbers that a state dict gives them.
-
-    Raises:
-        ValueError: parameter groups differ.
-    """
-    saved_groups = state_dict["param_groups"]
-    saved = [len(group["params"]) for group in saved_groups]
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if saved != sizes:
-        raise setting_error(
-            "optimizer_states", f"must have parameter groups of sizes {sizes}", saved, "Load the matching model."
-        )
-    pairs = zip(saved_groups, optimizer.param_groups, strict=True)
-    return {n: p for theirs, ours in pairs for n, p in zip(theirs["params"], ours["params"], strict=True)}
-
-
-def check_state_dict(
-    optimizer: torch.optim.Optimizer,
-    state_dict: Mapping[str, Any],
-    moments_of: Callable[[Mapping[str, Any]], tuple[str, ...]],
-    subspaces: tuple[str, int] | None = None,
-) -> None:
-    """Refuse a state dict that does not belong to an optimizer with these moments of a group, in these subspaces.
-
-    Raises:
-        ValueError: parameter groups differ, or the state is of another optimizer, of another subspace, or of a newer
-            version.
-    """
-    version = state_dict.get(SIDE_KEY, {"version": VERSION})["version"]
-    if version > VERSION:
-        raise _too_new(version)
-    expected = {p: moments_of(group) for group in optimizer.param_groups for p in group["params"]}
-    for number, p in numbered(optimizer, state_dict).items():
-        saved, moments = state_dict["state"].get(number, {}), expected[p]
-        state = plain_state(saved, p.shape) if saved else saved
-        if projection.PROJECTION in state:
-            _check_subspace(state, p, subspaces)
-        held = {name for name in (*SIGNED, *POSITIVE) if state.get(name) is not None}
-        if state and held != set(moments):
-            raise setting_error(
-                "optimizer_states",
-                f"must hold {', '.join(moments)} alone",
-                sorted(state),
-                "Resume with the optimizer that wrote the checkpoint.",
-            )
-
-
-def _check_subspace(state: Mapping[str, Any], p: Tensor | None, subspaces: tuple[str, int] | None) -> None:
-    """Saved moments of `p` in a subspace, against the format and rank of the optimizer."""
-    saved_format, saved = projection.format_of(state), projection.rank_of(state)
-    own_format, own = subspaces or (None, 0)
-    if own_format != saved_format:
-        raise setting_error(
-            "optimizer_states",
-            "must have moments of whole gradients, or of the same subspaces",
-            f"those of a subspace of {saved_format!r}",
-            f'Resume with `optimizer_state="{saved_format}"`.',
-        )
-    if saved != own or (p is not None and not projection.is_worth_it(p, saved)):
-        raise setting_error(
-            "OptimizerState.rank", "must be that of the checkpoint", own, f"Use `OptimizerState(rank={saved})`."
-        )
-
-
-def check_whole(state_dict: Mapping[str, Any]) -> None:
-    """Refuse moments of subspaces.
-
-    Raises:
-        ValueError: there are some.
-    """
-    for state in state_dict["state"].values():
-        if projection.PROJECTION in state:
-            _check_subspace(state, None, None)
-
-
-def _too_new(version: int) -> ValueError:
-    return setting_error(
-        "optimizer_states", f"must be of version {VERSION} or older", version, "Update lightning-memsave."
-    )

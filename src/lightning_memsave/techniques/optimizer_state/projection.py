@@ -76,6 +76,17 @@ def rank_of(state: Mapping[str, Any]) -> int:
     return next(min(moment.shape) for moment in moments if moment.dim() == 2)
 
 
+def shape_of(p: Tensor, state: Mapping[str, Any]) -> tuple[int, int]:
+    """Of the moments of `p` in its subspace, [R, M] or [N, R]."""
+    (rows, columns), rank = _matrix(p).shape, rank_of(state)
+    return (rank, columns) if rows <= columns else (rows, rank)
+
+
+def shape_of_projection(p: Tensor, state: Mapping[str, Any]) -> tuple[int, int]:
+    """Of a projection that is kept, [min(N, M), R]."""
+    return min(_matrix(p).shape), rank_of(state)
+
+
 def project_state(state: dict[str, Any], p: Tensor, state_format: str, rank: int) -> None:
     """Moments of whole gradients as those of a subspace, in place: the method's own, of the first moment."""
     if not is_worth_it(p, rank) or not state:
