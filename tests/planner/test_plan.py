@@ -95,7 +95,10 @@ def test_a_plan_is_data_both_ways():
     ("change", "match"),
     [
         ({"format": 2}, "format 1, got 2"),
-        ({"steps": [{"setting": "x"}]}, "PlanStep"),
+        ({"steps": [{"setting": "x"}]}, r"plan\.steps\.0\.technique` Field required"),
+        ({"peak_bytes": "3"}, "plan.peak_bytes` Input should be a valid integer, got '3'"),
+        ({"by_category": {"data": 2**70}}, "plan.by_category` must have numbers of 64 bits"),
+        ({"unheard_of": 1}, "unheard_of"),
         ({"techniques": {"unheard_of": {}}}, "unheard_of"),
         ({"techniques": {"microbatching": {"size": 0}}}, "positive integer"),
     ],

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
-from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.data import from_data
 from lightning_memsave.core.units import format_bytes
 
 LossClass = Literal["exact", "unbiased", "approximate", "changed"]
@@ -147,7 +147,7 @@ class MemoryReport:
         >>> MemoryReport(peak_bytes=50, baseline_peak_bytes=400, baseline_source="measured").factor
         8.0
         """
-        if self.peak_bytes is None or self.baseline_peak_bytes is None:
+        if not self.peak_bytes or self.baseline_peak_bytes is None:
             return None
         return self.baseline_peak_bytes / self.peak_bytes
 
@@ -159,7 +159,7 @@ class MemoryReport:
         ...              predicted_peak_bytes=40, predicted_by_category={"weights": 20, "data": 20}).miss
         Miss(fraction=0.25, category='data', category_bytes=10)
         """
-        if not self.peak_bytes or self.predicted_peak_bytes is None or not self.predicted_by_category:
+        if not self.peak_bytes or not self.predicted_peak_bytes or not self.predicted_by_category:
             return None
         return Miss.between(self.predicted_peak_bytes, self.predicted_by_category, self.peak_bytes, self.by_category)
 
@@ -214,18 +214,7 @@ class MemoryReport:
         Raises:
             ValueError: the values are not those of a report.
         """
-        try:
-            timeline = values.get("timeline")
-            if timeline is not None:
-                lines = {name: tuple(line) for name, line in timeline["by_category"].items()}
-                timeline = Timeline(events=tuple(timeline["events"]), by_category=lines)
-            applied = tuple(Applied(**{**a, "reasons": tuple(a["reasons"])}) for a in values.get("applied", ()))
-            return cls(**{**values, "applied": applied, "timeline": timeline})
-        except (AttributeError, KeyError, TypeError) as error:
-            names = [each.name for each in fields(cls)]
-            raise setting_error(
-                "report", f"must have the fields {names}", str(error), "Write it with `as_dict`."
-            ) from error
+        return from_data(cls, values, "report", "Write it with `as_dict`.")
 
 
 _APPLIED = ("technique", "summary", "loss_class", "reasons")

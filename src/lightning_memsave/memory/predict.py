@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from lightning_memsave.core.data import from_data
 from lightning_memsave.core.report import Timeline
 from lightning_memsave.memory.allocations import Allocations
 from lightning_memsave.memory.breakdown import TopTensor
@@ -89,15 +90,12 @@ class Prediction:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Prediction:
-        """What `as_dict` wrote."""
-        found = {each.name: values[each.name] for each in fields(cls) if each.name in values}
-        if (line := found.get("timeline")) is not None:
-            by_category = {name: tuple(sizes) for name, sizes in line["by_category"].items()}
-            found["timeline"] = Timeline(events=tuple(line["events"]), by_category=by_category)
-        if (cuda := found.get("cuda")) is not None:
-            found["cuda"] = CudaBytes(**{**cuda, "context_bytes": tuple(cuda["context_bytes"])})
-        found["top"] = tuple(TopTensor(**{**each, "shape": tuple(each["shape"])}) for each in found.get("top", ()))
-        return cls(**{**found, "flags": tuple(found.get("flags", ()))})
+        """What `as_dict` wrote.
+
+        Raises:
+            ValueError: the values are not those of a prediction.
+        """
+        return from_data(cls, values, "prediction", "Write it with `as_dict`.")
 
 
 Predict = Callable[[Sequence[Any]], Prediction]

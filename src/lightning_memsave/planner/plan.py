@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_memsave.core.data import from_data
 from lightning_memsave.core.errors import defaults_of, setting_error
 from lightning_memsave.core.report import LOSS_CLASSES, LossClass
 from lightning_memsave.core.units import format_bytes
@@ -148,21 +149,20 @@ class Plan:
         Raises:
             ValueError: the values are not those of a plan, or a setting in it is wrong.
         """
+        remedy = "Write it with `to_json`."
         try:
             found = dict(values)
             version = found.pop("format")
             if version != _FORMAT:
                 raise setting_error("plan", f"must have format {_FORMAT}", version, "Make it again.")
             kinds = {technique.stem: technique.config for technique in TECHNIQUES}
-            found["techniques"] = tuple(
+            techniques = tuple(
                 kinds[stem](**{key: _value(value) for key, value in settings.items()})
-                for stem, settings in found["techniques"].items()
+                for stem, settings in found.pop("techniques").items()
             )
-            found["steps"] = tuple(PlanStep(**step) for step in found["steps"])
-            return cls(**{**found, "flags": tuple(found["flags"])})
-        except (AttributeError, KeyError, TypeError) as error:
-            remedy = "Write it with `to_json`."
+        except (AttributeError, KeyError, TypeError, RecursionError) as error:
             raise setting_error("plan", "must be what a plan is written as", str(error), remedy) from error
+        return from_data(cls, found, "plan", remedy, techniques=techniques)
 
     def to_json(self) -> str:
         """Everything as JSON, to keep or to send.
@@ -181,7 +181,7 @@ class Plan:
         """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise setting_error(
                 "plan", "must be what `Plan.to_json` wrote", text[:40], f"JSON says: {error}."
             ) from error

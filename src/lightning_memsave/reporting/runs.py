@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import io
 import json
 import math
 import re
@@ -22,10 +23,12 @@ from typing import Any
 
 import yaml
 
+from lightning_memsave.core.data import from_data
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import CATEGORIES, MemoryReport, Timeline
+from lightning_memsave.reporting.foreign import DamagedFileError, printable, read_bytes, read_settings
 from lightning_memsave.reporting.wandb import TIMELINE
-from lightning_memsave.reporting.wandb_file import DamagedLogError, read_log
+from lightning_memsave.reporting.wandb_file import read_log
 
 FORMAT = "lightning-memsave run 1"
 _REMEDY = (
@@ -35,6 +38,7 @@ _REMEDY = (
 _STEP = ("step", "trainer/global_step")  # Lightning's x-axis in the CSV file and in W&B
 _NUM_MEASURED = "memsave/num_steps_measured"  # only in the row that repeats the final figures
 _TIMELINE_PATH = f"{TIMELINE}_table.path"
+_MOST_OF_A_TABLE = 2**24  # bytes
 _NOT_A_METRIC = re.compile(r"epoch|step|trainer/.*|_.*|memsave/.*|lr-.*")
 
 
@@ -72,15 +76,17 @@ class Run:
         Raises:
             ValueError: the text is something else.
         """
+        remedy = "Write it with `Run.to_json`."
         try:
-            values = json.loads(text)
-            if values.pop("format") != FORMAT:
-                raise KeyError("format")
-            report = MemoryReport.from_dict(values.pop("report"))
-            peaks = tuple((step, peak) for step, peak in values.pop("peaks"))
-            return cls(**{**values, "report": report, "peaks": peaks, "applied": tuple(values["applied"])})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise setting_error("text", f"must be a {FORMAT!r}", text[:40], "Write it with `Run.to_json`.") from error
+            values = printable(json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise setting_error("text", f"must be a {FORMAT!r}", text[:40], remedy) from error
+        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+            raise setting_error("text", f"must be a {FORMAT!r}", text[:40], remedy)
+        report, config = MemoryReport.from_dict(values.pop("report", None)), values.pop("config", {})
+        if not isinstance(config, dict):
+            raise setting_error("run.config", "must be a dictionary", config, remedy)
+        return from_data(cls, values, "run", remedy, report=report, config=config)
 
 
 def run_of(
@@ -130,7 +136,7 @@ def _read_all(path: Path) -> list[Run]:
     if errors and not runs:
         raise errors[0]
     for each in errors:
-        warnings.warn(f"Left out: {each}", stacklevel=3)
+        warnings.warn(f"Left out: {printable(str(each))}", stacklevel=3)
     return runs
 
 
@@ -157,6 +163,8 @@ def _time(path: Path) -> str:
 
 
 def _is_ours(path: Path) -> bool:
+    if not path.is_file():  # a pipe is none
+        return False
     with contextlib.suppress(OSError), path.open("rb") as file:
         return FORMAT.encode() in file.read(100)
     return False
@@ -164,18 +172,20 @@ def _is_ours(path: Path) -> bool:
 
 def _read(files: Sequence[Path]) -> Run:
     path = files[-1]
+    if path.suffix not in (".wandb", ".csv", ".json"):
+        raise setting_error("run", "must be a `.wandb`, `.csv` or `.json` file", str(path), _REMEDY)
     try:
-        if path.suffix == ".wandb":
-            return _read_wandb(files)
-        if path.suffix == ".csv":
-            return _read_csv(path)
         if path.suffix == ".json":
-            return Run.from_json(path.read_text("utf-8"))
-    except (DamagedLogError, UnicodeDecodeError, csv.Error, yaml.YAMLError) as error:
+            return Run.from_json(read_bytes(path).decode())
+        run = _read_wandb(files) if path.suffix == ".wandb" else _read_csv(path)
+        return Run.from_json(run.to_json())  # which says what of it is no figure
+    except OSError:
+        raise
+    except (DamagedFileError, UnicodeDecodeError, csv.Error, yaml.YAMLError) as error:
         raise setting_error("run", "must be whole", f"{path} ({error})", _REMEDY) from error
-    except ValueError as error:
-        raise setting_error("run", "must be a run", str(path), f"{error}") from error
-    raise setting_error("run", "must be a `.wandb`, `.csv` or `.json` file", str(path), _REMEDY)
+    except Exception as error:  # files hold anything, and one of them must not end the comparison
+        what = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise setting_error("run", "must be a run", str(path), what) from error
 
 
 def _read_wandb(paths: Sequence[Path]) -> Run:
@@ -183,65 +193,49 @@ def _read_wandb(paths: Sequence[Path]) -> Run:
     for path in paths:
         try:
             parts.append((path.parent / "files", read_log(path)))
-        except (DamagedLogError, OSError) as error:
+        except (DamagedFileError, OSError) as error:
             if len(paths) == 1:
                 raise
             warnings.warn(f"Left out of a run that was resumed: {path} ({error})", stacklevel=5)
     if not parts:
-        raise DamagedLogError("none of its parts can be read")
+        raise DamagedFileError("none of its parts can be read")
     logs = [log for _, log in parts]
     run = _from_rows(logs[-1].name or paths[-1].stem, [row for log in logs for row in log.history], logs[-1].config)
     summary = {name: value for log in logs for name, value in log.summary.items()}
-    tables = [files / row[_TIMELINE_PATH] for files, log in parts for row in log.history if _TIMELINE_PATH in row]
+    tables = [(files, str(row[_TIMELINE_PATH])) for files, log in parts for row in log.history if _TIMELINE_PATH in row]
     return dataclasses.replace(
         run,
         report=dataclasses.replace(
             run.report,
-            timeline=_timeline(tables[-1]) if tables else None,
+            timeline=_timeline(*tables[-1]) if tables else None,
             baseline_source=summary.get("memsave/baseline_source"),
         ),
         loss_class=summary.get("memsave/loss_class"),
-        applied=tuple(summary.get("memsave/applied", ())),
+        applied=summary.get("memsave/applied", ()),
     )
 
 
-def _timeline(path: Path) -> Timeline | None:
+def _timeline(folder: Path, name: str) -> Timeline | None:
     """The chart's table is a file beside the log, where it still is."""
     lines: dict[str, dict[int, int]] = {category: {} for category in CATEGORIES}
     try:
-        for event, category, num_bytes in json.loads(path.read_text("utf-8"))["data"]:
+        for event, category, num_bytes in json.loads(read_bytes(folder / name, _MOST_OF_A_TABLE, folder))["data"]:
             lines[category][event] = num_bytes
-    except (OSError, KeyError, TypeError, ValueError):  # a chart more or less
+        by_category = {category: list(line.values()) for category, line in lines.items()}
+        values = {"events": list(lines[CATEGORIES[0]]), "by_category": by_category}
+        return from_data(Timeline, values, "timeline", _REMEDY)
+    except (OSError, KeyError, TypeError, ValueError, RecursionError):  # a chart more or less
         return None
-    by_category = {category: tuple(line.values()) for category, line in lines.items()}
-    return Timeline(events=tuple(lines[CATEGORIES[0]]), by_category=by_category)
 
 
 def _read_csv(path: Path) -> Run:
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = [{name: _number(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
+    lines = csv.DictReader(io.StringIO(read_bytes(path).decode(), newline=""), restkey="")
+    rows = [{name: _number(text) for name, text in row.items() if name and text} for row in lines]
     if not any("step" in row for row in rows):
-        raise DamagedLogError("no column `step` with figures, as Lightning's CSV logger writes it")
-    settings = path.with_name("hparams.yaml")
-    config = yaml.load(settings.read_text("utf-8"), _Loader) if settings.is_file() else None
+        raise DamagedFileError("no column `step` with figures, as Lightning's CSV logger writes it")
     folder = path.parent.resolve()
     name = f"{folder.parent.name}/{folder.name}"
-    return _from_rows(name, rows, config if isinstance(config, dict) else {})
-
-
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml is untyped
-    """Plain data only. Lightning writes Python's types with tags, for example of tuples: their text is kept."""
-
-
-_Loader.add_multi_constructor("", lambda loader, tag, node: _plain(loader, node))
-
-
-def _plain(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
-    if isinstance(node, yaml.MappingNode):
-        return loader.construct_mapping(node, deep=True)
-    if isinstance(node, yaml.SequenceNode):
-        return loader.construct_sequence(node, deep=True)
-    return str(node.value)
+    return _from_rows(name, rows, read_settings(path.with_name("hparams.yaml")))
 
 
 def _number(text: object) -> Any:
@@ -265,7 +259,7 @@ def _from_rows(name: str, rows: Sequence[Mapping[str, Any]], config: Mapping[str
     rows = _without_prefix(rows)
     last: dict[str, Any] = {}
     for row in rows:
-        last.update((key, value) for key, value in row.items() if isinstance(value, (int, float)))
+        last.update((key, value) for key, value in row.items() if _is_figure(value))
     measured = [row for row in rows if _is_measured(row)]
     steps = [row for row in measured if _NUM_MEASURED not in row]
     report = MemoryReport(
@@ -291,6 +285,10 @@ def _from_rows(name: str, rows: Sequence[Mapping[str, Any]], config: Mapping[str
         )
     metrics = {key: value for key, value in last.items() if not _NOT_A_METRIC.fullmatch(key) and math.isfinite(value)}
     return Run(name=name, report=report, metrics=metrics, config=config, peaks=tuple(map(_peak, steps)))
+
+
+def _is_figure(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def _is_measured(row: Mapping[str, Any]) -> bool:

@@ -16,15 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_memsave.reporting.foreign import DamagedFileError, read_bytes
+
 _HEADER, _MAGIC = struct.Struct("<4sHB"), (b":W&B", 0xBEE1, 0)
 _FRAGMENT = struct.Struct("<IHB")
 _BLOCK_BYTES = 2**15
 _ENDS_RECORD = (1, 4)  # whole, last
 _BEGINS_RECORD = (1, 2)  # whole, first
-
-
-class DamagedLogError(ValueError):
-    """The file is no log of wandb's, or its bytes do not fit their checksum."""
 
 
 @dataclass
@@ -41,12 +39,12 @@ def read_log(path: Path) -> WandbLog:
     """Read a `.wandb` file up to its last whole record: a killed run's tail may be cut off.
 
     Raises:
-        DamagedLogError: `path` is not such a file.
+        DamagedFileError: `path` is not such a file.
     """
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # slow; generated, untyped
 
     log = WandbLog()
-    for content in _records(path.read_bytes()):
+    for content in _records(read_bytes(path)):
         record = Record.FromString(content)
         kind = record.WhichOneof("record_type")
         if kind == "run":
@@ -70,8 +68,8 @@ def _values(items: Iterable[Any]) -> dict[str, Any]:
 
 def _records(content: bytes) -> Iterator[bytes]:
     if len(content) < _HEADER.size or _HEADER.unpack_from(content) != _MAGIC:
-        raise DamagedLogError("no header of wandb's")
-    position, record = _HEADER.size, b""
+        raise DamagedFileError("no header of wandb's")
+    position, parts = _HEADER.size, list[bytes]()
     while position + _FRAGMENT.size <= len(content):
         left_in_block = _BLOCK_BYTES - position % _BLOCK_BYTES
         if left_in_block < _FRAGMENT.size:
@@ -86,8 +84,10 @@ def _records(content: bytes) -> Iterator[bytes]:
         if len(payload) < num_bytes:
             return
         if zlib.crc32(payload, zlib.crc32(bytes([kind]))) != checksum:
-            raise DamagedLogError(f"damaged before byte {position + num_bytes}")
+            raise DamagedFileError(f"damaged before byte {position + num_bytes}")
         position += num_bytes
-        record = payload if kind in _BEGINS_RECORD else record + payload
+        if kind in _BEGINS_RECORD:
+            parts.clear()
+        parts.append(payload)
         if kind in _ENDS_RECORD:
-            yield record
+            yield b"".join(parts)
