@@ -100,9 +100,29 @@ def test_adoption_keeps_the_users_strategy():
     chosen = trainer.strategy
     trainer.fit(BoringModel())
     assert trainer.strategy is chosen
-    assert isinstance(chosen, L.pytorch.strategies.SingleDeviceStrategy)
-    assert type(chosen).__name__ == "MemSaveSingleDeviceStrategy"
+    assert type(chosen) is L.pytorch.strategies.SingleDeviceStrategy  # again
     assert namespace_of(chosen) == "lightning.pytorch"
+
+
+@pytest.mark.parametrize(
+    "where", ["setup", "configure_optimizers", "on_fit_start", "training_step", "validation_step", "on_fit_end"]
+)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_fit_that_fails_gives_the_strategy_back(where, error):
+    def fails(*_, **__):
+        raise error("mine")
+
+    module, trainer = BoringModel(), L.Trainer(callbacks=[MemSave()], **QUIET)
+    setattr(module, where, fails)
+    with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
+        trainer.fit(module)
+    assert type(trainer.strategy) is L.pytorch.strategies.SingleDeviceStrategy
+    assert not [name for name in vars(trainer.strategy) if "memsave" in name]
+    memsave = MemSave()
+    options = {name: value for name, value in QUIET.items() if name != "accelerator"}
+    trainer = L.Trainer(callbacks=[memsave], strategy=trainer.strategy, **options)  # it can be used again
+    trainer.fit(BoringModel())
+    assert memsave.report.peak_bytes
 
 
 @pytest.mark.parametrize("order", ["memsave first", "pytorch_lightning first"])

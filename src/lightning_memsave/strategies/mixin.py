@@ -42,6 +42,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
         _memsave: MemSaveState | None = None
         _memsave_before: MemSaveState | None = None
         _has_fitted = False
+        _is_down = False
         _sparsifying: Sparsifying | None = None  # outlives the callback, as checkpoints may still be written
 
         @property
@@ -53,6 +54,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
 
         def setup(self, trainer: Any) -> None:
             fitting = self._has_fitted = trainer.state.fn == "fit"
+            self._is_down = False
             if not fitting and not self.memsave.recipe.stepping_aside(ways_of_training(trainer))[0].get(Microbatching):
                 self.memsave.loop.evaluation = None
             if fitting:
@@ -137,12 +139,15 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
             finally:
                 self.memsave.finish()
                 _remove_loop(module)
+                self._is_down = True
             trainer = getattr(module, "_trainer", None)  # none yet where the fit was refused before it began
             if trainer is None or trainer.interrupted:
                 release(self)  # callbacks are not torn down then
-            elif self._has_fitted:
+                return
+            if self._has_fitted:
                 self.memsave.loop.tell_cost()
                 self.memsave.loop.warn_if_unused(module)
+            _give_class_back(self)
 
     MemSaveMixin.__qualname__ = "MemSaveMixin"
     return MemSaveMixin
@@ -211,6 +216,7 @@ def _adopted_class(cls: type, namespace: str) -> Any:
     if cls not in _ADOPTED:
         own = {
             "__module__": __name__,
+            "adopted_from": cls,
             "__reduce_ex__": lambda self, _: (_unpickled, (cls, namespace), self.__getstate__()),
         }
         _ADOPTED[cls] = type(f"MemSave{cls.__name__}", (mixin(namespace), cls), own)
@@ -245,6 +251,19 @@ def adopt(strategy: Any, state: MemSaveState) -> None:
 
 
 def release(strategy: Any) -> None:
-    """Undo `adopt`: the strategy has the recipe that it had before, none if it was not ours."""
-    if strategy._memsave_before is not None:
+    """Undo `adopt`: the strategy has the recipe that it had before; once it is torn down, its class if it was not ours.
+
+    A strategy that has trained sparse weights keeps ours, which writes and reads their checkpoints.
+    """
+    if getattr(strategy, "_memsave_before", None) is not None:
         strategy._memsave, strategy._memsave_before = strategy._memsave_before, None
+        _give_class_back(strategy)
+
+
+def _give_class_back(strategy: Any) -> None:
+    """Where callback and strategy are both torn down, which may be in either order."""
+    is_over = strategy._is_down and strategy._memsave_before is None and strategy._sparsifying is None
+    if is_over and (plain := getattr(type(strategy), "adopted_from", None)) is not None:
+        for name in vars(mixin(namespace_of(strategy))).keys() & vars(strategy).keys():
+            delattr(strategy, name)
+        strategy.__class__ = plain
