@@ -206,3 +206,20 @@ def test_a_whole_moment_is_projected_when_it_is_loaded():
     assert (other.state[second.weight]["exp_avg_sq"] >= 0).all()
     run_steps(second, other, range(4, 9))
     assert flat(second).isfinite().all()
+
+
+@pytest.mark.parametrize("state_format", ["lowrank", "apollo"])
+def test_moments_of_subspaces_start_from_zero_in_a_plain_optimizer(state_format):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 24), nn.Linear(24, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    apply_optimizer_state(optimizer, OptimizerState(format=state_format, rank=4, min_size=1), model)
+    run_steps(model, optimizer, range(2))
+    with pytest.warns(UserWarning, match="The moments of parameters 0 are those of a subspace.*start from zero"):
+        saved = decoded_state_dict(through_disk(optimizer.state_dict()))
+    plain = torch.optim.AdamW(model.parameters())
+    plain.load_state_dict(saved)
+    assert plain.state[model[0].weight] == {}
+    assert plain.state[model[1].weight]["step"] == 2
+    run_steps(model, plain, [2])
+    assert plain.state[model[0].weight]["step"] == 1

@@ -18,6 +18,7 @@ moments that are zero.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ from lightning_memsave.techniques.optimizer_state.codecs import (
     decode,
 )
 from lightning_memsave.techniques.optimizer_state.elsewhere import Elsewhere
+from lightning_memsave.techniques.optimizer_state.projection import PROJECTION
 
 _MEANS = Means(Means(None))  # type: ignore[arg-type]  # of matrices alone
 
@@ -223,6 +225,8 @@ def groups_for(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) 
 def decoded_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict whose compact entries are float32 moments, for any optimizer of torch.
 
+    Parameters whose moments are those of a subspace have none in it, which a warning says: theirs start from zero.
+
     Raises:
         ValueError: an entry is damaged, or of a newer version.
 
@@ -232,8 +236,16 @@ def decoded_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     {0: {'exp_avg': tensor([-1.,  1.])}}
     """
     check_compact_entries(state_dict)
+    projected = [number for number, values in state_dict["state"].items() if PROJECTION in values]
+    if projected:
+        warnings.warn(
+            f"The moments of parameters {', '.join(map(str, projected))} are those of a subspace, which a plain "
+            "optimizer cannot read: theirs start from zero.",
+            stacklevel=2,
+        )
     state = {
         number: {name: decoded(value) for name, value in values.items()}
         for number, values in state_dict["state"].items()
+        if number not in projected
     }
     return {**state_dict, "state": state}
