@@ -5,6 +5,9 @@ CUDA, ROCm and XPU count allocated and reserved bytes and keep their maxima; CPU
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import math
 import mmap
 import sys
@@ -70,3 +73,29 @@ def address_space_left() -> float:
     if limit == resource.RLIM_INFINITY:
         return math.inf
     return limit - mmap.PAGESIZE * int(Path("/proc/self/statm").read_text().split()[0])
+
+
+_RESERVE_BYTES = 2**25
+_held_back: list[mmap.mmap] = []
+
+
+def hold_addresses_back() -> None:
+    """Under a limit of addresses, keep some for what runs once memory has run out: threads, kernels compiled then.
+
+    They take no memory, and are there again for everybody after `free_memory`.
+    """
+    if not _held_back and 4 * _RESERVE_BYTES <= address_space_left() < math.inf:
+        with contextlib.suppress(OSError):
+            _held_back.append(mmap.mmap(-1, _RESERVE_BYTES, prot=mmap.PROT_READ))
+
+
+def free_memory() -> None:
+    """Give back what a try that ran out of memory has left behind."""
+    while _held_back:
+        _held_back.pop().close()
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # other C libraries than GNU's have none
+            ctypes.CDLL(None).malloc_trim(0)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from lightning_memsave.memory.allocator import read_current, reset_peak
+from lightning_memsave.memory.allocator import free_memory, read_current, reset_peak
 from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.strategies.logs import DeferredLogs, KeptLogs
 from lightning_memsave.strategies.loop_state import LoopState
@@ -18,7 +18,6 @@ from lightning_memsave.strategies.metrics import MergedMetrics
 from lightning_memsave.strategies.namespaces import internals, namespace_of
 from lightning_memsave.strategies.out_of_memory import OutOfMeasuresError, is_out_of_memory
 from lightning_memsave.strategies.outputs import detached, merge_outputs
-from lightning_memsave.strategies.recovery import free_memory
 from lightning_memsave.techniques.microbatching import UnsplittableBatchError
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.core.errors import RefusedRegionError
-from lightning_memsave.memory.allocator import read_current, reset_peak
+from lightning_memsave.memory.allocator import free_memory, read_current, reset_peak
 from lightning_memsave.memory.ledger import Ledger
 from lightning_memsave.strategies.batch_start import BatchStart
 from lightning_memsave.strategies.ddp import LateReduction
@@ -32,7 +32,7 @@ from lightning_memsave.strategies.out_of_memory import (
     nothing_left,
 )
 from lightning_memsave.strategies.outputs import detached, merge_outputs
-from lightning_memsave.strategies.recovery import Recovery, free_memory
+from lightning_memsave.strategies.recovery import Recovery
 from lightning_memsave.strategies.step_effects import unwatched
 from lightning_memsave.strategies.ways import ways_of_training
 

@@ -15,7 +15,6 @@ other.
 from __future__ import annotations
 
 import contextlib
-import gc
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from lightning_utilities.core import rank_zero
 
 from lightning_memsave.core.units import format_bytes, parse_bytes
-from lightning_memsave.memory.allocator import read_peak, total_bytes
+from lightning_memsave.memory.allocator import hold_addresses_back, read_peak, total_bytes
 from lightning_memsave.memory.ledger import Measurement
 from lightning_memsave.memory.meter import stop_measuring
 from lightning_memsave.memory.storages import tensors_in
@@ -68,6 +67,7 @@ class Recovery:
         self._num_good = 0
         self._limit_before_growth: float | None = None
         self._latest: Measurement | None = None
+        hold_addresses_back()
 
     def size_for(self, batch: Any) -> int | None:
         """Samples per microbatch of this batch; `None` for all of them."""
@@ -217,13 +217,6 @@ class Recovery:
 
 _OF_THE_MODEL = ("weights", "gradients", "optimizer_state")
 """What smaller microbatches do not lower."""
-
-
-def free_memory() -> None:
-    """Give back what a failed try has left behind."""
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
 
 
 def _tell(message: str) -> None:
