@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .venv/.peers
 
-.PHONY: demo test test-all test-triton lint format types imports browser pictures wheel bench bench-all bench-quality bench-gpu docs clean
+.PHONY: demo test test-all test-versions test-triton lint format types imports browser pictures wheel bench bench-all bench-quality bench-gpu docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -35,6 +35,12 @@ format: $(READY)
 test-all: test wheel  ## longer checks: everything slow, and the oldest supported Lightning
 	$(BIN)/pytest -m slow
 	tests/oldest.sh
+
+VERSIONS ?= torch==2.10.0 torch==2.11.0 torch==2.12.0 torch==2.14.1 torch==2.15.0 lightning==2.5.6
+
+test-versions: $(READY)  ## every room on other versions of torch and Lightning: hours, and 2 to 6 GB for each
+	$(BIN)/python tests/versions.py $(VERSIONS)
+	$(BIN)/python benchmarks/tables.py
 
 test-triton: $(READY)  ## the Triton kernels in interpreter mode, where no GPU is
 	$(BIN)/pip install --quiet --no-deps --target .venv/triton triton==3.9.0

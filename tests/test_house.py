@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from itertools import combinations
 from pathlib import Path
 
@@ -191,59 +192,48 @@ def declared(package):
 
 
 @pytest.mark.parametrize("package", ["torch", "lightning"])
-def test_supported_range_is_the_declared_one(package):
-    assert versions.SUPPORTED[package] == declared(package)
+def test_the_tested_range_is_the_declared_one(package):
+    low, (major, minor) = versions.TESTED[package]
+    assert (low, (major, minor + 1)) == declared(package)
 
 
 def test_every_checked_package_is_known_here():
-    assert set(versions.SUPPORTED) == {"torch", "lightning"}
+    assert set(versions.TESTED) == {"torch", "lightning"}
 
 
-def just_outside(package):
-    (low_major, low_minor), (high_major, high_minor) = declared(package)
-    return [
-        f"{low_major}.{low_minor - 1}.9",
-        f"{high_major}.{high_minor}.0",
-        f"{high_major}.{high_minor}.0.dev20260101+cu130",
-        f"{low_major + 1}.0.0",
-        f"{low_major - 1}.99.0",
-    ]
-
-
-def just_inside(package):
-    (low_major, low_minor), (high_major, high_minor) = declared(package)
-    return [
-        f"{low_major}.{low_minor}.0",
-        f"{low_major}.{low_minor}.0+cpu",
-        f"{low_major}.{low_minor}.0a0+git1234",
-        f"{high_major}.{high_minor - 1}.99",
-    ]
-
-
-def pretend(monkeypatch, package, found):
+def pretended(monkeypatch, package, found):
     real = versions.version
     monkeypatch.setattr(versions, "version", lambda name: found if name == package else real(name))
 
 
-@pytest.mark.parametrize(
-    ("package", "found"), [(package, found) for package in versions.SUPPORTED for found in just_outside(package)]
-)
-def test_version_outside_the_range_is_refused_with_a_remedy(monkeypatch, package, found):
-    pretend(monkeypatch, package, found)
-    with pytest.raises(ImportError, match="lightning-memsave needs") as caught:
-        versions.check_versions()
-    text = str(caught.value)
-    low, high = (".".join(map(str, bound)) for bound in declared(package))
-    assert f"found {found}" in text
-    assert f"pip install '{package}>={low},<{high}'" in text
+@pytest.mark.parametrize("package", versions.TESTED)
+def test_an_older_version_is_refused_with_a_remedy(monkeypatch, package):
+    low, _ = versions.TESTED[package]
+    for found in (f"{low[0]}.{low[1] - 1}.9", f"{low[0] - 1}.99.0"):
+        pretended(monkeypatch, package, found)
+        with pytest.raises(ImportError, match=rf"needs {package} >= [\d.]+, found {found}.*pip install '{package}>="):
+            versions.check_versions()
 
 
-@pytest.mark.parametrize(
-    ("package", "found"), [(package, found) for package in versions.SUPPORTED for found in just_inside(package)]
-)
-def test_version_inside_the_range_is_accepted(monkeypatch, package, found):
-    pretend(monkeypatch, package, found)
-    versions.check_versions()
+@pytest.mark.parametrize("package", versions.TESTED)
+def test_a_newer_version_is_told_of(monkeypatch, package):
+    _, (major, minor) = versions.TESTED[package]
+    for found in (f"{major}.{minor + 1}.0", f"{major}.{minor + 1}.0.dev20260101+cu130", f"{major + 1}.0.0"):
+        pretended(monkeypatch, package, found)
+        with pytest.warns(
+            versions.UntestedVersionWarning, match=rf"is tested with {package} .* and this is {found[:3]}"
+        ):
+            versions.check_versions()
+
+
+@pytest.mark.parametrize("package", versions.TESTED)
+def test_a_version_inside_the_range_is_silent(monkeypatch, package):
+    (_, low), (major, high) = versions.TESTED[package]
+    for found in (f"{major}.{low}.0", f"{major}.{low}.0+cpu", f"{major}.{low}.0a0+git1234", f"{major}.{high}.99"):
+        pretended(monkeypatch, package, found)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            versions.check_versions()
 
 
 def test_package_version_is_a_release_number():

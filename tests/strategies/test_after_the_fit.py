@@ -15,7 +15,8 @@ from lightning_memsave import MemSave, Sparsity
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 SLOTS = [{}, {"recipe": "measure"}, {"activations": "exact"}, {"checkpointing": "sqrt"}, {"microbatch": 2},
-         {"precision": "bf16-sr"}, {"recipe": "balanced"}, {"sparsity": Sparsity(0.5, min_size=1)}]  # fmt: skip
+         {"precision": "bf16-sr"}, {"recipe": "balanced"},
+         {"sparsity": Sparsity(sparsity=0.5, min_size=1)}]  # fmt: skip
 
 
 def fitted(slots):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_memsave import MemSave, OptimizerState
 from lightning_memsave.techniques.optimizer_state.coded import is_coded
 
-from .harness import Net, fit
+from .harness import Net, WeightAveraging, fit
 
 INTO = OptimizerState(format="32bit", gradients="into-state")
 INTO_8BIT = OptimizerState(gradients="into-state", min_size=0)

@@ -8,7 +8,7 @@ import signal
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import Checkpointing, MemSave, Microbatching, Sparsity
+from tests.strategies.harness import EMAWeightAveraging
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers",

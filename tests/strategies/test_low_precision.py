@@ -8,12 +8,13 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from torch import nn
 from torch.optim.swa_utils import get_swa_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import Ledger, LowPrecision, MemSave, OptimizerState
+from tests.strategies.harness import EMAWeightAveraging, WeightAveraging
 
 FORMATS = ("bf16-sr", "bf16+8", "bf16-kahan", "fp16-scaled")
 WITH_CORRECTION = ("bf16+8", "bf16-kahan")

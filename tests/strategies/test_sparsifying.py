@@ -9,14 +9,14 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_memsave import Checkpointing, MemSave, OptimizerState, Sparsity, UpdateSchedule
 from lightning_memsave.techniques.sparsity import sparse_layers
-from tests.strategies.harness import ListLogger
+from tests.strategies.harness import EMAWeightAveraging, ListLogger
 
 
 class Net(L.LightningModule):

@@ -12,18 +12,27 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from lightning_memsave.vault.policy import LOSSY as POLICY_LOSSY
 
 pytest.importorskip("expecttest", reason="torch's database of operations imports it")
 
 ROOT = Path(__file__).parents[2]
+IS_LISTED = TorchVersion("2.13") <= torch.__version__ < TorchVersion("2.14")
+"""Whether this is the version whose database the lists are of; others have some operations more, and some less."""
 BOUND = 0.05
 """On the relative error of a gradient from 8-bit codes: a code is off by 1/255 of its block's range at most, a short
 block's range is some standard deviations, and the products of a sample add a few such errors."""
 
-JUMPS = {"nn.functional.hardswish": 0.1}
-"""Its derivative jumps by 0.5 at -3 and 3: a value within the noise of these may land on the other side."""
+LOOSE = {
+    # Its derivative jumps by 0.5 at -3 and 3: a value within the noise of these may land on the other side.
+    "nn.functional.hardswish": 0.1,
+    # The samples have logits of a hundred. The fused kernel, from torch 2.14 on for inputs of three dimensions as well,
+    # computes the softmax again from codes: e to the power of their noise.
+    "nn.functional.scaled_dot_product_attention": 0.5,
+}
 
 # fmt: off
 LOSSY = """
@@ -128,7 +137,7 @@ def reports():
 
 
 def too_large(reports):
-    return {name: report["error"] for name, report in reports.items() if report["error"] > JUMPS.get(name, BOUND)}
+    return {name: report["error"] for name, report in reports.items() if report["error"] > LOOSE.get(name, BOUND)}
 
 
 def kinds(reports, vault):
@@ -158,8 +167,12 @@ def test_which_operations_are_lossy_exact_or_keep_nothing(reports):
     for name, report in reports.items():
         kept = report["kinds"]["lossy"]
         found["LOSSY" if {"int8", "int8 derivative"} & kept.keys() else "EXACT" if kept else "NOT_SAVING"].add(name)
-    for category, text in (("LOSSY", LOSSY), ("EXACT", EXACT), ("NOT_SAVING", NOT_SAVING)):
-        assert sorted(found[category]) == sorted(text.split()), category
+    listed = {"LOSSY": LOSSY, "EXACT": EXACT, "NOT_SAVING": NOT_SAVING}
+    all_listed = {name for text in listed.values() for name in text.split()}
+    for category, text in listed.items():
+        assert sorted(found[category] & all_listed) == sorted(set(text.split()) & reports.keys()), category
+    if IS_LISTED:
+        assert reports.keys() == all_listed
 
 
 def test_every_lossy_function_of_the_policy_was_met():
@@ -175,7 +188,10 @@ def test_errors_are_real_where_codes_are(reports):
 
 def test_which_results_can_be_computed_again(reports):
     found = [name for name, report in reports.items() if report["kinds"]["consumed"].get("recomputed")]
-    assert sorted(found) == sorted(RECOMPUTED.split())
+    expected = set(RECOMPUTED.split()) & reports.keys()
+    if torch.__version__ >= TorchVersion("2.14"):
+        expected.remove("native_group_norm")  # whose node keeps no epsilon, and which is no function of torch.nn's
+    assert sorted(found) == sorted(expected)
 
 
 def test_every_form_was_exercised(reports):

@@ -1,37 +1,52 @@
-"""The versions this package is made for, checked once at import."""
+"""The versions this package is made for, looked at once at import."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-SUPPORTED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
-    "torch": ((2, 13), (2, 14)),
-    "lightning": ((2, 6), (2, 7)),
+Bounds = tuple[tuple[int, int], tuple[int, int]]
+TESTED: Mapping[str, Bounds] = {
+    "torch": ((2, 10), (2, 15)),
+    "lightning": ((2, 5), (2, 6)),
 }
-"""Lowest version and first one beyond, as (major, minor): private names of both are used, so each minor is tested."""
+"""Lowest and highest (major, minor) that the tests have run on: private names of both are used."""
 
 
-def check_versions(supported: dict[str, tuple[tuple[int, int], tuple[int, int]]] = SUPPORTED) -> None:
-    """Raise when an installed version is outside the supported range.
+class UntestedVersionWarning(UserWarning):
+    """An installed version is newer than those that the tests have run on."""
+
+
+def check_versions(tested: Mapping[str, Bounds] = TESTED) -> None:
+    """Refuse installed versions that are too old; warn of those that are newer than any that was tested.
 
     Raises:
         ImportError: names the package, its version, the range and the remedy.
 
-    >>> check_versions({"torch": ((1, 0), (1, 13))})
+    >>> check_versions({"torch": ((9, 0), (9, 1))})
     Traceback (most recent call last):
         ...
-    ImportError: lightning-memsave needs torch >= 1.0 and < 1.13, found ... Install one, ...
+    ImportError: lightning-memsave needs torch >= 9.0, found ... Install one, for example: pip install 'torch>=9.0'.
     """
-    for package, (lowest, beyond) in supported.items():
+    for package, (lowest, highest) in tested.items():
         try:
             found = version(package)
         except PackageNotFoundError:
             continue
-        if not lowest <= Version(found).release[:2] < beyond:
-            low, high = (".".join(map(str, bound)) for bound in (lowest, beyond))
+        low, high = (".".join(map(str, bound)) for bound in (lowest, highest))
+        release = Version(found).release[:2]
+        if release < lowest:
             raise ImportError(
-                f"lightning-memsave needs {package} >= {low} and < {high}, found {found}. "
-                f"Install one, for example: pip install '{package}>={low},<{high}'."
+                f"lightning-memsave needs {package} >= {low}, found {found}. "
+                f"Install one, for example: pip install '{package}>={low}'."
+            )
+        if release > highest:
+            warnings.warn(
+                f"lightning-memsave is tested with {package} {low} to {high}, and this is {found}. What relies on a "
+                "name that has moved there is left out: more activations are kept, or a figure is missing.",
+                UntestedVersionWarning,
+                stacklevel=3,
             )

@@ -32,7 +32,7 @@ def log_config(trainer: Any, config: Mapping[str, Any]) -> None:
         try:
             if wandb.is_wandb(logger):
                 wandb.record_config(logger.experiment, config)
-            elif trainer.enable_autolog_hparams and own:
+            elif getattr(trainer, "enable_autolog_hparams", True) and own:  # not in Lightning 2.5
                 # With the run's own: TensorBoard shows the first that it is told, and Lightning tells them after this.
                 logger.log_hyperparams({**own, "memsave": dict(config)})
         except Exception as error:  # MLflow's, for one, do not change; settings must not end a run

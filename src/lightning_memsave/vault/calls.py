@@ -29,6 +29,7 @@ from lightning_memsave.vault.lookups import Lookup
 from lightning_memsave.vault.normalised import Statistics, statistics_of
 from lightning_memsave.vault.policy import SUBTRACTS_MEAN
 from lightning_memsave.vault.rows import covers_its_storage
+from lightning_memsave.vault.rules import Norm
 
 
 class Place(NamedTuple):
@@ -205,13 +206,13 @@ def _scalar(call: Call) -> Any:
 
 
 _NOTED: dict[Any, Callable[[Call], Any]] = {
-    F.batch_norm: lambda call: call.argument(4, "bias"),
-    F.group_norm: lambda call: call.argument(3, "bias"),
-    F.layer_norm: lambda call: call.argument(4, "eps", 1e-5),
+    F.batch_norm: lambda call: Norm(call.argument(4, "bias"), call.argument(7, "eps", 1e-5)),
+    F.group_norm: lambda call: Norm(call.argument(3, "bias"), call.argument(4, "eps", 1e-5)),
+    F.layer_norm: lambda call: Norm(call.argument(3, "bias"), call.argument(4, "eps", 1e-5)),
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _scalar),
     **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _scalar),
 }
-"""What a recipe needs and no node keeps: a normalisation's bias or epsilon, a number that is added."""
+"""What a recipe needs and no node keeps: a normalisation's bias and epsilon, a number that is added."""
 
 _POOLS = {"max_pool1d": 1, "max_pool2d": 2, "max_pool3d": 3}
 

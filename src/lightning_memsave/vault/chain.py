@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_memsave.numerics.fakes import truth
 from lightning_memsave.vault.forms import Coded, Rank, Recipe
-from lightning_memsave.vault.graph import ForeignError, Node, inputs_of, saved
+from lightning_memsave.vault.graph import Node, UnreadableError, inputs_of, saved
 from lightning_memsave.vault.normalised import ratio_limit
 from lightning_memsave.vault.rows import SMALLEST_PIECE, Rows, covers_its_storage, rows_over
 from lightning_memsave.vault.rules import fold, fold_groups, norm_parameters, per_channel
@@ -106,7 +106,7 @@ def chain(
     """
     try:
         affine = _AFFINE[norm.name()](norm, operands, x)
-    except ForeignError:
+    except UnreadableError:
         return None
     if affine is None or not (covers_its_storage(y) and covers_its_storage(x)) or x.stride() != y.stride():
         return None

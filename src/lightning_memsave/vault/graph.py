@@ -100,34 +100,41 @@ class Kept:
         raise NotImplementedError
 
 
-class ForeignError(Exception):
-    """A node keeps something through hooks that are not the vault's: a checkpointed region, the user's own."""
+class UnreadableError(Exception):
+    """What a node keeps is not to be read: others' hooks keep it (a region), or torch has moved it."""
 
 
 def saved(node: Node, name: str) -> Any:
     """An attribute that a node keeps for its backward.
 
     Raises:
-        ForeignError: others' hooks keep it; reading it could run a region's forward again.
+        UnreadableError: others' hooks keep it, and reading it could run a region's forward again; or this version of
+            torch keeps no such attribute.
     """
     packed(node, name)
-    return getattr(node, f"_saved_{name}")
+    try:
+        return getattr(node, f"_saved_{name}")
+    except AttributeError as error:
+        raise UnreadableError(node.name(), name) from error
 
 
 def packed(node: Node, name: str) -> Kept | Tensor | None:
     """What is kept of an attribute: by the vault, or by torch itself; `None` where it keeps none.
 
     Raises:
-        ForeignError: others' hooks keep it.
+        UnreadableError: others' hooks keep it, or this version of torch does not tell.
     """
     keeper = getattr(node, f"_raw_saved_{name}", None)
     if isinstance(keeper, (list, tuple)):  # a custom Function's
         (keeper,) = keeper
     if keeper is None:
         return None
-    kept = keeper.data
-    if keeper.unpack_hook is not None and not isinstance(kept, Kept):
-        raise ForeignError(node.name(), name)
+    try:
+        kept, hook = keeper.data, keeper.unpack_hook
+    except AttributeError as error:
+        raise UnreadableError(node.name(), name) from error
+    if hook is not None and not isinstance(kept, Kept):
+        raise UnreadableError(node.name(), name)
     return kept  # type: ignore[no-any-return]  # untyped in torch
 
 

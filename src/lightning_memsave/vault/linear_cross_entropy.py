@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lightning_memsave.vault.call import Call
 from lightning_memsave.vault.calls import Calls
-from lightning_memsave.vault.graph import ForeignError, has_hooks, is_asked_for
+from lightning_memsave.vault.graph import UnreadableError, has_hooks, is_asked_for
 from lightning_memsave.vault.heads import Head, head_of
 from lightning_memsave.vault.lookups import Lookup
 
@@ -227,7 +227,7 @@ def linear_cross_entropy(call: Call, calls: Calls) -> Tensor | None:
     )
     try:
         head = head_of(logits, calls) if is_recognised else None
-    except (ForeignError, RuntimeError):  # the Linear's input was changed in place, which is backward's to tell
+    except (UnreadableError, RuntimeError):  # the Linear's input was changed in place, which is backward's to tell
         return None
     if head is None or logits.shape[1] <= 2 * head.input.shape[1]:  # what is kept instead is as much
         return None

@@ -27,7 +27,7 @@ from lightning_memsave.numerics.kbit import coded_bytes
 from lightning_memsave.vault.call import Call
 from lightning_memsave.vault.entries import Entry
 from lightning_memsave.vault.forms import BITS, Rank
-from lightning_memsave.vault.graph import ForeignError, Kept, Node, inputs_of, packed, saved
+from lightning_memsave.vault.graph import Kept, Node, UnreadableError, inputs_of, packed, saved
 from lightning_memsave.vault.policy import MULTIPLIES, NORMALISES, SUBTRACTS_MEAN
 from lightning_memsave.vault.rows import SMALLEST_PIECE, Rows, rows_over
 
@@ -123,16 +123,16 @@ def statistics_of(node: Node | None) -> Statistics | None:
             mean, variance = saved(node, "running_mean"), saved(node, "running_var")
             eps = saved(node, "epsilon" if "Cudnn" in node.name() else "eps")
             return Statistics(lambda: mean, lambda: (variance + eps).rsqrt())
-        return Statistics(_reader(packed(node, "result1")), _reader(packed(node, "result2")))
-    except ForeignError:
+        return Statistics(_reader(node, "result1"), _reader(node, "result2"))
+    except UnreadableError:
         return None
 
 
-def _reader(kept: Kept | Tensor | None) -> Callable[[], Tensor]:
-    if isinstance(kept, Kept):
-        return kept.get
-    assert kept is not None, "a normalisation keeps its statistics"
-    return lambda: kept
+def _reader(node: Node, name: str) -> Callable[[], Tensor]:
+    kept = packed(node, name)
+    if kept is None:
+        raise UnreadableError(node.name(), name)
+    return kept.get if isinstance(kept, Kept) else lambda: kept
 
 
 _NORMS = frozenset(

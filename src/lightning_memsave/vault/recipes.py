@@ -21,9 +21,9 @@ from lightning_memsave.vault.entries import Entry, Handle, Passed
 from lightning_memsave.vault.forms import Coded, Rank, Recipe
 from lightning_memsave.vault.graph import (
     Edge,
-    ForeignError,
     Kept,
     Node,
+    UnreadableError,
     Values,
     check_version,
     inputs_of,
@@ -81,7 +81,7 @@ class Derivation:
         try:
             rule = make_rule(node, output_nr, self._operands)
             return None if rule is None else self._follow(node, rule, own, budget)
-        except ForeignError:
+        except UnreadableError:
             return None
 
     def _follow(self, node: Node, rule: Rule, own: int, budget: int) -> Source | None:

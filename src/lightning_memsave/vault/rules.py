@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,11 @@ def per_channel(values: Tensor, dims: int) -> Tensor:
     return values.view([-1] + [1] * (dims - 2))
 
 
-_MISSING = object()
+class Norm(NamedTuple):
+    """What the node of a normalisation does not keep, or not in every version of torch."""
+
+    bias: Tensor | None
+    eps: float
 
 
 def _batch_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule | None:
@@ -64,7 +68,8 @@ def _batch_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
         # The kernel of eval mode, whose 1 / sqrt(variance + eps) is 1: torch's own order of rounding, in one pass.
         scale = rstd.to(wide) if weight is None else rstd.to(wide) * weight  # [C]
         shift = None if bias is None else bias.to(wide)
-        return F.batch_norm(x, mean.to(wide), torch.ones_like(scale), scale, shift, False, 0.0, 0.0)
+        # `F.batch_norm` would refuse an epsilon of 0 up to torch 2.11.
+        return torch.batch_norm(x, scale, shift, mean.to(wide), torch.ones_like(scale), False, 0.0, 0.0, False)
 
     def again(x: Tensor) -> Tensor:  # computes the statistics again; on CUDA the eval kernel rounds otherwise
         return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
@@ -86,13 +91,13 @@ def norm_parameters(node: Node, operands: Mapping[int, Any]) -> tuple[Tensor | N
     if bias_node is not None:
         bias = getattr(bias_node, "variable", None)
         return None if bias is None else (weight, bias.detach())
-    bias = operands.get(sequence_nr_of(node), _MISSING)
-    return None if bias is _MISSING else (weight, bias)
+    noted = operands.get(sequence_nr_of(node))
+    return None if noted is None else (weight, noted.bias)
 
 
 def _layer_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule | None:
-    eps = operands.get(sequence_nr_of(node))
-    if eps is None or output_nr != 0:
+    noted = operands.get(sequence_nr_of(node))
+    if noted is None or output_nr != 0:
         return None
     shape, weight, bias = (saved(node, name) for name in ("normalized_shape", "weight", "bias"))
     mean, rstd = saved(node, "result1"), saved(node, "result2")
@@ -108,7 +113,7 @@ def _layer_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
         return out
 
     def again(x: Tensor) -> Tensor:  # computes the statistics again
-        return F.layer_norm(x, shape, weight, bias, eps)
+        return F.layer_norm(x, shape, weight, bias, noted.eps)
 
     return Rule(normalise, is_linear=True, exactly=again, reads=(weight, bias))
 
@@ -119,7 +124,8 @@ def _group_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
         return None
     weight, bias = affine
     mean, rstd = saved(node, "result1"), saved(node, "result2")  # [B, G]
-    groups, eps = saved(node, "group"), saved(node, "eps")
+    noted, groups = operands.get(sequence_nr_of(node)), saved(node, "group")
+    eps = saved(node, "eps") if noted is None else noted.eps  # torch 2.14 and later keep none
 
     def normalise(x: Tensor) -> Tensor:
         scale, shift = (
