@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from lightning_memsave.core.compatibility import COMPATIBILITY, SETTINGS, WAYS_OF_TRAINING, Row
 from lightning_memsave.techniques.registry import TECHNIQUES
-from rows import markdown
+from rows import markdown, rows
 
 _STEMS = [technique.stem for technique in TECHNIQUES]
 
@@ -19,6 +19,23 @@ def techniques() -> str:
         for other in (*_STEMS, *WAYS_OF_TRAINING)
     ]
     return markdown(("", *map(_title, _STEMS)), _without_empty(lines))
+
+
+def versions() -> str:
+    """What the tests came to on other versions, room by room: passed, and failed where some did."""
+    found = rows("versions")
+    rooms = list(dict.fromkeys(row["room"] for row in found))
+    lines = []
+    for key in dict.fromkeys((row["package"], row["version"], row["selection"]) for row in found):
+        own = {row["room"]: row for row in found if (row["package"], row["version"], row["selection"]) == key}
+        lines.append((" ".join(key[:2]), key[2], *(_counts(own.get(room)) for room in rooms)))
+    return markdown(("", "tests", *rooms), lines, num_text=2)
+
+
+def _counts(row: dict[str, str] | None) -> str:
+    if row is None:
+        return ""
+    return row["passed"] + (f", **{row['failed']} failed**" if row["failed"] != "0" else "")
 
 
 def _cell(row: Row | None) -> str:

@@ -64,6 +64,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/compatibility.md": {
         "techniques": compatibility_tables.techniques,
         "refusals": compatibility_tables.refusals,
+        "versions": compatibility_tables.versions,
     },
 }
 

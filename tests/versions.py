@@ -32,7 +32,7 @@ SUBSET = {
     "contracts": ["tests/contracts"],
 }
 """What stands closest to private names."""
-COLUMNS = ("package", "version", "python", "room", "passed", "failed", "skipped")
+COLUMNS = ("package", "version", "python", "selection", "room", "passed", "failed", "skipped")
 
 
 def environment(requirement: str) -> Path:
@@ -68,7 +68,7 @@ def main() -> None:
     """Replace the rows of the versions that are named; exit with 1 where a test failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("requirements", nargs="+", help="for example torch==2.11.0 or lightning==2.5.6")
-    parser.add_argument("--subset", action="store_true", help="only what stands closest to private names; no rows")
+    parser.add_argument("--subset", action="store_true", help="only what stands closest to private names")
     options = parser.parse_args()
     known = list(csv.DictReader(ROWS.open())) if ROWS.exists() else []
     num_failed = 0
@@ -80,14 +80,14 @@ def main() -> None:
         for room, paths in rooms.items():
             found = counts(python, paths)
             num_failed += found["failed"]
-            names = {"package": package, "version": version, "python": "{}.{}".format(*sys.version_info), "room": room}
-            known.append({**names, **{key: str(value) for key, value in found.items()}})
+            selection = "subset" if options.subset else "all"
+            where = (package, version, "{}.{}".format(*sys.version_info), selection, room)
+            known.append({**dict(zip(COLUMNS, where, strict=False)), **{key: str(n) for key, n in found.items()}})
             print(requirement, room, found, flush=True)
-            if not options.subset:
-                with ROWS.open("w", newline="") as file:
-                    writer = csv.DictWriter(file, COLUMNS)
-                    writer.writeheader()
-                    writer.writerows(known)
+            with ROWS.open("w", newline="") as file:
+                writer = csv.DictWriter(file, COLUMNS)
+                writer.writeheader()
+                writer.writerows(known)
     sys.exit(1 if num_failed else 0)
 
 

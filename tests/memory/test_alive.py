@@ -150,7 +150,8 @@ def test_private_names_of_the_graph_are_there():
     x = torch.randn(3, requires_grad=True)
     (kept,) = kept_by(x.exp().grad_fn)
     assert torch.equal(kept, x.exp())
-    first, second = kept_by(Double.apply(x).grad_fn)
+    doubled = Double.apply(x)  # up to torch 2.10 a node of Python's does not keep what it stands for alive
+    first, second = kept_by(doubled.grad_fn)
     assert torch.equal(first, x)
     assert torch.equal(second, x + 1)
 

@@ -444,7 +444,7 @@ def test_compiled_code_is_not_measured_while_somebody_else_profiles():
     inner = nn.Linear(8, 8)
     inner.compile(backend=CompileCounter())
     meter, model, x = Meter(), nn.Sequential(inner), torch.randn(2, 8)
-    with profile(activities=[ProfilerActivity.CPU]):
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True):
         for _ in range(3):
             meter.begin(model, [], x, CPU)
             model(x)

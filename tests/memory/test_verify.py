@@ -29,7 +29,7 @@ def test_every_allocation_and_free_is_seen_in_order():
         c = torch.empty(500, dtype=torch.uint8)
         del b, c
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step()
     assert _allocation_sizes(profiler) == [1000, 3000, -1000, 500, -3000, -500]
     assert allocation_peak(step, 70) == 4070
@@ -76,7 +76,7 @@ def test_the_profilers_names_have_not_moved():
     import torch._C._profiler as names
 
     assert hasattr(names, "_ExtraFields_Allocation"), "torch._C._profiler._ExtraFields_Allocation has moved"
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         kept = torch.empty(777, dtype=torch.uint8)
     assert hasattr(profiler.profiler, "kineto_results"), "profile.profiler.kineto_results has moved"
     tree = profiler.profiler.kineto_results.experimental_event_tree()

@@ -51,7 +51,8 @@ class AllocationProfile:
     """
 
     def __init__(self, held: Iterable[torch.UntypedStorage] = ()) -> None:
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        # Of one cycle; without `acc_events` torch warns, up to 2.12, that it keeps no others.
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         self._held = [weakref.ref(each, functools.partial(self._mark, -each.nbytes())) for each in held]
         self._marks: list[int | None] = []
         """In order: the change in bytes that stands for each, `None` for a start."""
