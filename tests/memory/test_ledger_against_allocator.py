@@ -58,7 +58,7 @@ def test_within_one_percent_of_the_allocator(build):
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 def test_the_workspace_of_an_lstm_is_the_allocators_alone():
     measured, allocated = tracked_and_allocated(*lstm())
-    assert 0.65 * allocated < measured.peak_bytes < allocated  # 0.69 with the oneDNN of torch 2.10, 0.87 with that of 2.13
+    assert 0.65 * allocated < measured.peak_bytes < allocated  # 0.69 in torch 2.10, 0.87 in 2.13
 
 
 @pytest.fixture
