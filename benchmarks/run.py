@@ -43,6 +43,7 @@ GPU = ("bench_wrn", "bench_dynamicconv")
 KEY = (
     *("case", "model", "setting", "implementation", "sparsity", "microbatch", "seed"),
     *("n", "budget", "budget_bytes", "pixels", "num_train", "epochs", "num_checkpoints"),
+    *("package", "version", "selection", "room"),
 )
 OF_ALLOCATOR = ("allocated_bytes", "workspace_bytes", "allocation_bytes", "reserved_bytes")
 MOST_OFF = 0.005

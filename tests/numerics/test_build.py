@@ -110,6 +110,16 @@ def test_the_library_is_compiled_once_into_the_users_cache(by, rebuilt, monkeypa
 
 
 @needs_compiler
+def test_the_users_mask_does_not_open_the_library(rebuilt, caplog):
+    before = os.umask(0o002)
+    try:
+        assert kernels_of_another_process(caplog) == ("c", [])
+        assert kernels_of_another_process(caplog) == ("c", [])
+    finally:
+        os.umask(before)
+
+
+@needs_compiler
 @pytest.mark.parametrize("part", ["_machine", "_FLAGS"])
 def test_other_machines_and_flags_get_a_library_of_their_own(part, cached, monkeypatch):
     monkeypatch.setattr(build, part, {"_machine": lambda: "another", "_FLAGS": (*build._FLAGS, "-g")}[part])

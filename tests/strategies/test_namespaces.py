@@ -98,8 +98,10 @@ def test_the_loop_is_put_back_after_fit():
 def test_adoption_keeps_the_users_strategy():
     trainer = L.Trainer(callbacks=[MemSave()], **QUIET)
     chosen = trainer.strategy
+    chosen.optimizer_step = wrapped = chosen.optimizer_step  # somebody's own, which stays
     trainer.fit(BoringModel())
     assert trainer.strategy is chosen
+    assert vars(chosen)["optimizer_step"] is wrapped
     assert type(chosen) is L.pytorch.strategies.SingleDeviceStrategy  # again
     assert namespace_of(chosen) == "lightning.pytorch"
 

@@ -146,7 +146,8 @@ def plain(entry):
 
 
 def assert_loaded(found, given, state_format):
-    for number, state in given["state"].items():
+    for number in given["state"].keys() & found["state"].keys():  # others are of no parameter
+        state = given["state"][number]
         for name in state.keys() & {"exp_avg", "exp_avg_sq", "step"}:
             expected, actual = plain(state[name]), plain(found["state"][number][name])
             assert name == "step" or actual.shape == expected.shape
@@ -200,5 +201,7 @@ def test_damaged_codes_are_decoded_rightly_or_refused_by_name(name):
             assert f"optimizer_states[{path[1]}].{path[2]}" in str(error)  # noqa: PT017
             num_refused += 1
             continue
-        assert_loaded(found, damaged, "")
+        is_ours = isinstance(at(damaged, path[:3]), dict) and "layout" in at(damaged, path[:3])
+        if is_ours and at(damaged, path[:3])["layout"] in ("memsave-codes", "memsave-means"):  # others' is theirs
+            assert_loaded(found, damaged, "")
     assert num_refused > NUM_MUTANTS / 3

@@ -158,6 +158,24 @@ def test_a_sample_without_labels_weighs_nothing(split_fn):
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-12)
 
 
+def test_a_metric_that_updates_otherwise_is_left_alone():
+    class OfPairs(MeanMetric):
+        def update(self, first, second):
+            super().update(first - second)
+
+    class Own(Module):
+        def __init__(self):
+            super().__init__(causal())
+            self.pairs = OfPairs()
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.pairs(loss, second=loss)
+            return loss
+
+    fit(Own(), padded(), [MemSave(microbatch=3)])
+
+
 def test_loops_of_ones_own_leave_out_what_has_no_labels():
     batch = padded()
     batch["labels"][[2, 7]] = -100

@@ -223,3 +223,34 @@ def test_moments_of_subspaces_start_from_zero_in_a_plain_optimizer(state_format)
     assert plain.state[model[1].weight]["step"] == 2
     run_steps(model, plain, [2])
     assert plain.state[model[0].weight]["step"] == 1
+
+
+@pytest.mark.parametrize("state", ["8bit", "bitsandbytes", "4bit"])
+def test_names_repetitions_and_entries_of_nobody_load_as_in_torch(state):
+    """`torch.distributed.checkpoint` names parameters; torch warns of one that stands twice, and reads no others."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 24)
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = torch.optim.AdamW([model.weight, model.bias, model.bias])
+    apply_optimizer_state(optimizer, STATES[state], model)
+    run_steps(model, optimizer, range(2))
+    saved = through_disk(optimizer.state_dict())
+    names = {number: f"p{number}" for number in saved["state"]}
+    (group,) = saved["param_groups"]
+    named = {**saved, "param_groups": [{**group, "params": [names[n] for n in group["params"]]}]}
+    named["state"] = {**{names[n]: values for n, values in saved["state"].items()}, "extra": 3}
+    named.pop("memsave_8bit", None)
+    named.pop("memsave_state", None)
+    for given in (saved, named):
+        optimizer.load_state_dict(given)
+        found = decoded_state_dict(optimizer.state_dict())["state"]
+        for number, values in saved["state"].items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(found[number][name], values[name], rtol=0.1, atol=1e-3)
+
+
+def test_dictionaries_of_other_optimizers_are_left_alone():
+    entry = {"low": torch.zeros(2), "layout": "theirs"}
+    assert decoded_state_dict({"state": {0: {"exp_avg": entry}}, "param_groups": []})["state"] == {
+        0: {"exp_avg": entry}
+    }

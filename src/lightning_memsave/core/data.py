@@ -48,6 +48,8 @@ def from_data(kind: type[T], values: Any, setting: str, remedy: str, **ready: An
         try:
             adapter = _adapter(kind, name)  # type: ignore[arg-type]  # classes are hashable
             found[name] = adapter.validate_json(json.dumps(value), strict=True)
+        except (TypeError, RecursionError) as error:
+            raise setting_error(f"{setting}.{name}", "must be plain data", _brief(value), remedy) from error
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, (setting, name, *first["loc"])))

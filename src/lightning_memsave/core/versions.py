@@ -13,7 +13,8 @@ TESTED: Mapping[str, Bounds] = {
     "torch": ((2, 10), (2, 15)),
     "lightning": ((2, 5), (2, 6)),
 }
-"""Lowest and highest (major, minor) that the tests have run on: private names of both are used."""
+"""Lowest and highest (major, minor) that tests have run on, which private names of both need; which tests, says
+`docs/compatibility.md`."""
 
 
 class UntestedVersionWarning(UserWarning):

@@ -99,7 +99,7 @@ def run_of(
     return Run(
         name=name,
         report=report,
-        metrics=metrics or {},
+        metrics={name: float(value) for name, value in (metrics or {}).items()},
         config=config or {},
         loss_class=report.loss_class,
         applied=tuple(f"{a.technique}: {a.summary}" for a in report.applied),

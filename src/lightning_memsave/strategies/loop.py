@@ -170,6 +170,7 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             weights = state.weights(parts)
             reduction = state.rules.known[0].reduction if state.rules.known else "mean"
             last = max(i for i, weight in enumerate(weights) if weight)
+            num_all = sum(n for _, n in parts) or 1.0
             losses: list[Tensor | None] = []  # as training_step returned them
             outputs: list[dict[str, Any]] = []
             sizes: list[float] = []
@@ -187,7 +188,7 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                 for i, ((part, num_samples), weight) in enumerate(zip(parts, weights, strict=True)):
                     is_last = i == last
                     logs.begin(part, num_samples, weight)
-                    metrics.weight = weight
+                    metrics.weight = weight if reduction == "mean" else num_samples / num_all
                     with pl.block_sync(trainer.strategy, block=exchange is not None or not is_last):
                         with batchnorm.microbatch(), watch(i):
                             out = self._loop._training_step(OrderedDict(self._kwargs, batch=part))

@@ -71,7 +71,8 @@ class MergedMetrics:
 
     Metrics whose states do not merge by sum, concatenation, minimum or maximum are left alone: their totals are right,
     their value for the step is the last microbatch's. A scalar that a `MeanMetric` gets without a weight counts as the
-    mean over its microbatch: together these count as the one scalar of the batch.
+    mean over its microbatch: together these count as the one scalar of the batch. Of a loss that is a sum that is its
+    mean over microbatches.
     """
 
     weight = 1.0
@@ -91,7 +92,7 @@ class MergedMetrics:
 
     def __enter__(self) -> MergedMetrics:
         self.set_aside()
-        means = [m for m in self._metrics if isinstance(m, MeanMetric) and self._merges]
+        means = [m for m in self._metrics if type(m) is MeanMetric and self._merges]  # others may update otherwise
         self._updates = [(mean, mean.update) for mean in means]
         for mean, update in self._updates:
             mean.update = self._weighted(update)  # type: ignore[method-assign]

@@ -260,10 +260,13 @@ def release(strategy: Any) -> None:
         _give_class_back(strategy)
 
 
+_OWN = {"_memsave", "_memsave_before", "_has_fitted", "_is_down", "_sparsifying"}
+
+
 def _give_class_back(strategy: Any) -> None:
     """Where callback and strategy are both torn down, which may be in either order."""
     is_over = strategy._is_down and strategy._memsave_before is None and strategy._sparsifying is None
     if is_over and (plain := getattr(type(strategy), "adopted_from", None)) is not None:
-        for name in vars(mixin(namespace_of(strategy))).keys() & vars(strategy).keys():
+        for name in _OWN & vars(strategy).keys():
             delattr(strategy, name)
         strategy.__class__ = plain

@@ -7,6 +7,7 @@ that was cut off, by a full disk for example, is compiled again: to load it woul
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -55,6 +56,7 @@ def _load_cached(source: Path, compiler: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(dir=folder) as part:  # renamed when complete: others may compile as well
         compiled = _compile(source, compiler, Path(part))
         loaded = ctypes.CDLL(str(compiled))
+        compiled.chmod(0o700)  # the compiler makes it as the user's mask says
         compiled.replace(folder / f"native-{key}-{_hash(compiled.read_bytes())}.so")
     return loaded
 
@@ -95,7 +97,9 @@ def _is_whole(library: Path) -> bool:
         UnsafeFolderError: another user may write to it.
     """
     found = library.lstat()
-    if not stat.S_ISREG(found.st_mode) or not _is_own(found) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    has_modes = hasattr(os, "geteuid")
+    is_open = has_modes and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISREG(found.st_mode) or not _is_own(found) or is_open:
         raise UnsafeFolderError(f"another user may write to {library}")
     return library.stem.rpartition("-")[2] == _hash(library.read_bytes())
 
@@ -117,5 +121,7 @@ def _machine() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     flags = [line for line in lines if line.startswith(("flags", "Features"))]
-    libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", ()) else ""
+    libc: str | None = None
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # of other systems, and other C libraries
+        libc = os.confstr("CS_GNU_LIBC_VERSION")
     return f"{platform.machine()} {platform.processor()} {flags[:1]} {libc}"

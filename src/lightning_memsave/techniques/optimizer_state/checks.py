@@ -32,7 +32,7 @@ def numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) ->
     """The parameters of `optimizer` by the numbers that a state dict gives them.
 
     Raises:
-        ValueError: parameter groups differ.
+        ValueError: parameter groups differ, or one number is of two parameters.
     """
     saved_groups = state_dict["param_groups"]
     saved = [len(group["params"]) for group in saved_groups]
@@ -41,8 +41,12 @@ def numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) ->
         raise setting_error(
             "optimizer_states", f"must have parameter groups of sizes {sizes}", saved, "Load the matching model."
         )
-    pairs = zip(saved_groups, optimizer.param_groups, strict=True)
-    return {n: p for theirs, ours in pairs for n, p in zip(theirs["params"], ours["params"], strict=True)}
+    found: dict[int, Tensor] = {}
+    for theirs, ours in zip(saved_groups, optimizer.param_groups, strict=True):
+        for number, p in zip(theirs["params"], ours["params"], strict=True):
+            if found.setdefault(number, p) is not p:  # one parameter may stand there twice
+                raise _damaged("optimizer_states['param_groups']", "must number each parameter once", number)
+    return found
 
 
 def check_state_dict(
@@ -101,7 +105,7 @@ def check_compact_entries(state_dict: Mapping[str, Any]) -> None:
         raise _damaged("optimizer_states['state']", "must be dictionaries by number", state)
     for number, values in state.items():
         for name, value in values.items():
-            if isinstance(value, Mapping) and ("layout" in value or name in (*SIGNED, *POSITIVE)):
+            if isinstance(value, Mapping) and value.get("layout") in (CODES, MEANS):
                 _check_compact(_setting(number, name), value, None)
 
 
@@ -114,7 +118,7 @@ def _check_structure(state_dict: Mapping[str, Any]) -> None:
     if not isinstance(state_dict, Mapping):
         raise _damaged("optimizer_states", "must be dictionaries", state_dict)
     state, groups = state_dict.get("state"), state_dict.get("param_groups")
-    if not _is_of_mappings(state):
+    if not isinstance(state, Mapping):  # what is of no parameter is not read, as torch does not
         raise _damaged("optimizer_states['state']", "must be dictionaries by number", state)
     are_groups = isinstance(groups, Sequence) and all(
         isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) for group in groups
@@ -122,10 +126,13 @@ def _check_structure(state_dict: Mapping[str, Any]) -> None:
     if not are_groups:
         raise _damaged("optimizer_states['param_groups']", "must be dictionaries with `params`", groups)
     numbers = [number for group in groups for number in group["params"]]  # type: ignore[union-attr]  # checked
-    if not all(type(number) is int for number in numbers) or len(numbers) > len(set(numbers)):
-        raise _damaged("optimizer_states['param_groups']", "must number each parameter once", numbers)
-    if unknown := sorted(map(str, state.keys() - set(numbers))):
-        raise _damaged("optimizer_states['state']", "must be of parameters of the groups", unknown)
+    for number in numbers:
+        if type(number) not in (int, str):  # `torch.distributed.checkpoint` has names
+            raise _damaged("optimizer_states['param_groups']", "must number or name each parameter", number)
+        if not isinstance(found := state.get(number, {}), Mapping):
+            raise _damaged(f"optimizer_states[{number!r}]", "must be a dictionary", found)
+    if state and state.keys().isdisjoint(numbers):
+        raise _damaged("optimizer_states['state']", "must be of parameters of the groups", sorted(map(str, state)))
 
 
 def check_scales(key: str, side: Any, newest: int, by_number: Mapping[int, Tensor]) -> None:

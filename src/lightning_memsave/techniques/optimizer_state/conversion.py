@@ -129,7 +129,7 @@ def from_plain(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) 
     for saved, group in zip(layout.groups_for(optimizer, state_dict), optimizer.param_groups, strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     betas = layout.second_betas(optimizer.param_groups)
-    own = {by_number[number]: state for number, state in state_dict["state"].items()}
+    own = {p: state_dict["state"][number] for number, p in by_number.items() if number in state_dict["state"]}
     load_plain_state(
         optimizer,
         {p: layout.plain_state(state, p.shape, betas.get(p)) for p, state in own.items()},

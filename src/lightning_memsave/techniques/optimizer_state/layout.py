@@ -162,7 +162,7 @@ def move_counts(optimizer: torch.optim.Optimizer) -> None:
 
 def decoded(value: Any) -> Any:
     """The float32 moment that a compact entry stands for, which is sound (`checks.py`); anything else as it is."""
-    if not isinstance(value, Mapping) or "layout" not in value:
+    if not isinstance(value, Mapping) or value.get("layout") not in (CODES, MEANS):
         return value
     shape = torch.Size(value["shape"])
     if value["layout"] == MEANS:
