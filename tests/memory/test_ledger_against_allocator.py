@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from lightning_memsave.memory import allocation_peak
 
@@ -58,7 +59,8 @@ def test_within_one_percent_of_the_allocator(build):
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 def test_the_workspace_of_an_lstm_is_the_allocators_alone():
     measured, allocated = tracked_and_allocated(*lstm())
-    assert 0.65 * allocated < measured.peak_bytes < allocated  # 0.69 in torch 2.10, 0.87 in 2.13
+    least = 0.65 if torch.__version__ < TorchVersion("2.11") else 0.8  # 0.69 in torch 2.10, 0.87 in 2.13
+    assert least * allocated < measured.peak_bytes < allocated
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from lightning_memsave.vault import Rank, Vault
 from lightning_memsave.vault.entries import Handle
@@ -316,6 +317,8 @@ def test_names_of_nodes_and_of_what_they_keep():
         assert node.name() == name
         for attribute in attributes.split():
             assert hasattr(node, f"_saved_{attribute}"), f"{name}._saved_{attribute}"
+    has_eps = hasattr(seen["NativeGroupNormBackward0"][0].grad_fn, "_saved_eps")
+    assert has_eps == (torch.__version__ < TorchVersion("2.14"))
     assert set(RULES) - set(seen) == {
         "ReshapeAliasBackward0",
         "CudnnBatchNormBackward0",

@@ -46,8 +46,8 @@ def check_versions(tested: Mapping[str, Bounds] = TESTED) -> None:
             )
         if release > highest:
             warnings.warn(
-                f"lightning-memsave is tested with {package} {low} to {high}, and this is {found}. What relies on a "
-                "name that has moved there is left out: more activations are kept, or a figure is missing.",
+                f"lightning-memsave is tested with {package} {low} to {high}, and this is {found}. Private names of it "
+                "are used, which may have moved: a step may fail, or keep more activations.",
                 UntestedVersionWarning,
                 stacklevel=3,
             )
