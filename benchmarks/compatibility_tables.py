@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lightning_memsave.core.compatibility import COMPATIBILITY, SETTINGS, WAYS_OF_TRAINING, Row
+from lightning_memsave.core.private_names import PARTS
 from lightning_memsave.techniques.registry import TECHNIQUES
 from rows import markdown, rows
 
@@ -30,6 +31,12 @@ def versions() -> str:
         own = {row["room"]: row for row in found if (row["package"], row["version"], row["selection"]) == key}
         lines.append((" ".join(key[:2]), key[2], *(_counts(own.get(room)) for room in rooms)))
     return markdown(("", "tests", *rooms), lines, num_text=2)
+
+
+def private_names() -> str:
+    """The private names of torch and Lightning that are used, and what is lost without them."""
+    lines = [(", ".join(f"`{name}`" for name in part.names), part.lost) for part in PARTS.values()]
+    return markdown(("without one of", "there is not"), lines, num_text=2)
 
 
 def _counts(row: dict[str, str] | None) -> str:

@@ -65,6 +65,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "techniques": compatibility_tables.techniques,
         "refusals": compatibility_tables.refusals,
         "versions": compatibility_tables.versions,
+        "private_names": compatibility_tables.private_names,
     },
 }
 

@@ -6,9 +6,11 @@
 ('early_zero_grad', 'microbatching', 'checkpointing', 'optimizer_state')
 """
 
+from lightning_memsave.core.private_names import check_names
 from lightning_memsave.core.versions import check_versions
 
 check_versions()
+check_names()
 
 from lightning_memsave.callbacks import (  # noqa: E402  # after the check of versions
     MemoryMonitor,

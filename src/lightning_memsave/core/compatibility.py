@@ -43,6 +43,8 @@ WAYS_OF_TRAINING = (
     "optimizer_step of the module",
     "optimizer_zero_grad of the module",
     "processes without DDP",
+    "an unknown training loop",
+    "an unknown DDP",
 )
 
 SETTINGS = (
@@ -59,6 +61,8 @@ SETTINGS = (
 
 _KEEP = '`OptimizerState(gradients="keep")`'
 
+_GONE = "private names that it needs are gone (`core.private_names`)"
+_INSTALL = "Install a version of torch and Lightning that is tested"
 _NOT_PUT_BACK = "its trial's steps move weights, and a pattern that has changed is not put back"
 _FIND_BEFORE = 'Find it with `Sparsity(method="static")` of another `initial` than "snip", or with `sparsity=False`.'
 
@@ -387,6 +391,9 @@ COMPATIBILITY = (
     ),
     Row("into-state gradients", "microbatching"),
     Row("into-state gradients", "accumulate_grad_batches"),
+    Row("microbatching", "an unknown training loop", _GONE, f"{_INSTALL}, or set `microbatch=False`."),
+    Row("microbatching", "an unknown DDP", _GONE, f"{_INSTALL}, or set `microbatch=False`."),
+    Row("early_zero_grad", "an unknown training loop", _GONE, f'{_INSTALL}, or use `MemSave("measure")`.'),
 )
 
 

@@ -1,7 +1,7 @@
 """Optimizers that change their class, and an optimizer's own step taken for one parameter, or a part of it, at a time.
 
-The one place for torch's private names of optimizers (seen in 2.13): `_patch_step_function`, `step.hooked`,
-`_opt_called`, `_wrapped_by_lr_sched` and `_step_supports_amp_scaling`.
+Attributes that torch sets and reads privately stand here alone: `step.hooked`, `_opt_called`, `_wrapped_by_lr_sched`
+and `_step_supports_amp_scaling`. Without one of them, a warning of torch's may be missing or too many.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 
+from lightning_memsave.core.private_names import find, missing
 from lightning_memsave.vault.graph import autograd_is_running
 
 _ADD = torch.ops.aten.add.Tensor
-_ENGINE = _engine_run_backward.__code__
+_ENGINE = getattr(find("torch.autograd.graph._engine_run_backward"), "__code__", None)
 _BETWEEN = ("torch._dynamo.eval_frame", "torch._compile")  # the engine and `__torch_dispatch__`
 # The engine's buffer, and three of the call: nobody else has the tensor. Its storage: the tensor, and Python's handle.
 _HOLDERS, _STORAGE_HOLDERS = 4, 2
@@ -29,8 +29,10 @@ def replaces_first(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether a run may put the result of this operation where its first operand is.
 
     It does if another node has made that: sums inside of one node's formula look alike. To be asked in
-    `__torch_dispatch__`, before the operation (private names of torch, seen in 2.13).
+    `__torch_dispatch__`, before the operation.
     """
+    if missing("gradient sums"):
+        return False
     if func is not _ADD or len(args) != 2 or not autograd_is_running() or torch.is_grad_enabled():
         return False
     first = args[0]

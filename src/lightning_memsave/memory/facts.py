@@ -23,14 +23,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.memory.kernel_outputs import CORRECTIONS
 from lightning_memsave.memory.origins import line_text, user_line
-from lightning_memsave.numerics.fakes import UNKNOWN, Facts, facts_of, is_fake, note
+from lightning_memsave.numerics.fakes import (
+    UNKNOWN,
+    DataDependentOutputException,
+    Facts,
+    facts_of,
+    is_fake,
+    note,
+    unset_fake_temporarily,
+)
 
 _LOGGING_LIBRARIES = frozenset(
     {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics", "lightning_memsave"}

@@ -1,8 +1,7 @@
 """Fake tensors: run a training step for its shapes alone, without memory and without a device's time.
 
 The model is not copied: its parameters, buffers and gradients are exchanged for fake ones in place, and come back.
-Private names of torch (seen in 2.13): `torch._subclasses.fake_tensor`, `_flat_weights` and `_flat_weight_refs` of
-recurrent layers.
+Recurrent layers keep their parameters a second time, in `_flat_weights` and `_flat_weight_refs`.
 
 A step that reads values (`.item()`, a branch on a sum) raises, unless they follow from the batch's integers (`facts`).
 """
@@ -22,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
@@ -30,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_memsave.core.containers import nested, refill
 from lightning_memsave.core.copies import copied
 from lightning_memsave.memory.facts import FactsMode, note_values
+from lightning_memsave.numerics.fakes import FakeTensor, FakeTensorMode
 
 _FLAT_WEIGHTS, _FLAT_REFERENCES = "_flat_weights", "_flat_weight_refs"
 

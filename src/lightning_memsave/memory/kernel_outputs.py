@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from lightning_memsave.numerics.fakes import unset_fake_temporarily
 
 _WORKSPACE = 3  # which output
 _LARGEST_BYTES = 2**26  # of an input that is made for this

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.private_names import missing
 from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.memory import allocator
 from lightning_memsave.memory.ledger import Ledger, Measurement
@@ -106,8 +107,8 @@ class Meter:
             self._num_steps += 1
         self._device = device
         allocator.reset_peak(device)
-        self._is_scheduled = self._num_steps in _FIRST_MEASURED or (
-            self._num_steps > 1 and self._num_steps % self.every == 0
+        self._is_scheduled = not missing("autograd") and (
+            self._num_steps in _FIRST_MEASURED or (self._num_steps > 1 and self._num_steps % self.every == 0)
         )
         if self._is_scheduled or self._num_steps <= self._measured_until:
             ledger = Ledger(device).watching(model, optimizers, batch)

@@ -3,8 +3,8 @@
 It is torch's own record, a pickle for https://pytorch.org/memory_viz. What it adds to the ledger: reserved memory,
 fragmentation, and what libraries allocate. Recording costs time and host memory while it runs, so it stops early.
 
-Source: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html. The two functions are private by their names (seen
-in torch 2.13) and documented there.
+Source: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html, which documents two functions that are private by
+their names.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.private_names import require
 
 _MAX_ENTRIES = 1_000_000  # the latest are kept
 
@@ -30,6 +31,7 @@ class Snapshot:
     """
 
     def __init__(self, path: str | Path, device: torch.device) -> None:
+        require("allocator snapshot", "MemoryMonitor.snapshot")
         self._path = Path(path)
         if device.type != "cuda":
             raise setting_error(

@@ -10,10 +10,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from lightning_memsave.core.private_names import missing
 
 
 def allocation_peak(step: Callable[[], object], held_bytes: int) -> int:
@@ -47,7 +50,7 @@ class AllocationProfile:
         held: storages that were there before; each end counts.
 
     Raises:
-        RuntimeError: when it starts, if another profiler runs.
+        RuntimeError: when it starts, if another profiler runs, or this torch has no events of allocation.
     """
 
     def __init__(self, held: Iterable[torch.UntypedStorage] = ()) -> None:
@@ -67,6 +70,8 @@ class AllocationProfile:
         torch.empty(_MARK_BYTES, dtype=torch.uint8)  # its two events are found again
 
     def __enter__(self) -> AllocationProfile:
+        if gone := missing("allocation events"):
+            raise RuntimeError(f"This version of torch has no `{gone[0]}`.")
         if torch._C._autograd._profiler_enabled():  # torch would end the other one silently
             raise RuntimeError("Another profiler runs, and torch can have one at a time.")
         self._profile.__enter__()
@@ -106,17 +111,30 @@ def peak_of_changes(changes: Iterable[int]) -> int:
 
 
 def _allocation_sizes(profiler: profile) -> list[int]:
-    """Signed sizes of every CPU allocation event in time order (private names of torch, seen in 2.13)."""
+    """Signed sizes of every CPU allocation since the profiler's start, and of its free, in time order.
+
+    A free of what an *earlier* profile saw allocated is left out: torch keeps such an address until it sees it freed,
+    and by then it may belong to something else, of another size.
+    """
     from torch._C._profiler import _ExtraFields_Allocation
 
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
-    found: list[tuple[int, int]] = []
+    found: list[tuple[int, int, int]] = []
     pending = list(profiler.profiler.kineto_results.experimental_event_tree())
     while pending:
         event = pending.pop()
         pending.extend(event.children)
         fields = event.extra_fields
         if isinstance(fields, _ExtraFields_Allocation) and fields.device.type == "cpu":
-            found.append((event.start_time_ns, fields.alloc_size))
-    return [size for _, size in sorted(found, key=lambda pair: pair[0])]
+            found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    sizes, known = list[int](), set[int]()
+    for _, address, size in sorted(found, key=itemgetter(0)):
+        if size > 0:
+            known.add(address)
+        elif address in known:
+            known.remove(address)
+        else:
+            continue
+        sizes.append(size)
+    return sizes

@@ -2,8 +2,6 @@
 
 Where the size of something depends on values, code asks here what is known of them. Facts are noted by whoever runs the
 step (`memory.facts`); without any, the answer is the one that takes more bytes.
-
-Private name of torch (seen in 2.13): `torch._subclasses.fake_tensor`.
 """
 
 from __future__ import annotations
@@ -11,14 +9,26 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_memsave.core.private_names import find
+
 T = TypeVar("T")
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+else:
+    DataDependentOutputException = find("torch._subclasses.fake_tensor.DataDependentOutputException")
+    FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor")
+    FakeTensorMode = find("torch._subclasses.fake_tensor.FakeTensorMode")
+    unset_fake_temporarily = find("torch._subclasses.fake_tensor.unset_fake_temporarily")
 
 
 class Facts(NamedTuple):

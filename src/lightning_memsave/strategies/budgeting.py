@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.copies import copied
 from lightning_memsave.core.errors import BudgetWarning, setting_error
+from lightning_memsave.core.private_names import require
 from lightning_memsave.core.report import Miss
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.memory.allocator import total_bytes
@@ -335,6 +336,7 @@ def _shapes(module: Any) -> int:
 
 
 def _refuse(budget: Budget, ways: Sequence[str]) -> None:
+    require("autograd", "budget")
     for way in _REFUSED:
         if way in ways:
             raise setting_error(

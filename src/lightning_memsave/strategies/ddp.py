@@ -4,8 +4,6 @@ DDP averages gradients while the last backward runs, and sends rank 0's buffers 
 ran out of memory in between could not start over: the others are waiting for it. Here both happen once, outside of what
 may be repeated: buffers before the first try, gradients after the last. Each process may then cut its batch as it
 needs. The price: communication no longer overlaps with backward, and DDP's communication hooks are not called.
-
-DDP's private names (torch 2.13) stand here; `tests/strategies/test_ddp.py` fails when they move.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.core.errors import RefusedRegionError
+from lightning_memsave.core.private_names import missing
 from lightning_memsave.memory.allocator import free_memory, read_current, reset_peak
 from lightning_memsave.memory.ledger import Ledger
 from lightning_memsave.strategies.batch_start import BatchStart
@@ -144,6 +145,8 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             Raises:
                 OutOfMeasuresError: with that.
             """
+            if missing("autograd"):
+                raise OutOfMeasuresError(f"Memory runs out after every exact measure. The error was: {failure}")
             trainer, batch = self._loop.trainer, self._kwargs["batch"]
             ledger = Ledger(trainer.strategy.root_device).watching(trainer.strategy.model, trainer.optimizers, batch)
             try:

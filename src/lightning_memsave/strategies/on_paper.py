@@ -2,9 +2,6 @@
 
 Torch's "fake" process group answers every collective at once, as if all processes had the same. DDP and FSDP2 are the
 real ones, so buckets, views into them, shards and what is gathered from them are allocated by their own code.
-
-Torch's private names (2.13): `DistributedDataParallel._pre_forward` and `_disable_current_modes`;
-`tests/strategies/test_on_paper.py` fails when they move.
 """
 
 from __future__ import annotations

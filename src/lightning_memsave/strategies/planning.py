@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from lightning_memsave.core.errors import BudgetWarning, NoEffectWarning, setting_error
+from lightning_memsave.core.private_names import require
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.memory.allocator import address_space_left
@@ -54,6 +55,8 @@ class PlannedCheckpointing:
         self.applied: Applied | None = None
         """What was done; `None` before the first batch."""
         self._is_corrected = False
+        require("autograd", "checkpointing")
+        require("fake tensors", "checkpointing")
         _refuse(trainer, config)
 
     @property

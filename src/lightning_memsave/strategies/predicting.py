@@ -21,10 +21,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memsave.core.copies import collect_copies, copied
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.private_names import require
 from lightning_memsave.memory.allocations import Allocations, extended
 from lightning_memsave.memory.breakdown import Breakdown
 from lightning_memsave.memory.facts import FactsMode, ReadsValueError
@@ -32,7 +32,7 @@ from lightning_memsave.memory.fake import Copying, fake_copy, fakes_of, hidden_f
 from lightning_memsave.memory.outside import names_kept, outside_kept
 from lightning_memsave.memory.predict import Prediction, prediction_of
 from lightning_memsave.memory.storages import tensors_in
-from lightning_memsave.numerics.fakes import is_fake
+from lightning_memsave.numerics.fakes import FakeTensorMode, is_fake
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.strategies.dry_run import dry_run
 from lightning_memsave.strategies.namespaces import namespace_of
@@ -72,6 +72,7 @@ class Predictor:
     ) -> None:
         if target not in ("cpu", "cuda"):
             raise setting_error("target", "must be 'cpu' or 'cuda'", target, "The default is 'cpu'.")
+        require("fake tensors", "prediction")
         self._target = target
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._make = (lambda: module) if isinstance(module, nn.Module) else module

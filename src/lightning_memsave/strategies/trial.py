@@ -22,6 +22,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_memsave.core.copies import collect_copies, copied
+from lightning_memsave.core.private_names import require
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.memory import allocator
 from lightning_memsave.memory.ledger import Ledger, Measurement
@@ -197,6 +198,7 @@ class _Steps(_OneStep):
 
     def __init__(self, recipe: Recipe, num_batches: int, whole: float) -> None:
         super().__init__(recipe)
+        require("allocation events", "budget")
         self._num_batches = num_batches
         self._whole = whole  # times as many samples as are used
         self._began_seconds = self._updates_seconds = 0.0

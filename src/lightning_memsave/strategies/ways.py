@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
+from lightning_memsave.core.private_names import missing
 from lightning_memsave.strategies.namespaces import is_compiled
 from lightning_memsave.strategies.optimizers import ways_of_stepping
 from lightning_memsave.techniques.low_precision import LossScaling
@@ -39,6 +40,8 @@ def ways_of_training(trainer: Any) -> list[str]:
         "SyncBatchNorm": any(isinstance(m, nn.SyncBatchNorm) for m in trainer.lightning_module.modules()),
         "batch size finder": "BatchSizeFinder" in callbacks,
         "learning rate finder": "LearningRateFinder" in callbacks,
+        "an unknown training loop": bool(missing("training loop")),
+        "an unknown DDP": is_ddp and bool(missing("DDP")),
         **ways_of_stepping(trainer),
     }
     return [name for name, is_present in present.items() if is_present]

@@ -50,6 +50,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.errors import check_unused, setting_error
+from lightning_memsave.core.private_names import require
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.selection import is_scripted, is_selected
 from lightning_memsave.core.units import format_bytes
@@ -210,6 +211,7 @@ def open_vault(model: nn.Module, config: ActivationCompression) -> tuple[Vault, 
     Raises:
         ValueError: a pattern matches no module, or the whole model is compiled.
     """
+    require("autograd", "activations")
     _refuse_whole_compiled(model)
     vault = Vault(
         lossy=config.lossy,

@@ -1,8 +1,7 @@
 """`torch.compile`d modules in a scope: the function mode of the vault must not be traced into them.
 
 A compiled region runs as one custom function, so what it keeps is kept exactly unless the user says otherwise; its
-tensors are handed over together when its forward ends. Private names (torch 2.13): `_compiled_call_impl`,
-`OptimizedModule` and Dynamo's `counters`.
+tensors are handed over together when its forward ends.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
-from torch._dynamo.utils import counters
 
+from lightning_memsave.core.private_names import find, missing
 from lightning_memsave.vault.vault import Vault
 
+_OptimizedModule = find("torch._dynamo.eval_frame.OptimizedModule")
+_counters = find("torch._dynamo.utils.counters")
 NAME = "compiled"
 """What a compiled region is called in the policy."""
 
@@ -30,7 +30,7 @@ def compiled_regions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def num_compiled_graphs() -> int:
     """How many graphs this process has compiled; a function that is compiled shows no other way."""
-    return counters["stats"]["unique_graphs"]
+    return 0 if missing("autograd") else int(_counters["stats"]["unique_graphs"])
 
 
 def shield(model: nn.Module, vault: Vault) -> list[Callable[[], None]]:
@@ -40,9 +40,9 @@ def shield(model: nn.Module, vault: Vault) -> list[Callable[[], None]]:
 
 def _entrance(module: nn.Module) -> str | None:
     """The attribute that holds the compiled callable."""
-    if isinstance(module, OptimizedModule):
+    if isinstance(module, _OptimizedModule):
         return "forward"
-    return "_compiled_call_impl" if module._compiled_call_impl is not None else None
+    return "_compiled_call_impl" if getattr(module, "_compiled_call_impl", None) is not None else None
 
 
 def _wrap(module: nn.Module, vault: Vault) -> Callable[[], None]:

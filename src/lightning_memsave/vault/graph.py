@@ -1,7 +1,7 @@
 """What the vault reads of torch: the autograd graph behind a tensor, and storages that it must not keep alive.
 
-Every private name of torch that this room uses stands here (seen in torch 2.13), but for those of compiled modules
-(`compiled.py`); a test fails when one moves.
+The names that are private in torch are listed in `core/private_names.py`. Where one is missing, no vault is opened, and
+only what answers below without it is called.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, overload
 
 import torch
-import torch._dynamo.trace_rules
 import torch.autograd.forward_ad
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from lightning_memsave.core.private_names import find, missing
+
+StorageWeakRef = find("torch.multiprocessing.reductions.StorageWeakRef")
+_IS_KNOWN = not missing("autograd")
+
 # Dynamo runs these rooms' functions as they are: the vault's hooks are called in the middle of compiled code as well.
-for _room in ("lightning_memsave.vault", "lightning_memsave.numerics"):
-    torch._dynamo.trace_rules.add(_room)
+for _room in ("lightning_memsave.vault", "lightning_memsave.numerics") if _IS_KNOWN else ():
+    find("torch._dynamo.trace_rules.add")(_room)
 
 Node = torch.autograd.graph.Node
 
@@ -53,8 +56,8 @@ def sequence_nr_of(node: Node) -> int:
 
 
 def autograd_is_running() -> bool:
-    """Whether this thread executes a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    """Whether this thread executes a backward pass; never, where torch does not tell."""
+    return _IS_KNOWN and torch._C._current_graph_task_id() != -1
 
 
 def running_node() -> int:

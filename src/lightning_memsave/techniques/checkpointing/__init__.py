@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from lightning_memsave.core.errors import RefusedRegionError, setting_error
+from lightning_memsave.core.private_names import require
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.selection import scripted_in
 from lightning_memsave.core.units import counted, parse_bytes
@@ -131,6 +132,7 @@ def apply_checkpointing(model: nn.Module, config: Checkpointing) -> Applied:
         ValueError: nothing matches, a match is a region already, or the settings need a plan first. In a forward pass:
             a region edits its input in place, or changes attributes of its own.
     """
+    require("autograd", "checkpointing")
     if config.needs_a_plan:
         raise setting_error(
             "checkpointing",

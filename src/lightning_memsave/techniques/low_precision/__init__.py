@@ -46,6 +46,7 @@ import torch
 from torch import nn
 
 from lightning_memsave.core.errors import check_unused, setting_error
+from lightning_memsave.core.private_names import require
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.selection import Selector, as_selectors
 from lightning_memsave.techniques.low_precision.scaling import LossScaling
@@ -125,6 +126,7 @@ class LowPrecision:
         Raises:
             ValueError: a selector that matches no module, no parameter to lower, or weights beyond float16's range.
         """
+        require("optimizers", "precision")
         is_scaled = self.format == "fp16-scaled"
         scaling = LossScaling(self.initial_scale, self.growth_interval) if is_scaled else None
         return Weights(model, self.format, self.keep_32bit, self.seed, self.lower_frozen, scaling)

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.optimizers import name_of
+from lightning_memsave.core.private_names import require
 from lightning_memsave.core.report import Applied, LossClass, worst_loss_class
 from lightning_memsave.core.selection import select
 from lightning_memsave.numerics.blockwise import num_blocks
@@ -279,6 +280,7 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], config: Optimi
         ValueError: an optimizer, or a setting of it, that the format or `gradients` does not know, a selector that
             matches no module, or sparse gradients.
     """
+    require("optimizers", "optimizer_state")
     list(select("OptimizerState.keep_32bit", config.keep_32bit, model))
     own: set[Tensor] = set()
     for optimizer in optimizers:

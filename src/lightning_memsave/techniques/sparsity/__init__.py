@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.private_names import require
 from lightning_memsave.core.report import Applied
 from lightning_memsave.numerics.positions import pack_positions, unpack_positions
 from lightning_memsave.techniques.sparsity.layers import (
@@ -77,6 +78,7 @@ def apply_sparsity(model: nn.Module, config: Sparsity, patterns: Mapping[str, Te
     Raises:
         ValueError: no layer matches, tied weights, an embedding that edits its weight, or layers are sparse already.
     """
+    require("autograd", "sparsity")
     if already := list(sparse_layers(model)):
         raise setting_error("sparsity", "must be applied once", already[0], "Call `.undo()` of the first one.")
     if patterns is None:
