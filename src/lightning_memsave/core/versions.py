@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from packaging.version import Version
 
@@ -15,6 +16,21 @@ TESTED: Mapping[str, Bounds] = {
 }
 """Lowest and highest (major, minor) that tests have run on, which private names of both need; which tests, says
 `docs/compatibility.md`."""
+
+
+def require_package(package: str, what: str) -> None:
+    """Refuse what needs a package that is not installed.
+
+    Raises:
+        ValueError: says what to install.
+
+    >>> require_package("nonesuch", "`OptimizerState.backend`")
+    Traceback (most recent call last):
+        ...
+    ValueError: `OptimizerState.backend` needs the package nonesuch, which is not installed. Use: pip install nonesuch
+    """
+    if find_spec(package) is None:
+        raise ValueError(f"{what} needs the package {package}, which is not installed. Use: pip install {package}")
 
 
 class UntestedVersionWarning(UserWarning):

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_memsave.core.report import MemoryReport
+from lightning_memsave.core.versions import require_package
 
 STEP_METRIC = "trainer/global_step"
 BREAKDOWN, TIMELINE = "memsave/breakdown", "memsave/timeline"  # wandb adds `_table` for what they are drawn from
@@ -32,7 +33,11 @@ def wandb_logger(
         offline: do not try to connect.
         quiet: wandb prints nothing.
         options: further arguments of `lightning.pytorch.loggers.WandbLogger`.
+
+    Raises:
+        ValueError: wandb is not installed.
     """
+    require_package("wandb", "`wandb_logger`")
     import wandb
     from lightning.pytorch.loggers import WandbLogger
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_memsave.core.versions import require_package
 from lightning_memsave.reporting.foreign import DamagedFileError, read_bytes
 
 _HEADER, _MAGIC = struct.Struct("<4sHB"), (b":W&B", 0xBEE1, 0)
@@ -40,7 +41,9 @@ def read_log(path: Path) -> WandbLog:
 
     Raises:
         DamagedFileError: `path` is not such a file.
+        ValueError: wandb is not installed.
     """
+    require_package("wandb", f"Reading {path.name}")
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # slow; generated, untyped
 
     log = WandbLog()

@@ -42,6 +42,7 @@ from lightning_memsave.core.optimizers import name_of
 from lightning_memsave.core.private_names import require
 from lightning_memsave.core.report import Applied, LossClass, worst_loss_class
 from lightning_memsave.core.selection import select
+from lightning_memsave.core.versions import require_package
 from lightning_memsave.numerics.blockwise import num_blocks
 from lightning_memsave.techniques.optimizer_state import projection
 from lightning_memsave.techniques.optimizer_state.checks import check_whole
@@ -66,18 +67,8 @@ from lightning_memsave.techniques.optimizer_state.earlier import (
 )
 from lightning_memsave.techniques.optimizer_state.into_state import check_into_state
 from lightning_memsave.techniques.optimizer_state.kept import parameters_kept_32bit
-from lightning_memsave.techniques.optimizer_state.kin import (
-    become_8bit,
-    become_plain,
-    check_paged,
-    find_kin,
-    is_8bit,
-)
-from lightning_memsave.techniques.optimizer_state.layout import (
-    decoded_state_dict,
-    for_adafactor,
-    in_order_of,
-)
+from lightning_memsave.techniques.optimizer_state.kin import become_8bit, become_plain, check_paged, find_kin, is_8bit
+from lightning_memsave.techniques.optimizer_state.layout import decoded_state_dict, for_adafactor, in_order_of
 from lightning_memsave.techniques.optimizer_state.pages import pages_kept
 from lightning_memsave.techniques.optimizer_state.release import GradientRelease, GradientsIntoState, InBackward
 from lightning_memsave.techniques.optimizer_state.settings import OptimizerState
@@ -310,6 +301,8 @@ def _is_as_asked(optimizer: torch.optim.Optimizer, config: OptimizerState, model
 
 
 def _check_format(optimizer: torch.optim.Optimizer, config: OptimizerState) -> None:
+    if uses_bitsandbytes(optimizer, config):
+        require_package("bitsandbytes", "`optimizer_state`")
     if config.format == "paged":
         check_paged(optimizer)
     elif uses_bitsandbytes(optimizer, config):
