@@ -32,6 +32,8 @@ SUBSET = {
     "contracts": ["tests/contracts"],
 }
 """What stands closest to private names."""
+BESIDE = {"torch==2.14.1": ["torchvision==0.29.1"]}
+"""What is installed with a version."""
 COLUMNS = ("package", "version", "python", "selection", "room", "passed", "failed", "skipped")
 
 
@@ -41,7 +43,7 @@ def environment(requirement: str) -> Path:
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
         venv.create(folder, with_pip=True, clear=True)
-        wanted = [requirement]
+        wanted = [requirement, *BESIDE.get(requirement, ())]
         if requirement.startswith("lightning=="):  # under both names; the rest is borrowed
             wanted = ["--no-deps", requirement, f"pytorch-{requirement}"]
         subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True)

@@ -266,3 +266,18 @@ def test_an_attribute_that_changes_inside_is_refused_by_name(does, state):
     apply_checkpointing(model, Checkpointing(regions=[["1"]]))
     with pytest.raises(ValueError, match=f"changes an attribute that is no buffer.*`{next(iter(state))}`"):
         train(model, 2)
+
+
+def makes_a_list_anew(self, x):
+    self.anchors = [anchor.to("cpu") for anchor in self.anchors]
+    return self.linear(x).tanh() * self.anchors[0].mean()
+
+
+def test_an_attribute_that_is_made_anew_with_what_it_held_is_no_change():
+    model = nn.Sequential(nn.Linear(8, 8), Reads(makes_a_list_anew, anchors=[torch.ones(3), torch.ones(2)]))
+    plain = copy.deepcopy(model)
+    apply_checkpointing(model, Checkpointing(regions=[["1"]]))
+    for each in (plain, model):
+        torch.manual_seed(0)
+        train(each, 3)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))

@@ -227,7 +227,7 @@ class _Own:
     def changed(self) -> Iterator[str]:
         """Those that were replaced, or edited in place, and cannot be put back."""
         current = vars(self._owner)
-        yield from (key for key, value in self.others.items() if current.get(key) is not value)
+        yield from (key for key, value in self.others.items() if not _is_same(current.get(key, _MISSING), value))
         yield from (key for key, value, version in self._versions if version_of(value) != version)
 
     def differences(self) -> Iterator[str]:
@@ -261,7 +261,11 @@ class _Own:
 def _is_same(first: Any, second: Any) -> bool:
     if isinstance(second, Stub):
         return second.stands_for(first)
-    return first is second or (is_immutable(first) and type(first) is type(second) and bool(first == second))
+    if first is second or type(first) is not type(second):
+        return first is second
+    if isinstance(first, (list, tuple)):  # made anew with what it held, as by `[t.to(device) for t in ...]`
+        return len(first) == len(second) and all(map(_is_same, first, second))
+    return is_immutable(first) and bool(first == second)
 
 
 def is_of_torch(module: nn.Module) -> bool:
