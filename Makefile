@@ -34,12 +34,13 @@ format: $(READY)
 
 test-all: test wheel  ## longer checks: everything slow, and the oldest supported Lightning
 	$(BIN)/pytest -m slow
-	tests/oldest.sh
+	$(BIN)/python tests/versions.py --subset lightning==2.5.0
 
-VERSIONS ?= torch==2.10.0 torch==2.11.0 torch==2.12.0 torch==2.14.1 torch==2.15.0 lightning==2.5.6
+VERSIONS ?= torch==2.10.0 torch==2.11.0 torch==2.12.0 torch==2.14.1 torch==2.15.0 lightning==2.5.0 lightning==2.5.6 \
+	transformers==4.57.6 peft==0.18.0 torchmetrics==1.4.1
 
 test-versions: $(READY)  ## every room on other versions of torch and Lightning: hours, and 2 to 6 GB for each
-	$(BIN)/python tests/versions.py $(VERSIONS)
+	$(BIN)/python tests/versions.py --record $(VERSIONS)
 	$(BIN)/python benchmarks/tables.py
 
 test-triton: $(READY)  ## the Triton kernels in interpreter mode, where no GPU is

@@ -9,6 +9,7 @@ from lightning_memsave.core.private_names import PARTS
 from lightning_memsave.techniques.registry import TECHNIQUES
 from rows import markdown, rows
 
+_RUN = ("package", "version", "python", "selection")
 _STEMS = [technique.stem for technique in TECHNIQUES]
 
 
@@ -27,10 +28,10 @@ def versions() -> str:
     found = rows("versions")
     rooms = list(dict.fromkeys(row["room"] for row in found))
     lines = []
-    for key in dict.fromkeys((row["package"], row["version"], row["selection"]) for row in found):
-        own = {row["room"]: row for row in found if (row["package"], row["version"], row["selection"]) == key}
-        lines.append((" ".join(key[:2]), key[2], *(_counts(own.get(room)) for room in rooms)))
-    return markdown(("", "tests", *rooms), lines, num_text=2)
+    for key in dict.fromkeys(tuple(row[name] for name in _RUN) for row in found):
+        own = {row["room"]: row for row in found if tuple(row[name] for name in _RUN) == key}
+        lines.append((" ".join(key[:2]), *key[2:], *(_counts(own.get(room)) for room in rooms)))
+    return markdown(("", "Python", "tests", *rooms), lines, num_text=3)
 
 
 def private_names() -> str:

@@ -1,7 +1,8 @@
-"""Run the tests on other versions of torch and Lightning: python tests/versions.py [--subset] torch==2.11.0 ...
+"""Run the tests on other versions of torch and Lightning: python tests/versions.py [--subset] torch==2.11.0 torch ...
 
-Each version gets an environment of its own under `.versions/`, which borrows every other package from `.venv`. What
-came of it, by room, is a row of `benchmarks/results/versions.csv`, from which `docs/compatibility.md` is written.
+Each version gets an environment of its own under `.versions/`, which borrows every other package from `.venv`; `torch`
+alone is the newest that pip finds. What came of it, by room, is a row of `benchmarks/results/versions.csv` with
+`--record`, from which `docs/compatibility.md` is written.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parent.parent
 ROWS = ROOT / "benchmarks" / "results" / "versions.csv"
-_ROOMS = "numerics core vault memory planner techniques strategies callbacks contracts reporting demo"
+_ROOMS = "core numerics vault memory planner techniques strategies callbacks contracts reporting demo"
 ROOMS = _ROOMS.split()
 SUBSET = {
+    "core": ["tests/core"],
     "numerics": ["tests/numerics"],
     "vault": ["tests/vault"],
     "memory": ["tests/memory"],
@@ -32,6 +34,16 @@ SUBSET = {
     "contracts": ["tests/contracts"],
 }
 """What stands closest to private names."""
+USERS = {
+    "transformers": {
+        "vault": ["test_zoo.py", "test_regions.py", "test_linear_cross_entropy.py"],
+        "planner": ["test_architectures.py"],
+        "strategies": ["test_loss_rules.py", "test_microbatch_loop.py", "test_peft.py", "test_recovery_of_odd_runs.py"],
+    },
+    "peft": {"strategies": ["test_peft.py"]},
+    "torchmetrics": {"strategies": ["test_microbatch_loop.py", "test_planning.py", "test_recovery_in_evaluation.py"]},
+}
+"""The tests that use a package, which run on other versions of it."""
 BESIDE = {"torch==2.14.1": ["torchvision==0.29.1"]}
 """What is installed with a version."""
 COLUMNS = ("package", "version", "python", "selection", "room", "passed", "failed", "skipped")
@@ -44,13 +56,23 @@ def environment(requirement: str) -> Path:
     if not (folder / "ready").exists():
         venv.create(folder, with_pip=True, clear=True)
         wanted = [requirement, *BESIDE.get(requirement, ())]
-        if requirement.startswith("lightning=="):  # under both names; the rest is borrowed
-            wanted = ["--no-deps", requirement, f"pytorch-{requirement}"]
+        if requirement.startswith("lightning=="):  # under both names
+            wanted = [requirement, f"pytorch-{requirement}"]
+        if not requirement.startswith(("torch==", "transformers")) and requirement != "torch":
+            wanted.insert(0, "--no-deps")  # which are borrowed, torch among them
         subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True)
         (site,) = folder.glob("lib/python*/site-packages")
         (site / "borrowed.pth").write_text(f"{ROOT / 'src'}\n{sysconfig.get_path('purelib')}\n")
         (folder / "ready").touch()
     return python
+
+
+def installed_in(python: Path, package: str) -> tuple[str, str, str]:
+    """The package, its version, and Python's."""
+    code = "import sys, importlib.metadata as m; print(m.version(sys.argv[1]), *sys.version_info[:2])"
+    done = subprocess.run([python, "-c", code, package], check=True, capture_output=True, text=True)
+    version, *numbers = done.stdout.split()
+    return package, version.partition("+")[0], ".".join(numbers)
 
 
 def counts(python: Path, paths: list[str]) -> dict[str, int]:
@@ -67,25 +89,31 @@ def counts(python: Path, paths: list[str]) -> dict[str, int]:
 
 
 def main() -> None:
-    """Replace the rows of the versions that are named; exit with 1 where a test failed."""
+    """Test the versions that are named, replace their rows if asked to, and exit with 1 where a test failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("requirements", nargs="+", help="for example torch==2.11.0 or lightning==2.5.6")
+    parser.add_argument("requirements", nargs="+", help="for example torch==2.11.0, torch, or lightning==2.5.6")
     parser.add_argument("--subset", action="store_true", help="only what stands closest to private names")
+    parser.add_argument("--record", action="store_true", help="write rows")
     options = parser.parse_args()
     known = list(csv.DictReader(ROWS.open())) if ROWS.exists() else []
     num_failed = 0
     for requirement in options.requirements:
-        package, _, version = requirement.partition("==")
         python = environment(requirement)
+        package = requirement.partition("==")[0]
+        installed = installed_in(python, package)
         rooms = SUBSET if options.subset else {room: [f"tests/{room}"] for room in ROOMS}
-        known = [row for row in known if (row["package"], row["version"]) != (package, version)]
+        if package in USERS:
+            rooms = {room: [f"tests/{room}/{name}" for name in names] for room, names in USERS[package].items()}
+        known = [row for row in known if (row["package"], row["version"], row["python"]) != installed]
         for room, paths in rooms.items():
             found = counts(python, paths)
             num_failed += found["failed"]
-            selection = "subset" if options.subset else "all"
-            where = (package, version, "{}.{}".format(*sys.version_info), selection, room)
+            selection = "its users" if package in USERS else "subset" if options.subset else "all"
+            where = (*installed, selection, room)
             known.append({**dict(zip(COLUMNS, where, strict=False)), **{key: str(n) for key, n in found.items()}})
-            print(requirement, room, found, flush=True)
+            print(*installed, room, found, flush=True)
+            if not options.record:
+                continue
             with ROWS.open("w", newline="") as file:
                 writer = csv.DictWriter(file, COLUMNS)
                 writer.writeheader()

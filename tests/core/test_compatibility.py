@@ -33,7 +33,7 @@ def test_a_refusal_names_both_the_reason_and_the_way_out(row):
     assert row.remedy[0].isupper()
     assert row.refused_because not in WAYS_OF_TRAINING
     with pytest.raises(ValueError, match="cannot be combined") as caught:
-        check_compatibility(["early_zero_grad", row.second, row.first])
+        check_compatibility([row.second, row.first, "early_zero_grad"])
     for part in (row.first, row.second, row.refused_because, row.remedy):
         assert part in str(caught.value)
 

@@ -159,7 +159,6 @@ def test_attributes_that_autograd_has_computed_are_copied_without_their_graph():
     assert model.weight_g.grad is None
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_parameters_of_torchscript_are_leaves_in_the_copy():
     model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
     model[0].bias.requires_grad_(False)

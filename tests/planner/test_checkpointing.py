@@ -371,7 +371,6 @@ def test_calls_that_cannot_be_made_twice_are_left_out(kind, options):
     assert_same_bits(step, regions)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("how", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(64, 16))])
 @pytest.mark.parametrize("options", [{"method": "sqrt"}, {"method": "recursive"}, {"budget": 0.7}])
 def test_what_torchscript_runs_is_left_out(how, options):

@@ -333,7 +333,6 @@ def test_levels_that_only_hold_layers_are_no_regions():
     assert [name for name, _ in repeated_blocks(model)] == [f"blocks.{i}.block.{j}" for i in (0, 1) for j in (0, 1)]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
 # ------------------------------------------------------------------- TorchScript
 def scripted(block):
     return torch.jit.script(block)
@@ -343,7 +342,6 @@ def traced(block):
     return torch.jit.trace(block, torch.ones(2, 8), check_trace=False)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("kind", [scripted, traced])
 def test_blocks_that_torchscript_runs_are_left_out_by_name(kind):
     plain = stack()
@@ -356,7 +354,6 @@ def test_blocks_that_torchscript_runs_are_left_out_by_name(kind):
         assert_same_bits(train_step(plain, x), train_step(ours, x))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     ("config", "where"),
     [
@@ -387,7 +384,6 @@ class CallsScripted(nn.Module):
         return self.function(self.linear(x))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_function_that_torchscript_has_compiled():
     x, function = torch.randn(6, 8), torch.jit.script(activation_of)
     for _ in range(3):

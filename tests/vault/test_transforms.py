@@ -33,7 +33,6 @@ def vmap(net, x):
     return torch.func.vmap(net)(x).square().mean()
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # in torch's own forward mode
 USES = {f.__name__: f for f in (jvp, dual, zero_tangent, vmap)}
 VAULTS = {
     "exact": lambda: Vault(recompute=True, min_numel=1),
