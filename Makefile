@@ -15,7 +15,7 @@ demo: $(READY)  ## train WideResNet-28-2 with and without memory saving, and com
 	$(BIN)/lightning-memsave demo
 
 test: lint types imports  ## format, lint, types, import direction, doctests, tests
-	$(BIN)/pytest -m 'not slow and not gpu' -n 2 --dist worksteal tests src
+	$(BIN)/pytest -m 'not slow and not gpu' -n 2 --dist worksteal tests lightning_memsave
 	$(BIN)/pytest README.md docs  # in one process: a page's examples follow from each other
 
 lint: $(READY)

@@ -12,4 +12,4 @@ pytest_collect_file = Sybil(
 ).pytest()
 
 # Imported for its doctests, a file that needs Triton would fail where there is none.
-collect_ignore = [] if find_spec("triton") else ["src/lightning_memsave/numerics/kernels/triton_kbit.py"]
+collect_ignore = [] if find_spec("triton") else ["lightning_memsave/numerics/kernels/triton_kbit.py"]

@@ -62,7 +62,7 @@ def environment(requirement: str) -> Path:
             wanted.insert(0, "--no-deps")  # which are borrowed, torch among them
         subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True)
         (site,) = folder.glob("lib/python*/site-packages")
-        (site / "borrowed.pth").write_text(f"{ROOT / 'src'}\n{sysconfig.get_path('purelib')}\n")
+        (site / "borrowed.pth").write_text(f"{ROOT}\n{sysconfig.get_path('purelib')}\n")
         (folder / "ready").touch()
     return python
 
