@@ -42,10 +42,10 @@ from lightning_memsave import (
     apply_checkpointing,
 )
 from lightning_memsave.demo.model import WideBlock
-from lightning_memsave.memory.fake import fake_tensors, optimizer_state_bytes
-from lightning_memsave.memory.storages import tensors_in
-from lightning_memsave.memory.trace import Trace, trace_step
+from lightning_memsave.measuring.step_trace import Trace, trace_step
+from lightning_memsave.measuring.storages import tensors_in
 from lightning_memsave.planner.checkpointing import CheckpointingPlan, Planner
+from lightning_memsave.simulation.fake_model import fake_tensors, optimizer_state_bytes
 from models import (
     Bottleneck,
     ResidualBlock,

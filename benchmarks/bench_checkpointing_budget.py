@@ -23,9 +23,9 @@ from bench_checkpointing import (
 from harness import Subject, environment, measure_cpu_seconds, measure_memory, time_columns, write_rows
 from lightning_memsave import Checkpointing, allocation_peak, apply_checkpointing
 from lightning_memsave.demo.model import WideBlock
-from lightning_memsave.memory.fake import optimizer_state_bytes
-from lightning_memsave.memory.storages import tensors_in
+from lightning_memsave.measuring.storages import tensors_in
 from lightning_memsave.planner.checkpointing import CheckpointingPlan, Planner
+from lightning_memsave.simulation.fake_model import optimizer_state_bytes
 from models import wide_resnet
 
 NUM_BUDGETS, BUDGET_REPEATS = 10, 9

@@ -1,6 +1,6 @@
 """A model larger than the machine, predicted: Llama 2 7B, batch 1 x 2048, float32, AdamW, on 1 to 64 processes.
 
-No row can be held against a run here; `tests/strategies/prediction_program.py` holds small ones of the same kind, to
+No row can be held against a run here; `tests/prediction/prediction_program.py` holds small ones of the same kind, to
 the byte. Seconds and the process's own memory are what the prediction took.
 """
 

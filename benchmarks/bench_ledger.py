@@ -8,7 +8,7 @@ import time
 import torch
 
 from harness import environment, write_rows
-from lightning_memsave.memory.meter import Meter
+from lightning_memsave.measuring.meter import Meter
 from models import gpt, wide_resnet
 
 NUM_STEPS = 200

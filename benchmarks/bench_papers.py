@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from harness import environment, put_row
 from lightning_memsave import ActivationCompression, Checkpointing, MemSave, OptimizerState, Prediction
-from lightning_memsave.strategies.predicting import Predictor, largest_batch
+from lightning_memsave.prediction.predictor import Predictor, largest_batch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from examples.models.unrolled_lstm import Chunk, UnrolledLSTM

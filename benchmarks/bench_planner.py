@@ -35,11 +35,11 @@ from harness import environment, put_row, read_rows, time_columns
 from lightning_memsave import MemoryMonitor, MemSave, Plan, Recipe
 from lightning_memsave.core.report import LOSS_CLASSES
 from lightning_memsave.demo.model import WideResNet
-from lightning_memsave.planner.budget import Budget
-from lightning_memsave.planner.ladder import TIERS, knobs
+from lightning_memsave.planner.memory_budget import Budget
 from lightning_memsave.planner.recipes import RECIPES
-from lightning_memsave.strategies import budgeting
-from lightning_memsave.strategies.budgeting import plan_for
+from lightning_memsave.planner.search_space import TIERS, knobs
+from lightning_memsave.prediction import budgeted_run
+from lightning_memsave.prediction.budgeted_run import plan_for
 from lightning_memsave.techniques.microbatching import why_not_exact
 from models import PlainGPT, ResidualBlock, next_token_loss
 
@@ -374,10 +374,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of models, in this order")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    predictors = budgeting._predictors
+    predictors = budgeted_run._predictors
     chosen = {name: each for part in options.only for name, each in subjects().items() if part in name}
     for name, (make, batch) in chosen.items():
-        budgeting._predictors = kept(predictors)
+        budgeted_run._predictors = kept(predictors)
         for recipe in ("lossless", "balanced"):
             for budget in (f"{fraction}x" for fraction in FRACTIONS):
                 has_times = options.times and recipe == "lossless"

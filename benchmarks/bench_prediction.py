@@ -34,7 +34,7 @@ from harness import RESULTS, environment, save_rows
 from lightning_memsave import LowPrecision, MemSave, Sparsity
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.demo.model import WideResNet
-from lightning_memsave.strategies.predicting import Predictor
+from lightning_memsave.prediction.predictor import Predictor
 from models import DeepResNet, PlainGPT, next_token_loss
 
 

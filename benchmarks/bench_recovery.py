@@ -21,9 +21,9 @@ from lightning_memsave import MemSave
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.demo.model import ImageClassifier
 from lightning_memsave.demo.run import _quiet
-from lightning_memsave.strategies.batch_start import BatchStart
-from lightning_memsave.strategies.ddp import num_collectives
-from lightning_memsave.strategies.metrics import MergedMetrics
+from lightning_memsave.loops.batch_snapshot import BatchStart
+from lightning_memsave.loops.late_reduction import num_collectives
+from lightning_memsave.loops.merged_metrics import MergedMetrics
 from models import wide_resnet
 
 MODEL = "WideResNet-28-2, batch 100, SGD momentum, Lightning's loop"

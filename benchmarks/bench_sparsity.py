@@ -25,7 +25,7 @@ from harness import (
 )
 from lightning_memsave import Sparsity, apply_sparsity
 from lightning_memsave.demo.model import WideResNet
-from lightning_memsave.numerics.positions import index_bytes
+from lightning_memsave.numerics.sparse_index import index_bytes
 from lightning_memsave.techniques.sparsity import sparse_layers
 from models import wide_resnet
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lightning_memsave.core.compatibility import COMPATIBILITY, SETTINGS, WAYS_OF_TRAINING, Row
-from lightning_memsave.core.private_names import PARTS
 from lightning_memsave.techniques.registry import TECHNIQUES
+from lightning_memsave.torch_internals.private_names import PARTS
 from rows import markdown, rows
 
 _RUN = ("package", "version", "python", "selection")

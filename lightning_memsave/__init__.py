@@ -6,20 +6,14 @@
 ('early_zero_grad', 'microbatching', 'checkpointing', 'optimizer_state')
 """
 
-from lightning_memsave.core.private_names import check_names
 from lightning_memsave.core.versions import check_versions
+from lightning_memsave.torch_internals.private_names import check_names
 
 check_versions()
 check_names()
 
-from lightning_memsave.callbacks import (  # noqa: E402  # after the check of versions
-    MemoryMonitor,
-    MemoryProgressBar,
-    MemSave,
-    plan_training,
-    predict,
-    verify,
-)
+from lightning_memsave.api import plan_training, predict, verify  # noqa: E402  # after the check of versions
+from lightning_memsave.callbacks import MemoryMonitor, MemoryProgressBar, MemSave  # noqa: E402
 from lightning_memsave.core.errors import (  # noqa: E402
     BudgetWarning,
     MemoryGrowthWarning,
@@ -29,12 +23,12 @@ from lightning_memsave.core.errors import (  # noqa: E402
 )
 from lightning_memsave.core.report import Applied, MemoryReport  # noqa: E402
 from lightning_memsave.core.verification import Verification  # noqa: E402
-from lightning_memsave.memory import Ledger, Measurement, allocation_peak  # noqa: E402
-from lightning_memsave.memory.predict import Prediction  # noqa: E402
+from lightning_memsave.measuring import Ledger, Measurement, allocation_peak  # noqa: E402
 from lightning_memsave.planner.checkpointing import plan_checkpointing  # noqa: E402
 from lightning_memsave.planner.plan import Plan  # noqa: E402
 from lightning_memsave.planner.recipes import Recipe  # noqa: E402
-from lightning_memsave.reporting.wandb import wandb_logger  # noqa: E402
+from lightning_memsave.reporting.wandb_run import wandb_logger  # noqa: E402
+from lightning_memsave.simulation.predicted_step import Prediction  # noqa: E402
 from lightning_memsave.strategies.lightning_pytorch import (  # noqa: E402
     MemSaveDDPStrategy,
     MemSaveFSDPStrategy,

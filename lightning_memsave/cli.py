@@ -137,7 +137,8 @@ def _dashboard(target: str, metric: str, json: Path | None) -> None:
 def _verify(module: str, batch: str, seed: int, recipe: str, **slots: Any) -> int:
     from rich.console import Console
 
-    from lightning_memsave.callbacks import MemSave, verify
+    from lightning_memsave.api import verify
+    from lightning_memsave.callbacks import MemSave
     from lightning_memsave.reporting.console import print_verification
 
     result = verify(_made(_named(module)), _made(_named(batch)), MemSave(recipe, **slots), seed=seed)
@@ -181,8 +182,8 @@ def _plan(
     from rich.console import Console
 
     from lightning_memsave.core.units import parse_bytes
-    from lightning_memsave.reporting.prediction import print_prediction, write_figure
-    from lightning_memsave.strategies.predicting import Predictor, largest_batch, largest_value
+    from lightning_memsave.prediction.predictor import Predictor, largest_batch, largest_value
+    from lightning_memsave.reporting.prediction_page import print_prediction, write_figure
 
     device_bytes = None if device_memory is None else parse_bytes("--device-memory", device_memory)
     if largest is not None and device_bytes is None:
@@ -221,14 +222,15 @@ def _subject(
     given: dict[str, Any],
 ) -> tuple[Any, Any, dict[str, Any], Any]:
     """The model or what makes it, the same of the batch, arguments of `Trainer`, and what is switched on."""
-    from lightning_memsave.callbacks import MemSave, plan_training
-    from lightning_memsave.strategies.on_paper import num_processes_of
+    from lightning_memsave.api import plan_training
+    from lightning_memsave.callbacks import MemSave
+    from lightning_memsave.prediction.simulated_process_group import num_processes_of
 
     model, samples = (None if name is None else _named(name) for name in (module, batch))
     settings: dict[str, Any] = {}
     memsave = None
     if config is not None:
-        from lightning_memsave.callbacks.configured import read_config
+        from lightning_memsave.api.cli_config import read_config
 
         configured = read_config(config, model, with_data=samples is None)
         model, settings, memsave = configured.module, configured.trainer, configured.memsave

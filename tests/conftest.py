@@ -34,3 +34,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """What is told to people."""
+    from lightning_memsave.loops import recovery
+    from lightning_memsave.strategies import memsave_strategy
+
+    told = []
+    monkeypatch.setattr(memsave_strategy, "rank_zero_info", told.append)
+    monkeypatch.setattr(recovery, "_tell", told.append)
+    return told

@@ -24,10 +24,10 @@ ROOMS = _ROOMS.split()
 SUBSET = {
     "core": ["tests/core"],
     "numerics": ["tests/numerics"],
-    "vault": ["tests/vault"],
-    "memory": ["tests/memory"],
+    "vault": ["tests/saved_tensors"],
+    "memory": ["tests/measuring"],
     "techniques": [
-        "tests/techniques/test_optimizer_state_formats.py",
+        "tests/techniques/test_quantized.py",
         "tests/techniques/test_activation_compression.py",
     ],
     "strategies": ["tests/strategies/test_first_forward.py", "tests/strategies/test_lightning_features.py"],

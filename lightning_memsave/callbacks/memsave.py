@@ -9,14 +9,14 @@ from typing import Any
 from lightning_memsave.callbacks.monitor import MemoryMonitor
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import MemoryReport
-from lightning_memsave.planner.budget import Budget
+from lightning_memsave.planner.memory_budget import Budget
 from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe, resolve
-from lightning_memsave.reporting.findings import outcome
+from lightning_memsave.prediction.budgeted_run import BudgetedRun
 from lightning_memsave.reporting.loggers import log_metrics
-from lightning_memsave.strategies.budgeting import BudgetedRun
-from lightning_memsave.strategies.mixin import adopt, release
-from lightning_memsave.strategies.run_state import MemSaveState
+from lightning_memsave.reporting.messages import outcome
+from lightning_memsave.strategies.memsave_strategy import adopt, release
+from lightning_memsave.strategies.session import MemSaveState
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.low_precision import LowPrecision

@@ -15,17 +15,17 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_memsave.core.errors import MemoryGrowthWarning, setting_error
 from lightning_memsave.core.report import MemoryReport
-from lightning_memsave.memory.alive import alive
-from lightning_memsave.memory.growth import GrowthWatch
-from lightning_memsave.memory.ledger import Measurement
-from lightning_memsave.memory.meter import Meter
-from lightning_memsave.memory.predict import Prediction
-from lightning_memsave.memory.snapshot import Snapshot
-from lightning_memsave.reporting.findings import growth_text, miss_text, post_mortem_text
+from lightning_memsave.lightning_compat import is_compiled
+from lightning_memsave.loops.out_of_memory import is_out_of_memory
+from lightning_memsave.loops.trainer_features import ways_of_training
+from lightning_memsave.measuring.allocator_snapshot import Snapshot
+from lightning_memsave.measuring.leak_detection import GrowthWatch
+from lightning_memsave.measuring.ledger import Measurement
+from lightning_memsave.measuring.live_tensors import alive
+from lightning_memsave.measuring.meter import Meter
 from lightning_memsave.reporting.loggers import agreed, log_config, log_step, log_summary, of_the_largest_rank
-from lightning_memsave.strategies.namespaces import is_compiled
-from lightning_memsave.strategies.out_of_memory import is_out_of_memory
-from lightning_memsave.strategies.ways import ways_of_training
+from lightning_memsave.reporting.messages import growth_text, miss_text, post_mortem_text
+from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.microbatching.split import UnsplittableBatchError, batch_size
 
 # Below Lightning's own logger, so that it is shown as Lightning's messages are; on every rank.
@@ -49,7 +49,8 @@ class MemoryMonitor(Callback):
         every: measure every this many steps.
         workspace: profile the step after each measured one as well, for `report.workspace_bytes` (CPU only; costs time
             and memory in that step).
-        snapshot: a file for CUDA's own record of its allocator (`memory.snapshot`) from the start of the fit to the end
+        snapshot: a file for CUDA's own record of its allocator (`measuring.allocator_snapshot`) from the start of the
+        fit to the end
             of the third batch, or to the error that ends it before; of ranks above 0 with the rank in its name.
 
     Raises:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lightning_memsave.callbacks.monitor import MemoryMonitor
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.reporting.live import memory_line, memory_text
+from lightning_memsave.reporting.progress_text import memory_line, memory_text
 
 
 class MemoryProgressBar(RichProgressBar):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
-from lightning_memsave.core.data import from_data
+from lightning_memsave.core.plain_data import from_data
 from lightning_memsave.core.units import format_bytes
 
 LossClass = Literal["exact", "unbiased", "approximate", "changed"]

@@ -29,7 +29,7 @@ from lightning_memsave.reporting.console import print_comparison
 from lightning_memsave.reporting.dashboard import build_workspace, write_workspace
 from lightning_memsave.reporting.page import write_page
 from lightning_memsave.reporting.runs import run_of
-from lightning_memsave.reporting.wandb import wandb_logger
+from lightning_memsave.reporting.wandb_run import wandb_logger
 
 _PROJECT = "memsave-demo"
 RUNS: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_memsave.numerics.fakes import has_two_values, is_fake
+from lightning_memsave.torch_internals.fake_tensors import has_two_values, is_fake
 
 
 def bits_for(num_values: int) -> int:

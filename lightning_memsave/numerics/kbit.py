@@ -42,7 +42,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_memsave.numerics.fakes import truth
+from lightning_memsave.torch_internals.fake_tensors import truth
 
 BLOCK_SIZE = 256
 """Elements of a block at most."""

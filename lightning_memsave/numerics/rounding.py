@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_memsave.numerics.fakes import truth
 from lightning_memsave.numerics.kbit import BLOCK_SIZE, CHUNK_ELSEWHERE, random_bits
+from lightning_memsave.torch_internals.fake_tensors import truth
 
 _CHUNK = 1024 * BLOCK_SIZE
 _EXPONENT = 0x7F800000

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_memsave.core.data import from_data
 from lightning_memsave.core.errors import defaults_of, setting_error
+from lightning_memsave.core.plain_data import from_data
 from lightning_memsave.core.report import LOSS_CLASSES, LossClass
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.planner.recipes import Recipe

@@ -1,8 +1,8 @@
 """The search: the cheapest settings with which a step fits, from predictions of some of them.
 
-Level by level (`ladder`), so that a result is never changed where an exact setting would do; within a level, the least
-time. For each choice of the other knobs, in the order of their time, the fewest microbatches that fit are found by
-bisection; the search ends at the first choice that could no longer beat the best one. Predictions are kept; what is
+Level by level (`search_space`), so that a result is never changed where an exact setting would do; within a level, the
+least time. For each choice of the other knobs, in the order of their time, the fewest microbatches that fit are found
+by bisection; the search ends at the first choice that could no longer beat the best one. Predictions are kept; what is
 weaker in every knob than a choice that did not fit is not asked for. Where predictions are real steps on CPU, they were
 timed as well, and the fastest of all that fit is taken.
 
@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from lightning_memsave.core.compatibility import check_compatibility
 from lightning_memsave.core.errors import BudgetTooSmallError
 from lightning_memsave.core.report import LOSS_CLASSES, LossClass
-from lightning_memsave.memory.predict import Prediction
-from lightning_memsave.planner.budget import needed_bytes
-from lightning_memsave.planner.ladder import Knob, Option, describe, levels, time_factor, with_regions_for
+from lightning_memsave.planner.memory_budget import needed_bytes
 from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.planner.search_space import Knob, Option, describe, levels, time_factor, with_regions_for
+from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.registry import TECHNIQUES, Config
 

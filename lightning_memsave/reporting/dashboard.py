@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.reporting.comparison import is_better_when_lower
-from lightning_memsave.reporting.wandb import STEP_METRIC
+from lightning_memsave.reporting.wandb_run import STEP_METRIC
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace

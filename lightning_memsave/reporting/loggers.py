@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.core.units import format_bytes
-from lightning_memsave.reporting import wandb
+from lightning_memsave.reporting import wandb_run
 
 
 def _global_step(trainer: Any) -> int:
@@ -30,8 +30,8 @@ def log_config(trainer: Any, config: Mapping[str, Any]) -> None:
     own = _hyperparameters(trainer)
     for logger in trainer.loggers:
         try:
-            if wandb.is_wandb(logger):
-                wandb.record_config(logger.experiment, config)
+            if wandb_run.is_wandb(logger):
+                wandb_run.record_config(logger.experiment, config)
             elif getattr(trainer, "enable_autolog_hparams", True) and own:  # not in Lightning 2.5
                 # With the run's own: TensorBoard shows the first that it is told, and Lightning tells them after this.
                 logger.log_hyperparams({**own, "memsave": dict(config)})
@@ -59,8 +59,8 @@ def log_step(trainer: Any, step: MemoryReport, report: MemoryReport) -> None:
 
 def _record_summary(trainer: Any, report: MemoryReport) -> None:
     for logger in trainer.loggers if trainer.is_global_zero else ():
-        if wandb.is_wandb(logger):
-            wandb.record_summary(logger.experiment, report)
+        if wandb_run.is_wandb(logger):
+            wandb_run.record_summary(logger.experiment, report)
 
 
 def log_summary(trainer: Any, report: MemoryReport) -> None:
@@ -69,8 +69,8 @@ def log_summary(trainer: Any, report: MemoryReport) -> None:
     log_metrics(trainer, {**report.metrics(), **measured})
     if trainer.is_global_zero:
         for logger in trainer.loggers:
-            if wandb.is_wandb(logger):
-                wandb.record_charts(logger.experiment, report, _global_step(trainer))
+            if wandb_run.is_wandb(logger):
+                wandb_run.record_charts(logger.experiment, report, _global_step(trainer))
     _record_summary(trainer, report)
     rank_zero_info(one_line(report))
 

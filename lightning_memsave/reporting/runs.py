@@ -23,12 +23,12 @@ from typing import Any
 
 import yaml
 
-from lightning_memsave.core.data import from_data
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.plain_data import from_data
 from lightning_memsave.core.report import CATEGORIES, MemoryReport, Timeline
-from lightning_memsave.reporting.foreign import DamagedFileError, printable, read_bytes, read_settings
-from lightning_memsave.reporting.wandb import TIMELINE
+from lightning_memsave.reporting.foreign_files import DamagedFileError, printable, read_bytes, read_settings
 from lightning_memsave.reporting.wandb_file import read_log
+from lightning_memsave.reporting.wandb_run import TIMELINE
 
 FORMAT = "lightning-memsave run 1"
 _REMEDY = (

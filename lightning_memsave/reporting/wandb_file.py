@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memsave.core.versions import require_package
-from lightning_memsave.reporting.foreign import DamagedFileError, read_bytes
+from lightning_memsave.reporting.foreign_files import DamagedFileError, read_bytes
 
 _HEADER, _MAGIC = struct.Struct("<4sHB"), (b":W&B", 0xBEE1, 0)
 _FRAGMENT = struct.Struct("<IHB")

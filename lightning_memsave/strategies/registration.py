@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lightning_memsave.strategies.mixin import mixin
+from lightning_memsave.strategies.memsave_strategy import mixin
 
 
 def strategy_classes(namespace: str, module: str) -> dict[str, Any]:

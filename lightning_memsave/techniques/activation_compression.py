@@ -15,20 +15,20 @@ Bytes per element of a float32 activation (4 in plain torch), and the loss class
 
 (unbiased): every code is. The gradient is where each function that reads a code is linear in it, and none reads one
 that another has read. With normalisations, attention and activations such as GELU (which keep a code of their
-derivative, `vault.derivatives`) it is *approximate*: the page says by how much. The report says which it was, and which
-functions made it so. Blocks end where rows end (`vault.rows`), which takes 0.521 bytes instead of 0.516 in rows of 192,
-and 0.563 in rows of 64.
+derivative, `saved_tensors.activation_derivatives`) it is *approximate*: the page says by how much. The report says
+which it was, and which functions made it so. Blocks end where rows end (`saved_tensors.code_rows`), which takes 0.521
+bytes instead of 0.516 in rows of 192, and 0.563 in rows of 64.
 
 `"linear-cross-entropy"`, the one call that is rewritten, keeps no log-probabilities where the loss is a cross-entropy
-on a Linear's output (`vault.linear_cross_entropy`; exact up to rounding).
+on a Linear's output (`saved_tensors.linear_cross_entropy`; exact up to rounding).
 
 With every codec, what needs less is kept in less, exactly: boolean and two-valued tensors (dropout's noise) as 1 bit, a
 ReLU's output as 1 bit where nobody else needs it, a max-pool's argmax as 2 bits and its input as its shape, integers in
 the narrowest type. Codecs combine: `("exact", "int4")` computes again what it can and codes the rest.
 
-Only tensors of operations that bear noise are coded lossily (`vault.policy` is the table); softmax, losses, statistics
-and custom functions keep every bit. What a normalisation reads has its noise bounded row by row (`vault.normalised`).
-The noise is measured in `benchmarks/bench_activation_compression.py`.
+Only tensors of operations that bear noise are coded lossily (`saved_tensors.policy` is the table); softmax, losses,
+statistics and custom functions keep every bit. What a normalisation reads has its noise bounded row by row
+(`saved_tensors.norm_recompute`). The noise is measured in `benchmarks/bench_activation_compression.py`.
 
 Sources: Chen et al., "ActNN", 2021 (https://arxiv.org/abs/2104.14129); Liu et al., "GACT", 2022
 (https://arxiv.org/abs/2206.11357) for activations of any network; Chen et al., 2016 (https://arxiv.org/abs/1604.06174),
@@ -50,15 +50,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.errors import check_unused, setting_error
-from lightning_memsave.core.private_names import require
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.selection import is_scripted, is_selected
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.numerics.kbit import coded_bytes
-from lightning_memsave.vault import Rank, Tally, Vault
-from lightning_memsave.vault.compiled import NAME as COMPILED
-from lightning_memsave.vault.compiled import compiled_regions, shield
-from lightning_memsave.vault.offload import Offloader
+from lightning_memsave.saved_tensors import Rank, Tally, Vault
+from lightning_memsave.saved_tensors.offload import Offloader
+from lightning_memsave.torch_internals.compiled_regions import NAME as COMPILED
+from lightning_memsave.torch_internals.compiled_regions import compiled_regions, shield
+from lightning_memsave.torch_internals.private_names import require
 
 RANKS = {"exact": Rank.EXACT, "bf16": Rank.BF16, "int8": Rank.INT8, "int4": Rank.INT4, "int2": Rank.INT2}
 """What a module or an operation may be set to, and how much of a tensor that keeps."""
@@ -223,7 +223,7 @@ def open_vault(model: nn.Module, config: ActivationCompression) -> tuple[Vault, 
         seed=config.seed,
         offloader=Offloader(config.offload_folder) if "offload" in config.codecs else None,
     )
-    removals = [*_set_modules(model, vault, config.modules), *shield(model, vault)]
+    removals = [*_set_modules(model, vault, config.modules), *shield(model, vault.unseen)]
 
     def restore() -> None:
         for remove in removals:

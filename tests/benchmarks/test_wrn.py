@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_memsave.demo.model import WideResNet
-from lightning_memsave.memory.meter import Meter
+from lightning_memsave.measuring.meter import Meter
 
 pytestmark = pytest.mark.filterwarnings("ignore:Microbatches change the result", "ignore::UserWarning")
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memsave import Checkpointing, MemoryMonitor, MemSave, Microbatching, OptimizerState, Recipe
 from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
-from tests.strategies.harness import ListLogger
+from tests.harness import ListLogger
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 

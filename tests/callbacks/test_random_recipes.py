@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSave, NoEffectWarning, NotLosslessWarning, OptimizerState, Sparsity
-from lightning_memsave.techniques.optimizer_state.settings import Format, Gradients
+from lightning_memsave.techniques.optimizer_state.state_config import Format, Gradients
 
 NUM_FAST, NUM_ALL = 10, 120
 

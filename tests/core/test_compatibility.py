@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSave
 from lightning_memsave.core.compatibility import COMPATIBILITY, SETTINGS, WAYS_OF_TRAINING, check_compatibility
-from lightning_memsave.strategies.ways import ways_of_training
+from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.techniques.registry import TECHNIQUES
 
 STEMS = [technique.stem for technique in TECHNIQUES]

@@ -8,7 +8,7 @@ import torch
 from lightning_memsave.numerics import blockwise
 from lightning_memsave.numerics.blockwise import dequantize_blockwise, quantize_blockwise, quantize_stochastically
 from lightning_memsave.numerics.kernels import native
-from lightning_memsave.techniques.optimizer_state.codecs import CODECS
+from lightning_memsave.techniques.optimizer_state.moment_codecs import CODECS
 
 _SIGNED, _POSITIVE = (codec.code_map for codec in CODECS["4bit"])
 

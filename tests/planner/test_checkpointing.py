@@ -14,12 +14,12 @@ from torch import nn
 
 from lightning_memsave import Checkpointing, apply_checkpointing
 from lightning_memsave.core.units import format_bytes
-from lightning_memsave.memory.trace import trace_step
+from lightning_memsave.measuring.step_trace import trace_step
 from lightning_memsave.planner.checkpointing import Planner, milp, plan_checkpointing
-from lightning_memsave.planner.checkpointing.budget import fit_budget
 from lightning_memsave.planner.checkpointing.candidates import groups, singles, units
+from lightning_memsave.planner.checkpointing.region_budget import fit_budget
 from lightning_memsave.planner.checkpointing.replay import Replay
-from tests.memory.steps import Step, gpt2, squares, wide_resnet
+from tests.steps import Step, gpt2, squares, wide_resnet
 
 
 class Layer(nn.Module):

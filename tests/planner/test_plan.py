@@ -18,7 +18,7 @@ from lightning_memsave import (
     Sparsity,
     UpdateSchedule,
 )
-from lightning_memsave.planner.budget import Budget, machine_bytes
+from lightning_memsave.planner.memory_budget import Budget, machine_bytes
 from lightning_memsave.planner.plan import PlanStep
 
 

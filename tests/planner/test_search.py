@@ -14,9 +14,10 @@ import pytest
 from lightning_memsave import Checkpointing, EarlyZeroGrad, Microbatching, OptimizerState
 from lightning_memsave.core.errors import BudgetTooSmallError
 from lightning_memsave.core.report import CATEGORIES
-from lightning_memsave.memory.predict import CudaBytes, Prediction
-from lightning_memsave.planner.budget import needed_bytes
-from lightning_memsave.planner.ladder import (
+from lightning_memsave.planner.memory_budget import needed_bytes
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.planner.search import Search, in_order
+from lightning_memsave.planner.search_space import (
     MANY_BLOCKS,
     OVERHEAD,
     TIERS,
@@ -27,8 +28,7 @@ from lightning_memsave.planner.ladder import (
     regions_for,
     time_factor,
 )
-from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.planner.search import Search, in_order
+from lightning_memsave.simulation.predicted_step import CudaBytes, Prediction
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.sparsity import Sparsity

@@ -24,7 +24,7 @@ from lightning_memsave.reporting.console import print_comparison
 from lightning_memsave.reporting.page import write_page
 from lightning_memsave.reporting.runs import Run, read_runs, run_of
 from tests.reporting.html_page import Page
-from tests.reporting.test_wandb import BLOCK_BYTES, FRAGMENT, HEADER, log_of, wandb_session
+from tests.reporting.test_wandb_run import BLOCK_BYTES, FRAGMENT, HEADER, log_of, wandb_session
 from tests.reporting.wandb_file import payloads, wandb_paths
 
 ODD_BYTES = 2**24 + 1  # a total that float32 cannot hold

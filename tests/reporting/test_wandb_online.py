@@ -13,7 +13,7 @@ import wandb
 
 from lightning_memsave import MemoryReport, MemSave, wandb_logger
 from lightning_memsave.core.report import CATEGORIES
-from tests.reporting.test_wandb import OddModel, fit, wandb_session
+from tests.reporting.test_wandb_run import OddModel, fit, wandb_session
 from tests.reporting.wandb_file import wandb_paths
 from tests.reporting.wandb_server import serving
 

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import MemSave, Microbatching
-from lightning_memsave.strategies.out_of_memory import OutOfMeasuresError
+from lightning_memsave.loops.out_of_memory import OutOfMeasuresError
 
 
 class Record(list):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import MemSave
-from lightning_memsave.strategies.structure import Structure
+from lightning_memsave.loops.batch_structure import Structure
 
 
 class Block(nn.Module):

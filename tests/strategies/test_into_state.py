@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSave, OptimizerState
-from lightning_memsave.techniques.optimizer_state.coded import is_coded
+from lightning_memsave.techniques.optimizer_state.quantized import is_coded
 
 from .harness import Net, WeightAveraging, fit
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import Checkpointing, MemSave, Microbatching, Sparsity
-from tests.strategies.harness import EMAWeightAveraging
+from tests.harness import EMAWeightAveraging
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers",

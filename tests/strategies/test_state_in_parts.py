@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSave, OptimizerState
-from lightning_memsave.core import optimizers
+from lightning_memsave.torch_internals import optimizer_class
 
 
 class Tied(L.LightningModule):
@@ -57,7 +57,7 @@ def fit(module, gradients, epochs, checkpoint=None):
 
 @pytest.mark.parametrize("gradients", ["keep", "release", "into-state"])
 def test_a_run_that_is_resumed_is_the_run_that_went_on(monkeypatch, tmp_path, gradients):
-    monkeypatch.setitem(optimizers.PART_NUMEL, "cpu", 2048)  # the table has 4928 elements
+    monkeypatch.setitem(optimizer_class.PART_NUMEL, "cpu", 2048)  # the table has 4928 elements
     whole = Tied()
     half, resumed = copy.deepcopy(whole), copy.deepcopy(whole)
     frozen = whole.frozen.weight.clone()
@@ -71,7 +71,7 @@ def test_a_run_that_is_resumed_is_the_run_that_went_on(monkeypatch, tmp_path, gr
 
 
 def test_a_second_fit_goes_on(monkeypatch):
-    monkeypatch.setitem(optimizers.PART_NUMEL, "cpu", 2048)
+    monkeypatch.setitem(optimizer_class.PART_NUMEL, "cpu", 2048)
     module = Tied()
     fit(module, "keep", 1)
     before = module.table.weight.detach().clone()

@@ -12,8 +12,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from lightning_memsave import ActivationCompression, apply_activation_compression
+from lightning_memsave.saved_tensors import Tally
 from lightning_memsave.techniques.activation_compression import open_vault, summarize, what_happened
-from lightning_memsave.vault import Tally
 
 
 class Block(nn.Module):

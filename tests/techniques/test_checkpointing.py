@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from lightning_memsave import Checkpointing, Ledger, apply_checkpointing
-from lightning_memsave.core.copies import copied
 from lightning_memsave.demo.model import WideResNet
-from lightning_memsave.techniques.checkpointing.selection import repeated_blocks
+from lightning_memsave.techniques.checkpointing.region_selection import repeated_blocks
+from lightning_memsave.torch_internals.model_copies import copied
 from tests.contracts.spec import Spec
 
 SPEC = Spec(config=Checkpointing(), loss_class="exact", bit_equal=True, shrinks="activations")

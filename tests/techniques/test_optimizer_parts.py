@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_memsave import Ledger, LowPrecision, OptimizerState, apply_low_precision, apply_optimizer_state
-from lightning_memsave.core import optimizers
 from lightning_memsave.techniques.optimizer_state import estimate_optimizer_state
+from lightning_memsave.torch_internals import optimizer_class
 
 from .optimizer_state_subjects import Lamb, flat, through_disk
 
@@ -33,15 +33,15 @@ OTHERS = {"Adafactor": torch.optim.Adafactor, "LAMB": Lamb}
 
 @pytest.fixture
 def in_small_parts(monkeypatch):
-    monkeypatch.setitem(optimizers.PART_NUMEL, "cpu", PART)
+    monkeypatch.setitem(optimizer_class.PART_NUMEL, "cpu", PART)
     cut = []
-    stand_in = optimizers.stand_in
+    stand_in = optimizer_class.stand_in
 
     def noted(p, values):
         cut.append(values.numel() < p.numel())
         return stand_in(p, values)
 
-    monkeypatch.setattr(optimizers, "stand_in", noted)
+    monkeypatch.setattr(optimizer_class, "stand_in", noted)
     return cut
 
 
@@ -74,7 +74,7 @@ def run(model, optimizer, steps, parts=1):
 def both(monkeypatch, *args, parts=1, **settings):
     """Weights after some steps whole, and in small parts."""
     whole = run(*subject(*args, **settings), range(4), parts)
-    monkeypatch.setitem(optimizers.PART_NUMEL, "cpu", PART)
+    monkeypatch.setitem(optimizer_class.PART_NUMEL, "cpu", PART)
     return whole, run(*subject(*args, **settings), range(4), parts)
 
 
@@ -150,7 +150,7 @@ MEANS = ("factored", "4bit-factored", "5bit-factored")
 @pytest.mark.parametrize("state_format", MEANS)
 def test_means_of_rows_in_parts_are_those_of_the_whole(in_small_parts, monkeypatch, state_format, gradients):
     def means_after_steps(part_numel):
-        monkeypatch.setitem(optimizers.PART_NUMEL, "cpu", part_numel)
+        monkeypatch.setitem(optimizer_class.PART_NUMEL, "cpu", part_numel)
         weight = nn.Parameter(torch.zeros(21, 2, 32))  # parts of 8 rows, the last of 5
         optimizer = torch.optim.AdamW([weight])
         config = OptimizerState(format=state_format, gradients=gradients, **ALL)
@@ -279,7 +279,7 @@ def test_noise_of_parts_differs(in_small_parts, state_format):
 def test_temporaries_are_those_of_one_part_however_large_the_parameter(
     monkeypatch, precision, bytes_per_element, state_format
 ):
-    monkeypatch.setitem(optimizers.PART_NUMEL, "cpu", 2**14)
+    monkeypatch.setitem(optimizer_class.PART_NUMEL, "cpu", 2**14)
 
     def temporaries(num_parts):
         model = nn.Linear(128, 128 * num_parts, bias=False)

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import lr_scheduler
 
 from lightning_memsave.core.errors import NoEffectWarning
-from lightning_memsave.core.optimizers import SCALES_ITSELF
 from lightning_memsave.techniques.optimizer_state import (
     OptimizerState,
     apply_optimizer_state,
@@ -22,9 +21,11 @@ from lightning_memsave.techniques.optimizer_state import (
     to_plain,
     uses_bitsandbytes,
 )
+from lightning_memsave.techniques.optimizer_state.bitsandbytes_backend import become_8bit
 from lightning_memsave.techniques.optimizer_state.conversion import load_plain_state
-from lightning_memsave.techniques.optimizer_state.kin import KINS, become_8bit, find_kin
-from lightning_memsave.techniques.optimizer_state.layout import move_counts
+from lightning_memsave.techniques.optimizer_state.optimizer_mapping import KINS, find_kin
+from lightning_memsave.techniques.optimizer_state.state_dict_layout import move_counts
+from lightning_memsave.torch_internals.optimizer_class import SCALES_ITSELF
 from tests.contracts.spec import Spec
 
 from .optimizer_state_subjects import (

@@ -14,8 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_memsave import Ledger, Sparsity, apply_sparsity
 from lightning_memsave.demo.model import WideResNet
+from lightning_memsave.saved_tensors import Rank, Vault
 from lightning_memsave.techniques.sparsity import estimate_sparsity, sparse_layers
-from lightning_memsave.vault import Rank, Vault
 from tests.contracts.spec import Spec
 from tests.techniques.sparsity_subjects import tiny
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.numerics import bits, blockwise, kbit, rounding
-from lightning_memsave.numerics.fakes import is_fake, num_set
 from lightning_memsave.numerics.kernels import native
+from lightning_memsave.torch_internals.fake_tensors import is_fake, num_set
 
 
 def quantize(

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_memsave.numerics.fakes import has_two_values, is_fake, num_set
 from lightning_memsave.numerics.kbit import BLOCK_SIZE, Blocks
 from lightning_memsave.numerics.kernels import build
+from lightning_memsave.torch_internals.fake_tensors import has_two_values, is_fake, num_set
 
 _SOURCE = Path(__file__).with_name("native.c")
 _TYPES = (torch.float32, torch.bfloat16)  # others are converted

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from lightning_memsave.core.errors import BudgetTooSmallError, setting_error
 from lightning_memsave.core.units import counted, format_bytes, parse_bytes
-from lightning_memsave.memory.trace import Trace, trace_step
-from lightning_memsave.planner.checkpointing.budget import fit_budget
+from lightning_memsave.measuring.step_trace import Trace, trace_step
 from lightning_memsave.planner.checkpointing.candidates import Candidate
 from lightning_memsave.planner.checkpointing.recursive import plan_recursive
+from lightning_memsave.planner.checkpointing.region_budget import fit_budget
 from lightning_memsave.planner.checkpointing.replay import Replay
 from lightning_memsave.planner.checkpointing.sqrt import plan_sqrt
 from lightning_memsave.techniques.checkpointing import Checkpointing

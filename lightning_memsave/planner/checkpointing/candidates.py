@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_memsave.memory.trace import CallRecord, Trace
+from lightning_memsave.measuring.step_trace import CallRecord, Trace
 
 _LONGEST_DENSE = 24  # up to here, every group of consecutive calls is a candidate
 

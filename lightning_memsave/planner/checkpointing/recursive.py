@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lightning_memsave.memory.trace import CallRecord, Trace
+from lightning_memsave.measuring.step_trace import CallRecord, Trace
 from lightning_memsave.planner.checkpointing.candidates import Candidate, group, kept_bytes, singles, stretches, units
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_memsave.memory.trace import CallRecord, Trace
+from lightning_memsave.measuring.step_trace import CallRecord, Trace
 from lightning_memsave.planner.checkpointing.candidates import Candidate
 
 

@@ -7,8 +7,9 @@ block (`"blocks"`), about 2 sqrt(n s i) with the best groups (`"sqrt"`), i log2(
 (`"recursive"`). Cost: one extra forward at most, about a third of the step's arithmetic; log2(n) of them for
 `"recursive"`.
 
-Loss class: `exact`. The repeated forward sees the same random numbers, buffers and autocast (`vault.regions`), so
-results are the same bits; BatchNorm's running statistics are updated once, and spectral norm iterates once.
+Loss class: `exact`. The repeated forward sees the same random numbers, buffers and autocast
+(`saved_tensors.checkpoint_regions`), so results are the same bits; BatchNorm's running statistics are updated once, and
+spectral norm iterates once.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016
 (https://arxiv.org/abs/1604.06174): sections 4.1 (segments of a budget, Algorithm 3) and 4.4 (recursion). Section 4.2,
@@ -29,18 +30,18 @@ import torch
 from torch import nn
 
 from lightning_memsave.core.errors import RefusedRegionError, setting_error
-from lightning_memsave.core.private_names import require
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.selection import scripted_in
 from lightning_memsave.core.units import counted, parse_bytes
-from lightning_memsave.techniques.checkpointing.selection import Region, repeated_blocks, select_regions
-from lightning_memsave.vault.graph import is_inside_transform
-from lightning_memsave.vault.inputs import keeping_inputs_in
-from lightning_memsave.vault.members import Group, Member, Membership
-from lightning_memsave.vault.offload import Offloader
-from lightning_memsave.vault.region_call import ChangesAttributeError, EditsInputError
-from lightning_memsave.vault.regions import run
-from lightning_memsave.vault.vault import Vault
+from lightning_memsave.saved_tensors.checkpoint_regions import run
+from lightning_memsave.saved_tensors.offload import Offloader
+from lightning_memsave.saved_tensors.region_call import ChangesAttributeError, EditsInputError
+from lightning_memsave.saved_tensors.region_inputs import keeping_inputs_in
+from lightning_memsave.saved_tensors.region_members import Group, Member, Membership
+from lightning_memsave.saved_tensors.store import Vault
+from lightning_memsave.techniques.checkpointing.region_selection import Region, repeated_blocks, select_regions
+from lightning_memsave.torch_internals.autograd_graph import is_inside_transform
+from lightning_memsave.torch_internals.private_names import require
 
 METHODS = ("blocks", "sqrt", "recursive")
 REGION = "_checkpoint_region"

@@ -46,7 +46,6 @@ import torch
 from torch import nn
 
 from lightning_memsave.core.errors import check_unused, setting_error
-from lightning_memsave.core.private_names import require
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.selection import Selector, as_selectors
 from lightning_memsave.techniques.low_precision.scaling import LossScaling
@@ -57,6 +56,7 @@ from lightning_memsave.techniques.low_precision.stepping import (
     with_counter,
 )
 from lightning_memsave.techniques.low_precision.weights import FORMATS, Weights, parameters_kept_32bit
+from lightning_memsave.torch_internals.private_names import require
 
 __all__ = [
     "LossScaling",

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.optimizers import original
-from lightning_memsave.numerics.fakes import truth
+from lightning_memsave.torch_internals.fake_tensors import truth
+from lightning_memsave.torch_internals.optimizer_class import original
 
 _GROWTH, _BACKOFF = 2.0, 0.5
 _SMALLEST = 2.0**-14

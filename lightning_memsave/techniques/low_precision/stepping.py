@@ -13,7 +13,9 @@ from torch import Tensor
 
 from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.core.optimizers import (
+from lightning_memsave.techniques.low_precision.scaling import all_finite
+from lightning_memsave.techniques.low_precision.weights import Weights
+from lightning_memsave.torch_internals.optimizer_class import (
     IN_BACKWARD,
     Counts,
     MadeClass,
@@ -27,8 +29,6 @@ from lightning_memsave.core.optimizers import (
     step_each,
     step_one,
 )
-from lightning_memsave.techniques.low_precision.scaling import all_finite
-from lightning_memsave.techniques.low_precision.weights import Weights
 
 _MEMORY = "_memsave_low_precision"
 SIDE_KEY = "memsave_low_precision"

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.core.optimizers import original, span_of
 from lightning_memsave.core.selection import Selector, is_norm, select
 from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.numerics.kernels import round_to_bfloat16, round_to_float16
-from lightning_memsave.numerics.master import join, split
+from lightning_memsave.numerics.master_weights import join, split
 from lightning_memsave.techniques.low_precision.scaling import LossScaling
+from lightning_memsave.torch_internals.optimizer_class import original, span_of
 
 
 class Format(NamedTuple):

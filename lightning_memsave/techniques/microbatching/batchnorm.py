@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.vault.graph import autograd_is_running
+from lightning_memsave.torch_internals.autograd_graph import autograd_is_running
 
 Mode = Literal["ghost", "running"]
 

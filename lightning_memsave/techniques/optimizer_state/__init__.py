@@ -11,22 +11,23 @@ What shrinks: float32 moments, 4 bytes per parameter each, and gradients, 4 or 2
 `"lowrank"`: 4 * R * (k * max(N, M) + min(N, M)) bytes for k moments of a parameter [N, M] (`galore.py`);
 `"apollo"`: 4 * R * k * max(N, M) (`apollo.py`).
 
-Codes of our own stand between the steps of the optimizer (`codecs.py`, `coded.py`); on CUDA, 8 bits are bitsandbytes'
-fused kernels where it has the optimizer (`kin.py`), as are pages. `gradients="release"` steps each parameter inside of
-backward and frees its gradient, `"into-state"` adds gradients to the moments (`release.py`, `into_state.py`).
+Codes of our own stand between the steps of the optimizer (`moment_codecs.py`, `quantized.py`); on CUDA, 8 bits are
+bitsandbytes' fused kernels where it has the optimizer (`bitsandbytes_backend.py`), as are pages. `gradients="release"`
+steps each parameter inside of backward and frees its gradient, `"into-state"` adds gradients to the moments
+(`gradient_release.py`, `optimizer_accumulation.py`).
 
 Parameters below 4096 elements, embeddings and normalisation layers keep float32 state: small, and the ones that suffer
 most from coarse state. Weights are not touched.
 
 Loss class: `changed` for every format but `"offload"`, `"paged"` and `"32bit"`, which are `exact`, as is releasing
-gradients; adding them to the momentum of SGD is exact, to Adam's moments `changed` (`into_state.py`). bitsandbytes' CPU
-code rounds differently from its CUDA kernels, takes up to 20 bytes per element of the largest parameter and is slower
-than our own, which is why CPUs do not use it.
+gradients; adding them to the momentum of SGD is exact, to Adam's moments `changed` (`optimizer_accumulation.py`).
+bitsandbytes' CPU code rounds differently from its CUDA kernels, takes up to 20 bytes per element of the largest
+parameter and is slower than our own, which is why CPUs do not use it.
 
 Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (https://arxiv.org/abs/2110.02861); those
 of the other formats in their modules. Different: the optimizer object stays the same and changes its class, so that LR
-schedulers and every other reference go on working; checkpoints are written in torch's layout (`layout.py`); LAMB keeps
-the trust ratio that bitsandbytes' 8-bit LAMB drops.
+schedulers and every other reference go on working; checkpoints are written in torch's layout (`state_dict_layout.py`);
+LAMB keeps the trust ratio that bitsandbytes' 8-bit LAMB drops.
 """
 
 from __future__ import annotations
@@ -38,24 +39,31 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.core.optimizers import name_of
-from lightning_memsave.core.private_names import require
 from lightning_memsave.core.report import Applied, LossClass, worst_loss_class
 from lightning_memsave.core.selection import select
 from lightning_memsave.core.versions import require_package
 from lightning_memsave.numerics.blockwise import num_blocks
 from lightning_memsave.techniques.optimizer_state import projection
-from lightning_memsave.techniques.optimizer_state.checks import check_whole
-from lightning_memsave.techniques.optimizer_state.codecs import codec_of
-from lightning_memsave.techniques.optimizer_state.coded import (
+from lightning_memsave.techniques.optimizer_state.bitsandbytes_backend import become_8bit, become_plain
+from lightning_memsave.techniques.optimizer_state.conversion import from_plain, to_plain
+from lightning_memsave.techniques.optimizer_state.gradient_release import (
+    GradientRelease,
+    GradientsIntoState,
+    InBackward,
+)
+from lightning_memsave.techniques.optimizer_state.moment_codecs import codec_of
+from lightning_memsave.techniques.optimizer_state.optimizer_accumulation import check_into_state
+from lightning_memsave.techniques.optimizer_state.optimizer_mapping import check_paged, find_kin, is_8bit
+from lightning_memsave.techniques.optimizer_state.paged import pages_kept
+from lightning_memsave.techniques.optimizer_state.param_filter import parameters_kept_32bit
+from lightning_memsave.techniques.optimizer_state.quantized import (
     become_coded,
     check_coded,
     leave_coded,
     memory_of,
     moments_of,
 )
-from lightning_memsave.techniques.optimizer_state.conversion import from_plain, to_plain
-from lightning_memsave.techniques.optimizer_state.earlier import (
+from lightning_memsave.techniques.optimizer_state.reapply import (
     as_plain,
     check_replaceable,
     inherited,
@@ -65,13 +73,15 @@ from lightning_memsave.techniques.optimizer_state.earlier import (
     leave,
     memory,
 )
-from lightning_memsave.techniques.optimizer_state.into_state import check_into_state
-from lightning_memsave.techniques.optimizer_state.kept import parameters_kept_32bit
-from lightning_memsave.techniques.optimizer_state.kin import become_8bit, become_plain, check_paged, find_kin, is_8bit
-from lightning_memsave.techniques.optimizer_state.layout import decoded_state_dict, for_adafactor, in_order_of
-from lightning_memsave.techniques.optimizer_state.pages import pages_kept
-from lightning_memsave.techniques.optimizer_state.release import GradientRelease, GradientsIntoState, InBackward
-from lightning_memsave.techniques.optimizer_state.settings import OptimizerState
+from lightning_memsave.techniques.optimizer_state.state_checks import check_whole
+from lightning_memsave.techniques.optimizer_state.state_config import OptimizerState
+from lightning_memsave.techniques.optimizer_state.state_dict_layout import (
+    decoded_state_dict,
+    for_adafactor,
+    in_order_of,
+)
+from lightning_memsave.torch_internals.optimizer_class import name_of
+from lightning_memsave.torch_internals.private_names import require
 
 __all__ = [
     "GradientRelease",

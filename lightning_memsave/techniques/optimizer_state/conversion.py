@@ -1,4 +1,4 @@
-"""Optimizer state between the layout of checkpoints (`layout.py`) and bitsandbytes' (codes and absmax).
+"""Optimizer state between the layout of checkpoints (`state_dict_layout.py`) and bitsandbytes' (codes and absmax).
 
 Codes are found again exactly: next to the moments the state dict carries each block's absmax, because bitsandbytes' map
 does not reach -1, under a key of its own, which torch ignores.
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.numerics.blockwise import dequantize_blockwise, quantize_blockwise
-from lightning_memsave.techniques.optimizer_state import checks, layout
-from lightning_memsave.techniques.optimizer_state.kin import Kin, memory_of
-from lightning_memsave.techniques.optimizer_state.pages import note_pages
+from lightning_memsave.techniques.optimizer_state import state_checks, state_dict_layout
+from lightning_memsave.techniques.optimizer_state.optimizer_mapping import Kin, memory_of
+from lightning_memsave.techniques.optimizer_state.paged import note_pages
 
 SIDE_KEY = "memsave_8bit"
 _VERSION = 1
@@ -30,7 +30,7 @@ def _plain_moments(state: Mapping[str, Any], kin: Kin, is_compact: bool = False)
         if moment.dtype == torch.uint8:
             code_map, absmax = state[f"qmap{number}"], state[f"absmax{number}"]
             if is_compact:
-                plain[name] = layout.compact_codes(moment, code_map, absmax, 8, moment.shape)
+                plain[name] = state_dict_layout.compact_codes(moment, code_map, absmax, 8, moment.shape)
                 continue
             moment = dequantize_blockwise(moment, code_map, absmax).cpu()  # one at a time: the device has no room
         plain[name] = moment
@@ -68,7 +68,7 @@ def _fill(target: dict[str, Any], plain: Mapping[str, Any], kin: Kin, absmax: Ma
         if moment is None:
             continue
         if stored.dtype != torch.uint8:
-            stored.copy_(layout.decoded(moment))
+            stored.copy_(state_dict_layout.decoded(moment))
             continue
         code_map, scales = target[f"qmap{number}"], target[f"absmax{number}"]
         codes, found = _codes(moment, code_map, absmax.get(name), scales.numel())
@@ -80,10 +80,10 @@ def _codes(moment: Any, code_map: Tensor, absmax: Tensor | None, num_blocks: int
     """The codes of a moment, with the scales that it was written with where these give the moment again."""
     device = code_map.device
     if isinstance(moment, Mapping):
-        has_codes = moment["layout"] == checks.CODES and moment["bits"] == 8
+        has_codes = moment["layout"] == state_checks.CODES and moment["bits"] == 8
         if has_codes and torch.equal(moment["map"].to(device), code_map):
             return moment["codes"].to(device), moment["absmax"].to(device)
-        moment = layout.decoded(moment)
+        moment = state_dict_layout.decoded(moment)
     moment = moment.to(device)
     if absmax is not None and absmax.numel() == num_blocks:  # else of another pattern of live weights
         codes, scales = quantize_blockwise(moment, code_map, absmax.to(device))
@@ -122,16 +122,16 @@ def from_plain(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) 
         ValueError: parameter groups differ, or the state is of another optimizer or of a newer version.
     """
     memory = memory_of(optimizer)
-    checks.check_state_dict(optimizer, state_dict, lambda group: memory.kin.moments)
+    state_checks.check_state_dict(optimizer, state_dict, lambda group: memory.kin.moments)
     side = state_dict.get(SIDE_KEY, {"version": _VERSION, "absmax": {}})
-    by_number = checks.numbered(optimizer, state_dict)
-    checks.check_scales(SIDE_KEY, side, _VERSION, by_number)
-    for saved, group in zip(layout.groups_for(optimizer, state_dict), optimizer.param_groups, strict=True):
+    by_number = state_checks.numbered(optimizer, state_dict)
+    state_checks.check_scales(SIDE_KEY, side, _VERSION, by_number)
+    for saved, group in zip(state_dict_layout.groups_for(optimizer, state_dict), optimizer.param_groups, strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
-    betas = layout.second_betas(optimizer.param_groups)
+    betas = state_dict_layout.second_betas(optimizer.param_groups)
     own = {p: state_dict["state"][number] for number, p in by_number.items() if number in state_dict["state"]}
     load_plain_state(
         optimizer,
-        {p: layout.plain_state(state, p.shape, betas.get(p)) for p, state in own.items()},
+        {p: state_dict_layout.plain_state(state, p.shape, betas.get(p)) for p, state in own.items()},
         {by_number[number]: scales for number, scales in side["absmax"].items()},
     )

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.optimizers import stand_in, state_moved, step_one
 from lightning_memsave.techniques.optimizer_state import apollo, galore
-from lightning_memsave.techniques.optimizer_state.codecs import Noise
+from lightning_memsave.techniques.optimizer_state.moment_codecs import Noise
+from lightning_memsave.torch_internals.optimizer_class import stand_in, state_moved, step_one
 
 PROJECTION = "projection"
 _INTERVAL = 200  # steps between subspaces, as GaLore's and APOLLO's

@@ -33,9 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.core.private_names import require
 from lightning_memsave.core.report import Applied
-from lightning_memsave.numerics.positions import pack_positions, unpack_positions
+from lightning_memsave.numerics.sparse_index import pack_positions, unpack_positions
 from lightning_memsave.techniques.sparsity.layers import (
     Layout,
     SparseLayer,
@@ -45,8 +44,9 @@ from lightning_memsave.techniques.sparsity.layers import (
     sparse_layers,
 )
 from lightning_memsave.techniques.sparsity.patterns import averaged, choose_positions, select_layers
-from lightning_memsave.techniques.sparsity.settings import Sparsity, UpdateSchedule
+from lightning_memsave.techniques.sparsity.sparsity_config import Sparsity, UpdateSchedule
 from lightning_memsave.techniques.sparsity.updates import MaskUpdates
+from lightning_memsave.torch_internals.private_names import require
 
 __all__ = [
     "Layout",

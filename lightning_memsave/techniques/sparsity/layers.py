@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.numerics.fakes import is_fake
-from lightning_memsave.numerics.master import join
-from lightning_memsave.numerics.positions import entries_of_rows, gather, pack_positions, scatter, unpack_positions
+from lightning_memsave.numerics.master_weights import join
+from lightning_memsave.numerics.sparse_index import entries_of_rows, gather, pack_positions, scatter, unpack_positions
+from lightning_memsave.saved_tensors.sparse_weights import densify, rebuilding_weights
 from lightning_memsave.techniques.sparsity.patterns import Group, best, best_of_groups
-from lightning_memsave.vault.graph import autograd_is_running
-from lightning_memsave.vault.sparse_weights import densify, rebuilding_weights
+from lightning_memsave.torch_internals.autograd_graph import autograd_is_running
+from lightning_memsave.torch_internals.fake_tensors import is_fake
 
 
 class Layout(NamedTuple):
     """Where live values are in the dense weight."""
 
     packed: Tensor
-    """Packed positions (`numerics.positions`)."""
+    """Packed positions (`numerics.sparse_index`)."""
     shape: torch.Size
 
     def dense(self, values: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.selection import Selector, is_selected
-from lightning_memsave.numerics.fakes import is_plain, truth
+from lightning_memsave.torch_internals.fake_tensors import is_plain, truth
 
 _KINDS = (
     nn.Linear,

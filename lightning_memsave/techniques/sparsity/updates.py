@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.techniques.sparsity.layers import SparseLayer, sparse_layers
 from lightning_memsave.techniques.sparsity.patterns import best_of_all, cosine, count_live, cubic, drawn
-from lightning_memsave.techniques.sparsity.settings import Sparsity
+from lightning_memsave.techniques.sparsity.sparsity_config import Sparsity
 
 
 class MaskUpdates:

@@ -1,0 +1,175 @@
+"""What a batch starts with: kept, so that it can be run again, or rehearsed, as if nothing had happened."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Iterator, Mapping
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_memsave.loops.batch_structure import OF_LIGHTNING, Structure
+from lightning_memsave.loops.late_reduction import num_collectives
+from lightning_memsave.measuring.storages import tensors_in
+from lightning_memsave.saved_tensors.buffers import Buffers
+from lightning_memsave.saved_tensors.module_state import is_of_torch
+from lightning_memsave.saved_tensors.randomness import Randomness, generators_in
+from lightning_memsave.saved_tensors.seeds import Noise
+from lightning_memsave.techniques.sparsity.layers import SparseLayer
+from lightning_memsave.torch_internals.containers import CONTAINERS, nested, refill, values
+
+
+class BatchStart:
+    """What a batch starts with, as far as a try may change it.
+
+    Args:
+        module: the LightningModule.
+        changing: names of buffers that a step changes; `None` while that is unknown, in a first batch: then what a
+            first forward pass may build is kept as well (`structure`).
+        gradients: what may happen to them: `"made"` (there are none yet), `"added to"` (those of earlier batches stay:
+            a copy is kept), `"watched"` (the same without a copy: a try that has added to them is final).
+        batch: its containers are put back, its tensors are watched.
+        noise: of codes, whose stream is put back.
+        small_bytes: while it is not known which buffers change, those up to this size are cloned, larger ones watched.
+        most_entries: containers of the module up to this size are copied; a larger one must not change its length.
+    """
+
+    @torch.no_grad()  # what is kept here is no activation
+    def __init__(
+        self,
+        module: Any,
+        changing: set[str] | None,
+        gradients: str = "made",
+        batch: Any = None,
+        noise: Noise | None = None,
+        small_bytes: float = 2**20,
+        most_entries: float = 2**12,
+    ) -> None:
+        self._module = module
+        self._noise, self._place = noise, None if noise is None else noise.place
+        owners = list(module.named_modules())  # once, as this happens before each batch
+        parameters = list(dict.fromkeys(p for _, m in owners for p in m._parameters.values() if p is not None))
+        users = [(prefix, m) for prefix, m in owners if not is_of_torch(m) and not isinstance(m, Metric)]
+        self._randomness = Randomness({p.device for p in parameters}, generators_in(*(m for _, m in users)))
+        self._modes = [(m, m.training) for _, m in owners]
+        self._fx_name = module._current_fx_name
+        self._attributes = [(m, {k: value for k, value in vars(m).items() if _is_plain(k, value)}) for _, m in users]
+        named = {
+            f"{prefix}.{key}".removeprefix("."): value
+            for (prefix, _), (_, plain) in zip(users, self._attributes, strict=True)
+            for key, value in plain.items()
+            if not isinstance(value, _IMMUTABLE)
+        }
+        inside = {name: nested(value, most_entries) for name, value in named.items()}
+        self._large = [(key, each, len(each)) for key, (_, large) in inside.items() for each in large]
+        self._buffers = Buffers(owners, changing, small_bytes)
+        self._structure = Structure([m for _, m in owners], [m for _, m in users]) if changing is None else None
+        # By reference, as a sum makes a new tensor.
+        self._dense_gradients = [(layer, layer.dense_gradient) for _, layer in owners if isinstance(layer, SparseLayer)]
+        self._summed: list[tuple[nn.Parameter, Tensor]] = []
+        self._watched = [(t, t._version, "the batch") for t in tensors_in(batch) if not t.is_inference()]
+        self._watched += [
+            (t, t._version, f"`{name}`")
+            for name, value in named.items()
+            for t in (value, *(each for container in inside[name][0] for each in values(container)))
+            if isinstance(t, Tensor) and not t.is_inference()
+        ]
+        if gradients == "watched":
+            self._watched += [(p.grad, p.grad._version, "gradients") for p in parameters if p.grad is not None]
+            self._summed = [(p, p.grad) for p in parameters if p.grad is not None]
+            parameters = [p for p in parameters if p.grad is None]
+        self._gradients = [
+            (p, p.grad.clone() if gradients == "added to" and p.grad is not None else None) for p in parameters
+        ]
+        own = [each for small, _ in inside.values() for each in small]
+        self._containers = [(container, copy.copy(container)) for container in (*_containers(batch), *own)]
+        self._num_collectives = num_collectives()
+
+    def changed_buffers(self) -> set[str]:
+        """The names of the buffers that have changed since, as far as their values were kept or their edits counted."""
+        return self._buffers.changed() | self._buffers.moved()
+
+    def moved_buffers(self) -> set[str]:
+        """The names of the buffers that were edited, of which no copy was kept."""
+        return self._buffers.moved()
+
+    def why_final(self) -> str | None:
+        """Why what has happened since cannot be undone; `None` if it can."""
+        edited = next((what for tensor, version, what in self._watched if tensor._version != version), None)
+        if any(p.grad is not gradient for p, gradient in self._summed):  # summed out of place, for higher derivatives
+            edited = "gradients"
+        if edited == "gradients":
+            return (
+                "the failed try has added to gradients of earlier batches, of which no copy was kept: ask for one with "
+                '`microbatch="auto"`, without a budget'
+            )
+        if edited is not None:
+            return f"the step edits a tensor of {edited} in place: let it work on copies"
+        grown = next((key for key, value, length in self._large if len(value) != length), None)
+        if grown is not None:
+            return f"the step changes `{grown}`, which is too large to be copied before each batch"
+        if moved := self._buffers.moved():
+            return f"the step has changed the buffer {min(moved).removeprefix('.')} for the first time"
+        if num_collectives() != self._num_collectives:
+            return "processes have exchanged something during the failed try: they would wait for each other"
+        return None
+
+    def restore(self, *, gradients: bool = True) -> None:
+        """Put everything back, in place where others may hold on to it.
+
+        Args:
+            gradients: whether they were touched; else they are as they were.
+        """
+        self._randomness.restore()
+        if self._noise is not None and self._place is not None:
+            self._noise.go_to(self._place)
+        for module, mode in self._modes:
+            module.training = mode
+        self._module._current_fx_name = self._fx_name
+        for module, plain in self._attributes:
+            attributes = vars(module)
+            for key in [k for k, value in attributes.items() if k not in plain and _is_plain(k, value)]:
+                del attributes[key]
+            attributes.update(plain)
+        if self._structure is not None:
+            self._structure.restore()
+        for container, before in self._containers:
+            refill(container, before)
+        self._buffers.put_back()
+        for layer, dense_gradient in self._dense_gradients:
+            layer.dense_gradient = dense_gradient
+        for parameter, gradient in self._gradients if gradients else ():
+            parameter.grad = gradient
+
+
+_IMMUTABLE = (Number, str, bytes, type(None))
+
+
+def _is_plain(key: str, value: Any) -> bool:
+    """Whether an attribute of a module is put back: exact types, as others may mind being copied."""
+    return key not in OF_LIGHTNING and (type(value) in CONTAINERS or isinstance(value, (*_IMMUTABLE, Tensor)))
+
+
+def _containers(batch: Any, seen: set[int] | None = None) -> Iterator[list[Any] | dict[Any, Any]]:
+    """The lists and dictionaries of a batch, those of dataclasses and `BatchEncoding` as well; each once."""
+    seen = set() if seen is None else seen
+    if id(batch) in seen:
+        return
+    seen.add(id(batch))
+    children: Any = ()
+    if type(batch) in (list, dict):
+        yield batch
+        children = batch.values() if isinstance(batch, dict) else batch
+    elif isinstance(batch, Mapping):
+        children = (batch.data,) if isinstance(batch, UserDict) else batch.values()
+    elif isinstance(batch, (list, tuple)):
+        children = batch
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        children = (getattr(batch, f.name, None) for f in dataclasses.fields(batch))
+    for child in children:
+        yield from _containers(child, seen)

@@ -1,0 +1,84 @@
+"""Validation, test and prediction when memory runs out: the same batch again, in smaller parts.
+
+Nothing is kept for a backward pass here, so there is nothing to do but to cut. Logs, torchmetrics and what the step
+returns are merged as in training; a logged tensor counts as a mean over samples, which a warning says once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from lightning_memsave.lightning_compat import internals, namespace_of
+from lightning_memsave.loops.batch_snapshot import BatchStart
+from lightning_memsave.loops.deferred_logs import DeferredLogs, KeptLogs
+from lightning_memsave.loops.loop_state import LoopState
+from lightning_memsave.loops.merged_metrics import MergedMetrics
+from lightning_memsave.loops.merged_outputs import detached, merge_outputs
+from lightning_memsave.loops.out_of_memory import OutOfMeasuresError, is_out_of_memory
+from lightning_memsave.measuring.allocator import free_memory, read_current, reset_peak
+from lightning_memsave.techniques.microbatching import UnsplittableBatchError
+
+
+def evaluate(trainer: Any, state: LoopState, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run `step(*args)`, a validation, test or prediction step on `args[0]`; again in parts when memory runs out.
+
+    Raises:
+        OutOfMeasuresError: the batch cannot be cut further, or what a failed try has done cannot be undone.
+    """
+    recovery, batch = state.evaluation, args[0]
+    if recovery is None or hasattr(batch, "__next__"):  # `dataloader_iter` draws its batches itself
+        return step(*args)
+    device = trainer.strategy.root_device
+    reset_peak(device)
+    held = read_current(device)
+    while True:
+        start = BatchStart(trainer.lightning_module, recovery.changing, "watched", batch)
+        try:
+            parts = _parts(state, batch)
+            result = _run(trainer, step, args, parts)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason, why_final = str(error), start.why_final()
+        else:
+            recovery.learn_changing(start)
+            recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
+            return result
+        start.restore()
+        free_memory()
+        what = f"a batch of {trainer.state.stage.value}"
+        state.warn_of_parts()
+        if why_final is None and not recovery.shrink(trainer, batch, state.has_samples(batch), what):
+            why_final = "it has one sample, or its samples cannot be told apart"
+        if why_final is not None:
+            raise OutOfMeasuresError(f"Memory ran out in {what}, which cannot be cut: {why_final}. {reason}")
+
+
+def _parts(state: LoopState, batch: Any) -> list[tuple[Any, float]]:
+    assert state.evaluation is not None, "asked before"
+    try:
+        return state.sized_for(batch, state.evaluation).parts(batch)
+    except UnsplittableBatchError:
+        return [(batch, 0.0)]
+
+
+def _run(trainer: Any, step: Callable[..., Any], args: tuple[Any, ...], parts: list[tuple[Any, float]]) -> Any:
+    results, outputs = trainer._results, []
+    log = internals(namespace_of(trainer)).ResultCollection.log
+    logs: Any = None  # prediction logs nothing
+    if results is not None:
+        logs = KeptLogs(results) if len(parts) == 1 and trainer.world_size == 1 else DeferredLogs(results, log)
+    total = sum(n for _, n in parts) or 1.0
+    with logs or nullcontext(), MergedMetrics(trainer.lightning_module, len(parts)) as metrics:
+        for part, num_samples in parts:
+            metrics.weight = num_samples / total
+            if logs is not None:
+                logs.begin(part, num_samples, num_samples)
+            output = step(part, *args[1:])
+            outputs.append({"output": output if len(parts) == 1 else detached(output)})
+    if logs is not None:
+        logs.flush(args[0], [None] * len(parts), "mean")
+    merged = merge_outputs(outputs, [n for _, n in parts])
+    return merged["output"]

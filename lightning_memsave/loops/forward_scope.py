@@ -1,0 +1,86 @@
+"""Activation compression in a run: `training_step` runs inside the vault's scope."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from lightning_memsave.core.errors import NoEffectWarning
+from lightning_memsave.core.report import Applied
+from lightning_memsave.loops.batch_snapshot import BatchStart
+from lightning_memsave.saved_tensors import DifferentiatedTwiceError, refuses_hooks
+from lightning_memsave.saved_tensors.seeds import Noise
+from lightning_memsave.techniques.activation_compression import ActivationCompression, open_vault, what_happened
+
+
+class ForwardScope:
+    """The vault of one fit.
+
+    Args:
+        trainer: Lightning's trainer; its module is set up, and of its batches the vault counts the noise.
+        config: how to keep what is kept.
+
+    Raises:
+        ValueError: as `open_vault`.
+    """
+
+    def __init__(self, trainer: Any, config: ActivationCompression) -> None:
+        rank = trainer.global_rank  # each process has noise of its own
+        self._config = dataclasses.replace(config, seed=config.seed + 0x9E3779B9 * rank)
+        self._vault, self._applied = open_vault(trainer.lightning_module, self._config)
+        self._is_on, self._has_run = True, False
+
+    def run(self, trainer: Any, step: Callable[[], Any]) -> Any:
+        """Call `step`, which runs `training_step` on a batch or a part of one."""
+        if not self._is_on:
+            return step()
+        # Counted by the trainer, so that a resumed run goes on where the first one stopped.
+        self._vault.draw_for(trainer.fit_loop.total_batch_idx)
+        module = trainer.lightning_module
+        # What torch.func refuses is seen in the first batch: the second try starts as the first one did.
+        start = None if self._has_run else BatchStart(module, None, "watched", noise=self.noise, small_bytes=math.inf)
+        self._has_run = True
+        try:
+            with self._vault.scope():
+                return step()
+        except RuntimeError as error:
+            # Under manual optimization the step may have updated parameters already: it cannot be run again.
+            is_twice = isinstance(error, DifferentiatedTwiceError)
+            if not (is_twice or refuses_hooks(error)) or not module.automatic_optimization:
+                raise
+        if start is not None:
+            start.restore(gradients=False)
+        if is_twice:
+            self._vault.keeps_derivatives = False
+            _warn("Activations are kept as codes of their inputs: `training_step` differentiates a backward pass.")
+            return self.run(trainer, step)
+        self._is_on = False
+        _warn(
+            "Activation compression is switched off: `training_step` uses torch.func, which refuses saved-tensor hooks."
+        )
+        return step()
+
+    @property
+    def noise(self) -> Noise:
+        """Of the codes."""
+        return self._vault.noise
+
+    @property
+    def applied(self) -> Applied:
+        """What was done so far."""
+        if not self._is_on:
+            summary = "off: torch.func refuses saved-tensor hooks"
+            return dataclasses.replace(self._applied, summary=summary, loss_class="exact", reasons=())
+        return what_happened(self._applied, self._config, self._vault) if self._has_run else self._applied
+
+    def close(self) -> None:
+        """Take the hooks off the model; twice is safe."""
+        self._applied.undo()
+
+
+def _warn(what: str) -> None:
+    again = "This batch is run again; what it logged, and metrics counted, before that is there twice."
+    warnings.warn(f"{what} {again}", NoEffectWarning, stacklevel=3)

@@ -1,0 +1,330 @@
+"""Ask a LightningModule how its loss depends on the batch, without leaving a trace of having asked.
+
+`training_step` is evaluated on a few samples, spread over the batch, and on two uneven parts of them, without
+gradients. Some bits of weights are flipped before, as at the start of training all samples may have the same loss (a
+head of zeros), which any weights average to itself. The mode is that of training, so that terms behind `self.training`
+count; BatchNorm alone is in evaluation mode, as what its statistics change is known and named. Where random numbers
+cannot be told to be a sample's own, or the step fails that way, it is evaluated in evaluation mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_memsave.loops.batch_snapshot import BatchStart
+from lightning_memsave.loops.out_of_memory import is_out_of_memory
+from lightning_memsave.loops.sample_noise import SampleNoise
+from lightning_memsave.loops.side_effect_free import ParametersKept, without_a_trace
+from lightning_memsave.techniques.microbatching import Microbatching
+from lightning_memsave.techniques.microbatching.reduction import Losses, Rule, rules_for
+from lightning_memsave.techniques.microbatching.split import are_equal, cloned, pick, take
+from lightning_memsave.torch_internals.fake_tensors import is_fake, is_plain
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}
+_FEWEST_SAMPLES = 5  # a part of two and one of three
+_SMALL = 0.02  # what parameters of zeros become, the standard deviation
+_MOST_COUNTED = 128  # samples whose labels are counted one by one
+_MOST_MOVED = 2**12  # elements of each parameter
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The rules that the loss obeys in this batch, or why there is none; neither when the batch does not tell."""
+
+    rules: tuple[Rule, ...] = ()
+    why_not: str = ""
+    has_failed: bool = False
+    """Whether the loss could not be evaluated, which says nothing about other samples."""
+    holds_here_alone: bool = False
+    """Whether all samples are the same one, of which any weights make the mean: another batch may have other rules."""
+
+
+class _Mode(NamedTuple):
+    """How the step is evaluated."""
+
+    is_training: bool
+    moves_weights: bool
+
+
+_MODES = (_Mode(True, True), _Mode(False, True), _Mode(False, False))
+
+
+def ask(trainer: Any, kwargs: dict[str, Any], num_samples: int, config: Microbatching) -> Answer:
+    """Which rules the loss obeys: means and a sum, with the weights that `config` gives or the batch allows.
+
+    Args:
+        trainer: Lightning's trainer, inside its fit loop.
+        kwargs: the arguments of `training_step`, `batch` among them.
+        num_samples: how many samples the batch has.
+        config: tells how many samples fit at once, and how to cut the batch.
+    """
+    module, batch = trainer.lightning_module, kwargs["batch"]
+    if any(is_fake(p) for p in module.parameters()):  # a prediction, which flags it
+        return Answer((Rule("mean", config.weight_fn),))
+    answer = Answer(why_not="the loss cannot be evaluated.", has_failed=True)
+    with without_a_trace(trainer, module, batch) as start:
+        subject = _Subject.of(batch, num_samples, config)
+        for mode in _MODES:
+            evaluation = _Evaluation(trainer, kwargs, mode, start)
+            try:
+                losses = evaluation.of(subject)
+            except Exception as error:  # whatever user code raises outside its usual mode
+                if is_out_of_memory(error):  # says nothing about the loss
+                    raise
+                answer = Answer(
+                    why_not=f"the loss cannot be evaluated ({type(error).__name__}: {error}).", has_failed=True
+                )
+                continue
+            if not losses.are_finite:
+                answer = Answer()
+                continue
+            answer = _judge(losses, subject, evaluation.rules(batch, config), mode)
+            if not answer.rules and not answer.why_not and losses.fit_mean([n for _, n in subject.parts]):
+                same = config.split_fn is None and are_equal(batch, num_samples)
+                answer = Answer((Rule("mean"),), holds_here_alone=True) if same and not losses.fit_sum() else answer
+            if answer.rules or (answer.why_not and (evaluation.is_sure or not mode.is_training)):
+                break
+    return answer
+
+
+class _Subject(NamedTuple):
+    """Samples of a batch, whole and in parts with their numbers of samples."""
+
+    whole: Any
+    parts: list[tuple[Any, float]]
+
+    @classmethod
+    def of(cls, batch: Any, num_samples: int, config: Microbatching) -> _Subject:
+        """No more samples than fit with their gradients, where these are enough to tell."""
+        if config.split_fn is not None:
+            return cls(batch, config.parts(batch))
+        assert config.size != "auto", "who cuts knows the size"
+        num_used = min(num_samples, max(_FEWEST_SAMPLES, config.size))
+        rules = rules_for(batch) if config.weight_fn is None else []
+        rows = _spread(_telling(batch, num_samples, rules)[: num_used // 2], num_used, num_samples)
+        whole = pick(batch, rows, num_samples)
+        cut = max(2 if num_used >= _FEWEST_SAMPLES else 1, num_used // 3)
+        spans = ((0, cut), (cut, num_used))
+        return cls(whole, [(take(whole, first, last, num_used), last - first) for first, last in spans])
+
+    def weights(self, rule: Rule) -> list[float]:
+        """Of the parts, which need not add up to 1."""
+        return [n if rule.weight_fn is None else float(rule.weight_fn(part)) for part, n in self.parts]
+
+
+def _telling(batch: Any, num_samples: int, rules: list[Rule]) -> list[int]:
+    """Samples to which two rules give the most different shares, for each of the rules that count labels."""
+    few = range(min(num_samples, _MOST_COUNTED))
+    counts = {
+        rule: [float(rule.weight_fn(take(batch, i, i + 1, num_samples))) for i in few]
+        for rule in rules
+        if rule.weight_fn is not None
+    }
+    shares = [[count / (sum(each) or 1.0) for count in each] for each in ([1.0] * len(few), *counts.values())]
+    found = [
+        max(few, key=lambda i, one=one, other=other: abs(one[i] - other[i]))  # type: ignore[misc]
+        for one, other in itertools.combinations(shares, 2)
+        if one != other
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _spread(first: list[int], num_used: int, num_samples: int) -> list[int]:
+    """Rows of a batch: these, and others from its whole length."""
+    spread = (round(i * (num_samples - 1) / max(1, num_used - 1)) for i in range(num_used))
+    return list(itertools.islice(dict.fromkeys((*first, *spread, *range(num_samples))), num_used))
+
+
+def _judge(losses: Losses, subject: _Subject, rules: list[Rule], mode: _Mode) -> Answer:
+    means = losses.best(rules, subject.weights)
+    sums = [rule for rule in rules if rule.reduction == "sum" and losses.fit_sum()]
+    if means and (sums or not losses.lie_apart):
+        return Answer()
+    if means or sums:
+        return Answer((*means, *sums))
+    return Answer(
+        why_not="the loss of a batch is neither the mean nor the sum of the losses of its parts"
+        + (" in training mode" if mode.is_training else "")
+        + " (in-batch negatives, class weights, or a mean over something else than samples)."
+    )
+
+
+class _Evaluation:
+    """The losses of one subject in one mode.
+
+    Args:
+        trainer: Lightning's.
+        kwargs: of `training_step`.
+        mode: of the module.
+        start: what each evaluation begins with.
+    """
+
+    def __init__(self, trainer: Any, kwargs: dict[str, Any], mode: _Mode, start: BatchStart) -> None:
+        self._trainer, self._kwargs, self._mode, self._start = trainer, kwargs, mode, start
+        weights = {p.dtype for p in trainer.lightning_module.parameters() if p.is_floating_point()}
+        self._is_wide = weights <= _TOLERANCE.keys()
+        """Whether all that computes may do so with 32 bits or more."""
+        self._dtypes = weights
+        self._seen = _WideLosses()
+        self.is_sure = True
+        """Whether all random numbers were told to be a sample's own."""
+
+    def of(self, subject: _Subject) -> Losses:
+        """Evaluate the whole and its parts."""
+        module = self._trainer.lightning_module
+        sizes = [int(n) for _, n in subject.parts]
+        starts = [0, *itertools.accumulate(sizes[:-1])]
+        counted = [(p, s, n) for (p, _), s, n in zip(subject.parts, starts, sizes, strict=True) if n]
+        with _moved(module) if self._mode.moves_weights else contextlib.nullcontext():
+            subjects = ((subject.whole, 0, sum(sizes)), *counted)
+            losses = [_without_graph(functools.partial(self._loss_of, *each, sum(sizes))) for each in subjects]
+        return Losses(losses[0], tuple(losses[1:]), self._tolerance())
+
+    def rules(self, batch: Any, config: Microbatching) -> list[Rule]:
+        """Those that come into question."""
+        if config.weight_fn is not None:
+            return [Rule("mean", config.weight_fn)]
+        return rules_for(batch, self._seen.ignored)
+
+    def _loss_of(self, part: Any, start: int, num_samples: int, num_all: int) -> float:
+        trainer, module = self._trainer, self._trainer.lightning_module
+        self._start.restore()
+        module._current_fx_name = "training_step"
+        _set_mode(module, self._mode.is_training)
+        # A copy, as the parts are views of the batch, which a step may change.
+        arguments = tuple({**self._kwargs, "batch": cloned(part)}.values())
+        kind = trainer.strategy.root_device.type
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(trainer.precision_plugin.train_step_context())
+            if torch.is_autocast_enabled(kind) and self._is_wide:  # else autocast is what brings dtypes together
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            stack.enter_context(ParametersKept(module))
+            noise = stack.enter_context(SampleNoise(start, num_samples, num_all))
+            stack.enter_context(self._seen)
+            # Not through DDP, whose forward exchanges buffers; shards need their strategy.
+            wrapped = trainer.strategy.model
+            direct = wrapped is module or isinstance(wrapped, nn.parallel.DistributedDataParallel)
+            loss = _loss_in((module if direct else trainer.strategy).training_step(*arguments))
+        self.is_sure &= noise.is_sure
+        self._dtypes.add(loss.dtype)
+        return float(loss.detach())
+
+    def _tolerance(self) -> float | None:
+        """For losses of these dtypes, of which transformers' are float32 even where the model is float64."""
+        if not self._is_wide or not self._dtypes <= _TOLERANCE.keys():
+            return None
+        return max((_TOLERANCE[dtype] for dtype in self._dtypes), default=_TOLERANCE[torch.float32])
+
+
+def _set_mode(module: Any, is_training: bool) -> None:
+    for layer in module.modules() if is_training else ():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.eval()
+    if is_training:
+        return
+    module.eval()
+    for layer in module.modules():
+        # Bitsandbytes' 4-bit layers (seen in 0.50) pack their weights in eval mode, for good, on CPUs with instructions
+        # for bfloat16, and no gradient goes through them any more.
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.train()
+
+
+def _without_graph(loss_of: Callable[[], float]) -> float:
+    """Without gradients, unless that fails. Beyond this stance a compiled region that a mode met would stay eager."""
+    with torch.compiler.set_stance("force_eager"):
+        try:
+            with torch.no_grad():
+                return loss_of()
+        except RuntimeError as error:  # perhaps for want of a graph
+            if is_out_of_memory(error):
+                raise
+            return loss_of()
+
+
+@contextlib.contextmanager
+def _moved(module: nn.Module) -> Iterator[None]:
+    """Some elements of every parameter are others inside: samples then have different losses, whatever the start.
+
+    No copy is kept: leading bits of the significands are flipped, which changes numbers by up to a factor of two, and
+    flipped again.
+    """
+    moved: list[tuple[Tensor, bool]] = []
+    try:
+        for data in (p.data for p in dict.fromkeys(module.parameters())):
+            if data.dtype in _SIGNIFICANDS and is_plain(data) and data.is_contiguous() and data.numel():
+                some = data.view(-1)[:: -(-data.numel() // _MOST_MOVED)]
+                is_zero = not some.any()
+                _flip(some, is_zero)
+                moved.append((some, is_zero))
+        yield
+    finally:
+        for some, is_zero in moved:
+            _flip(some, is_zero)
+
+
+_SIGNIFICANDS = {  # the integers, and the leading bits of the significand in them
+    torch.float64: (torch.int64, 7 << 49),
+    torch.float32: (torch.int32, 7 << 20),
+    torch.float16: (torch.int16, 7 << 7),
+    torch.bfloat16: (torch.int16, 7 << 4),
+}
+
+
+@torch.no_grad()
+def _flip(values: Tensor, is_zero: bool) -> None:
+    """Flip some bits in place, of zeros those of small numbers of either sign. Done twice, nothing has changed."""
+    integers, leading = _SIGNIFICANDS[values.dtype]
+    generator = torch.Generator().manual_seed(values.numel())
+    bits = torch.randint(leading + 1, values.shape, generator=generator, dtype=integers) & leading
+    if is_zero:
+        small = torch.randn(values.shape, generator=generator).to(values.dtype) * _SMALL
+        bits = small.view(integers)
+    values.view(integers).bitwise_xor_(bits.to(values.device))
+
+
+class _WideLosses(TorchFunctionMode):
+    """Torch's loss functions get 16-bit numbers as float32, so that rounding hides less; notes labels they ignore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ignored: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if getattr(func, "__module__", "") == "torch.nn.functional" and ("loss" in name or "cross_entropy" in name):
+            args, kwargs = tuple(map(_wide, args)), {key: _wide(value) for key, value in kwargs.items()}
+            # (input, target, weight, size_average, ignore_index): one that nobody gave is -100, which is known
+            ignored = kwargs.get("ignore_index", args[4] if len(args) > 4 and name in _IGNORING else None)
+            if isinstance(ignored, int):
+                self.ignored.add(ignored)
+        return func(*args, **kwargs)
+
+
+_IGNORING = frozenset(("cross_entropy", "nll_loss"))
+
+
+def _wide(value: Any) -> Any:
+    is_narrow = isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize == 2
+    return value.float() if is_narrow else value
+
+
+def _loss_in(output: Any) -> Tensor:
+    """The loss that `training_step` returned; not a number where Lightning skips the batch."""
+    loss = output["loss"] if isinstance(output, dict) else output
+    if loss is None:
+        return torch.tensor(math.nan)
+    if not isinstance(loss, Tensor):
+        raise TypeError("training_step returned no loss")
+    return loss

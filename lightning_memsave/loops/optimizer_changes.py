@@ -1,0 +1,138 @@
+"""What happens to optimizers under Lightning: low-bit state, steps in float32, steps inside of backward."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_memsave.core.errors import NoEffectWarning
+from lightning_memsave.core.report import Applied
+from lightning_memsave.lightning_compat import is_overridden
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.techniques.low_precision import Weights, step_in_float32
+from lightning_memsave.techniques.optimizer_state import (
+    GradientRelease,
+    GradientsIntoState,
+    InBackward,
+    OptimizerState,
+    apply_format,
+    check_optimizers,
+    check_whole,
+    decoded_state_dict,
+    for_adafactor,
+    gradients_applied,
+    has_effect,
+    in_order_of,
+    inherited,
+    is_low_bit,
+    is_ours,
+)
+
+
+def change_optimizers(trainer: Any, recipe: Recipe, weights: Weights | None) -> tuple[list[Applied], InBackward | None]:
+    """Change the optimizers of the trainer's strategy as the recipe says, in place.
+
+    Returns:
+        What was done, and what happens to gradients in backward, which ends with the run where the rest stays.
+    """
+    optimizers, module = trainer.strategy.optimizers, trainer.lightning_module
+    done: list[Applied] = []
+    config = recipe.get(OptimizerState)
+    if config is not None:
+        check_optimizers(optimizers, config, module)  # all of them, before the first is changed
+        if OptimizerState not in recipe.by_default and not has_effect(optimizers, config, module):
+            by_rank = f", and what has no two sides above {config.rank} (`rank`)," if config.has_rank else ""
+            warnings.warn(
+                f"`optimizer_state` in {config.format!r} has no effect on this model. Parameters of fewer than "
+                f"{config.min_size} elements (`OptimizerState(min_size=...)`), embeddings, heads and normalisations"
+                f"{by_rank} keep their state.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+        done += filter(None, [apply_format(optimizer, config, module) for optimizer in optimizers])
+    else:  # of an earlier fit
+        done += [inherited(optimizer, was_asked=False) for optimizer in optimizers if is_ours(optimizer)]
+    if weights is not None:
+        for optimizer in optimizers:
+            step_in_float32(optimizer, weights)
+    if config is None or config.gradients == "keep":
+        return done, None
+    _name_readers(trainer)
+    in_backward = _Release(trainer) if config.gradients == "release" else GradientsIntoState(optimizers)
+    applied = gradients_applied(config, optimizers, in_backward)
+    applied.keep()  # `in_backward` is removed by whom it is returned to
+    return [*done, applied], in_backward
+
+
+def _clip(value: float, p: Any) -> None:
+    p.grad.clamp_(-value, value)
+
+
+class _Release(GradientRelease):
+    """Clips by value as well, which Lightning does after backward, when the gradients are gone."""
+
+    def __init__(self, trainer: Any) -> None:
+        value = trainer.gradient_clip_val
+        super().__init__(trainer.strategy.optimizers, functools.partial(_clip, value) if value else None)
+        self._trainer: Any = trainer
+        self._clip_value, trainer.gradient_clip_val = value, None
+
+    def remove(self) -> None:
+        super().remove()
+        if self._trainer is not None:
+            self._trainer.gradient_clip_val, self._trainer = self._clip_value, None
+
+
+def _name_readers(trainer: Any) -> None:
+    for owner in (trainer.lightning_module, *trainer.callbacks):
+        for hook in ("on_after_backward", "on_before_optimizer_step"):
+            if is_overridden(owner, hook):
+                rank_zero_info(f"memsave: {type(owner).__name__}.{hook} sees no gradients: backward ends them.")
+
+
+def ways_of_stepping(trainer: Any) -> dict[str, bool]:
+    """The names, of `core.compatibility`, of what Lightning does with gradients between backward and step."""
+    module = trainer.lightning_module
+    by_value = trainer.gradient_clip_algorithm == "value"
+    return {
+        "accumulate_grad_batches": most_accumulated(trainer) > 1,
+        "gradient clipping by norm": bool(trainer.gradient_clip_val) and not by_value,
+        "gradient clipping by value": bool(trainer.gradient_clip_val) and by_value,
+        "configure_gradient_clipping": is_overridden(module, "configure_gradient_clipping"),
+        "optimizer_step of the module": is_overridden(module, "optimizer_step"),
+        "optimizer_zero_grad of the module": is_overridden(module, "optimizer_zero_grad"),
+    }
+
+
+def most_accumulated(trainer: Any) -> int:
+    """The most batches whose gradients this run ever adds up, as Lightning's scheduler of accumulation may say."""
+    scheduled = [
+        max(callback.scheduling.values())
+        for callback in trainer.callbacks
+        if "GradientAccumulationScheduler" in {cls.__name__ for cls in type(callback).__mro__}
+    ]
+    most: int = max([trainer.accumulate_grad_batches, *scheduled])  # of SWA with an endless loader it is infinite
+    return most
+
+
+def readable(optimizers: Sequence[torch.optim.Optimizer], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint whose optimizer states these can read: others than ours know neither codes nor another's moments."""
+    states = list(checkpoint["optimizer_states"])
+    for number, optimizer in enumerate(optimizers[: len(states)]):  # Lightning leaves the others alone as well
+        if not is_low_bit(optimizer):
+            states[number] = _for_torch(optimizer, states[number])
+    return {**checkpoint, "optimizer_states": states}
+
+
+def _for_torch(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    state = state_dict.get("state")
+    if not isinstance(state, Mapping) or not all(isinstance(each, Mapping) for each in state.values()):
+        return state_dict  # not torch's layout: Lightning's stand-in for no optimizer has none
+    check_whole(state_dict)
+    found = in_order_of(optimizer, decoded_state_dict(state_dict))
+    return for_adafactor(optimizer, found) if isinstance(optimizer, torch.optim.Adafactor) else found

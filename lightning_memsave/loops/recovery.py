@@ -1,0 +1,229 @@
+"""Recovery: a batch that ran out of memory is put back to its start and run again with less, in the same step.
+
+What a failed try may have changed is kept before each batch (`batch_snapshot`): the generators of Python, numpy and
+torch, the buffers that a step changes, plain attributes of the LightningModule, gradients when they accumulate. Metrics
+and logs are taken back by the loop. Then the next measure is taken: exact ones first, then microbatches of half the
+size. A batch that is run again has the same bits as one that had this setting from the start.
+
+Later, microbatches grow back: after `growth_interval` batches that went well the size is doubled; when that fails, the
+size before is taken and the interval doubled, so that failures become rare.
+
+Not recovered: the optimizer's own update, as parameters may be half new, and steps in which processes wait for each
+other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core import rank_zero
+
+from lightning_memsave.core.units import format_bytes, parse_bytes
+from lightning_memsave.loops.batch_snapshot import BatchStart
+from lightning_memsave.measuring.allocator import hold_addresses_back, read_peak, total_bytes
+from lightning_memsave.measuring.ledger import Measurement
+from lightning_memsave.measuring.meter import stop_measuring
+from lightning_memsave.measuring.storages import tensors_in
+from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError
+
+
+class Ladder(Protocol):
+    """The exact measures against too little memory, in the order in which they are taken."""
+
+    def climb(self, trainer: Any) -> str | None:
+        """Take the next one and say which; `None` when all are taken."""
+
+    def withdraw(self) -> bool:
+        """Undo the regions that were taken, which the model turned out to refuse; whether there were any."""
+
+
+class Recovery:
+    """What has been done about memory so far, and what is done next.
+
+    Args:
+        config: `growth_interval`, `headroom_fraction`, `max_bytes`.
+        ladder: what can be done besides smaller microbatches.
+        start: samples per microbatch of the first batch; `None`: all of them.
+    """
+
+    def __init__(self, config: Microbatching, ladder: Ladder | None = None, start: int | None = None) -> None:
+        self._config, self._start = config, start
+        self._ladder = ladder
+        self._max_bytes = None if config.max_bytes is None else parse_bytes("Microbatching.max_bytes", config.max_bytes)
+        self._headroom_fraction = config.headroom_fraction
+        self.interval = config.growth_interval
+        """Batches that must go well before the size is doubled; `None`: it stays."""
+        self.limit_elements: float | None = None
+        """Numbers of input in a microbatch, so that long samples come in small ones; `None`: whole batches."""
+        self.size: int | None = None
+        """The microbatch that the latest batch was cut into; `None`: whole."""
+        self.num_recovered = 0
+        self.changing: set[str] | None = None
+        self.has_new_regions = False
+        """Whether no batch has gone well since a measure was taken that may be regions."""
+        self._num_good = 0
+        self._limit_before_growth: float | None = None
+        self._latest: Measurement | None = None
+        hold_addresses_back()
+
+    def size_for(self, batch: Any) -> int | None:
+        """Samples per microbatch of this batch; `None` for all of them."""
+        if self._start is not None and self.limit_elements is None:
+            self.limit_elements = self._start * self._elements_per_sample(batch)
+        if self.limit_elements is not None:
+            self.size = max(1, int(self.limit_elements / self._elements_per_sample(batch) + 1e-9))
+        return self.size
+
+    def learn_changing(self, start: BatchStart) -> None:
+        """Which buffers change is found out in the first batch that went well; later ones add to that."""
+        if self.changing is None:
+            self.changing = start.changed_buffers()
+        else:
+            self.changing |= start.moved_buffers()
+
+    def learned(self) -> dict[str, Any]:
+        """Sizes, as plain values for a checkpoint."""
+        return {"limit_elements": self.limit_elements, "interval": self.interval}
+
+    def learn(self, learned: dict[str, Any]) -> None:
+        """Go on with them."""
+        self.limit_elements, self.interval = learned["limit_elements"], learned["interval"]
+
+    def shrink(self, trainer: Any, batch: Any, can_cut: bool, what: str) -> bool:
+        """Take the next measure; `batch` is then run again. `False` if there is none.
+
+        Args:
+            trainer: Lightning's.
+            batch: that failed.
+            can_cut: whether it can be cut into smaller microbatches.
+            what: names the batch, for people.
+        """
+        taken = self._back_to_what_fitted(batch)
+        if taken is None and self._ladder is not None:
+            taken = self._ladder.climb(trainer)
+            self.has_new_regions |= taken is not None
+        if taken is None and can_cut:
+            taken = self._halve(batch)
+        if taken is None:
+            return False
+        self.num_recovered += 1
+        _tell(f"out of memory in {what}; run again with {taken}.")
+        return True
+
+    def leave_ledger(self, what: str) -> bool:
+        """The step was being measured, which takes memory itself: run it again without; `False` if it was not."""
+        if not stop_measuring():
+            return False
+        self.num_recovered += 1
+        _tell(f"out of memory in {what}, which was being measured; run again without that.")
+        return True
+
+    def withdraw(self) -> bool:
+        """The model refuses the regions that were taken: undo them; `False` if they were not taken here."""
+        if self._ladder is None or not self._ladder.withdraw():
+            return False
+        self.has_new_regions = False
+        _tell("the model cannot be checkpointed that way; run again without.")
+        return True
+
+    def _back_to_what_fitted(self, batch: Any) -> str | None:
+        self._num_good = 0
+        if self._limit_before_growth is None:
+            return None
+        self.limit_elements, self._limit_before_growth = self._limit_before_growth, None
+        assert self.interval is not None, "what has grown has an interval"
+        self.interval *= 2
+        return _sizes(self.size_for(batch))
+
+    def _halve(self, batch: Any) -> str | None:
+        num_samples = self._config.num_samples(batch)
+        size = min(self.size_for(batch) or num_samples, num_samples)
+        if size <= 1:
+            return None
+        num_parts = 2 * -(-num_samples // size)
+        smaller = max(1, min(size - 1, -(-num_samples // num_parts)))
+        self.limit_elements = smaller * self._elements_per_sample(batch)
+        return _sizes(self.size_for(batch))
+
+    def _elements_per_sample(self, batch: Any) -> float:
+        num_elements = sum(tensor.numel() for tensor in tensors_in(batch))
+        return max(1.0, num_elements / max(1, self._config.num_samples(batch)))
+
+    def succeed(self, batch: Any, num_parts: int, device: torch.device, held_bytes: int | None) -> None:
+        """A batch went well: try larger microbatches after many of them.
+
+        Args:
+            batch: it.
+            num_parts: microbatches that it was cut into.
+            device: where it was trained on.
+            held_bytes: what was allocated there before it; `None` where that is not known.
+        """
+        self.has_new_regions = False
+        if self.interval is None or num_parts == 1 or self.limit_elements is None:
+            return
+        self._num_good += 1
+        if self._num_good < self.interval:
+            return
+        self._num_good, self._limit_before_growth = 0, None
+        if self._has_room(device, held_bytes):
+            self._limit_before_growth = self.limit_elements
+            self.limit_elements *= 2
+            _tell(f"{self.interval} batches went well; trying {_sizes(self.size_for(batch))}.")
+
+    def _has_room(self, device: torch.device, held_bytes: int | None) -> bool:
+        """Whether twice of what a step added to the bytes before it would fit; where nothing tells, it is tried."""
+        peak, total = read_peak(device), total_bytes(device)
+        if peak is not None and total is not None and held_bytes is not None:
+            limit = (1 - self._headroom_fraction) * total
+            return 2 * peak.allocated_bytes - held_bytes <= min(limit, self._max_bytes or limit)
+        if self._max_bytes is None:
+            return True
+        if self._latest is None:
+            return False
+        growing = self._latest.by_category["activations"] + self._latest.by_category["temporary"]
+        return self._latest.peak_bytes + growing <= self._max_bytes
+
+    def measured(self, trainer: Any, batch: Any, step: Measurement, may_cut: bool = True) -> bool:
+        """Hold a measured step against `max_bytes`; whether something was changed, so that the next is to be measured.
+
+        The step itself has been taken already; what is done holds for the next one.
+
+        Args:
+            trainer: Lightning's, between two batches.
+            batch: of the step.
+            step: what was measured.
+            may_cut: whether smaller microbatches are allowed; exact measures are in any case.
+        """
+        if self._max_bytes is None:
+            return False
+        self._latest = step
+        if step.peak_bytes <= self._max_bytes:
+            return False
+        self._num_good = 0
+        taken = self._back_to_what_fitted(batch)
+        if taken is None and self._ladder is not None:
+            taken = self._ladder.climb(trainer)
+            self.has_new_regions |= taken is not None
+        if taken is None and may_cut and sum(map(step.by_category.__getitem__, _OF_THE_MODEL)) < self._max_bytes:
+            with contextlib.suppress(UnsplittableBatchError):
+                taken = self._halve(batch)
+        over = f"{format_bytes(step.peak_bytes)} of `max_bytes` {format_bytes(self._max_bytes)}"
+        _tell(f"a step took {over}; " + (f"from now on {taken}." if taken else "nothing is left to be done."))
+        return taken is not None
+
+
+_OF_THE_MODEL = ("weights", "gradients", "optimizer_state")
+"""What smaller microbatches do not lower."""
+
+
+def _tell(message: str) -> None:
+    """A line from whichever process it is: each one recovers on its own."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else None
+    rank_zero.log.info(rank_zero.rank_prefixed_message(f"memsave: {message}", rank))
+
+
+def _sizes(size: int | None) -> str:
+    return f"microbatches of at most {size} samples"

@@ -1,0 +1,123 @@
+"""Run `training_step` to learn something about it, without leaving a trace of having run it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from lightning_memsave.loops.batch_snapshot import BatchStart
+from lightning_memsave.loops.merged_metrics import MergedMetrics
+from lightning_memsave.measuring.storages import tensors_in
+from lightning_memsave.simulation.global_state_guard import names_kept
+from lightning_memsave.techniques.microbatching.batchnorm import unpooled
+from lightning_memsave.torch_internals.autograd_graph import storage_key
+from lightning_memsave.torch_internals.fake_tensors import is_fake
+
+
+@contextmanager
+def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[BatchStart]:
+    """Nothing is logged or steps; modes, random state, gradients, buffers, metrics and plain attributes come back.
+
+    So do the containers of the batch, of which a step may take things away, what a first forward pass builds, and the
+    globals of the module's files and classes. Yields what puts most of it back.
+    """
+    state = trainer.strategy.memsave
+    start = BatchStart(module, None, batch=batch, noise=state.noise, small_bytes=math.inf, most_entries=math.inf)
+    metrics = MergedMetrics(module)
+    metrics.set_aside()
+    gradients = {p: p.grad for p in module.parameters()}
+    for parameter in gradients:
+        parameter.grad = None
+    results, connector = vars(trainer._results), trainer._logger_connector
+    own = {name: results[name] for name in ("log", "reset") if name in results}  # a loop of ours may have replaced one
+    logged_last, module._current_fx_name = connector._current_fx, "training_step"
+    results["log"] = results["reset"] = lambda *_, **__: None
+    release = state.release
+    state.is_rehearsing = True
+    try:
+        with names_kept(module), unpooled(), nullcontext() if release is None else release.rehearsed():
+            yield start
+    finally:
+        state.is_rehearsing = False
+        del results["log"], results["reset"]
+        results.update(own)
+        connector._current_fx = logged_last
+        metrics.restore()
+        start.restore()
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+
+
+class ParametersKept(TorchDispatchMode):
+    """Parameters that are edited inside (a teacher that follows in `training_step`) have their values again behind.
+
+    A copy is made of each just before its first edit: most steps edit none.
+
+    Args:
+        module: whose.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._parameters = {storage_key(p): p for p in module.parameters() if _has_storage(p)}
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(getattr(func, "_schema", None), "is_mutable", False):
+            for tensor in filter(_has_storage, tensors_in((args, kwargs))):
+                parameter = self._parameters.pop(storage_key(tensor), None)
+                if parameter is not None:
+                    self._before.append((parameter.data, parameter.data.clone()))
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]  # untyped in torch
+        for values, before in self._before:
+            values.copy_(before)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
+@contextmanager
+def values_kept(batch: Any) -> Iterator[None]:
+    """Tensors of a batch that a step changes in place, values or shapes, are as before; they are cloned for that.
+
+    Of sparse and nested ones, and of those that are several tensors, the values only.
+    """
+    has_values = (tensor for tensor in tensors_in(batch) if not (tensor.is_inference() or is_fake(tensor)))
+    found = {id(tensor): tensor for tensor in has_values}.values()
+    kept = [(tensor, tensor.detach(), tensor.detach().clone(), tensor._version) for tensor in found]
+    sizes = {id(alias): alias.untyped_storage().nbytes() for _, alias, *_ in kept if _is_plain(alias)}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, alias, before, version in kept:
+                if not _is_plain(alias):
+                    if tensor._version != version:
+                        tensor.copy_(before)
+                    continue
+                if alias.untyped_storage().nbytes() < sizes[id(alias)]:
+                    alias.untyped_storage().resize_(sizes[id(alias)])
+                if not torch.equal(_bytes(alias), _bytes(before)):  # memory may be read-only
+                    once = tuple(slice(None if stride else 1) for stride in alias.stride())  # of what is expanded
+                    alias[once].copy_(before[once])
+                tensor.data = alias
+
+
+def _is_plain(tensor: Any) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not is_traceable_wrapper_subclass(tensor)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)  # NaN as well

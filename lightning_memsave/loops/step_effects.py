@@ -1,0 +1,89 @@
+"""What a `training_step` does besides its loss: microbatches do it once for each part, and the report says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_memsave.saved_tensors.module_state import Attributes
+from lightning_memsave.saved_tensors.randomness import Randomness, generators_in
+from lightning_memsave.torch_internals.autograd_graph import version_of
+
+_Norm = nn.modules.batchnorm._NormBase
+
+
+class StepEffects:
+    """What a LightningModule holds before a part of a batch is run.
+
+    Args:
+        module: it.
+        device: whose random numbers it may draw.
+    """
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        owners = [(name, m) for name, m in module.named_modules() if not isinstance(m, Metric)]
+        self._attributes = Attributes(owners)
+        self._tensors = [(name, tensor, version_of(tensor)) for name, tensor in _tensors(owners)]
+        self._gradients = [(p, p.grad, None if p.grad is None else p.grad._version) for p in module.parameters()]
+        self._randomness = Randomness({device}, generators_in(*(m for _, m in owners)))
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether random numbers were drawn."""
+        return not self._randomness.now().equals(self._randomness)
+
+    @property
+    def has_made_gradients(self) -> bool:
+        """Whether the step has called backward itself."""
+        return any(
+            p.grad is not before or (before is not None and before._version != version)
+            for p, before, version in self._gradients
+        )
+
+    def changes(self) -> list[str]:
+        """What the step has changed, by name."""
+        attributes = (f"`{name}`" for name in self._attributes.differences() if name not in _OF_LIGHTNING)
+        tensors = (f"`{name}`" for name, tensor, version in self._tensors if version_of(tensor) != version)
+        return [*attributes, *tensors]
+
+
+_OF_LIGHTNING = frozenset(("_current_fx_name",))
+
+
+def _tensors(owners: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers; not BatchNorm's, which are updated once per batch or named elsewhere."""
+    seen: set[Tensor] = set()
+    for prefix, owner in owners:
+        buffers = {} if isinstance(owner, _Norm) else owner._buffers
+        for key, tensor in (*owner._parameters.items(), *buffers.items()):
+            if tensor is not None and tensor not in seen and not nn.parameter.is_lazy(tensor):
+                seen.add(tensor)
+                yield f"{prefix}.{key}".removeprefix("."), tensor
+
+
+def unwatched(part: int) -> AbstractContextManager[None]:
+    """What is around `training_step` for a batch that is not cut."""
+    return nullcontext()
+
+
+@contextmanager
+def nothing_added(module: nn.Module) -> Iterator[None]:
+    """What a step's own backward makes inside is dropped, as Lightning's zero_grad drops it for a whole batch."""
+    gradients = [(p, p.grad) for p in module.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def hooks_on_gradients(module: nn.Module) -> list[str]:
+    """Parameters whose gradients go through hooks, which would get those of each microbatch."""
+    return [f"`{name}`" for name, p in module.named_parameters() if p._backward_hooks]

@@ -1,0 +1,47 @@
+"""How a trainer trains, in the words of `core.compatibility`."""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import Any
+
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+
+from lightning_memsave.lightning_compat import is_compiled
+from lightning_memsave.loops.optimizer_changes import ways_of_stepping
+from lightning_memsave.techniques.low_precision import LossScaling
+from lightning_memsave.torch_internals.private_names import missing
+
+_OF_PROCESSES = {"DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
+
+
+def ways_of_training(trainer: Any) -> list[str]:
+    """The names, of `core.compatibility`, that describe how this trainer trains."""
+    strategy, kinds = trainer.strategy, {cls.__name__ for cls in type(trainer.strategy).__mro__}
+    is_ddp = "DDPStrategy" in kinds
+    ddp_options = getattr(strategy, "_ddp_kwargs", {}) if is_ddp else {}
+    callbacks = {cls.__name__ for callback in trainer.callbacks for cls in type(callback).__mro__}
+    training_step = trainer.lightning_module.training_step
+    present = {
+        "manual optimization": not trainer.lightning_module.automatic_optimization,
+        "DDP": is_ddp,
+        "DDP with static_graph": ddp_options.get("static_graph", False),
+        "FSDP": "FSDPStrategy" in kinds,
+        "model parallel (FSDP2)": "ModelParallelStrategy" in kinds,
+        "DeepSpeed": "DeepSpeedStrategy" in kinds,
+        "processes without DDP": trainer.world_size > 1 and not kinds & _OF_PROCESSES,
+        "dataloader_iter": is_param_in_hook_signature(training_step, "dataloader_iter", explicit=True),
+        "torch.compile of the whole module": is_compiled(trainer.lightning_module),
+        "fp16 with a GradScaler": not isinstance(
+            getattr(strategy.precision_plugin, "scaler", None), LossScaling | NoneType
+        ),
+        "a DDP communication hook": is_ddp and getattr(strategy, "_ddp_comm_hook", None) is not None,
+        "SyncBatchNorm": any(isinstance(m, nn.SyncBatchNorm) for m in trainer.lightning_module.modules()),
+        "batch size finder": "BatchSizeFinder" in callbacks,
+        "learning rate finder": "LearningRateFinder" in callbacks,
+        "an unknown training loop": bool(missing("training loop")),
+        "an unknown DDP": is_ddp and bool(missing("DDP")),
+        **ways_of_stepping(trainer),
+    }
+    return [name for name, is_present in present.items() if is_present]

@@ -1,0 +1,106 @@
+"""One step as a list of allocations and frees, and what the same step would be with another number of samples."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+from lightning_memsave.core.report import CATEGORIES, Timeline
+from lightning_memsave.measuring.timeline import timeline
+
+_ROUNDING_BYTES = 64  # of bits and blocks that are rounded up
+
+
+class Peak(NamedTuple):
+    """The highest total of live bytes, and what it is made of."""
+
+    peak_bytes: int
+    by_category: dict[str, int]
+    by_module: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Allocations:
+    """One step as an allocator sees it. Storages are numbered, those that are alive before it first."""
+
+    held: tuple[int, ...]
+    """Sizes of what is alive before."""
+    changes: tuple[tuple[int, int], ...]
+    """(change in bytes, number): above 0 for new memory, below for memory given back."""
+    labels: tuple[tuple[str, str], ...] = ()
+    """Category and module of each number."""
+
+    def is_like(self, other: Allocations) -> bool:
+        """Whether both do the same in the same order, sizes aside."""
+        numbers = [[number for _, number in step.changes] for step in (self, other)]
+        return len(self.held) == len(other.held) and numbers[0] == numbers[1] and self.labels == other.labels
+
+    def peak(self) -> Peak:
+        """Where the total is highest.
+
+        >>> step = Allocations((4,), ((8, 1), (-8, 1)), (("weights", "head"), ("activations", "body")))
+        >>> step.peak().peak_bytes, step.peak().by_module
+        (12, {'body': 8, 'head': 4})
+        """
+        total = highest = sum(self.held)
+        event = 0
+        for number, (change, _) in enumerate(self.changes, 1):
+            total += change
+            if total > highest:
+                highest, event = total, number
+        by_category, by_module = Counter(dict.fromkeys(CATEGORIES, 0)), Counter[str]()
+        for change, number in (*((size, number) for number, size in enumerate(self.held)), *self.changes[:event]):
+            category, module = self.labels[number]
+            by_category[category] += change
+            by_module[module] += change
+        return Peak(highest, dict(by_category), {name: size for name, size in by_module.most_common() if size})
+
+    def timeline(self) -> Timeline:
+        """The step as a line."""
+        return timeline(
+            ((size, self.labels[number][0]) for number, size in enumerate(self.held)),
+            [(change, self.labels[number][0]) for change, number in self.changes],
+        )
+
+
+def extended(steps: Sequence[Allocations], wanted: Fraction) -> Allocations | None:
+    """A step of `wanted` times as many samples: every size on the line, or the parabola, through three steps.
+
+    Args:
+        steps: of some samples, and of twice and three times as many.
+        wanted: how many times as many as the first has.
+
+    Returns:
+        `None` where the steps do not do the same in the same order, or a size does not grow like that: as what the
+        data select, or faster.
+
+    >>> steps = [Allocations((8 * n,), ((99 * n * n, 1), (-99 * n * n, 1)), (("data", ""),) * 2) for n in (1, 2, 3)]
+    >>> extended(steps, Fraction(10)).peak().peak_bytes
+    9980
+    """
+    first, *others = steps
+    if not all(map(first.is_like, others)):
+        return None
+    sizes = [*zip(*(each.held for each in steps), strict=True)]
+    sizes += zip(*([size for size, _ in each.changes] for each in steps), strict=True)
+    found = [_extended(each, wanted) for each in sizes]
+    if None in found:
+        return None
+    at = [size for size in found if size is not None]
+    held = len(first.held)
+    numbers = [number for _, number in first.changes]
+    return Allocations(tuple(at[:held]), tuple(zip(at[held:], numbers, strict=True)), first.labels)
+
+
+def _extended(sizes: tuple[int, ...], wanted: Fraction) -> int | None:
+    """A size, of those at once, twice and three times as many samples."""
+    one, two, three = sizes
+    bend = abs(three) - 2 * abs(two) + abs(one)
+    if abs(bend) <= _ROUNDING_BYTES + abs(three) // 1000:
+        return round(one + (three - one) * (wanted - 1) / 2)
+    if bend < 0 or abs(three) > 9 * abs(one):
+        return None
+    return round(one + (two - one) * (wanted - 1) + (three - 2 * two + one) * (wanted - 1) * (wanted - 2) / 2)

@@ -1,0 +1,81 @@
+"""What one operation costs: time, and workspace in its kernel; modelled, so that it means the same on fake tensors.
+
+Time is the larger of arithmetic over the speed of a matrix product and bytes over the speed of a copy (the roofline of
+Williams, Waterman and Patterson, 2009, https://doi.org/10.1145/1498765.1498785), with a constant for each operation.
+Both speeds are measured once.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from lightning_memsave.measuring.storages import storages
+from lightning_memsave.torch_internals.fake_tensors import with_values
+
+_OVERHEAD_SECONDS = 5e-6
+_SCRATCH = {"aten.convolution": 1, "aten.convolution_backward": 2, "aten.native_batch_norm_backward": 1}
+"""What kernels take and give back inside, on CPU in float32 (measured), in multiples of their largest input."""
+
+
+def cost_of(
+    func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]
+) -> tuple[float, int]:
+    """Seconds and workspace bytes of one operation of `torch.ops`, with all tensors that it got and gave."""
+    packet = func.overloadpacket
+    device = next((t.device.type for t in (*outputs, *inputs)), "cpu")
+    scratch = _SCRATCH.get(str(packet), 0) if device == "cpu" else 0
+    workspace_bytes = scratch * max(map(_num_bytes, inputs), default=0)
+    if func.is_view:
+        return 0.0, workspace_bytes
+    flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
+    speed = measure_speed("cpu" if device == "meta" else device)
+    moved = sum(map(_num_bytes, (*inputs, *outputs)))
+    return max(flops / speed.flops, moved / speed.bytes) + _OVERHEAD_SECONDS, workspace_bytes
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """What an operation reads or writes of a tensor; sparse ones have no `nbytes`."""
+    return tensor.nbytes if tensor.layout is torch.strided else sum(s.nbytes() for s in storages(tensor))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a device does in a second."""
+
+    flops: float
+    bytes: float
+
+
+@functools.cache
+def measure_speed(device_type: str) -> Speed:
+    """Of a matrix product and of a copy, in float32; measured once."""
+    return with_values(lambda: _measure_speed(device_type))
+
+
+def _measure_speed(device_type: str) -> Speed:
+    size = 512
+    matrix = torch.ones(size, size, device=device_type)
+    block = torch.ones(4 * 2**20, device=device_type)
+    product = _best_seconds(lambda: matrix @ matrix, device_type)
+    copy = _best_seconds(lambda: block.clone(), device_type)
+    return Speed(flops=2 * size**3 / product, bytes=2 * block.nbytes / copy)
+
+
+def _best_seconds(run: Callable[[], object], device_type: str, repeats: int = 5) -> float:
+    def timed() -> Iterator[float]:
+        for _ in range(repeats):
+            start = time.perf_counter()
+            run()
+            if device_type != "cpu":
+                torch.accelerator.synchronize()
+            yield time.perf_counter() - start
+
+    return min(timed())

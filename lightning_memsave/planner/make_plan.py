@@ -1,0 +1,332 @@
+"""From a budget to a plan: the knobs that a recipe leaves open, the search over them, and the words that explain it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lightning_memsave.core.compatibility import check_compatibility, costs_of
+from lightning_memsave.core.errors import BudgetTooSmallError, setting_error
+from lightning_memsave.core.units import format_bytes
+from lightning_memsave.planner.memory_budget import MEANINGS, Budget, needed_bytes
+from lightning_memsave.planner.plan import Plan, PlanStep
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.planner.search import Choice, Found, Search, in_order
+from lightning_memsave.planner.search_space import MANY_BLOCKS, OVERHEAD, TIERS, Knob, Option, describe, knobs
+from lightning_memsave.simulation.predicted_step import Prediction
+from lightning_memsave.techniques.checkpointing import Checkpointing
+from lightning_memsave.techniques.microbatching import Microbatching
+from lightning_memsave.techniques.optimizer_state import OptimizerState
+from lightning_memsave.techniques.registry import Config, technique_of
+
+Predict = Callable[[Sequence[Config]], Prediction]
+_MAX_CONFIRMATIONS = 4
+_MOST_TRIED = 3  # settings that may have been next
+_MARGIN = 200  # of a budget, one part is left free: what kernels take differs from step to step
+_BEYOND = {
+    "activations": "shorter samples or fewer of them",
+    "temporary": "shorter samples",
+    "weights": "a smaller model, or sharding over devices",
+    "gradients": "a smaller model, or sharding over devices",
+    "optimizer_state": "an optimizer with less state",
+    "data": "smaller batches",
+}
+"""What is left to do by category, once a planner has tried every technique (what these are for: `core/remedies.py`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What a planner has to know besides predictions."""
+
+    num_samples: int | None = None
+    """Of the batch; `None` when it cannot be cut."""
+    why_whole: str = ""
+    """Why it will not be, where its samples can be told."""
+    is_cut_exact: bool = True
+    """Whether microbatches leave the model's result as it is."""
+    device_type: str = "cpu"
+    device_bytes: int | None = None
+    """The memory of the device; `None` where it is not told."""
+    ways: tuple[str, ...] = ()
+    """Of training, in the words of `core.compatibility`."""
+    noted_bytes: int = 0
+    """What recovery notes of a batch's start, which is in no prediction."""
+    overhead: float = OVERHEAD
+    """The part of a plain step's time that goes into starting operations."""
+    num_blocks: int = MANY_BLOCKS
+    """That the model repeats."""
+
+
+def make_plan(
+    budget: Budget,
+    recipe: Recipe,
+    situation: Situation,
+    plain: Prediction,
+    predict: Predict,
+    confirm: Predict | None = None,
+) -> Plan:
+    """The cheapest settings with which a step fits.
+
+    Args:
+        budget: what it has to fit into.
+        recipe: what may be used (`ladder.TIERS`; any other name as `"lossless"`). What somebody has set, or switched
+            off, stays as it is; the rest is open.
+        situation: model, batch and device.
+        plain: the step without any technique.
+        predict: predicts a step under Configs; raises `ValueError` where they cannot be used.
+        confirm: the same with more certainty and at a higher price, asked about the choice only; a choice that takes
+            more, or whose regions cannot meet their budget, is replaced.
+
+    Raises:
+        ValueError: nothing that the recipe allows fits: the smallest peak, what dominates it, and what other recipes
+            would come to.
+    """
+    budget_bytes = budget.in_bytes(needed_bytes(plain), situation.device_bytes)
+    sizes = budget_bytes, needed_bytes(plain)
+    fixed = [t for t in recipe.techniques if not _is_open(recipe, t)]
+    search = Search(_open_knobs(sizes, recipe, situation, recipe.name), predict, fixed, situation.ways)
+    room = budget_bytes - situation.noted_bytes
+    found, smallest = _fit(search, room - budget_bytes // _MARGIN, confirm)
+    if found is None:  # to the byte where that is all there is
+        found, smallest = _fit(search, room, confirm)
+    if found is None:
+        raise _infeasible(budget, sizes, recipe, situation, search, smallest)
+    return _plan(budget, budget_bytes, recipe, situation, plain, search, found)
+
+
+def _open_knobs(sizes: tuple[int, int], recipe: Recipe, situation: Situation, tier: str) -> dict[type[Config], Knob]:
+    """What a tier may choose from besides what the recipe has fixed."""
+    table = knobs(
+        *sizes,
+        tier=tier if tier in TIERS else TIERS[0],
+        num_samples=situation.num_samples,
+        is_cut_exact=situation.is_cut_exact,
+        device_type=situation.device_type,
+        overhead=situation.overhead,
+        num_blocks=situation.num_blocks,
+    )
+    taken = {type(t) for t in recipe.techniques if not _is_open(recipe, t)} | set(recipe.switched_off)
+    left: dict[type[Config], Knob] = {kind: knob for kind, knob in table.items() if kind not in taken}
+    if (own := recipe.get(Microbatching)) is not None and Microbatching in left:
+        left[Microbatching] = tuple(_like(option, own) for option in left[Microbatching])
+    return left
+
+
+def _is_open(recipe: Recipe, config: Config) -> bool:
+    """Whether a planner may choose this setting: a default of a knob, or microbatches whose size is open."""
+    if isinstance(config, Microbatching):
+        return config.size == "auto"
+    return type(config) in recipe.by_default and technique_of(config).slot is not None
+
+
+def _like(option: Option, own: Microbatching) -> Option:
+    """Microbatches of a size, with the user's weights and ways of cutting."""
+    if not isinstance(option.config, Microbatching):
+        return option
+    assert option.config.size != "auto", "a ladder has sizes"
+    return dataclasses.replace(option, config=own.of_size(option.config.size))
+
+
+def _fit(search: Search, budget_bytes: int, confirm: Predict | None) -> tuple[Found | None, Found | None]:
+    """The choice, as confirmed; without one, the smallest that there is."""
+    limit, found = budget_bytes, search.cheapest(budget_bytes)
+    if confirm is None:
+        return found, None
+    for _ in range(_MAX_CONFIRMATIONS):
+        if found is None:
+            break
+        if (real := _confirmed(search, found.choice, confirm)) is not None:
+            over = needed_bytes(real) - budget_bytes
+            if over <= 0:
+                prediction, beyond = _with_flags(real, found.prediction), _beyond(real, found.prediction)
+                return dataclasses.replace(found, prediction=prediction, beyond_bytes=beyond), None
+            limit = min(limit, needed_bytes(found.prediction)) - over
+        found = search.cheapest(limit) if limit > 0 else None
+    for _ in range(_MAX_CONFIRMATIONS):
+        smallest = search.lowest()
+        if (real := _confirmed(search, smallest, confirm)) is not None:
+            beyond = _beyond(real, search.predict(smallest))
+            last = Found(smallest, real, budget_bytes, not search.is_exhausted, beyond)
+            return (last, None) if needed_bytes(real) <= budget_bytes else (None, last)
+    return None, None
+
+
+def _confirmed(search: Search, choice: Choice, confirm: Predict) -> Prediction | None:
+    """`None` where regions cannot meet their budget after all, which the search is told."""
+    try:
+        return confirm(search.techniques(choice))
+    except BudgetTooSmallError as error:
+        if Checkpointing in search.fixed_kinds:  # it is the user's
+            raise
+        search.refuse(choice, error)
+        return None
+
+
+def _beyond(real: Prediction, predicted: Prediction | None) -> int:
+    return 0 if predicted is None else needed_bytes(real) - needed_bytes(predicted)
+
+
+def _with_flags(real: Prediction, predicted: Prediction) -> Prediction:
+    return dataclasses.replace(real, flags=(*predicted.flags, *real.flags))
+
+
+# ---------------------------------------------------------------------------------------------------- a plan
+def _plan(
+    budget: Budget,
+    budget_bytes: int,
+    recipe: Recipe,
+    situation: Situation,
+    plain: Prediction,
+    search: Search,
+    found: Found,
+) -> Plan:
+    prediction, workspace_bytes = found.prediction, found.prediction.workspace_bytes + situation.noted_bytes
+    free_bytes = budget_bytes - needed_bytes(prediction) - situation.noted_bytes
+    steps = _steps(search, found, budget_bytes)
+    flags = [flag for flag in dict.fromkeys((situation.why_whole, *plain.flags, *prediction.flags)) if flag]
+    if not found.is_complete:
+        flags.append(f"the search ended after {search.num_predictions} predictions: there may be a cheaper plan")
+    return Plan(
+        recipe=recipe.name,
+        techniques=_techniques(search, found, recipe, situation, budget_bytes),
+        budget=budget.text,
+        budget_bytes=budget_bytes,
+        meaning=MEANINGS.get(situation.device_type, MEANINGS["other"]),
+        baseline_bytes=needed_bytes(plain),
+        baseline_by_category=dict(plain.by_category),
+        peak_bytes=prediction.peak_bytes,
+        by_category=dict(prediction.by_category),
+        workspace_bytes=workspace_bytes,
+        steps=steps,
+        next_step=_next_step(search, found, free_bytes),
+        measured_time_factor=_measured_time_factor(plain, prediction),
+        source=prediction.source,
+        flags=tuple(flags),
+        num_predictions=search.num_predictions + 1,
+    )
+
+
+def _measured_time_factor(plain: Prediction, planned: Prediction) -> float | None:
+    if not (plain.is_timed and planned.is_timed) or plain.seconds is None or planned.seconds is None:
+        return None
+    return planned.seconds / plain.seconds
+
+
+def _steps(search: Search, found: Found, budget_bytes: int) -> tuple[PlanStep, ...]:
+    steps = []
+    for number, option in enumerate(found.choice):
+        if option.config is None:
+            continue
+        without = search.predict((*found.choice[:number], search.nothing[number], *found.choice[number + 1 :]))
+        if without is None:
+            reason, saves = "the others need it, or nothing more was predicted", None
+        else:
+            takes = needed_bytes(without)
+            saves = takes + found.beyond_bytes - needed_bytes(found.prediction)  # of predictions of one kind
+            fits = "above the budget" if takes > budget_bytes else "too close to the budget"
+            fits = fits if takes > found.limit_bytes else "which fits as well"
+            reason = f"without it the step would take {format_bytes(takes)}, {fits}"
+        steps.append(
+            PlanStep(
+                technique=technique_of(option.config).stem,
+                setting=option.text,
+                saves_bytes=saves,
+                time_factor=option.time_factor,
+                loss_class=option.loss_class,
+                reason=reason,
+            )
+        )
+    return tuple(steps)
+
+
+def _next_step(search: Search, found: Found, free_bytes: int) -> str:
+    free = f"the plan leaves {format_bytes(free_bytes)} of its budget free"
+    left = [o for o in search.options() if o.config is not None and o not in found.choice]
+    later = [o for o in left if o.level > max(c.level for c in found.choice)] or left
+    if not later:
+        return f"nothing is left to be taken; {free}"
+    for option in sorted(later, key=lambda o: (o.level, o.time_factor))[:_MOST_TRIED]:
+        if search.peak(search.changed(found.choice, option)) < search.peak(found.choice):
+            return f"{option.text} ({option.loss_class}, time about x{option.time_factor:.2f}) was not needed: {free}"
+    return f"nothing that was tried would take less; {free}"
+
+
+def _techniques(
+    search: Search, found: Found, recipe: Recipe, situation: Situation, budget_bytes: int
+) -> tuple[Config, ...]:
+    """The choice, with microbatches that shrink where a measured step goes beyond the budget.
+
+    That needs recovery: it steps aside where training does not allow it, or where it would cost something.
+    """
+    techniques = search.techniques(found.choice)
+    chosen = next((t for t in techniques if isinstance(t, Microbatching)), None)
+    is_fixed = chosen is not None and Microbatching in search.fixed_kinds
+    releases = any(isinstance(t, OptimizerState) and t.gradients == "release" for t in techniques)
+    if is_fixed or releases or Microbatching in recipe.switched_off:
+        return techniques
+    own = recipe.get(Microbatching) or Microbatching()
+    watched = dataclasses.replace(
+        own,
+        size="auto",
+        start=chosen.size if chosen is not None and chosen.size != "auto" else None,
+        max_bytes=max(1, budget_bytes - found.prediction.workspace_bytes - situation.noted_bytes),
+        growth_interval=None,
+        keeps_gradients=False,  # a copy that no prediction has
+    )
+    others = tuple(t for t in techniques if t is not chosen)
+    return in_order((*others, watched)) if _is_free(watched, others, situation.ways) else techniques
+
+
+def _is_free(config: Config, others: Sequence[Config], ways: Sequence[str]) -> bool:
+    rows = [*Recipe("planned", (config, *others)).rows(), *ways]
+    try:
+        check_compatibility(rows)
+    except ValueError:
+        return False
+    return not costs_of(rows)
+
+
+# ---------------------------------------------------------------------------------------------------- no plan
+def _infeasible(
+    budget: Budget,
+    sizes: tuple[int, int],
+    recipe: Recipe,
+    situation: Situation,
+    search: Search,
+    smallest: Found | None,
+) -> ValueError:
+    """The error that names the smallest peak, what dominates it, and what the later recipes come to.
+
+    The last of them first: where that is too much, so are those before it, and they are not searched.
+    """
+    choice = smallest.choice if smallest is not None else search.lowest()
+    prediction = smallest.prediction if smallest is not None else search.predict(choice)
+    if prediction is None:
+        why = search.refusals.get(describe(choice), "Set techniques by hand.")
+        return setting_error("budget", "cannot be planned: no setting can be predicted", budget.text, why)
+    lowest = needed_bytes(prediction) + situation.noted_bytes
+    category = max(prediction.by_category, key=lambda name: prediction.by_category[name], default="activations")
+    share = prediction.by_category.get(category, 0) / max(1, lowest)
+    beyond = _BEYOND[category]
+    if category == "temporary" and 2 * prediction.by_category.get("weights", 0) > prediction.by_category[category]:
+        beyond += ", or an optimizer with `foreach=False`"  # whose temporaries are as large as the weights
+    offers: list[str] = []
+    for tier in reversed(TIERS[TIERS.index(recipe.name) + 1 if recipe.name in TIERS else 1 :]):
+        other = search.among(_open_knobs(sizes, recipe, situation, tier))
+        peak = other.peak(other.lowest()) + situation.noted_bytes
+        if peak < lowest:
+            fits = "fits" if peak <= sizes[0] else "too much as well"
+            offers.insert(0, f'"{tier}" reaches {format_bytes(int(peak))} ({fits})')
+        if peak > sizes[0]:
+            break
+    others = f"Of the other recipes {', '.join(offers)}." if offers else "No recipe reaches less."
+    if search.is_exhausted:
+        others += f" The search ended after {search.num_predictions} predictions: there may be a smaller one."
+    return setting_error(
+        "budget",
+        f'must be at least {format_bytes(lowest)} ({lowest} bytes) for this step under "{recipe.name}", which '
+        + (f"{text} would come to" if (text := describe(choice)) != "nothing" else "it takes without any technique"),
+        f"{budget.text!r} ({format_bytes(sizes[0])})",
+        f"What is left is {category} for {share:.0%}: {beyond} would lower it. {others} {situation.why_whole}".rstrip(),
+    )

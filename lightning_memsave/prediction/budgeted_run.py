@@ -1,0 +1,347 @@
+"""A budget in a run: planned before the strategy is set up, and held against the steps that are measured.
+
+Every process asks for the same predictions and takes rank 0's answers, so all come to one plan. What a measured step
+takes besides what was predicted is told by category; what goes beyond the budget is corrected from the next step on.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.parameter import is_lazy
+
+from lightning_memsave.core.errors import BudgetWarning, setting_error
+from lightning_memsave.core.report import Miss
+from lightning_memsave.core.units import format_bytes
+from lightning_memsave.lightning_compat import namespace_of
+from lightning_memsave.loops.late_reduction import bytes_on_top
+from lightning_memsave.loops.optimizer_changes import most_accumulated
+from lightning_memsave.loops.trainer_features import ways_of_training
+from lightning_memsave.measuring.allocator import total_bytes
+from lightning_memsave.measuring.ledger import Measurement
+from lightning_memsave.planner.make_plan import Predict, Situation, make_plan
+from lightning_memsave.planner.memory_budget import Budget, machine_bytes
+from lightning_memsave.planner.plan import Plan
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.planner.search_space import MANY_BLOCKS, overhead_of
+from lightning_memsave.prediction.microbatch_extrapolation import as_if_whole, rest_bytes, two_microbatches
+from lightning_memsave.prediction.peek_batch import first_batch, samples_of, samples_per_batch
+from lightning_memsave.prediction.predictor import Predictor
+from lightning_memsave.prediction.real_run import StepFailedError, Trial
+from lightning_memsave.simulation.predicted_step import Prediction
+from lightning_memsave.techniques.checkpointing.region_selection import repeated_blocks
+from lightning_memsave.techniques.microbatching import Microbatching, why_not_exact
+from lightning_memsave.techniques.registry import Config
+from lightning_memsave.torch_internals.model_copies import copied
+from lightning_memsave.torch_internals.private_names import require
+
+SMALL_BYTES = 64 * 2**20
+"""A plain step of a smaller peak on CPU is run for real: that takes less time than running it for its shapes alone."""
+
+STEPS_DEPEND_ON = (
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "max_epochs",
+    "max_steps",
+)
+"""Arguments of `Trainer`; of its length, as a schedule may be as long."""
+_REFUSED = (
+    "FSDP",
+    "model parallel (FSDP2)",
+    "DeepSpeed",
+    "dataloader_iter",
+    "torch.compile of the whole module",
+    "batch size finder",
+)
+
+
+class BudgetedRun:
+    """The budget of one `MemSave`: its plan, and what came of it.
+
+    Args:
+        budget: as the user wrote it.
+        recipe: what may be used.
+        plan: to train with, instead of making one.
+    """
+
+    def __init__(self, budget: Budget | None, recipe: Recipe, plan: Plan | None = None) -> None:
+        self._budget, self._recipe = budget, recipe
+        self.plan = plan
+        """What is trained with; `None` before it was made."""
+        self._made_for: Sequence[Any] | None = None  # as `_kind_of` tells it
+        self._has_told = self._has_warned = False
+
+    @property
+    def budget_text(self) -> int | str | None:
+        """The budget as the user wrote it; `None` with a plan instead of one."""
+        return None if self._budget is None else self._budget.text
+
+    @property
+    def _asked(self) -> str:
+        """What was set besides the budget; the same in another process."""
+        return re.sub(r" at 0x[0-9a-f]+", "", repr((self._recipe.techniques, self._recipe.switched_off)))
+
+    def decide(self, trainer: Any) -> Recipe:
+        """The settings of this run; planned from its first batch unless a plan for such a run is there.
+
+        Raises:
+            ValueError: the budget cannot be met, or this way of training cannot be planned.
+        """
+        if self._budget is not None:
+            _refuse(self._budget, ways_of_training(trainer))
+            kind = _kind_of(trainer)
+            if trainer.strategy.broadcast(not self._is_planned(kind)):
+                self.plan, self._has_told, self._has_warned = None, False, False
+                rank_zero_info(f"memsave: looking for a plan within {self._budget.text}, by predicting steps")
+                module = trainer.lightning_module
+                self.plan = plan_for(module, first_batch(trainer), self._budget, self._recipe, trainer)
+                rank_zero_info(f"memsave: {self.plan}")
+            self._made_for = kind
+        assert self.plan is not None, "without a budget there is a plan"
+        return self.plan.as_recipe()
+
+    def _is_planned(self, kind: Sequence[Any]) -> bool:
+        """Whether the plan that is there is for such a run, as far as both are known."""
+        made_for = self._made_for or [None] * len(kind)
+        is_same = all(None in (a, b) or a == b for a, b in zip(made_for, kind, strict=True))
+        return self.plan is not None and is_same
+
+    def plan_for(self, module: Any, batch: Any) -> Plan:
+        """The plan for a module and a batch outside of a run; with a plan instead of a budget, that."""
+        if self._budget is not None:
+            module = _with_all_layers(module)
+            self.plan = plan_for(module, batch, self._budget, self._recipe)
+            self._made_for = (_shapes(module), samples_of(batch), "32-true", 1, "cpu", 1)
+        assert self.plan is not None, "without a budget there is a plan"
+        return self.plan
+
+    def check(self, trainer: Any, step: Measurement, changed: bool) -> None:
+        """Hold a measured step against the plan, and tell of a miss; once each.
+
+        Args:
+            trainer: Lightning's, between two batches.
+            step: what was measured.
+            changed: whether something has been done about it already.
+        """
+        plan = self.plan
+        if plan is None:
+            return
+        miss = Miss.between(plan.peak_bytes, plan.by_category, step.peak_bytes, step.by_category)
+        if miss.is_much and not self._has_told:
+            self._has_told = True
+            rank_zero_info(
+                f"memsave: a step took {format_bytes(step.peak_bytes)} where {format_bytes(plan.peak_bytes)} was "
+                f"predicted ({miss.fraction:+.1%}): {miss}."
+            )
+        over = step.peak_bytes + plan.workspace_bytes - plan.budget_bytes
+        if over > 0 and not changed and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"A step goes beyond the budget of {format_bytes(plan.budget_bytes)} by {format_bytes(over)}, and "
+                f'nothing that "{plan.recipe}" allows is left to be done. Take a smaller budget, so that the plan has '
+                "room, or a recipe that may do more.",
+                BudgetWarning,
+                stacklevel=2,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan, for a checkpoint; empty where it cannot be written as data."""
+        try:
+            made = {"plan_asked": self._asked, "plan_made_for": list(self._made_for or ())}
+            return {} if self.plan is None else {"plan": self.plan.to_json(), **made}
+        except ValueError as error:
+            rank_zero_info(f"memsave: a resumed run will plan again: {error}")
+            return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Train on with the plan of the run that is resumed, if it was made for this budget."""
+        if self._budget is None or "plan" not in state:
+            return
+        plan = Plan.from_json(state["plan"])
+        asked = self._budget.text, self._recipe.name, self._asked
+        if (plan.budget, plan.recipe, state.get("plan_asked")) == asked:
+            self.plan, self._made_for = plan, state.get("plan_made_for")
+        else:
+            rank_zero_info(
+                f'memsave: the checkpoint was planned for {plan.budget!r} ("{plan.recipe}") with other settings; '
+                "planning again."
+            )
+
+    def may_cut(self, module: Any) -> bool:
+        """Whether a measured step beyond the budget may lead to smaller microbatches."""
+        return self.plan is None or self.plan.recipe != "lossless" or not why_not_exact(module)
+
+
+def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: Any = None) -> Plan:
+    """The plan for one module and batch, in the situation of a trainer that is being set up, or of none.
+
+    Raises:
+        ValueError: as `make_plan`; the plain step cannot be run; parameters have no shape yet, or are not there.
+    """
+    if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
+        raise setting_error(
+            "budget", "needs parameters that have their shapes", lazy[0], "Call the module once before the fit."
+        )
+    if not any(True for _ in module.parameters()):
+        raise setting_error(
+            "budget",
+            "needs a module whose layers are there",
+            f"{type(module).__name__} without parameters",
+            "Make them in `__init__` or `configure_model`, or let the run plan: `MemSave(budget=...)`.",
+        )
+    situation = _situation(module, batch, recipe, trainer)
+    on_paper, by_trial = _predictors(module, batch, trainer, bool(situation.why_whole))
+    if trainer is not None and trainer.world_size > 1:
+        on_paper, by_trial = _agreed(trainer, on_paper), _agreed(trainer, by_trial)
+    try:
+        plain = on_paper(())
+        if situation.device_type != "cpu" or plain.peak_bytes > SMALL_BYTES:
+            situation = replace(situation, overhead=overhead_of(plain.num_operations, plain.seconds))
+            return make_plan(budget, recipe, situation, plain, on_paper, by_trial)
+        real = by_trial(())
+        situation = replace(situation, overhead=overhead_of(plain.num_operations, real.seconds))
+        return make_plan(budget, recipe, situation, real, by_trial)
+    except StepFailedError as error:
+        raise ValueError(
+            f"The step of {type(module).__name__} cannot be planned, as it cannot be run on a copy of the module: "
+            f"{error}. Set techniques by hand instead of a `budget`."
+        ) from error
+
+
+def _with_all_layers(module: Any) -> Any:
+    """A copy on which `configure_model` was called, as in a run before it is planned; without that hook the module."""
+    if not is_overridden("configure_model", module, import_module(namespace_of(module)).LightningModule):
+        return module
+    module = copied(module)
+    try:
+        module.configure_model()
+    except Exception as error:  # whatever the user's code raises
+        raise ValueError(
+            f"`{type(module).__name__}.configure_model` fails outside of a run ({type(error).__name__}: {error}). "
+            "Let the run plan: `MemSave(budget=...)`."
+        ) from error
+    return module
+
+
+def _predictors(module: Any, batch: Any, trainer: Any, stays_whole: bool) -> tuple[Predict, Predict]:
+    """What predicts, for shapes alone where that is possible; and what confirms a choice, by real steps.
+
+    Args:
+        module: the LightningModule.
+        batch: its first.
+        trainer: that is being set up, or `None`.
+        stays_whole: whether the run will not cut its batches, which shapes alone do not tell.
+    """
+    options = {} if trainer is None else _options_of(trainer)
+    is_cuda = trainer is not None and trainer.strategy.root_device.type == "cuda"
+    data = None if trainer is None else trainer.datamodule
+    predictor = Predictor(module, lambda: batch, data_module=data, target="cuda" if is_cuda else "cpu", **options)
+
+    def predict(techniques: Sequence[Config]) -> Prediction:
+        if stays_whole:
+            techniques = [config for config in techniques if not isinstance(config, Microbatching)]
+        used = two_microbatches(techniques, batch)
+        missing_bytes = 0 if used is None else rest_bytes(batch, used)
+        try:
+            found = as_if_whole(lambda part: predictor(part, num_samples=used), techniques, missing_bytes)
+        except ValueError:
+            raise
+        except Exception as error:  # of user code, on a copy of the module
+            raise StepFailedError(f"{type(error).__name__}: {error}") from error
+        return _with_bytes(found, "data", missing_bytes)
+
+    return predict, Trial(module, batch, trainer)
+
+
+def _agreed(trainer: Any, predict: Predict) -> Predict:
+    """Every process asks, as a step may wait for the others; rank 0's answer holds, with what DDP takes on top."""
+
+    def agreed(techniques: Sequence[Config]) -> Prediction:
+        answer: Prediction | ValueError
+        try:
+            answer = predict(techniques)
+            lasting = sum(answer.by_category[name] for name in ("weights", "optimizer_state", "data"))
+            on_top = bytes_on_top(trainer.lightning_module, answer.peak_bytes, lasting)
+            answer = _with_bytes(answer, "gradients", on_top)
+        except ValueError as error:
+            answer = error
+        answer = trainer.strategy.broadcast(answer)
+        if isinstance(answer, ValueError):
+            raise answer
+        return answer
+
+    return agreed
+
+
+def _with_bytes(prediction: Prediction, category: str, num_bytes: int) -> Prediction:
+    split = dict(prediction.by_category)
+    split[category] = split.get(category, 0) + num_bytes
+    return replace(prediction, peak_bytes=prediction.peak_bytes + num_bytes, by_category=split)
+
+
+def _situation(module: Any, batch: Any, recipe: Recipe, trainer: Any) -> Situation:
+    why, num_samples = "", samples_of(batch)
+    if Microbatching not in recipe.switched_off:
+        why = Trial(module, batch, trainer).why_whole(recipe.get(Microbatching) or Microbatching())
+    if trainer is not None and trainer.world_size > 1:  # a process may have another batch, and all make one plan
+        why, num_samples = trainer.strategy.broadcast((why, num_samples))
+    device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
+    is_cpu = device.type == "cpu"
+    device_bytes = machine_bytes() if is_cpu else total_bytes(device)
+    if device_bytes is not None and trainer is not None and trainer.world_size > 1:
+        least = trainer.strategy.reduce(torch.tensor(device_bytes, device=device), reduce_op="min")
+        device_bytes = int(least)
+    return Situation(
+        num_samples=None if why else num_samples,
+        why_whole=f"Batches are not cut into microbatches: {why}" if why else "",
+        is_cut_exact=not why_not_exact(module),
+        device_type=device.type,
+        device_bytes=device_bytes,
+        ways=() if trainer is None else tuple(ways_of_training(trainer)),
+        noted_bytes=torch.get_rng_state().nbytes if is_cpu else 0,
+        num_blocks=len(repeated_blocks(module)) or MANY_BLOCKS,
+    )
+
+
+def _options_of(trainer: Any) -> dict[str, Any]:
+    options = {name: getattr(trainer, name) for name in STEPS_DEPEND_ON}
+    return options | {"accumulate_grad_batches": most_accumulated(trainer)}
+
+
+def _kind_of(trainer: Any) -> Sequence[Any]:
+    """What another run must have in common for a plan to be taken again; `None` where that is not known."""
+    return (
+        _shapes(trainer.lightning_module),
+        samples_per_batch(trainer),
+        trainer.precision,
+        most_accumulated(trainer),
+        trainer.strategy.root_device.type,
+        trainer.world_size,
+    )
+
+
+def _shapes(module: Any) -> int:
+    return zlib.crc32(repr([tuple(p.shape) for p in module.parameters() if not is_lazy(p)]).encode())
+
+
+def _refuse(budget: Budget, ways: Sequence[str]) -> None:
+    require("autograd", "budget")
+    for way in _REFUSED:
+        if way in ways:
+            raise setting_error(
+                "budget",
+                f"cannot be planned with {way}: one step of a copy of the module does not show what the run will take",
+                budget.text,
+                "Set techniques by hand, for example `microbatch=8`.",
+            )

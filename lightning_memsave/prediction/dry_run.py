@@ -1,0 +1,200 @@
+"""A run on paper: Lightning's own loop for two or three steps, watched by a ledger, with nothing around it.
+
+For predictions: no device, a logger that writes nothing, no checkpoints, no progress bar, no trace in the random state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import types
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_memsave.core.errors import BudgetWarning, MicrobatchWarning, NoEffectWarning, NotLosslessWarning
+from lightning_memsave.lightning_compat import namespace_of
+from lightning_memsave.measuring.ledger import Measurement
+from lightning_memsave.measuring.module_attribution import Breakdown, BreakdownLedger
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.prediction.simulated_process_group import on_paper
+from lightning_memsave.saved_tensors.randomness import Randomness
+from lightning_memsave.strategies.memsave_strategy import adopt
+from lightning_memsave.strategies.session import MemSaveState
+from lightning_memsave.techniques.microbatching import Microbatching
+from lightning_memsave.techniques.microbatching.split import cloned
+
+_NUM_STEPS = {True: 2, False: 3}  # fake or not: those behind the first are measured; without values they are equal
+_MANY = 10_000
+_TOLD = (MicrobatchWarning, NotLosslessWarning, NoEffectWarning, BudgetWarning)
+
+
+def dry_run(
+    namespace: str,
+    module: Any,
+    batch: Any,
+    recipe: Recipe,
+    settings: dict[str, Any],
+    data_module: Any = None,
+    *,
+    fake: bool,
+) -> Any:
+    """Take some steps; returns who has watched them: `measured`, `breakdown`, `flags`, `is_cut`.
+
+    Args:
+        namespace: of Lightning.
+        module: is trained.
+        batch: of each step.
+        recipe: what is switched on.
+        settings: further arguments of `Trainer`; of `devices` on `num_nodes`, all but one are left out.
+        data_module: of the run, which a step may ask.
+        fake: whether module and batch are of fake tensors.
+    """
+    watch = _watch_class(namespace)(MemSaveState(recipe), fake)
+    with (
+        on_paper(namespace, settings) as options,
+        Randomness.untouched(),
+        silence(),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        options = {**options, "max_steps": enough_steps(options.get("max_steps", -1))}
+        trainer = import_module(namespace).Trainer(callbacks=[watch], **nothing_around(namespace), **options)
+        with contextlib.suppress(DoneError):
+            fit(trainer, module, batch, data_module)
+    watch.flags = tuple(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, _TOLD)))
+    return watch
+
+
+def enough_steps(max_steps: int) -> int:
+    """`Trainer.max_steps` of a run, for one beside it that takes a few steps: not fewer than those."""
+    return max_steps if max_steps < 0 else max(max_steps, _MANY)
+
+
+class DoneError(Exception):
+    """All steps are taken: ends a run before Lightning's hooks at the end of an epoch."""
+
+
+class _Batches:
+    """The same batch again and again, each time in tensors and containers of its own: a step may change them.
+
+    There are more than anybody takes: whoever watches ends the run.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return _MANY
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(_MANY):
+            yield cloned(self._batch)
+
+
+def nothing_around(namespace: str) -> dict[str, Any]:
+    """Arguments of a `Trainer` that only trains. It has a logger, as steps may use theirs."""
+    return {
+        "logger": import_module(f"{namespace}.loggers.logger").DummyLogger(),
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+    }
+
+
+def fit(trainer: Any, module: Any, batch: Any, data_module: Any = None) -> None:
+    """Train a copy of a module on one batch; its own callbacks stay out of it: they write files.
+
+    Args:
+        trainer: with a callback that ends the run.
+        module: is trained.
+        batch: of each step.
+        data_module: whose hooks see the batch, as in the run.
+    """
+    module.configure_callbacks = lambda: []
+    if dist.is_available() and dist.is_initialized():
+        _has_prepared(module, "LightningModule")
+    batches = _Batches(batch)
+    if data_module is None:
+        trainer.fit(module, batches)
+        return
+    data = copy.copy(data_module)
+    data.trainer = None
+    _has_prepared(data, "LightningDataModule")
+    for name in ("setup", "teardown"):
+        setattr(data, name, lambda *_, **__: None)
+    data.train_dataloader, data.val_dataloader = lambda: batches, lambda: []
+    trainer.fit(module, datamodule=data)
+
+
+def _has_prepared(owner: Any, base: str) -> None:
+    """Give `owner` its base's `prepare_data`: to any other Lightning comes with a process group of its own."""
+    empty = getattr(import_module(namespace_of(owner)), base).prepare_data
+    owner.prepare_data = types.MethodType(empty, owner)
+
+
+@functools.cache
+def _watch_class(namespace: str) -> Any:  # noqa: C901  # one class, counted as one function
+    class Watch(import_module(namespace).Callback):  # type: ignore[misc]  # a base known at run time
+        """Hands the recipe to the strategy, and counts the bytes of all steps but the first."""
+
+        def __init__(self, state: MemSaveState, fake: bool) -> None:
+            self._state, self._fake = state, fake
+            self._num_batches = 0
+            self._ledger: BreakdownLedger | None = None
+            self.measured: Measurement | None = None
+            self.breakdown: Breakdown | None = None
+            self.flags: tuple[str, ...] = ()
+            self.is_cut = False
+            """Whether a batch was cut on the assumption that this can be done."""
+
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            adopt(trainer.strategy, self._state)
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if self._num_batches >= trainer.accumulate_grad_batches:
+                ledger = BreakdownLedger("cpu", fake=self._fake)
+                ledger.watching(trainer.strategy.model, trainer.optimizers, batch)
+                self._ledger = ledger
+                ledger.__enter__()
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self._num_batches += 1
+            self._close()
+            config = self._state.recipe.get(Microbatching)
+            self.is_cut = bool(self._state.loop.rules.known) and config is not None and config.reduction == "auto"
+            if self._num_batches == _NUM_STEPS[self._fake] * trainer.accumulate_grad_batches:
+                self._state.loop.warn_if_unused(pl_module)
+                raise DoneError
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            self._close()
+
+        def _close(self) -> None:
+            ledger, self._ledger = self._ledger, None
+            if ledger is None:
+                return
+            ledger.__exit__(None, None, None)
+            found = ledger.measurement
+            if found is not None and (self.measured is None or found.peak_bytes > self.measured.peak_bytes):
+                self.measured, self.breakdown = found, ledger.breakdown
+
+    return Watch
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Nothing is logged: a run beside the user's is no run that anybody wants to read about."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.CRITICAL))  # what has no kernel for shapes is an error to the fake mode
+    try:
+        yield
+    finally:
+        logging.disable(before)

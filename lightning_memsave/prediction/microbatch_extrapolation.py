@@ -1,0 +1,63 @@
+"""Two microbatches stand for a batch that is cut: what their step takes, and what the other samples would add."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from lightning_memsave.core.errors import BudgetTooSmallError
+from lightning_memsave.core.units import parse_bytes
+from lightning_memsave.measuring.storages import tensors_in
+from lightning_memsave.techniques.checkpointing import Checkpointing
+from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
+from lightning_memsave.techniques.microbatching.split import even_sizes
+from lightning_memsave.techniques.registry import Config
+
+T = TypeVar("T")
+_NOTED_BYTES = 64  # losses and logs of a microbatch, more than they are
+
+
+def two_microbatches(techniques: Sequence[Config], batch: Any) -> int | None:
+    """How many samples show the peak of a cut batch: later microbatches meet what the second meets. `None`: all."""
+    config = next((t for t in techniques if isinstance(t, Microbatching)), None)
+    if config is None or config.size == "auto" or config.split_fn is not None:
+        return None
+    try:
+        num_samples = batch_size(batch)
+    except UnsplittableBatchError:
+        return None
+    sizes = even_sizes(num_samples, config.size) if num_samples else []
+    return sum(sizes[:2]) if len(sizes) > 2 else None
+
+
+def rest_bytes(batch: Any, num_used: int) -> int:
+    """What the samples of a batch that are not used would add: their bytes, and what is noted of their microbatches.
+
+    Args:
+        batch: all of it.
+        num_used: samples, in two microbatches.
+    """
+    num_samples = batch_size(batch)
+    total = sum(tensor.nbytes for tensor in tensors_in(batch))
+    num_left_out = -(-num_samples // -(-num_used // 2)) - 2  # the first of two is the larger
+    return total - total * num_used // num_samples + _NOTED_BYTES * num_left_out
+
+
+def as_if_whole(predict: Callable[[Sequence[Config]], T], techniques: Sequence[Config], missing_bytes: int) -> T:
+    """Predict with a part of a batch: budgets of regions are the run's, so they are less what is missing.
+
+    Raises:
+        BudgetTooSmallError: with the smallest that the run could meet.
+    """
+
+    def less(config: Config) -> Config:
+        if not isinstance(config, Checkpointing) or config.budget is None or isinstance(config.budget, float):
+            return config
+        return dataclasses.replace(config, budget=max(1, parse_bytes("budget", config.budget) - missing_bytes))
+
+    try:
+        return predict([less(config) for config in techniques])
+    except BudgetTooSmallError as error:
+        error.lowest_bytes += missing_bytes
+        raise

@@ -1,0 +1,96 @@
+"""The first training batch, before the run takes it: nothing that the run draws or reads moves on."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.lightning_compat import loaders_of
+from lightning_memsave.saved_tensors.randomness import Randomness
+from lightning_memsave.techniques.microbatching import UnsplittableBatchError, batch_size
+
+_REMEDY = "Plan before with `plan_training(module, batch, MemSave(budget=...))` and train with `MemSave(plan)`."
+
+
+def first_batch(trainer: Any) -> Any:
+    """What the first `training_step` of this run will get, or one like it, on the CPU.
+
+    Loaders are asked for once more, and read by one worker where they have some; random states come back.
+
+    Raises:
+        ValueError: the loader is an iterator, of which a batch would be missing afterwards, or it is empty.
+    """
+    found = loaders_of(trainer)
+    with Randomness.untouched(), contextlib.ExitStack() as stack:
+        loaders, structure = tree_flatten(getattr(found, "iterables", found))  # of a CombinedLoader
+        for loader in loaders:
+            stack.enter_context(_generators_of(loader))
+        return tree_unflatten([_first_of(loader) for loader in loaders], structure)
+
+
+def samples_per_batch(trainer: Any) -> int | None:
+    """As the loaders of this run say; else as the first batch does, where it can be read."""
+    with Randomness.untouched():
+        found = loaders_of(trainer)
+    loaders, _ = tree_flatten(getattr(found, "iterables", found))
+    sizes: list[Any] = [getattr(loader, "batch_size", None) for loader in loaders]
+    if sizes and all(isinstance(size, int) for size in sizes):
+        return int(sum(sizes))
+    with contextlib.suppress(ValueError):
+        return samples_of(first_batch(trainer))
+    return None
+
+
+def samples_of(batch: Any) -> int | None:
+    """As many as a batch has; `None` where it does not tell."""
+    with contextlib.suppress(UnsplittableBatchError):
+        return batch_size(batch)
+    return None
+
+
+def _first_of(loader: Any) -> Any:
+    iterator = _iterator_of(loader) if isinstance(loader, DataLoader) else iter(loader)
+    if iterator is loader:
+        raise setting_error(
+            "budget", "needs data that can be read from the start again", type(loader).__name__, _REMEDY
+        )
+    try:
+        return next(iterator)
+    except StopIteration:
+        raise setting_error("budget", "needs a batch to plan from", "a loader without any", _REMEDY) from None
+
+
+def _iterator_of(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Of a copy, as persistent workers would stay with the loader, with one worker where items have indices.
+
+    A worker, as a dataset may need one: a file that this process had opened would be shared by all that it starts.
+    """
+    loader = copy.copy(loader)
+    vars(loader)["_iterator"] = None
+    if loader.num_workers:
+        vars(loader).update(persistent_workers=False, pin_memory=False)
+        if not isinstance(loader.dataset, IterableDataset):  # of which workers share out the items
+            vars(loader).update(num_workers=1, prefetch_factor=1)
+    # A subclass may hold an iterator of its own, which the run takes.
+    keeps_one = any(isinstance(value, Iterator) for value in vars(loader).values())
+    return DataLoader.__iter__(loader) if keeps_one else iter(loader)
+
+
+@contextlib.contextmanager
+def _generators_of(loader: Any) -> Iterator[None]:
+    """The generators that a loader and its samplers hold leave as they came."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners) if g is not None}
+    states = [(generator, generator.get_state()) for generator in found.values()]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)

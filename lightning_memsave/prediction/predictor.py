@@ -1,0 +1,338 @@
+"""The peak of a step before it is run: Lightning's own loop, with the run's own settings, on fake tensors.
+
+Nothing here models what a technique does. A copy of the module that is made of fake tensors is trained for two steps
+by a real `Trainer`, and the ledger counts what the real one would have allocated: so gradients that are held through
+the next forward, optimizer state, microbatches, regions, codes and sparse weights are all there, in the code that
+trains. A module whose step reads values is run on real samples instead, few of them, three times, and what that took is
+extended to the whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import types
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.lightning_compat import namespace_of
+from lightning_memsave.measuring.allocation_trace import Allocations, extended
+from lightning_memsave.measuring.module_attribution import Breakdown
+from lightning_memsave.measuring.storages import tensors_in
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.prediction.dry_run import dry_run
+from lightning_memsave.prediction.simulated_process_group import num_processes_of
+from lightning_memsave.saved_tensors.randomness import Randomness
+from lightning_memsave.simulation.fake_model import Copying, fake_copy, fakes_of, hidden_from_transformers, unlogged
+from lightning_memsave.simulation.global_state_guard import names_kept, outside_kept
+from lightning_memsave.simulation.predicted_step import Prediction, prediction_of
+from lightning_memsave.simulation.value_propagation import FactsMode, ReadsValueError
+from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
+from lightning_memsave.techniques.microbatching.split import cloned, resized, take
+from lightning_memsave.torch_internals.fake_tensors import FakeTensorMode, is_fake
+from lightning_memsave.torch_internals.model_copies import collect_copies, copied
+from lightning_memsave.torch_internals.private_names import require
+
+_MOST = 2**30
+
+
+class Predictor:
+    """Predicts steps of one module on one batch.
+
+    Args:
+        module: a LightningModule, or a function that makes one: called among fake tensors, so that no memory is taken.
+            It is copied, not changed.
+        batch: what `training_step` takes, or a function that makes it.
+        trainer: arguments of the `Trainer` that steps depend on: `precision`, `accumulate_grad_batches`,
+            `gradient_clip_val`, `gradient_clip_algorithm`; `strategy`, `devices` and `num_nodes`: of these processes
+            the first is predicted, which has the largest shards.
+        data_module: of the run, which a step may ask.
+        target: `"cuda"`: what a CUDA device would hold, besides; dropout then keeps its mask as it does there.
+
+    Raises:
+        ValueError: `module` is no LightningModule, or `devices` is no number.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        batch: Any,
+        *,
+        data_module: Any = None,
+        target: Literal["cpu", "cuda"] = "cpu",
+        **trainer: Any,
+    ) -> None:
+        if target not in ("cpu", "cuda"):
+            raise setting_error("target", "must be 'cpu' or 'cuda'", target, "The default is 'cpu'.")
+        require("fake tensors", "prediction")
+        self._target = target
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._make = (lambda: module) if isinstance(module, nn.Module) else module
+        is_made = isinstance(batch, (types.FunctionType, types.MethodType, functools.partial, type))  # not: callable
+        self._make_batch = batch if is_made else lambda: batch
+        self._module = module if isinstance(module, nn.Module) else self._made_of_fakes(module)
+        self._batch = self._made_of_fakes(batch) if is_made else batch
+        try:
+            self._namespace, self._trainer = namespace_of(self._module), {"max_epochs": 1, **trainer}
+        except TypeError as error:
+            kind = type(self._module).__name__
+            raise setting_error("module", "must be a LightningModule", kind, "Predict its training step.") from error
+        self._data_module, self._num_processes = data_module, num_processes_of(trainer)
+        self._why: str | None = None  # not on fake tensors
+
+    def _made_of_fakes(self, make: Callable[[], Any]) -> Any:
+        """What `make` makes, without memory; a constructor that reads values gets real ones."""
+        with Randomness.untouched():
+            with contextlib.suppress(Exception), self._mode, FactsMode(), Copying():
+                return make()
+            return make()
+
+    @property
+    def num_samples(self) -> int | None:
+        """Of the batch; `None` where they cannot be told."""
+        try:
+            return batch_size(self._batch)
+        except UnsplittableBatchError:
+            return None
+
+    def __call__(self, techniques: Recipe | Sequence[Any] = (), *, num_samples: int | None = None) -> Prediction:
+        """Predict a step.
+
+        Args:
+            techniques: what is switched on: a recipe, or Configs.
+            num_samples: in the batch, instead of as many as it has.
+
+        Raises:
+            ValueError: settings cannot be combined, a technique refuses the model, or a step reads values and the
+                module exists as fake tensors only.
+        """
+        recipe = techniques if isinstance(techniques, Recipe) else Recipe("predicted", tuple(techniques))
+        if self._why is None:
+            try:
+                return self._fake(recipe, num_samples)
+            except ValueError:
+                raise
+            except Exception as error:  # a value is read, or there is no kernel for shapes alone
+                text = " ".join(str(error).split())[:200]
+                self._why = text if isinstance(error, ReadsValueError) else f"{type(error).__name__}: {text}"
+        return self._measured(recipe, num_samples)
+
+    def _fake(self, recipe: Recipe, num_samples: int | None) -> Prediction:
+        module: Any = fake_copy(self._module, self._mode)
+        batch = fakes_of(self._batch, self._mode)
+        # A function that is compiled for the first time while modes are on stays eager for ever.
+        eager = torch.compiler.set_stance("force_eager")
+        with (
+            outside_kept(module),
+            eager,
+            self._mode,
+            FactsMode(),
+            Copying(),
+            hidden_from_transformers(),
+            unlogged(),
+            self._as_on_target(),
+        ):
+            if num_samples is not None:
+                batch = resized(batch, batch_size(batch), num_samples)
+            watch = self._train(module, batch, recipe, fake=True)
+        return self._prediction(watch, watch.breakdown.allocations)
+
+    def _measured(self, recipe: Recipe, num_samples: int | None) -> Prediction:
+        self._make_real()
+        try:
+            with names_kept(self._module):
+                return self._measured_as_it_is(recipe, num_samples)
+        finally:
+            collect_copies(self._module)
+
+    def _measured_as_it_is(self, recipe: Recipe, num_samples: int | None) -> Prediction:
+        present, why = self.num_samples, f"the step cannot be run without values ({self._why})"
+        if present is None:
+            watch = self._train(copied(self._module), self._batch, recipe, fake=False)
+            return self._prediction(watch, watch.breakdown.allocations, f"{why}: measured")
+        wanted = num_samples or present
+        config = recipe.get(Microbatching)
+        least = config.size if config is not None and isinstance(config.size, int) else 1
+        few = max(least, wanted // 8)
+        steps: list[Allocations] = []
+        while len(steps) < 3 and 3 * few < wanted and all(step.is_like(steps[0]) for step in steps[1:]):
+            watch = self._with_samples(recipe, few * (len(steps) + 1))
+            steps.append(watch.breakdown.allocations)
+        if len(steps) == 3 and (step := extended(steps, Fraction(wanted, few))) is not None:
+            numbers = f"{few}, {2 * few} and {3 * few}"
+            return self._prediction(watch, step, f"{why}: measured with {numbers} samples, and extended")
+        watch = self._with_samples(recipe, wanted)
+        return self._prediction(watch, watch.breakdown.allocations, f"{why}: measured")
+
+    def _with_samples(self, recipe: Recipe, num_samples: int) -> Any:
+        present = self.num_samples
+        assert present is not None, "it has been told"
+        batch = self._batch
+        if num_samples < present:
+            batch = cloned(take(batch, 0, num_samples, present))
+        elif num_samples > present:
+            batch = resized(batch, present, num_samples)
+        return self._train(copied(self._module), batch, recipe, fake=False)
+
+    def _make_real(self) -> None:
+        """Make module and batch for good, where they are only fake so far.
+
+        Raises:
+            ValueError: the parameters would take more than a quarter of the machine's memory.
+        """
+        fakes = [p for p in self._module.parameters() if is_fake(p)]
+        if 4 * sum(p.nbytes for p in fakes) > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+            raise ValueError(
+                f"The step cannot be run without values ({self._why}), and the module is too large to be made for it: "
+                "predict a smaller one."
+            )
+        with Randomness.untouched():
+            if fakes:
+                self._module = self._make()
+            if any(map(is_fake, tensors_in(self._batch))):
+                self._batch = self._make_batch()
+
+    def _train(self, module: Any, batch: Any, recipe: Recipe, *, fake: bool) -> Any:
+        if not fake:
+            collect_copies(module)
+        watch = dry_run(self._namespace, module, batch, recipe, self._trainer, self._data_module, fake=fake)
+        if watch.breakdown is None:
+            raise ValueError("No step can be predicted: `training_step` stopped the training, or there is no batch.")
+        return watch
+
+    def _prediction(self, watch: Any, step: Allocations, *flags: str) -> Prediction:
+        is_measured = bool(flags)
+        if watch.is_cut and not is_measured:
+            flags = (*flags, "whether the loss of a batch is the mean over its parts is not known: taken to be")
+        if self._target == "cuda":
+            flags = (*flags, "CUDA: reserved bytes are a replay that no device has confirmed")
+            if self._num_processes > 1:
+                flags = (*flags, "CUDA: NCCL's buffers, and pools of streams that only collectives use, come on top")
+        found: Breakdown = watch.breakdown
+        is_whole = step is found.allocations
+        return prediction_of(
+            step,
+            has_cuda=self._target == "cuda",
+            top=found.top if is_whole else (),
+            seconds=found.seconds if is_whole else None,
+            num_operations=found.num_operations,
+            source="measured" if is_measured else "fake",
+            flags=(*watch.flags, *flags),
+        )
+
+    @contextlib.contextmanager
+    def _as_on_target(self) -> Iterator[None]:
+        """On CUDA dropout keeps a byte per element, on CPU a float."""
+        if self._target == "cpu":
+            yield
+            return
+        before = F.dropout
+
+        def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+            if inplace or not training or not p:
+                return before(input, p, training, inplace)
+            return torch.native_dropout(input, p, training)[0]
+
+        F.dropout = dropout
+        try:
+            yield
+        finally:
+            F.dropout = before
+
+
+def largest_batch(predictor: Predictor, device_bytes: int, techniques: Recipe | Sequence[Any] = ()) -> int:
+    """The largest number of samples that fits; 0 where one does not.
+
+    Args:
+        predictor: of the step, with a batch whose samples can be told.
+        device_bytes: what the device has; for CUDA, the upper bound must fit.
+        techniques: as in a prediction.
+
+    Raises:
+        ValueError: the samples of the batch cannot be told, or more than a thousand million fit.
+    """
+    if (present := predictor.num_samples) is None:
+        raise setting_error("batch", "must tell its samples", "none", "Its tensors must share their first dimension.")
+    return _largest(lambda num: predictor(techniques, num_samples=num).needed_bytes[1], device_bytes, max(1, present))
+
+
+def largest_value(
+    name: str,
+    module: Any,
+    batch: Any,
+    device_bytes: int,
+    techniques: Recipe | Sequence[Any] = (),
+    **settings: Any,
+) -> int:
+    """The largest value of an argument with which a step fits; 0 where 1 does not.
+
+    Args:
+        name: of an integer argument of `module`, of `batch`, or of both: a length, a depth, a width.
+        module: what makes the LightningModule.
+        batch: what makes the batch, or the batch.
+        device_bytes: as for `largest_batch`.
+        techniques: as in a prediction.
+        settings: further arguments of `Predictor`.
+
+    The search begins at the argument's default, and doubles or halves from there.
+
+    Raises:
+        ValueError: neither takes such an argument, or a step with one of its values cannot be predicted.
+    """
+    known = [_arguments(each) for each in (module, batch)]
+    if not any(name in arguments for arguments in known):
+        listed = ", ".join(dict.fromkeys(["batch", *(argument for arguments in known for argument in arguments)]))
+        rule = "must be `batch` or an argument of what makes the model or the batch"
+        raise setting_error("--largest", rule, name, f"There are: {listed}.")
+
+    def needed_bytes(value: int) -> int:
+        made = [
+            functools.partial(make, **{name: value}) if name in arguments else make
+            for make, arguments in zip((module, batch), known, strict=True)
+        ]
+        try:
+            return Predictor(*made, **settings)(techniques).needed_bytes[1]
+        except Exception as error:  # of the user's code: not every number is a width
+            rule = "must be an argument whose values, by doubling and bisection, all make a step"
+            remedy = f"{name}={value} fails: {type(error).__name__}: {error}"
+            raise setting_error("--largest", rule, name, remedy) from error
+
+    defaults = [arguments[name] for arguments in known if name in arguments]
+    return _largest(needed_bytes, device_bytes, next((each for each in defaults if type(each) is int and each > 0), 1))
+
+
+def _arguments(make: Any) -> dict[str, Any]:
+    """Those that can be given by name, and their defaults."""
+    if not callable(make) or isinstance(make, nn.Module):
+        return {}
+    parameters = inspect.signature(make).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def _largest(needed_bytes: Callable[[int], int], limit: int, start: int = 1) -> int:
+    """By doubling, then along the line between the two nearest, in turn with halves, as needs may bend."""
+    low, high, above = 0, start, needed_bytes(start)
+    below = 0
+    while above <= limit:
+        low, below, high = high, above, 2 * high
+        if high > _MOST:
+            raise ValueError(f"More than {_MOST} fit: the step takes no memory for them.")
+        above = needed_bytes(high)
+    along_the_line = low > 0
+    while high - low > 1:
+        guess = low + (high - low) * (limit - below) // (above - below) if along_the_line else (low + high) // 2
+        middle = min(max(guess, low + 1), high - 1)
+        if (needed := needed_bytes(middle)) <= limit:
+            low, below = middle, needed
+        else:
+            high, above = middle, needed
+        along_the_line = not along_the_line
+    return low

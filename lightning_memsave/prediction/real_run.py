@@ -1,0 +1,303 @@
+"""A trial: a few real steps of a copy of the module under some settings, to see what they take.
+
+Lightning's own loop trains the copy, so that whatever a run does is in the figure: microbatches, the optimizer's state
+and its temporaries, gradients that are held through the next forward pass, regions that are planned from the first
+batch. As in a run, the first step creates state and is not measured, the second and the third are; on CPU the fifth is
+profiled for what kernels take inside, and further ones are timed. Of a batch that is cut, two microbatches are enough,
+as later ones meet what the second meets; their time is extended by the number of samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_memsave.core.report import CATEGORIES
+from lightning_memsave.lightning_compat import namespace_of
+from lightning_memsave.loops.optimizer_changes import most_accumulated
+from lightning_memsave.loops.out_of_memory import is_out_of_memory
+from lightning_memsave.measuring import allocator
+from lightning_memsave.measuring.ledger import Ledger, Measurement
+from lightning_memsave.measuring.profiler_peak import AllocationProfile
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.prediction.dry_run import DoneError, enough_steps, fit, nothing_around, silence
+from lightning_memsave.prediction.microbatch_extrapolation import as_if_whole, rest_bytes, two_microbatches
+from lightning_memsave.saved_tensors.randomness import Randomness
+from lightning_memsave.simulation.global_state_guard import names_kept
+from lightning_memsave.simulation.predicted_step import Prediction
+from lightning_memsave.strategies.memsave_strategy import adopt
+from lightning_memsave.strategies.session import MemSaveState
+from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
+from lightning_memsave.techniques.microbatching.split import take
+from lightning_memsave.techniques.registry import Config
+from lightning_memsave.torch_internals.model_copies import collect_copies, copied
+from lightning_memsave.torch_internals.private_names import require
+
+_NUM_TIMED = 3  # steps; the fastest counts
+
+
+class StepFailedError(ValueError):
+    """A step cannot be taken under some settings."""
+
+
+class Trial:
+    """Predicts by doing it: call it with Configs.
+
+    Args:
+        module: is copied, not changed.
+        batch: what `training_step` takes, on the CPU.
+        trainer: whose device, precision, gradient clipping, accumulation and data module are taken; `None`: defaults.
+
+    Raises:
+        ValueError: when called: the settings cannot be used, or the step fails.
+    """
+
+    def __init__(self, module: Any, batch: Any, trainer: Any = None) -> None:
+        self._module, self._batch, self._trainer = module, batch, trainer
+
+    def __call__(self, techniques: Sequence[Config]) -> Prediction:
+        """The peak under these settings."""
+        try:
+            return self._measured(techniques)
+        finally:
+            collect_copies(self._module)
+
+    def _measured(self, techniques: Sequence[Config]) -> Prediction:
+        batch, missing_bytes, whole = self._as_much_as_shows(techniques)
+
+        def stepped(techniques: Sequence[Config], batch: Any, whole: float) -> _Steps | None:
+            steps = _Steps(Recipe("trial", tuple(techniques)), self._num_batches, whole)
+            return steps if self._has_room(steps, batch) else None
+
+        steps = as_if_whole(lambda part: stepped(part, batch, whole), techniques, missing_bytes)
+        if steps is not None and missing_bytes and not steps.is_cut:  # the run will not cut it either
+            missing_bytes, steps = 0, stepped(techniques, self._batch, 1.0)
+        return self._too_large() if steps is None else steps.result(missing_bytes)
+
+    def why_whole(self, config: Microbatching) -> str:
+        """Why the run will not cut its batches, as far as a few samples tell; empty where it will, or may.
+
+        Args:
+            config: what is set besides a number of samples.
+        """
+        try:
+            num_samples = batch_size(self._batch)
+        except UnsplittableBatchError:
+            return ""
+        if config.split_fn is not None or num_samples < 2:
+            return ""
+        few = min(8, num_samples)
+        step = _OneStep(Recipe("trial", (config.of_size(few // 2),)))
+        try:
+            has_room = self._has_room(step, take(self._batch, 0, few, num_samples))
+        except ValueError:  # which says nothing about other numbers of samples
+            return ""
+        if not has_room or not step.is_done:
+            return ""
+        if not step.is_cut and not self._module.automatic_optimization:
+            return "with manual optimization only `lightning_memsave.microbatches(batch)` in `training_step` cuts them."
+        return step.state.loop.why_whole
+
+    def _has_room(self, steps: _OneStep, batch: Any) -> bool:
+        """Train a copy for these steps; `False` where memory ran out."""
+        collect_copies(self._module)
+        with _without_a_trace(self._module), silence(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is said of a trial would be taken for the run's
+            try:
+                self._fit(steps, batch)
+            except DoneError:
+                pass
+            except ValueError:
+                raise
+            except Exception as error:
+                if is_out_of_memory(error):
+                    return False
+                raise StepFailedError(f"{type(error).__name__}: {error}") from error
+        return True
+
+    @property
+    def _num_batches(self) -> int:
+        return 1 if self._trainer is None else most_accumulated(self._trainer)
+
+    def _as_much_as_shows(self, techniques: Sequence[Config]) -> tuple[Any, int, float]:
+        """Two microbatches of the batch, the bytes of the rest, and how many times as many samples there are."""
+        used = two_microbatches(techniques, self._batch)
+        if used is None:
+            return self._batch, 0, 1.0
+        num_samples = batch_size(self._batch)
+        return take(self._batch, 0, used, num_samples), rest_bytes(self._batch, used), num_samples / used
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cpu") if self._trainer is None else self._trainer.strategy.root_device
+
+    def _fit(self, steps: Any, batch: Any) -> None:
+        data = None if self._trainer is None else self._trainer.datamodule
+        fit(self._new_trainer(steps), copied(self._module), batch, data)
+
+    def _new_trainer(self, steps: Any) -> Any:
+        if self._trainer is None:
+            namespace = namespace_of(self._module)
+            return import_module(namespace).Trainer(
+                accelerator="cpu", devices=1, max_epochs=1, callbacks=[steps], **nothing_around(namespace)
+            )
+        outer, device, namespace = self._trainer, self._device, namespace_of(self._trainer.strategy)
+        return import_module(namespace).Trainer(
+            strategy=import_module(f"{namespace}.strategies").SingleDeviceStrategy(device=device),
+            accelerator="gpu" if device.type == "cuda" else device.type,
+            devices=1 if device.index is None or device.type == "cpu" else [device.index],
+            plugins=[copy.deepcopy(outer.precision_plugin)],
+            gradient_clip_val=outer.gradient_clip_val,
+            gradient_clip_algorithm=outer.gradient_clip_algorithm,
+            accumulate_grad_batches=self._num_batches,
+            max_epochs=outer.max_epochs,
+            max_steps=enough_steps(outer.max_steps),
+            callbacks=[steps],
+            **nothing_around(namespace),
+        )
+
+    def _too_large(self) -> Prediction:
+        """More than the device has: nothing that fits it."""
+        total = allocator.total_bytes(self._device) or sys.maxsize // 2
+        flags = ("memory ran out in a trial; its peak is not known",)
+        split = dict.fromkeys(CATEGORIES, 0) | {"activations": total + 1}
+        return Prediction(peak_bytes=total + 1, by_category=split, source="measured", flags=flags)
+
+
+class _OneStep(pl.Callback):
+    """Adopts the trial's strategy, and ends it after one batch."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.state = MemSaveState(recipe)
+        self.is_done = False
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        adopt(trainer.strategy, self.state)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a batch was cut into microbatches."""
+        return self.state.loop.applied is not None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.is_done = True
+        raise DoneError
+
+
+class _Steps(_OneStep):
+    """Measures some steps."""
+
+    def __init__(self, recipe: Recipe, num_batches: int, whole: float) -> None:
+        super().__init__(recipe)
+        require("allocation events", "budget")
+        self._num_batches = num_batches
+        self._whole = whole  # times as many samples as are used
+        self._began_seconds = self._updates_seconds = 0.0
+        self._seconds: list[float] = []
+        self._ledger: Ledger | None = None
+        self._profile: AllocationProfile | None = None
+        self._profiled_bytes: int | None = None
+        self._highest: Measurement | None = None
+        self._latest: Measurement | None = None
+        self._allocated: allocator.AllocatorBytes | None = None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        step, position = divmod(batch_idx, self._num_batches)
+        device = trainer.strategy.root_device
+        if position == 0 and step in (1, 2):
+            allocator.reset_peak(device)
+            self._ledger = Ledger(device).watching(trainer.strategy.model, trainer.optimizers, batch)
+            self._ledger.__enter__()
+        elif position == 0 and step == 3:
+            self._profile = AllocationProfile()
+            self._profile.__enter__()
+        elif position == 0 and step == 4:
+            assert self._profile is not None, "it was opened a step before"
+            self._profile.mark()
+        elif position == 0:
+            self._began_seconds = self._updates_seconds = time.thread_time()  # the latter where nothing is updated
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._updates_seconds = time.thread_time()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step, position = divmod(batch_idx, self._num_batches)
+        if position < self._num_batches - 1 or step in (0, 3):
+            return
+        device = trainer.strategy.root_device
+        if step > 4:
+            forward_and_backward = self._updates_seconds - self._began_seconds
+            update = time.thread_time() - self._updates_seconds
+            self._seconds.append(self._whole * forward_and_backward + update)
+        elif step == 4:
+            assert self._profile is not None, "it was opened a step before"
+            self._profile.__exit__(None, None, None)
+            self._profiled_bytes, self._profile = self._profile.peak_bytes, None
+        if len(self._seconds) == _NUM_TIMED:
+            raise DoneError
+        if step >= 4:
+            return
+        assert self._ledger is not None, "it was opened at the start of the step"
+        self._ledger.__exit__(None, None, None)
+        self._keep_highest(self._ledger.measurement, allocator.read_peak(device))
+        if step == 2 and device.type != "cpu":
+            raise DoneError
+
+    def _keep_highest(self, measured: Measurement | None, allocated: allocator.AllocatorBytes | None) -> None:
+        assert measured is not None, "the ledger has been left"
+        self._latest = measured
+        if self._highest is None or measured.peak_bytes > self._highest.peak_bytes:
+            self._highest, self._allocated = measured, allocated
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if isinstance(exception, DoneError):
+            return
+        if self._ledger is not None and self._ledger.measurement is None:
+            self._ledger.__exit__(None, None, None)
+        elif self._profile is not None:
+            self._profile.__exit__(None, None, None)
+
+    def result(self, missing_bytes: int) -> Prediction:
+        """What was measured, with bytes of the batch that were left out."""
+        measured, latest = self._highest, self._latest
+        assert measured is not None, "a fit without an error has measured"
+        assert latest is not None, "and so has its last step"
+        split = dict(measured.by_category)
+        split["data"] += missing_bytes
+        workspace = 0
+        if self._allocated is not None:  # what the ledger did not see, and what lies between tensors
+            split["temporary"] += self._allocated.allocated_bytes - measured.peak_bytes
+            workspace = self._allocated.reserved_bytes - self._allocated.allocated_bytes
+        elif self._profiled_bytes is not None:
+            workspace = max(0, latest.held_bytes + self._profiled_bytes - latest.peak_bytes)
+        return Prediction(
+            peak_bytes=sum(split.values()),
+            by_category=split,
+            workspace_bytes=workspace,
+            source="measured",
+            seconds=min(self._seconds, default=None),
+            is_timed=bool(self._seconds),
+        )
+
+
+@contextlib.contextmanager
+def _without_a_trace(module: Any) -> Iterator[None]:
+    """Random states, gradient mode and what steps keep outside of the module leave as they came."""
+    devices = {p.device for p in module.parameters()}
+    if (accelerator := torch.accelerator.current_accelerator()) is not None and torch.accelerator.is_available():
+        devices.add(torch.device(accelerator.type, torch.accelerator.current_device_index()))
+    is_enabled = torch.is_grad_enabled()
+    with Randomness.untouched(devices), names_kept(module):
+        try:
+            yield
+        finally:
+            torch.set_grad_enabled(is_enabled)

@@ -1,0 +1,87 @@
+"""What a scope kept, in how many bytes, and what its codes do to the gradient's mean."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lightning_memsave.core.report import LossClass
+from lightning_memsave.saved_tensors.encodings import Coded
+from lightning_memsave.saved_tensors.recompute import codes_behind
+from lightning_memsave.saved_tensors.saved_storage import Entry, kept_bytes
+
+
+@dataclass
+class Tally:
+    """What one scope kept."""
+
+    entries: Counter[str] = field(default_factory=Counter)
+    """How many, by form."""
+    plain_bytes: int = 0
+    """What they would hold without the vault."""
+    held_bytes: int = 0
+    """What they hold, each storage once."""
+    num_held_elsewhere: int = 0
+    """Entries that somebody else holds anyway (the batch, returned outputs); not counted above."""
+    num_guarded: int = 0
+    """Entries that keep more bits than asked for, as a normalisation would multiply their noise (`normalised`)."""
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> Tally:
+        """Count entries."""
+        tally, ours = cls(), []
+        for entry in entries:
+            if entry.is_held_elsewhere:
+                tally.num_held_elsewhere += 1
+                continue
+            ours.append(entry)
+            tally.entries[entry.form.kind] += 1
+            tally.plain_bytes += entry.plain_bytes
+            tally.num_guarded += entry.is_guarded
+        tally.held_bytes = kept_bytes(ours)
+        return tally
+
+
+@dataclass
+class Consequences:
+    """What the codes of all scopes did to the mean of the gradient."""
+
+    is_there: bool = False
+    """Whether anything was kept in a lossy code."""
+    nonlinear: set[str] = field(default_factory=set)
+    """Functions that read one, and whose gradient is not linear in it."""
+    is_squared: bool = False
+    """Whether one was read more than once, and not for the gradients of weights alone."""
+
+    def note(self, entries: Iterable[Entry]) -> None:
+        """Add what the entries of one scope do."""
+        uses: Counter[Entry | Coded] = Counter()
+        coupled: set[Entry | Coded] = set()
+        for entry in entries:
+            if not entry.is_lossy:
+                continue
+            self.is_there = True
+            self.nonlinear |= entry.nonlinear
+            codes = codes_behind(entry)
+            uses.update({code: entry.num_uses for code in codes})
+            if entry.is_coupled:
+                coupled |= codes
+        self.is_squared |= any(uses[code] > 1 for code in coupled)
+
+    @property
+    def loss_class(self) -> LossClass:
+        """`"unbiased"` where every gradient is linear in every code, `"exact"` where there is none."""
+        if not self.is_there:
+            return "exact"
+        return "approximate" if self.nonlinear or self.is_squared else "unbiased"
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why, for people."""
+        reasons = []
+        if self.nonlinear:
+            reasons.append(f"{', '.join(sorted(self.nonlinear))}: their gradients are not linear in what codes keep")
+        if self.is_squared:
+            reasons.append("a code is read twice on the way to one gradient, which has the square of its noise")
+        return tuple(reasons)

@@ -1,0 +1,349 @@
+"""The forms in which an entry is kept: bytes, a code, a recipe, or nothing but its shape.
+
+Each gives the whole storage back as a flat tensor. `rank` says how faithfully: higher is better, see `Rank`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.numerics import bits, kernels
+from lightning_memsave.numerics.kbit import Blocks, mix
+from lightning_memsave.saved_tensors.code_rows import Rows
+from lightning_memsave.torch_internals.autograd_graph import Values
+from lightning_memsave.torch_internals.fake_tensors import integer_range
+
+
+class Rank(IntEnum):
+    """How much of a tensor is needed, from nothing to every bit; what lies between the two is what codes deliver."""
+
+    SHAPE = 0
+    MASK = 1
+    DERIVATIVE = 2
+    INT2 = 3
+    INT4 = 4
+    INT8 = 5
+    BF16 = 6
+    EXACT = 7
+
+
+BITS = {Rank.INT2: 2, Rank.INT4: 4, Rank.INT8: 8}
+
+
+class Form(Protocol):
+    """One way of keeping a tensor."""
+
+    kind: str
+    """What reports call it."""
+    rank: Rank
+
+    def flat(self) -> Tensor:
+        """The storage's elements, [n]; a fresh tensor unless the form is `Raw`."""
+
+    def payload(self) -> Iterator[Tensor]:
+        """The tensors that this form keeps alive."""
+
+
+class Raw:
+    """The bytes themselves."""
+
+    kind, rank = "raw", Rank.EXACT
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat
+
+    def flat(self) -> Tensor:
+        """The tensor itself."""
+        return self._flat
+
+    def payload(self) -> Iterator[Tensor]:
+        """The tensor itself."""
+        yield self._flat
+
+
+class Shape:
+    """Nothing: whoever reads it looks at sizes only."""
+
+    kind, rank = "shape only", Rank.SHAPE
+
+    def __init__(self, flat: Tensor) -> None:
+        self._like, self._size = flat.new_empty(0), flat.numel()
+
+    def flat(self) -> Tensor:
+        """Arbitrary values."""
+        return self._like.new_empty(self._size)
+
+    def without_memory(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor | None:
+        """A tensor of that shape on one element; `None` where the strides tell of another order of dimensions."""
+        is_plain = stride == torch.empty(size, device="meta").stride()
+        return self._like.new_zeros(()).expand(size) if is_plain else None
+
+    def payload(self) -> Iterator[Tensor]:
+        """Nothing."""
+        return iter(())
+
+
+class Mask:
+    """One bit per element: a boolean tensor, or a sign, read back as 1 and 0."""
+
+    kind = "1-bit mask"
+
+    def __init__(self, packed: Tensor, like: Tensor, rank: Rank) -> None:
+        self._packed, self._size, self._dtype, self.rank = packed, like.numel(), like.dtype, rank
+
+    @classmethod
+    def of(cls, flat: Tensor) -> Mask:
+        """A boolean tensor."""
+        return cls(kernels.pack_mask(flat), flat, Rank.EXACT)
+
+    @classmethod
+    def positive(cls, flat: Tensor) -> Mask:
+        """`flat > 0`."""
+        return cls(kernels.pack_positive(flat), flat, Rank.MASK)
+
+    def flat(self) -> Tensor:
+        """True and False, or 1 and 0."""
+        return kernels.unpack_mask(self._packed, self._size).to(self._dtype)
+
+    def payload(self) -> Iterator[Tensor]:
+        """The bits."""
+        yield self._packed
+
+
+class Inside:
+    """One bit per element: whether `low < value < high`; read back as the middle of the two, and as `high`."""
+
+    kind, rank = "1-bit mask", Rank.MASK
+
+    def __init__(self, flat: Tensor, low: float, high: float) -> None:
+        self._packed, self._size = kernels.pack_mask((flat > low) & (flat < high)), flat.numel()
+        self._values = flat.new_tensor([high, (low + high) / 2])
+
+    def flat(self) -> Tensor:
+        """One value inside, one outside."""
+        return kernels.unpack_two(self._packed, self._values, self._size)
+
+    def payload(self) -> Iterator[Tensor]:
+        """Bits and values."""
+        yield from (self._packed, self._values)
+
+
+class TwoValues:
+    """One bit per element of a tensor that holds two values: dropout's noise, an attention mask of 0 and -inf."""
+
+    kind, rank = "1-bit mask", Rank.EXACT
+
+    def __init__(self, packed: Tensor, values: Tensor, size: int) -> None:
+        self._packed, self._values, self._size = packed, values, size
+
+    @classmethod
+    def of(cls, flat: Tensor) -> TwoValues | None:
+        """`None` for a tensor with more values, told apart by their bits."""
+        found = kernels.pack_two(flat)
+        return None if found is None else cls(*found, flat.numel())
+
+    def flat(self) -> Tensor:
+        """The two values."""
+        return kernels.unpack_two(self._packed, self._values, self._size)
+
+    def payload(self) -> Iterator[Tensor]:
+        """Bits and values."""
+        yield from (self._packed, self._values)
+
+
+class Narrow:
+    """Integers in the narrowest type that holds their range."""
+
+    kind, rank = "narrowed integers", Rank.EXACT
+
+    def __init__(self, flat: Tensor, dtype: torch.dtype) -> None:
+        self._values, self._dtype = flat.to(dtype), flat.dtype
+
+    @classmethod
+    def of(cls, flat: Tensor) -> Narrow | None:
+        """`None` when no narrower type does."""
+        low, high = integer_range(flat)
+        for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+            info = torch.iinfo(dtype)
+            if info.min <= low and high <= info.max:
+                return cls(flat, dtype) if dtype.itemsize < flat.element_size() else None
+        return None
+
+    def flat(self) -> Tensor:
+        """The integers."""
+        return self._values.to(self._dtype)
+
+    def payload(self) -> Iterator[Tensor]:
+        """The narrow integers."""
+        yield self._values
+
+
+class WindowIndex:
+    """A max-pool's argmax as the position inside the window: 2 bits for 2x2 windows instead of int64.
+
+    Args:
+        index: int64, [..., *out_size]: flat positions in the input plane.
+        plane: sizes of the input plane.
+        kernel, stride, padding, dilation: of the pool, one number per dimension of the plane.
+    """
+
+    kind, rank = "pool index", Rank.EXACT
+
+    def __init__(self, index: Tensor, plane: Sequence[int], window: Sequence[Sequence[int]]) -> None:
+        self._plane, self._window, self._out_size = plane, window, index.shape[-len(plane) :]
+        self._planes, self._bits = index.numel() // self._out_size.numel(), bits.bits_for(_product(window[0]))
+        flat = index.reshape(self._planes, *self._out_size)
+        self._packed = bits.pack(torch.cat([self._local(part) for part in flat.split(self._per_chunk())]), self._bits)
+
+    @classmethod
+    def fits(cls, window: Sequence[Sequence[int]]) -> bool:
+        """Whether a byte can tell the window's positions apart."""
+        return bits.bits_for(_product(window[0])) > 0
+
+    def _per_chunk(self) -> int:
+        return max(1, 2**18 // self._out_size.numel())
+
+    def _starts(self, device: torch.device) -> list[Tensor]:
+        """For each dimension, where the windows begin in the plane (negative in the padding)."""
+        _, stride, padding, _ = self._window
+        ranks = range(len(self._plane))
+        return [
+            (torch.arange(self._out_size[d], device=device) * stride[d] - padding[d]).view(
+                [-1 if other == d else 1 for other in ranks]
+            )
+            for d in ranks
+        ]
+
+    def _local(self, index: Tensor) -> Tensor:
+        kernel, _, _, dilation = self._window
+        local, starts = torch.zeros_like(index), self._starts(index.device)
+        place = 1
+        for d in reversed(range(len(self._plane))):
+            position = index % self._plane[d]
+            index = index // self._plane[d]
+            local += (position - starts[d]) // dilation[d] * place
+            place *= kernel[d]
+        return local.to(torch.uint8).view(-1)
+
+    def flat(self) -> Tensor:
+        """The int64 indices."""
+        kernel, _, _, dilation = self._window
+        starts = self._starts(self._packed.device)
+        local = bits.unpack(self._packed, self._bits, self._planes * self._out_size.numel())
+        out = torch.empty(self._planes, *self._out_size, dtype=torch.int64, device=local.device)
+        count = self._per_chunk()
+        for part, target in zip(local.view(out.shape).split(count), out.split(count), strict=True):
+            rest, place = part.long(), 1
+            target.zero_()
+            for d in reversed(range(len(self._plane))):
+                target += (starts[d] + rest % kernel[d] * dilation[d]) * place
+                rest = rest // kernel[d]
+                place *= self._plane[d]
+        return out.view(-1)
+
+    def payload(self) -> Iterator[Tensor]:
+        """The packed positions."""
+        yield self._packed
+
+
+def _product(sizes: Sequence[int]) -> int:
+    return int(torch.Size(sizes).numel())
+
+
+class Cast:
+    """bfloat16: half of float32's bytes, 8 bits of precision, stochastically rounded."""
+
+    kind, rank = "bf16", Rank.BF16
+
+    def __init__(self, values: Tensor, dtype: torch.dtype) -> None:
+        self._values, self._dtype = values, dtype
+
+    @classmethod
+    def of(cls, flat: Tensor, seed: int) -> Cast | None:
+        """`None` when a value is not finite, or takes no more than bfloat16 anyway."""
+        values = kernels.round_to_bfloat16(flat, seed) if flat.element_size() > 2 else None
+        return None if values is None else cls(values, flat.dtype)
+
+    def flat(self) -> Tensor:
+        """The rounded values."""
+        return self._values.to(self._dtype)
+
+    def payload(self) -> Iterator[Tensor]:
+        """The narrow values."""
+        yield self._values
+
+
+class Coded:
+    """k bits per element with stochastic rounding (`numerics.kbit`)."""
+
+    def __init__(self, coded: tuple[Tensor, Tensor], like: Tensor, rank: Rank, signed: bool, rows: Rows) -> None:
+        self._coded, self._size, self._dtype, self.rank, self._signed = coded, like.numel(), like.dtype, rank, signed
+        self._rows = rows
+        self.kind = f"int{BITS[rank]}"
+
+    @classmethod
+    def of(cls, flat: Tensor, rank: Rank, seed: int, signed: bool = False, rows: Rows | None = None) -> Coded | None:
+        """`None` when a value is not finite."""
+        rows = rows or Rows(flat.numel())
+        coded = []
+        for number, part in enumerate(rows.parts(flat)):
+            seed_of_part = seed if number == 0 else mix((seed + number) & 0xFFFFFFFF)
+            found = kernels.quantize(part.contiguous().view(-1), BITS[rank], seed_of_part, signed, rows.length)
+            if found is None:
+                return None
+            coded.append(found)
+        codes, ranges = zip(*coded, strict=True)
+        joined = coded[0] if len(coded) == 1 else (torch.cat(codes), torch.cat(ranges))
+        return cls(joined, flat, rank, signed, rows)
+
+    def flat(self) -> Tensor:
+        """The decoded values."""
+        codes, ranges = self._coded
+        out = torch.empty(self._size, dtype=self._dtype, device=codes.device)
+        first, per_row = 0, Blocks.of_rows(self._rows.length).per_row
+        for part in self._rows.parts(out):
+            last = first + part.numel() // self._rows.length * per_row
+            target = part if self._rows.order is None else torch.empty_like(part, memory_format=torch.contiguous_format)
+            blocks = codes[first:last], ranges[first:last]
+            kernels.dequantize(*blocks, BITS[self.rank], target.view(-1), self._signed, self._rows.length)
+            if target is not part:
+                part.copy_(target)
+            first = last
+        return out
+
+    def payload(self) -> Iterator[Tensor]:
+        """Codes and ranges."""
+        yield from self._coded
+
+
+class Recipe:
+    """How to compute a tensor again from entries that are kept anyway."""
+
+    def __init__(self, compute: Values, like: Tensor, rank: Rank, needs: tuple[object, ...], depth: int) -> None:
+        self.kind, self.rank, self.depth = "recomputed", rank, depth
+        self._compute, self.needs = compute, needs
+        self._size, self._stride, self._dtype = like.shape, like.stride(), like.dtype
+        self._numel = like.untyped_storage().nbytes() // like.element_size()
+
+    def flat(self) -> Tensor:
+        """The value, laid out in memory as it was."""
+        with torch.no_grad():
+            value = self._compute()
+        assert value.shape == self._size, "a recipe gives the tensor that it stands for"
+        is_in_place = value.stride() == self._stride and value.dtype == self._dtype
+        if is_in_place and value.untyped_storage().nbytes() == self._numel * value.element_size():
+            return value.as_strided((self._numel,), (1,), 0)
+        out = torch.empty(self._numel, dtype=self._dtype, device=value.device)
+        out.as_strided(self._size, self._stride).copy_(value)
+        return out
+
+    def payload(self) -> Iterator[Tensor]:
+        """The codes that a chain shares; entries count for themselves."""
+        for need in self.needs:
+            if isinstance(need, Coded):
+                yield from need.payload()

@@ -1,0 +1,69 @@
+"""Fingerprints of tensors: two numbers that tell whether a repetition has computed the same values."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_memsave.torch_internals.autograd_graph import unwatched
+from lightning_memsave.torch_internals.fake_tensors import is_fake, is_plain
+
+_PIECE = 2**14  # elements that are turned into float64 at once
+_ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.complex128: 1e-10, torch.complex64: 1e-4}
+_COARSE = 2e-2  # 16 bits; masks, of which rounding flips a few entries
+
+
+def _is_of_bytes(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 1 and dtype is not torch.bool
+
+
+Fingerprint = tuple[float, float]
+
+
+def fingerprint(tensor: Tensor) -> Fingerprint | None:
+    """The sum of the elements and of their magnitudes.
+
+    `None` for fake tensors, subclasses, and dtypes of 8 bits but bool: kernels keep work space as bytes, parts of which
+    nobody has written.
+
+    >>> fingerprint(torch.tensor([[1.0, -2.0]]))
+    (-1.0, 3.0)
+    """
+    if is_fake(tensor) or not is_plain(tensor) or tensor.layout is not torch.strided or _is_of_bytes(tensor.dtype):
+        return None
+    with torch.no_grad(), unwatched(), _disable_current_modes():  # the memory of a few numbers is not the step's
+        values = tensor.detach()
+        values = torch.view_as_real(values) if values.is_complex() else values
+        order = sorted(range(values.dim()), key=values.stride, reverse=True)  # as it lies in memory: no copy
+        flat = values.permute(order).reshape(-1)
+        if not len(flat):
+            return 0.0, 0.0
+        is_wide = flat.dtype in (torch.float32, torch.float64)
+        if is_wide or flat.device.type != "cpu":  # kernels that take no memory, and give the same for the same
+            kind = None if is_wide else torch.float64
+            magnitude = torch.linalg.vector_norm(flat, 1, dtype=kind) if flat.is_floating_point() else flat.numel()
+            return float(flat.sum(dtype=kind)), float(magnitude)
+        wide = (piece.to(torch.float64) for piece in flat.split(_PIECE))
+        sums = [(float(piece.sum()), float(piece.abs().sum())) for piece in wide]
+        return sum(total for total, _ in sums), sum(magnitude for _, magnitude in sums)
+
+
+def is_near(first: Fingerprint, second: Fingerprint, dtype: torch.dtype, num_elements: int) -> bool:
+    """Whether two fingerprints differ by no more than kernels that add in any order make them differ.
+
+    Args:
+        first: of a tensor.
+        second: of what should be the same.
+        dtype: of the two.
+        num_elements: of each.
+
+    >>> x = torch.randn(100)
+    >>> is_near(fingerprint(x), fingerprint(x * 1.001), x.dtype, 100)
+    False
+    """
+    tolerance = _ROUNDING.get(dtype, _COARSE) / math.sqrt(max(1, num_elements))
+    apart = max(abs(first[0] - second[0]), abs(first[1] - second[1]))
+    return not apart > tolerance * max(first[1], second[1])  # nor for what is not a number

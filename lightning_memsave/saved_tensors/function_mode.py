@@ -1,0 +1,235 @@
+"""Who is calling: a function mode that tells the vault which function keeps a tensor, and what the graph leaves out."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_memsave.saved_tensors.call_site import NO_CALL, Call
+from lightning_memsave.saved_tensors.code_rows import covers_its_storage
+from lightning_memsave.saved_tensors.encodings import Rank, WindowIndex
+from lightning_memsave.saved_tensors.norm_recompute import Statistics, statistics_of
+from lightning_memsave.saved_tensors.policy import SUBTRACTS_MEAN
+from lightning_memsave.saved_tensors.recompute_rules import Norm
+from lightning_memsave.saved_tensors.tied_embedding import Lookup
+from lightning_memsave.torch_internals.autograd_graph import (
+    Edge,
+    Node,
+    edge_of,
+    is_innermost,
+    is_operator,
+    sequence_nr_of,
+    storage_key,
+    version_of,
+)
+from lightning_memsave.torch_internals.fake_tensors import is_plain
+
+
+class Place(NamedTuple):
+    """What the vault knows of the modules that are running."""
+
+    within: tuple[Rank, ...]
+    """Ranks that hold inside them."""
+    unseen_as: str | None
+    """What their calls are taken for, where they are not looked at."""
+
+
+Seen = tuple[tuple[int, int] | None, ...]
+"""Storage and version of each parameter of a call."""
+
+
+def seen(*parameters: Tensor | None) -> Seen:
+    """As they are now."""
+    return tuple(None if p is None else (storage_key(p), version_of(p)) for p in parameters)
+
+
+class Input(NamedTuple):
+    """That of the latest call of `linear`, which may be the head: by the time of the loss a vault may have coded it."""
+
+    node_nr: int
+    """Of the result."""
+    tensor: Tensor
+    """[..., D]."""
+    version: int
+    node: Node | None
+    """Both as they were."""
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nobody has changed it in place."""
+        return version_of(self.tensor) == self.version and self.tensor.grad_fn is self.node
+
+
+class Calls(TorchFunctionMode):
+    """Follows the calls of torch's functions inside a scope.
+
+    Args:
+        answer: asked before each call of `cross_entropy` or `dropout`; what it returns, unless `None`, is the result.
+        notes_heads: whether linears and embeddings are noted.
+    """
+
+    def __init__(self, answer: Callable[[Call], Tensor | None], notes_heads: bool = False) -> None:
+        super().__init__()
+        self._notes_heads = notes_heads
+        self._answer = weakref.WeakMethod(answer)  # whoever answers owns this object
+        self.current = NO_CALL
+        """The outermost function that is running."""
+        self.unseen_as: str | None = None
+        """What calls are taken for that are not looked at now."""
+        self.operands: dict[int, Any] = {}
+        """What a recipe needs and no node keeps, by the number of the node."""
+        self.linears: dict[int, Seen] = {}
+        """By the number of the result's node."""
+        self.latest_input: Input | None = None
+        self.statistics: dict[int, Statistics | None] = {}
+        """Of normalisations, by the number of the call, when it has returned."""
+        self._num_calls = 0
+        self._lookups: dict[int, Lookup] = {}  # the latest one of each table, by its id
+        self._changed: set[Edge] = set()
+        self._hooked: set[Edge] = set()
+        self._versions: dict[int, int] = {}
+
+    def has_changed(self, node: Node, output_nr: int) -> bool:
+        """Whether what `node` made has been changed since by a call that the graph does not show."""
+        return Edge(sequence_nr_of(node), output_nr) in self._changed
+
+    def is_touched(self, node: Node) -> bool:
+        """Whether somebody has changed what `node` made unseen, or hooked its gradient: by the tensor, not the node."""
+        return self.has_changed(node, 0) or Edge(sequence_nr_of(node), 0) in self._hooked
+
+    def lookup_of(self, weight: Tensor) -> Lookup | None:
+        """The latest embedding whose table is `weight`."""
+        found = self._lookups.get(id(weight))
+        return found if found is not None and found.is_of(weight) else None
+
+    def has_changed_itself(self, tensor: Tensor) -> bool:
+        """Whether a tensor has been changed in place more often than its own node has."""
+        node = tensor.grad_fn
+        return node is None or tensor._version != self._versions.get(sequence_nr_of(node), 0)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, known by its name to whoever keeps tensors meanwhile."""
+        kwargs = kwargs or {}
+        before, name = self.current, _name(func)
+        is_hidden = _changes_unseen(name) or func in _DATA
+        if is_hidden:
+            self._changed.update(_edges(args[:1]))
+        if "out" in kwargs and not torch.is_grad_enabled():
+            self._changed.update(_edges(kwargs["out"]))
+        if func in _HOOKING:
+            self._hooked.update(_edges(args[:1]))
+        self._num_calls += 1
+        call = self.current = Call(name, args, kwargs, self._num_calls)
+        try:
+            answer = self._ask(call) if name in _ANSWERED else None
+            result = func(*args, **kwargs) if answer is None else answer
+        finally:
+            self.current = before
+        if isinstance(result, Tensor) and torch.is_grad_enabled() and (node := result.grad_fn) is not None:
+            if result._version:
+                self._versions[sequence_nr_of(node)] = result._version
+            if (note := _NOTED.get(func)) is not None:
+                self.operands[sequence_nr_of(node)] = note(call)
+            if name in SUBTRACTS_MEAN:
+                self.statistics[call.number] = statistics_of(node)
+            if self._notes_heads:
+                self._note_head(func, call, node)
+        return result
+
+    def _note_head(self, func: Any, call: Call, node: Node) -> None:
+        if func is F.linear:
+            number, given = sequence_nr_of(node), call.argument(0, "input")
+            if is_plain(weight := call.argument(1, "weight"), nn.Parameter):
+                self.linears[number] = seen(weight, call.argument(2, "bias"))
+            self.latest_input = Input(number, given, version_of(given), given.grad_fn)
+        elif func is F.embedding and not call.argument(6, "sparse", False):
+            self._lookups[id(call.argument(1, "weight"))] = Lookup(node)
+
+    def _ask(self, call: Call) -> Tensor | None:
+        answer = self._answer()
+        return None if answer is None else answer(call)
+
+    @contextmanager
+    def unseen(self, name: str) -> Iterator[None]:
+        """Calls inside are not looked at: what they keep is kept for one function of that `name`."""
+        if not is_innermost(self):
+            yield
+            return
+        before, self.current, self.unseen_as = self.current, Call(name, (), {}), name
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]
+            self.current, self.unseen_as = before, None
+
+
+def _name(func: Any) -> str:
+    """A function's name; that of a custom operator with its library, so that it is not taken for torch's."""
+    return str(func) if is_operator(func) else getattr(func, "__name__", "")
+
+
+def _changes_unseen(name: str) -> bool:
+    """Whether a call changes its first argument, or opens the way to that, while the graph does not see it."""
+    is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return (is_in_place or name in _IN_PLACE_OPERATORS) and not torch.is_grad_enabled()
+
+
+def _edges(changed: Any) -> Iterator[Edge]:
+    """Of a tensor, or of those of a list; of a slice that was made without gradients, those of what it is of."""
+    if isinstance(changed, (tuple, list)):
+        for item in changed:
+            yield from _edges(item)
+    elif isinstance(changed, Tensor):
+        base = changed._base if changed.grad_fn is None and changed._base is not None else changed
+        if (edge := edge_of(base)) is not None:
+            yield edge
+
+
+_ANSWERED = frozenset(("cross_entropy", "dropout"))
+_DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]  # a descriptor
+_HOOKING = (Tensor.register_hook, Tensor.retain_grad)
+_IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor"))
+
+
+def _scalar(call: Call) -> Any:
+    """The number in `tensor + number`, on either side."""
+    numbers = [a for a in call.args if isinstance(a, (int, float))]
+    return numbers[0] if len(call.args) == 2 and len(numbers) == 1 else None
+
+
+_NOTED: dict[Any, Callable[[Call], Any]] = {
+    F.batch_norm: lambda call: Norm(call.argument(4, "bias"), call.argument(7, "eps", 1e-5)),
+    F.group_norm: lambda call: Norm(call.argument(3, "bias"), call.argument(4, "eps", 1e-5)),
+    F.layer_norm: lambda call: Norm(call.argument(3, "bias"), call.argument(4, "eps", 1e-5)),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _scalar),
+    **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _scalar),
+}
+"""What a recipe needs and no node keeps: a normalisation's bias and epsilon, a number that is added."""
+
+_POOLS = {"max_pool1d": 1, "max_pool2d": 2, "max_pool3d": 3}
+
+
+def window_index(index: Tensor, call: Call) -> WindowIndex | None:
+    """The small form of a max-pool's argmax; `None` for any other integers."""
+    dims = _POOLS.get(call.name.removesuffix("_with_indices"))
+    if dims is None or not covers_its_storage(index) or not index.is_contiguous():
+        return None
+    source, kernel = call.argument(0, "input"), call.argument(1, "kernel_size")
+    settings = (
+        kernel,
+        call.argument(2, "stride") or kernel,
+        call.argument(3, "padding", 0),
+        call.argument(4, "dilation", 1),
+    )
+    window = [[s] * dims if isinstance(s, int) else list(s) * (dims if len(s) == 1 else 1) for s in settings]
+    if not WindowIndex.fits(window):
+        return None
+    return WindowIndex(index, source.shape[-dims:], window)

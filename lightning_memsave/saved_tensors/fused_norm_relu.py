@@ -1,0 +1,165 @@
+"""The fused chain: normalisation, ReLU and what follows live on one sign-preserving code of the normalised tensor.
+
+Plain autograd keeps x (for the normalisation) and y = relu(z) (for the ReLU and the convolution), 8 bytes per element,
+where z = scale * x + shift. Here z alone is kept, at 4 bit with its sign exact (`numerics.kbit`, 0.531 B/element);
+backward reads y = relu(z) and x = (z - shift) / scale. The ReLU's mask is exact, noise in z is unbiased, both maps are
+affine where they are read: the gradient is unbiased. Coding x itself would be biased, since relu(normalise(decoded x))
+has another mask.
+
+Dividing by the weight multiplies the noise in x. In BatchNorm a row of the code is of one channel, so the range of z is
+as small as its weight; the bias must be at most 64 times the weight for each level of the code, as in `normalised`. The
+same holds for GroupNorm over planes of 16 elements or more. Elsewhere the elements of one row have weights and biases
+of their own: the largest of both together must be at most 4 times the smallest weight. Else the layer falls back to
+separate codes; so does a normalisation in eval mode, whose statistics are not saved.
+
+Source: ours; in-place activated BatchNorm (Rota Bulò, Porzi, Kontschieder, 2018, https://arxiv.org/abs/1712.02616)
+inverts a leaky ReLU and the BatchNorm exactly in the same way, but has to replace the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.saved_tensors.code_rows import SMALLEST_PIECE, Rows, covers_its_storage, rows_over
+from lightning_memsave.saved_tensors.encodings import Coded, Rank, Recipe
+from lightning_memsave.saved_tensors.norm_recompute import ratio_limit
+from lightning_memsave.saved_tensors.recompute_rules import fold, fold_groups, norm_parameters, per_channel
+from lightning_memsave.torch_internals.autograd_graph import Node, UnreadableError, inputs_of, saved
+from lightning_memsave.torch_internals.fake_tensors import truth
+
+_MOST = 4  # that noise may be multiplied by where elements of a row have weights of their own
+
+
+def relu_input(y: Tensor) -> Node | None:
+    """The normalisation behind y = relu(normalise(x)); `None` when `y` is something else."""
+    node = y.grad_fn
+    if node is None or node.name() != "ReluBackward0":
+        return None
+    norm, output_nr = inputs_of(node)[0]
+    return norm if norm is not None and output_nr == 0 and norm.name() in _AFFINE else None
+
+
+class Affine(NamedTuple):
+    """A normalisation with its statistics fixed: for each (scale, shift), y = scale * y + shift, from x to z."""
+
+    steps: tuple[tuple[Tensor | float, Tensor | float], ...]
+    weight: Tensor | None
+    bias: Tensor | None
+    is_of_channels: bool
+    """Whether all elements of a row share weight and bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """z, from x."""
+        for scale, shift in self.steps:
+            x = x * scale + shift
+        return x
+
+    def inverse(self, z: Tensor) -> Tensor:
+        """x, from z, in place."""
+        for scale, shift in reversed(self.steps):
+            z.sub_(shift).div_(scale)
+        return z
+
+    def is_sound(self, rank: Rank) -> bool:
+        """Whether noise in z of a code of that rank is small enough in (x - mean) / deviation."""
+        if self.weight is None and self.bias is None:
+            return True
+        like = self.bias if self.weight is None else self.weight
+        assert like is not None, "one of the two is there"
+        weight = torch.ones_like(like) if self.weight is None else self.weight.abs()
+        bias = torch.zeros_like(like) if self.bias is None else self.bias.abs()
+        if self.is_of_channels:
+            is_sound = (weight > 0) & (bias <= ratio_limit(rank, signed=True) * weight)
+        else:
+            is_sound = (weight > 0) & (weight.amax() + bias.amax() <= _MOST * weight)
+        return truth(is_sound.all(), True)
+
+
+def chain(
+    y: Tensor,
+    x: Tensor,
+    norm: Node,
+    z: Tensor | None,
+    rank: Rank,
+    seed: int,
+    operands: Mapping[int, Any],
+    rows: Rows | None,
+) -> tuple[Recipe, Recipe] | None:
+    """Forms for y = relu(z) and for x, on one code of z.
+
+    Args:
+        y: the ReLU's output.
+        x: the normalisation's input, of the same shape.
+        norm: the normalisation's node.
+        z: its output where it is still there; computed again otherwise.
+        rank: bits of the code.
+        seed: of its dither.
+        operands: as in `recipes`.
+        rows: of x; z is coded in the same, or in planes where each has a weight of its own.
+
+    Returns:
+        The two forms, or `None` where the chain would not be sound.
+    """
+    try:
+        affine = _AFFINE[norm.name()](norm, operands, x)
+    except UnreadableError:
+        return None
+    if affine is None or not (covers_its_storage(y) and covers_its_storage(x)) or x.stride() != y.stride():
+        return None
+    dims = list(zip(x.shape, x.stride(), strict=True))
+    planes = rows_over(x, dims[:2], dims[2:]) if "GroupNorm" in norm.name() else None
+    if planes is not None and planes.length >= SMALLEST_PIECE:
+        rows, affine = planes, affine._replace(is_of_channels=True)
+    if not affine.is_sound(rank):
+        return None
+    if z is None or z.stride() != y.stride():
+        z = affine.forward(x)
+    coded = Coded.of(z.detach().as_strided((z.numel(),), (1,), z.storage_offset()), rank, seed, True, rows)
+    if coded is None:
+        return None
+    shape, stride = y.shape, y.stride()
+
+    def decoded() -> Tensor:
+        return coded.flat().as_strided(shape, stride)
+
+    return (
+        Recipe(lambda: decoded().relu_(), y, rank, (coded,), 0),
+        Recipe(lambda: affine.inverse(decoded()), x, rank, (coded,), 0),
+    )
+
+
+def _batch_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> Affine | None:
+    affine = norm_parameters(node, operands)
+    if affine is None or not saved(node, "training"):
+        return None
+    scale, shift = fold(saved(node, "result1"), saved(node, "result2"), *affine)
+    return Affine(((per_channel(scale, x.dim()), per_channel(shift, x.dim())),), *affine, is_of_channels=True)
+
+
+def _group_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> Affine | None:
+    affine = norm_parameters(node, operands)
+    if affine is None:
+        return None
+    folded = fold_groups(saved(node, "result1"), saved(node, "result2"), *affine, x.shape[1])
+    scale, shift = (values.view(*values.shape, *[1] * (x.dim() - 2)) for values in folded)  # [B, C, 1, ...]
+    return Affine(((scale, shift),), *affine, is_of_channels=False)
+
+
+def _layer_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> Affine:
+    mean, rstd = saved(node, "result1"), saved(node, "result2")  # [..., 1]
+    weight, bias = saved(node, "weight"), saved(node, "bias")  # [D]
+    # Copies: the step may change the parameters before a late backward, which the node then tells of.
+    parameters = (1.0 if weight is None else weight.detach().clone(), 0.0 if bias is None else bias.detach().clone())
+    return Affine(((rstd, -mean * rstd), parameters), weight, bias, is_of_channels=False)
+
+
+_AFFINE: Mapping[str, Callable[[Node, Mapping[int, Any], Tensor], Affine | None]] = {
+    "NativeBatchNormBackward0": _batch_norm,
+    "CudnnBatchNormBackward0": _batch_norm,
+    "NativeGroupNormBackward0": _group_norm,
+    "NativeLayerNormBackward0": _layer_norm,
+}

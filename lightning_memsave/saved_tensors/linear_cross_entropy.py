@@ -1,0 +1,236 @@
+"""Cross-entropy on the output of a Linear: its gradient is computed class by class, so that no log-probability is kept.
+
+`cross_entropy(linear(h, W, b), target)` keeps one log-probability per class and sample, and its backward makes as many
+gradients: for a language model more than all else. Here a call of `cross_entropy` whose logits z come from a Linear is
+answered by a function that keeps h, which the Linear keeps anyway, and lse = log(sum(exp(z))) of each sample. Backward
+takes some classes at a time, computes their logits again, and their probabilities exp(z - lse), and with these their
+rows of W's gradient, which are written once, and their share of h's. The logits that the caller computed die with the
+caller's own reference.
+
+Logits are recognised whole or sliced by positions (`logits[:, :-1]`), as they are, cast to float32, or of autocast;
+with class weights and label smoothing. Equal up to rounding, which is that of the Linear's dtype; the loss itself has
+the digits of float32. The price: the Linear is computed twice, and its weight must stay as it is until backward also
+where it is all that is trained. A gradient of the gradient goes through the plain loss. Nobody finds a gradient of the
+logits themselves, unless by a hook that is there before the loss.
+
+Where an embedding shares the head's weight, the head's gradient is left to it (`tied_embedding.py`).
+
+Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (https://arxiv.org/abs/2411.09009).
+Different: chunks of classes with torch's products instead of a kernel; logits exist in forward, as the caller made
+them; no gradient is skipped. `torch.nn.functional.linear_cross_entropy` (2.13) takes chunks of samples, has both
+gradients from the forward pass on, takes no label smoothing, and a second backward only when told before the first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_memsave.saved_tensors.call_site import Call
+from lightning_memsave.saved_tensors.function_mode import Calls
+from lightning_memsave.saved_tensors.lm_head import Head, head_of
+from lightning_memsave.saved_tensors.tied_embedding import Lookup
+from lightning_memsave.torch_internals.autograd_graph import UnreadableError, has_hooks, is_asked_for
+
+CHUNK_NUMEL = {"cpu": 2**18}
+"""Logits that backward computes at a time, by type of device."""
+_CHUNK_NUMEL_ELSEWHERE = 2**23
+
+
+class Options(NamedTuple):
+    """Of `cross_entropy`."""
+
+    weight: Tensor | None  # [C]
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss of `logits`, [N, C], which are those of a `Head`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,  # [N, D]
+        weight: Tensor,  # [C, D]
+        bias: Tensor | None,  # [C]
+        logits: Tensor,
+        target: Tensor,  # [N]
+        options: Options,
+        lookup: Lookup | None = None,
+    ) -> Tensor:
+        """In `logits`' dtype; of autocast, in float32."""
+        with torch.autocast(logits.device.type, enabled=False):
+            wide = torch.promote_types(logits.dtype, torch.float32)
+            counted = target != options.ignore_index
+            index = target.where(counted, 0)
+            by_class = None if options.weight is None else options.weight.to(wide)
+            num_rows = max(1, _chunk_numel(logits) // logits.shape[1])
+            parts = zip(logits.split(num_rows), index.split(num_rows), strict=True)
+            found = [_losses(z.to(wide), t, by_class, options.label_smoothing) for z, t in parts]
+            losses, lse = (torch.cat(each) for each in zip(*found, strict=True))
+            losses = losses.where(counted, 0)
+            divisor = None
+            if options.reduction == "mean":
+                divisor = (counted if by_class is None else by_class[index].where(counted, 0)).sum().to(wide)
+                losses = losses.sum() / divisor
+            elif options.reduction == "sum":
+                losses = losses.sum()
+        ctx.save_for_backward(rows, weight, bias, target, lse, divisor, options.weight)
+        ctx.options = options._replace(weight=None)
+        ctx.lookup = lookup
+        return losses.to(_dtype_of_loss(logits))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Of rows, weight and bias."""
+        rows, weight, bias, target, lse, divisor, by_class = ctx.saved_tensors
+        options = ctx.options._replace(weight=by_class)
+        asked = zip((rows, weight, bias), ctx.needs_input_grad[:3], strict=True)
+        wanted = tuple(needs and (not each.is_leaf or is_asked_for(each)) for each, needs in asked)
+        if torch.is_grad_enabled():
+            return *_differentiable(Head(rows, weight, bias), target, options, gradient, wanted), *_NO_GRADIENT
+        with torch.autocast(rows.device.type, enabled=False):
+            gradient = gradient.to(lse.dtype) if divisor is None else gradient.to(lse.dtype) / divisor
+            of_rows, of_weight, of_bias = _gradients(Head(rows, weight, bias), target, lse, options, gradient, wanted)
+        if of_weight is not None and ctx.lookup is not None:
+            of_weight = ctx.lookup.left(of_weight)
+        return of_rows, of_weight, of_bias, *_NO_GRADIENT
+
+
+_NO_GRADIENT = (None, None, None, None)
+"""Of logits, target, options and lookup."""
+
+
+def _dtype_of_loss(logits: Tensor) -> torch.dtype:
+    """As torch's: of the logits; of autocast, float32 at least."""
+    is_cast = torch.is_autocast_enabled(logits.device.type)
+    return torch.promote_types(logits.dtype, torch.float32) if is_cast else logits.dtype
+
+
+def _chunk_numel(like: Tensor) -> int:
+    return CHUNK_NUMEL.get(like.device.type, _CHUNK_NUMEL_ELSEWHERE)
+
+
+def _losses(z: Tensor, index: Tensor, by_class: Tensor | None, smoothing: float) -> tuple[Tensor, Tensor]:
+    """Of some rows of logits, [n, C], before those that do not count are left out; and log(sum(exp(z))), [n]."""
+    lse = z.logsumexp(1)
+    losses = lse - z.gather(1, index[:, None]).squeeze(1)
+    if by_class is not None:
+        losses = losses * by_class[index]
+    if smoothing:
+        num_classes = z.shape[1]
+        even = num_classes * lse - z.sum(1) if by_class is None else by_class.sum() * lse - z @ by_class
+        losses = (1 - smoothing) * losses + smoothing / num_classes * even
+    return losses, lse
+
+
+def _gradients(
+    head: Head, target: Tensor, lse: Tensor, options: Options, gradient: Tensor, wanted: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """Of what is `wanted` of `head`, some classes at a time; `gradient` is of each row's loss, [N] or [].
+
+    With probabilities p and a smoothing of s, a row's loss has d loss / d z = (1 - s) w[t] (p - onehot(t)) + s / C (W p
+    - w), where w are the classes' weights and W is their sum.
+    """
+    rows, weight, bias = head
+    num_classes, wide = len(weight), lse.dtype
+    counted = target != options.ignore_index
+    index = target.where(counted, 0)
+    each = gradient.expand(len(rows)).where(counted, 0)
+    even = each * (options.label_smoothing / num_classes)
+    own = each * (1 - options.label_smoothing)
+    by_class = options.weight
+    if by_class is not None:
+        by_class = by_class.to(wide)
+        own = own * by_class[index]
+    total = own + even * (num_classes if by_class is None else by_class.sum())
+    of_rows = torch.zeros_like(rows, dtype=wide) if wanted[0] else None
+    of_weight = torch.empty_like(weight) if wanted[1] else None
+    of_bias = torch.empty_like(bias) if bias is not None and wanted[2] else None
+    size = max(1, _chunk_numel(rows) // max(1, len(rows)))
+    for start in range(0, num_classes, size):
+        some = slice(start, min(start + size, num_classes))
+        part = weight[some].to(rows.dtype)  # [c, D]
+        z = F.linear(rows, part, None if bias is None else bias[some].to(rows.dtype)).to(wide)  # [N, D] @ [D, c]
+        z.sub_(lse[:, None]).exp_().mul_(total[:, None])
+        if options.label_smoothing:
+            z.addr_(even, z.new_ones(z.shape[1]) if by_class is None else by_class[some], alpha=-1)
+        place = index - start
+        is_here = (place >= 0) & (place < z.shape[1])
+        z.scatter_add_(1, place.where(is_here, 0)[:, None], own.where(is_here, 0).neg()[:, None])
+        z = z.to(rows.dtype)
+        if of_weight is not None:
+            of_weight[some] = z.T @ rows  # [c, N] @ [N, D]
+        if of_bias is not None:
+            of_bias[some] = z.sum(0)
+        if of_rows is not None:
+            of_rows += z @ part  # [N, c] @ [c, D]
+    return [None if of_rows is None else of_rows.to(rows.dtype), of_weight, of_bias]
+
+
+def _differentiable(
+    head: Head, target: Tensor, options: Options, gradient: Tensor, wanted: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """The same, as functions of all of it: those of the plain loss."""
+    # Others than themselves: h may be made of the weight.
+    rows, weight = (each.view_as(each) for each in head[:2])
+    bias = None if head.bias is None else head.bias.view_as(head.bias)
+    head = Head(rows, weight, bias)
+    logits = F.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
+    wide = logits.to(torch.promote_types(logits.dtype, gradient.dtype))
+    loss = F.cross_entropy(
+        wide,
+        target,
+        options.weight if options.weight is None else options.weight.to(wide.dtype),
+        ignore_index=options.ignore_index,
+        reduction=options.reduction,
+        label_smoothing=options.label_smoothing,
+    )
+    inputs = [each for each, is_wanted in zip(head, wanted, strict=True) if is_wanted and each is not None]
+    found = iter(torch.autograd.grad(loss, inputs, gradient.to(loss.dtype), create_graph=True))
+    return [
+        next(found) if is_wanted and each is not None else None for each, is_wanted in zip(head, wanted, strict=True)
+    ]
+
+
+def linear_cross_entropy(call: Call, calls: Calls) -> Tensor | None:
+    """The loss that `call` of `cross_entropy` asks for; `None` where it is better computed as it stands.
+
+    Args:
+        call: of `cross_entropy`.
+        calls: what the graph does not show.
+    """
+    logits, target, weight = call.argument(0, "input"), call.argument(1, "target"), call.argument(2, "weight")
+    reduction, ignore_index = call.argument(6, "reduction", "mean"), call.argument(4, "ignore_index", -100)
+    smoothing = call.argument(7, "label_smoothing", 0.0)
+    is_recognised = (
+        isinstance(logits, Tensor)
+        and logits.dim() == 2
+        and logits.grad_fn is not None
+        and torch.is_grad_enabled()
+        and logits._version == 0
+        and not has_hooks(logits)
+        and isinstance(target, Tensor)
+        and target.dtype == torch.int64
+        and target.shape == logits.shape[:1]
+        and (weight is None or (weight.shape == logits.shape[1:] and not weight.requires_grad))
+        and (weight is None or weight.dtype == _dtype_of_loss(logits))
+        and reduction in ("mean", "sum", "none")
+        and 0 <= smoothing <= 1
+        and call.argument(3, "size_average") is None
+        and call.argument(5, "reduce") is None
+    )
+    try:
+        head = head_of(logits, calls) if is_recognised else None
+    except (UnreadableError, RuntimeError):  # the Linear's input was changed in place, which is backward's to tell
+        return None
+    if head is None or logits.shape[1] <= 2 * head.input.shape[1]:  # what is kept instead is as much
+        return None
+    options = Options(weight, ignore_index, reduction, smoothing)
+    lookup = calls.lookup_of(head.weight)
+    return _LinearCrossEntropy.apply(*head, logits.detach(), target, options, lookup)  # type: ignore[no-any-return, no-untyped-call]

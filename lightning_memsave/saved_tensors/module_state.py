@@ -1,0 +1,273 @@
+"""What a call depends on besides its arguments: put back when the call is made again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_memsave.saved_tensors.object_state import ObjectState, Stub, is_immutable, state_of
+from lightning_memsave.saved_tensors.randomness import PARTS_OF_TORCH
+from lightning_memsave.torch_internals.autograd_graph import check_version, compiler_callback, compiling, version_of
+
+
+class Surroundings:
+    """Autocast, the default device, the kernels allowed, and Dynamo's callback, as they are now; entered, they hold.
+
+    Without the callback, what was compiled in a compiled module's region would be eager in its repetition.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._device, self._compiler = torch.get_default_device(), compiler_callback()
+        self._allowed = _allowed()
+        kinds = {"cpu", *(device.type for device in devices)}
+        self._autocast = [_autocast_of(kind) for kind in kinds if torch.amp.is_autocast_available(kind)]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """These surroundings."""
+        with contextlib.ExitStack() as stack:
+            if torch.get_default_device() != self._device:
+                stack.enter_context(self._device)
+            for settings in self._autocast:
+                if settings != _autocast_of(settings[0]):
+                    stack.enter_context(torch.autocast(*settings))
+            if (allowed := _allowed()) != self._allowed:
+                _allow(self._allowed)
+                stack.callback(_allow, allowed)
+            with compiling(self._compiler):
+                yield
+
+
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+_LIBRARIES: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn)
+
+
+def _allowed() -> tuple[bool, ...]:
+    """Which kernels may be used, which keep different tensors.
+
+    Kinds of scaled dot product attention (`torch.nn.attention.sdpa_kernel`), on CPU as well; cuDNN and oneDNN.
+    """
+    attention = (getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in _ATTENTION)
+    return *attention, *(library.enabled for library in _LIBRARIES)
+
+
+def _allow(allowed: tuple[bool, ...]) -> None:
+    for kind, is_allowed in zip(_ATTENTION, allowed, strict=False):
+        getattr(torch.backends.cuda, f"enable_{kind}_sdp")(is_allowed)
+    for library, is_allowed in zip(_LIBRARIES, allowed[len(_ATTENTION) :], strict=True):
+        if library.enabled != is_allowed:
+            library.enabled = is_allowed
+
+
+def _autocast_of(kind: str) -> tuple[str, torch.dtype, bool, bool]:
+    enabled, caches = torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+    return kind, torch.get_autocast_dtype(kind), enabled, caches
+
+
+class Weights:
+    """The parameters that a call computes with, and the modes that modules are in.
+
+    Autograd notices changes of the parameters that it keeps; a repetition computes with all of them. Others may have
+    been lent for one forward (`torch.func.functional_call`). Whether they take gradients, and whether a module trains,
+    says what its forward does and keeps.
+
+    Args:
+        owners: whose: modules by name, as `named_modules` tells them.
+    """
+
+    def __init__(self, owners: Sequence[tuple[str, nn.Module]]) -> None:
+        self._modes = [(owner, owner.training) for _, owner in owners]
+        self._owned = [
+            (owner, key, value)
+            for _, owner in owners
+            for key, value in owner._parameters.items()
+            if value is not None and not is_lazy(value)
+        ]
+        self._need_gradients = [value.requires_grad for _, _, value in self._owned]
+        self._versions: list[int] = []
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (value for _, _, value in self._owned)
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where they are."""
+        return {value.device for value in self}
+
+    def note(self) -> None:
+        """They may not be changed in place from now on."""
+        self._versions = [version_of(value) for value in self]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """The module has these parameters, and is in its mode.
+
+        Raises:
+            RuntimeError: one was changed in place since, as autograd itself would.
+        """
+        for p, version in zip(self, self._versions, strict=True):
+            check_version(p, version)
+        others = [(o, key, o._parameters.get(key)) for o, key, p in self._owned if o._parameters.get(key) is not p]
+        changed = [p for p, needed in zip(self, self._need_gradients, strict=True) if p.requires_grad != needed]
+        flags = [(p, p.requires_grad) for p in dict.fromkeys(changed) if p.is_leaf]
+        modes = [(owner, owner.training) for owner, mode in self._modes if owner.training != mode]
+        try:
+            for owner, key, p in self._owned if others else ():
+                owner._parameters[key] = p
+            for p, flag in flags:
+                p.requires_grad_(not flag)
+            for owner, mode in modes:
+                owner.training = not mode
+            yield
+        finally:
+            for owner, mode in modes:
+                owner.training = mode
+            for p, flag in flags:
+                p.requires_grad_(flag)
+            for owner, key, other in others:
+                owner._parameters[key] = other
+
+
+class Attributes:
+    """The plain Python attributes of a module as they are now; entered, those that can be put back are.
+
+    Numbers, texts and tensors are put back when a call is made again; of tensors with a graph behind them, outputs of
+    earlier calls, only the shape, unless somebody holds them. What else a call changes (a list that grows, an object)
+    makes it one that cannot be.
+
+    Args:
+        owners: whose: modules by name.
+        looks_inside: whether containers and objects are compared by what they hold, as deep as pickling would look.
+    """
+
+    def __init__(self, owners: Iterable[tuple[str, nn.Module]], *, looks_inside: bool = True) -> None:
+        self._before = [_Own(prefix, owner) for prefix, owner in owners if not is_of_torch(owner)]
+        self._inside: dict[int, ObjectState | None] = {}
+        for own in self._before if looks_inside else ():
+            for value in own.others.values():
+                if id(value) not in self._inside:
+                    self._inside[id(value)] = state_of(value)
+
+    def changed(self, but_filled: bool) -> str | None:
+        """The name of an attribute that the call has changed and that cannot be put back. Ends the call.
+
+        Args:
+            but_filled: do not count one that was empty before: a cache is filled once.
+        """
+        found = next((own.name(key) for own in self._before for key in own.changed() if not but_filled), None)
+        for own in self._before:
+            for key, value in own.others.items():
+                if found is None and self._has_moved(value) and not (but_filled and self._is_empty(value)):
+                    found = own.name(key)
+        for own in self._before:
+            own.end()
+        self._inside.clear()
+        return found
+
+    def differences(self) -> list[str]:
+        """The names of all attributes that are others than before, or hold something else."""
+        found = []
+        for own in self._before:
+            inside = [key for key, value in own.others.items() if self._has_moved(value)]
+            found += [own.name(key) for key in (*own.differences(), *inside)]
+        return list(dict.fromkeys(found))
+
+    def _is_empty(self, value: Any) -> bool:
+        """Whether a value was nothing yet, or a container of nothing."""
+        before = self._inside.get(id(value)) if isinstance(value, _CONTAINERS) else None
+        is_empty = before is not None and before.equals(ObjectState(type(value)()))
+        return is_empty or value is None or value is _MISSING
+
+    def _has_moved(self, value: Any) -> bool:
+        before, after = self._inside.get(id(value)), None
+        if before is not None:
+            after = state_of(value)
+        return before is not None and (after is None or not before.equals(after))
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """The modules have the attributes that they had."""
+        changed = [(own, others) for own in self._before if (others := own.differing())]
+        latest = [(own, own.assign(others)) for own, others in changed]
+        try:
+            yield
+        finally:
+            for own, others in latest:
+                own.assign(others)
+
+
+_MISSING = object()
+_CONTAINERS = (list, dict, set)
+
+
+class _Own:
+    """The attributes of one module."""
+
+    def __init__(self, prefix: str, owner: nn.Module) -> None:
+        self._prefix, self._owner = prefix, owner
+        self._kept: dict[str, Any] = {}
+        self.others: dict[str, Any] = {}
+        """Those that cannot be put back; held while the call runs alone."""
+        for key, value in vars(owner).items():
+            if key not in PARTS_OF_TORCH:
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    self._kept[key] = Stub(value)  # an output of an earlier call, which nobody reads, as a rule
+                else:
+                    (self._kept if isinstance(value, Tensor) or is_immutable(value) else self.others)[key] = value
+        self._versions = [(k, v, version_of(v)) for k, v in self._kept.items() if isinstance(v, Tensor)]
+
+    def name(self, key: str) -> str:
+        return f"{self._prefix}.{key}".removeprefix(".")
+
+    def changed(self) -> Iterator[str]:
+        """Those that were replaced, or edited in place, and cannot be put back."""
+        current = vars(self._owner)
+        yield from (key for key, value in self.others.items() if not _is_same(current.get(key, _MISSING), value))
+        yield from (key for key, value, version in self._versions if version_of(value) != version)
+
+    def differences(self) -> Iterator[str]:
+        """Those that are others now; equal numbers and texts are the same."""
+        current, before = vars(self._owner), self._kept | self.others
+        yield from (key for key, value in before.items() if not _is_same(current.get(key, _MISSING), value))
+        yield from current.keys() - before.keys() - PARTS_OF_TORCH
+        yield from (key for key, value, version in self._versions if version_of(value) != version)
+
+    def end(self) -> None:
+        """What was not there before is taken away in a repetition."""
+        for key in vars(self._owner).keys() - self._kept.keys() - self.others.keys() - PARTS_OF_TORCH:
+            self._kept[key] = _MISSING
+        self.others = {}
+
+    def differing(self) -> dict[str, Any]:
+        """What was kept of those that are others now."""
+        current = vars(self._owner)
+        kept = ((key, value, current.get(key, _MISSING)) for key, value in self._kept.items())
+        others = {k: v for k, v, now in kept if not (v.stands_for(now) if isinstance(v, Stub) else now is v)}
+        return {key: value.get() if isinstance(value, Stub) else value for key, value in others.items()}
+
+    def assign(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Give the module these attributes; what it had instead."""
+        attributes = vars(self._owner)
+        before = {key: attributes.pop(key, _MISSING) for key in values}
+        attributes.update((key, value) for key, value in values.items() if value is not _MISSING)
+        return before
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(second, Stub):
+        return second.stands_for(first)
+    if first is second or type(first) is not type(second):
+        return first is second
+    if isinstance(first, (list, tuple)):  # made anew with what it held, as by `[t.to(device) for t in ...]`
+        return len(first) == len(second) and all(map(_is_same, first, second))
+    return is_immutable(first) and bool(first == second)
+
+
+def is_of_torch(module: nn.Module) -> bool:
+    """Whether its class is torch's, where plain attributes are settings."""
+    return type(module).__module__.startswith("torch.")

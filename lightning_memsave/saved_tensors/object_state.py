@@ -1,0 +1,171 @@
+"""The state of plain objects: what pickling looks at, with tensors, modules and functions by reference.
+
+A region that is given an object (a dataclass, a cache of keys and values, an iterator) is repeated with one in the
+state that it had; whether a module has changed an object that it holds is told by comparing states.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import threading
+import types
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.saved_tensors.randomness import is_generator, is_of_a_library
+from lightning_memsave.torch_internals.autograd_graph import version_of
+
+_MOST_BYTES = 2**24
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range)
+_BY_REFERENCE = (
+    Tensor,
+    nn.Module,
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    torch.jit.ScriptFunction,
+    type(threading.Lock()),
+)
+
+
+def is_immutable(value: Any) -> bool:
+    """Whether nothing that a value holds can be replaced: numbers, texts, and tuples of them."""
+    return isinstance(value, _SCALARS) or (type(value) is tuple and all(map(is_immutable, value)))
+
+
+def is_object(leaf: Any) -> bool:
+    """Whether an argument has a state that a call may change; those that are kept by reference have none here."""
+    return not isinstance(leaf, (*_SCALARS, *_BY_REFERENCE)) and not is_generator(leaf)
+
+
+class ObjectState:
+    """An object as it is now.
+
+    Args:
+        value: not changed.
+
+    Raises:
+        TypeError: it has no state that could be written down (an open file, a generator that has begun).
+
+    Example:
+        >>> history = {"losses": [0.5]}
+        >>> before = ObjectState(history)
+        >>> history["losses"].append(0.4)
+        >>> before.equals(ObjectState(history)), before.copy(before.references)
+        (False, {'losses': [0.5]})
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.references: list[Any] = []
+        """What is held as it is: tensors, modules, functions, classes, generators."""
+        written = _Written()
+        try:
+            _Pickler(written, self.references).dump(value)
+        except Exception as error:  # whatever the methods of a class raise
+            raise TypeError(f"{type(value).__name__} has no state that can be written down: {error}") from error
+        self._written = written.getvalue()
+        self.versions = [version_of(each) if isinstance(each, Tensor) else 0 for each in self.references]
+
+    def equals(self, other: ObjectState) -> bool:
+        """Whether nothing has changed between the two, tensors in place included."""
+        return (
+            self._written == other._written
+            and self.versions == other.versions
+            and len(self.references) == len(other.references)
+            and all(map(_is_same, self.references, other.references))
+        )
+
+    def copy(self, references: list[Any]) -> Any:
+        """An object of this state, which holds `references`."""
+        return _Unpickler(io.BytesIO(self._written), references).load()
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Whether two references are to one object; bound methods are made anew each time."""
+    return first is second or (isinstance(first, _METHODS) and first == second)
+
+
+_METHODS = (types.MethodType, types.BuiltinFunctionType)
+
+
+class _Written(io.BytesIO):
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > _MOST_BYTES:
+            raise ValueError(f"more than {_MOST_BYTES} bytes")
+        return super().write(data)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, references: list[Any]) -> None:
+        super().__init__(file, protocol=4)
+        self._references, self._places = references, dict[int, int]()
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, _BY_REFERENCE) and not is_generator(value) and not _is_of_lightning(value):
+            if _is_array(value) and value.nbytes > _MOST_BYTES // 2:
+                raise ValueError(f"an array of {value.nbytes} bytes")
+            return None
+        if id(value) not in self._places:
+            self._places[id(value)] = len(self._references)
+            self._references.append(value)
+        return self._places[id(value)]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, references: list[Any]) -> None:
+        super().__init__(file)
+        self._references = references
+
+    def persistent_load(self, place: int) -> Any:
+        return self._references[place]
+
+
+def _is_of_lightning(value: Any) -> bool:
+    """Whether it is Lightning's, or ours: trainers, strategies, what a module remembers of its regions."""
+    library = type(value).__module__.partition(".")[0]
+    return library == "lightning_memsave" or (is_of_a_library(value) and library not in ("torch", "numpy"))
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def state_of(value: Any) -> ObjectState | None:
+    """The state of an object; `None` for what cannot be written down, or is kept by reference."""
+    try:
+        return ObjectState(value) if is_object(value) else None
+    except TypeError:
+        return None
+
+
+class Stub:
+    """A tensor of which a call reads no values, as those of other layers in a cache: as long as somebody holds it.
+
+    Args:
+        tensor: not kept alive.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
+
+    def stands_for(self, tensor: Any) -> bool:
+        """Whether it is the tensor."""
+        return tensor is not None and self._tensor() is tensor
+
+    def get(self) -> Tensor:
+        """The tensor; when it is gone, one of its shape that takes no memory."""
+        tensor = self._tensor()
+        return (
+            tensor
+            if tensor is not None
+            else torch.zeros((), dtype=self._dtype, device=self._device).expand(self._shape)
+        )

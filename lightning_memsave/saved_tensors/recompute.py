@@ -1,0 +1,168 @@
+"""Which tensors can be computed again from what is kept anyway, read off the graph at the moment they are kept.
+
+A convolution keeps y = relu(batch_norm(x)); batch_norm keeps x. So y's bytes may go: when backward asks for it, it is
+computed from x. `Derivation` walks from a tensor up its graph, over operations that cost little (`recompute_rules`),
+until every path ends in an entry of the vault or in a parameter. No module is touched and no call is rewritten; and
+because only entries count that somebody else keeps, a recipe never costs memory.
+
+Source: Chen et al., 2016 (https://arxiv.org/abs/1604.06174), section 4.2, proposes to recompute normalisation and
+activation and keep convolutions. Here it is done per tensor instead of per segment, from the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_memsave.saved_tensors.encodings import Coded, Rank, Recipe
+from lightning_memsave.saved_tensors.function_mode import Calls
+from lightning_memsave.saved_tensors.recompute_rules import RULES, Rule
+from lightning_memsave.saved_tensors.saved_storage import Entry, Handle, Passed
+from lightning_memsave.torch_internals.autograd_graph import (
+    Edge,
+    Kept,
+    Node,
+    UnreadableError,
+    Values,
+    check_version,
+    inputs_of,
+    packed,
+    sequence_nr_of,
+    storage_key,
+    version_of,
+)
+
+MAX_DEPTH = 6
+"""How many operations a recomputation may chain: bounds its time, as recipes may build on recipes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A way to a value: how to get it, how faithful it is, what it holds on to, how many operations it takes."""
+
+    values: Values
+    rank: Rank
+    needs: tuple[object, ...] = ()
+    depth: int = 0
+
+
+class Derivation:
+    """Looks for recipes in the graph of one forward pass."""
+
+    def __init__(self, handles: Mapping[Edge, Handle], calls: Calls) -> None:
+        self._handles, self._operands, self._calls = handles, calls.operands, calls
+
+    def of(self, tensor: Tensor, wanted: Rank) -> Source | None:
+        """How to compute `tensor` again at least as faithfully as `wanted`, from other storages than its own."""
+        node = tensor.grad_fn
+        if node is None or self._calls.has_changed_itself(tensor):
+            return None
+        own = storage_key(tensor)
+        found = self._repeat(node, tensor.output_nr, own, MAX_DEPTH)
+        return found if found is not None and found.rank >= wanted and found.needs else None
+
+    def _behind(self, node: Node | None, output_nr: int, own: int, budget: int) -> Source | None:
+        """A source for one output of `node`: kept by somebody, a parameter, or repeatable."""
+        if node is None:
+            return None
+        if (leaf := getattr(node, "variable", None)) is not None:
+            return _parameter(leaf)
+        handle = self._handles.get(Edge(sequence_nr_of(node), output_nr))
+        if handle is not None and handle.producer != node.name():  # the same number in another thread
+            handle = None
+        return _kept(handle, own, budget) or self._repeat(node, output_nr, own, budget)
+
+    def _repeat(self, node: Node, output_nr: int, own: int, budget: int) -> Source | None:
+        make_rule = RULES.get(node.name())
+        if make_rule is None or budget <= 0 or self._calls.has_changed(node, output_nr):
+            return None
+        try:
+            rule = make_rule(node, output_nr, self._operands)
+            return None if rule is None else self._follow(node, rule, own, budget)
+        except UnreadableError:
+            return None
+
+    def _follow(self, node: Node, rule: Rule, own: int, budget: int) -> Source | None:
+        edges = inputs_of(node)
+        sources = []
+        for index in rule.inputs:
+            producer, producer_nr = edges[index]
+            if producer is None and rule.kept is not None:
+                source = _kept(packed(node, rule.kept), own, budget - 1)
+            else:
+                source = self._behind(producer, producer_nr, own, budget - 1)
+            if source is None or (source.rank < Rank.EXACT and not rule.is_linear):
+                return None
+            sources.append(source)
+        rank = min((s.rank for s in sources), default=Rank.EXACT)
+        if rank < Rank.EXACT and not rule.is_additive and _share_noise(sources):
+            return None  # the mean of a product of two noisy values is not the product of their means
+        function = rule.exactly if rule.exactly is not None and rank == Rank.EXACT else rule.function
+        versions = [(tensor, version_of(tensor)) for tensor in rule.reads if tensor is not None]
+
+        def values() -> Tensor:
+            for tensor, version in versions:
+                check_version(tensor, version, tensor.shape)
+            return function(*(source.values() for source in sources))
+
+        return Source(
+            values,
+            rank,
+            tuple(need for source in sources for need in source.needs),
+            1 + max((s.depth for s in sources), default=0),
+        )
+
+
+def _share_noise(sources: Sequence[Source]) -> bool:
+    """Whether two lossy sources come from the same code."""
+    found: set[Entry | Coded] = set()
+    for source in sources:
+        codes = _behind_needs(source.needs) if source.rank < Rank.EXACT else set()
+        if found & codes:
+            return True
+        found |= codes
+    return False
+
+
+def codes_behind(entry: Entry) -> set[Entry | Coded]:
+    """What an entry's values come from: itself, or entries with bytes or codes of their own, and codes of chains."""
+    return _behind_needs(entry.form.needs) if isinstance(entry.form, Recipe) else {entry}
+
+
+def _behind_needs(needs: Sequence[object]) -> set[Entry | Coded]:
+    codes: set[Entry | Coded] = set()
+    for need in needs:
+        if isinstance(need, Handle):
+            codes |= codes_behind(need.entry)
+        elif isinstance(need, Coded):
+            codes.add(need)
+    return codes
+
+
+def _kept(handle: Kept | Tensor | None, own: int, budget: int) -> Source | None:
+    """A tensor that somebody else keeps."""
+    if isinstance(handle, Passed):
+        return Source(handle.get, Rank.EXACT)
+    if isinstance(handle, Tensor):  # a number, which torch keeps without hooks
+        return Source(lambda: handle, Rank.EXACT)
+    if not isinstance(handle, Handle) or handle.entry.storage_key == own or not handle.entry.is_unchanged:
+        return None
+    entry = handle.entry
+    depth = getattr(entry.form, "depth", 0)
+    if entry.need == Rank.DERIVATIVE and entry.is_raw:
+        entry.need = entry.derivative_rank  # a code of the values serves both
+    if entry.need < Rank.INT2 or depth > budget:  # a mask or a shape alone would have to be kept for us: no gain
+        return None
+    return Source(handle.get, min(entry.need, entry.form.rank), (handle,), depth)
+
+
+def _parameter(leaf: Tensor) -> Source:
+    version = version_of(leaf)
+
+    def values() -> Tensor:
+        check_version(leaf, version, leaf.shape)
+        return leaf.detach()
+
+    return Source(values, Rank.EXACT)

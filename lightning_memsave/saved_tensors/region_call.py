@@ -1,0 +1,108 @@
+"""One call of a module in a region: what it depended on, so that it can be made again."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_memsave.core.errors import RegionError
+from lightning_memsave.saved_tensors.arguments import Arguments
+from lightning_memsave.saved_tensors.buffers import Buffers
+from lightning_memsave.saved_tensors.module_state import Attributes, Surroundings, Weights
+from lightning_memsave.saved_tensors.placeholders import Fingerprints
+from lightning_memsave.saved_tensors.randomness import Randomness
+from lightning_memsave.saved_tensors.region_members import Member
+from lightning_memsave.torch_internals.autograd_graph import version_of
+
+
+class EditsInputError(RegionError):
+    """A region changed what it was given, so it cannot be run again from it."""
+
+
+class ChangesAttributeError(RegionError):
+    """A region changed an attribute that cannot be put back.
+
+    Args:
+        module: what changed it, by name and class.
+        attribute: its name.
+    """
+
+    def __init__(self, module: str, attribute: str) -> None:
+        super().__init__(f"A checkpointed module, {module}, changes `{attribute}`, which cannot be put back.")
+        self.attribute = attribute
+
+
+class RegionCall:
+    """One call, as it can be made again.
+
+    Args:
+        member: what `module` remembers.
+        module: is about to be called.
+        given: its arguments, whose leaves stay until the call ends.
+    """
+
+    def __init__(self, member: Member, module: nn.Module, given: Arguments) -> None:
+        self.member, self.module, self.given = member, module, given
+        self._versions = [version_of(tensor) for tensor in given.tensors]
+        owners = list(module.named_modules())
+        self.weights = Weights(owners)
+        devices = {tensor.device for tensor in given.tensors} | self.weights.devices
+        self._buffers = Buffers(owners, member.changing.get(module.training), spares=member.spares)
+        self._attributes = Attributes(owners, looks_inside=member.is_checked)
+        self._surroundings = Surroundings(devices)
+        private = [*member.generators(module), *given.generators()]
+        self._before: Randomness | None = Randomness(devices, private)
+        self.devices, self.private = self._before.devices, private  # whose generators it may draw from
+        self.fingerprints = Fingerprints(module.buffers()) if member.is_checked else None
+        self.outputs: list[tuple[int, weakref.ref[Tensor], int]] = []
+        """Leaf, tensor, version."""
+
+    def end(self, args: Any, kwargs: Any, output: Any) -> tuple[list[int], tuple[Randomness, Randomness] | None]:
+        """Note what the call returned and changed.
+
+        Returns:
+            The leaves of its arguments that it has no use for, and the generators before and after, if numbers were
+            drawn.
+
+        Raises:
+            EditsInputError: it has edited its input.
+            ChangesAttributeError: it has changed an attribute that cannot be put back.
+        """
+        if self.fingerprints is not None:
+            self.fingerprints.finish()
+        if self._versions != [version_of(tensor) for tensor in self.given.tensors]:
+            raise EditsInputError(type(self.module).__name__)
+        # The first call may fill caches; what is set again in the second one is no cache.
+        if (name := self._attributes.changed(but_filled=self.member.num_calls == 0)) is not None:
+            raise ChangesAttributeError(f"`{self.member.name}` ({type(self.module).__name__})", name)
+        unused = self.given.untouched_in_caches(args, kwargs)
+        self.outputs = [
+            (number, weakref.ref(leaf), version_of(leaf))
+            for number, leaf in enumerate(leaves_of(output))
+            if isinstance(leaf, Tensor)
+        ]
+        self.weights.note()
+        if self.module.training in self.member.changing:
+            self._buffers.end_call()
+        else:
+            self.member.changing[self.module.training] = self._buffers.changed()
+        before, self._before = self._before, None
+        assert before is not None, "it ends once"
+        after = before.now()
+        return unused, None if after.equals(before) else (before, after)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Everything is as it was before the call."""
+        with self._surroundings.again(), self.weights.again(), self._buffers.again(), self._attributes.again():
+            yield
+
+
+def leaves_of(output: Any) -> list[Any]:
+    """What a call returned, taken apart."""
+    return [output] if isinstance(output, Tensor) else tree_leaves(output)

@@ -1,0 +1,115 @@
+"""The inputs of regions: kept as autograd keeps tensors, but without the graph behind them.
+
+A region of several calls may be given what was computed, outside of it, from its own earlier calls. If it held the
+graph behind that, it would hold itself, through C++ where no garbage collector looks: a forward pass that no backward
+follows would never be freed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.saved_tensors.store import Vault
+from lightning_memsave.torch_internals.autograd_graph import check_version, innermost_hooks, version_of
+
+
+class Keeper:
+    """Whose pack hook takes what is kept inside of a region, or in its repetition."""
+
+    vault: Vault | None
+    """What keeps it in the repetition."""
+
+
+class Input:
+    """A tensor that a region was given.
+
+    Args:
+        tensor: kept through the hooks that are active; a leaf that requires a gradient is held as it is.
+    """
+
+    __slots__ = ("_has_graph", "_kept", "_unpack", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._has_graph = tensor.grad_fn is not None
+        self._version = version_of(tensor)
+        self._unpack: Any = None
+        pack, unpack = innermost_hooks()
+        if pack is None or (tensor.is_leaf and tensor.requires_grad):
+            self._kept: Any = tensor.detach() if self._has_graph else tensor
+            return
+        # Hooks of others may return the tensor itself, with its graph; ours read the graph, and do not hold it.
+        is_ours = isinstance(getattr(pack, "__self__", None), (Keeper, Vault))
+        with torch.no_grad():
+            self._kept, self._unpack = pack(tensor if is_ours else tensor.detach()), unpack
+
+    def get(self) -> Tensor:
+        """The tensor, under a node of its own where a node was behind it.
+
+        Raises:
+            RuntimeError: it was changed in place since, as autograd itself would.
+        """
+        if self._unpack is None:
+            check_version(self._kept, self._version)
+            tensor = self._kept
+        else:
+            with torch.no_grad():
+                tensor = self._unpack(self._kept)
+        if not self._has_graph:
+            return tensor  # type: ignore[no-any-return]
+        return _Entrance.apply(tensor.detach().requires_grad_())  # type: ignore[no-any-return,no-untyped-call]  # untyped in torch
+
+
+class _Entrance(torch.autograd.Function):
+    """A tensor under a node: the vault looks for recipes as far as this one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        """The same tensor."""
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """The same gradient."""
+        return gradient
+
+
+def _owner_of_hooks() -> Any:
+    return getattr(innermost_hooks()[0], "__self__", None)
+
+
+def vault_around() -> Vault | None:
+    """The vault that keeps what is kept now, or that will keep what the region around keeps when it is repeated."""
+    owner = _owner_of_hooks()
+    return owner if isinstance(owner, Vault) else getattr(owner, "vault", None)
+
+
+_INPUTS: ContextVar[Vault | None] = ContextVar("vault of inputs", default=None)
+
+
+@contextlib.contextmanager
+def keeping_inputs_in(vault: Vault) -> Iterator[None]:
+    """The inputs of regions that are entered inside are kept in `vault`, whatever keeps the rest."""
+    if _INPUTS.get() is not None:
+        yield
+        return
+    token = _INPUTS.set(vault)
+    try:
+        with vault.opened():
+            yield
+    finally:
+        _INPUTS.reset(token)
+
+
+def keep(tensor: Tensor) -> Input:
+    """Keep an input. Inside another region, or in its repetition, that one does."""
+    vault = _INPUTS.get()
+    if vault is None or isinstance(_owner_of_hooks(), Keeper):
+        return Input(tensor)
+    with vault.hooks():
+        return Input(tensor)

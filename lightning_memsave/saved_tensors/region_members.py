@@ -1,0 +1,64 @@
+"""Modules in regions: which regions each belongs to, and what it remembers from call to call."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_memsave.saved_tensors.buffers import Spares
+from lightning_memsave.saved_tensors.randomness import generators_in
+
+
+class Group:
+    """Calls that are one region when they follow each other: an identity that the modules called have in common.
+
+    Args:
+        num_members: how many modules there are.
+    """
+
+    def __init__(self, num_members: int) -> None:
+        self.num_members = num_members
+
+
+class Membership(NamedTuple):
+    """The place of a module in a group."""
+
+    group: Group
+    position: int
+
+
+class Member:
+    """What a module in regions remembers: its groups, the outermost first, and which of its buffers its calls change.
+
+    Args:
+        name: of the module.
+        memberships: its groups.
+        previous_forward: an instance attribute that somebody else bound, or `None`.
+    """
+
+    def __init__(
+        self, name: str, memberships: Sequence[Membership], previous_forward: Callable[..., Any] | None
+    ) -> None:
+        self.name, self.memberships, self.previous_forward = name, tuple(memberships), previous_forward
+        self.changing: dict[bool, set[str]] = {}  # in training, and not: spectral norm iterates in training only
+        self.spares = Spares()
+        self.num_calls = 0
+        self._generators: list[Any] = []
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the next call is one of those that are compared with their repetitions: the first, some later."""
+        return self.num_calls == 3 or not self.num_calls & (self.num_calls - 1)  # 0 to 4, and powers of 2
+
+    def generators(self, module: nn.Module) -> list[Any]:
+        """The random generators that `module` and those inside hold; looked for when a call is checked."""
+        if self.is_checked:
+            self._generators = generators_in(*module.modules())
+        return self._generators
+
+    def forward_of(self, module: nn.Module) -> Callable[..., Any]:
+        """The forward that computes."""
+        return self.previous_forward or types.MethodType(type(module).forward, module)

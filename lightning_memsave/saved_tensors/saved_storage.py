@@ -1,0 +1,190 @@
+"""What autograd holds instead of tensors: an entry for each storage, and a handle for each tensor kept of it."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.saved_tensors.activation_derivatives import Derivative
+from lightning_memsave.saved_tensors.code_rows import Rows
+from lightning_memsave.saved_tensors.encodings import Form, Rank, Raw, Shape
+from lightning_memsave.torch_internals.autograd_graph import (
+    Kept,
+    WeakStorage,
+    check_version,
+    is_held_elsewhere,
+    let_go,
+    storage_key,
+    version_of,
+    watch,
+    watch_again,
+)
+
+
+class Recent:
+    """The entry that was decoded last keeps its values until another one is: consumers that follow each other share."""
+
+    def __init__(self) -> None:
+        self._entry: weakref.ref[Entry] | None = None
+
+    def replace(self, entry: Entry | None) -> None:
+        """Make `entry` the one that keeps its values."""
+        previous = self._entry() if self._entry is not None else None
+        if previous is not None:
+            previous.decoded = None
+        self._entry = None if entry is None else weakref.ref(entry)
+
+
+class Entry:
+    """One storage that backward needs, in one form. It dies, and frees its bytes, with its last handle."""
+
+    __slots__ = (
+        "__weakref__",
+        "_recent",
+        "_version",
+        "_watched",
+        "decoded",
+        "derivative",
+        "derivative_rank",
+        "form",
+        "has_gradient",
+        "interval",
+        "is_coupled",
+        "is_guarded",
+        "keeps_sign",
+        "made_as",
+        "need",
+        "nonlinear",
+        "normalised_by",
+        "num_uses",
+        "original",
+        "plain_bytes",
+        "rows",
+        "storage_key",
+    )
+
+    def __init__(self, tensor: Tensor, recent: Recent) -> None:
+        self._watched = watch(tensor)  # [n]: the whole storage
+        self._version = tensor._version
+        self._recent = recent
+        self.form: Form = Raw(self._watched)
+        self.decoded: Tensor | None = None
+        self.has_gradient = tensor.requires_grad
+        """Whether it is a result that is differentiated, and no mask or noise."""
+        self.need = Rank.SHAPE
+        """The most that any consumer needs."""
+        self.interval: tuple[float, float] | None = None
+        """The mask that is needed asks whether values lie inside it; `None`: whether they are positive."""
+        self.derivative: Derivative | None = None
+        """Where a code of a derivative is needed: of which."""
+        self.derivative_rank = Rank.INT4
+        """How faithful it is; of a code of the values, where these are needed after all."""
+        self.keeps_sign = False
+        """Whether a consumer of a lossy copy reads signs."""
+        self.is_guarded = False
+        """Whether it keeps more bits than its consumers asked for."""
+        base = tensor if tensor._base is None else tensor._base
+        self.made_as = base.shape, base.stride()
+        """Shape and strides of the tensor that the storage was made for."""
+        self.rows: Rows | None = None
+        """Those in which consumers bear noise; `None`: in any."""
+        self.normalised_by: list[int] = []
+        """The calls of normalisations that read it, by number."""
+        self.nonlinear: set[str] = set()
+        """Functions that read it, whose gradients are not linear in it."""
+        self.num_uses, self.is_coupled = 0, False
+        """How often a lossy copy is read, and whether that goes on into a product with something else."""
+        self.original = WeakStorage(tensor)
+        self.storage_key = storage_key(tensor)
+        self.plain_bytes = tensor.untyped_storage().nbytes()
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the bytes themselves are held."""
+        return isinstance(self.form, Raw)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether it is kept in a form with noise."""
+        return Rank.MASK < self.form.rank < Rank.EXACT
+
+    @property
+    def is_held_elsewhere(self) -> bool:
+        """Whether somebody else keeps the bytes alive as well, so that holding them costs nothing."""
+        return self.is_raw and is_held_elsewhere(self._watched)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nobody has changed the storage in place since it was kept."""
+        return self._watched._version == self._version
+
+    def check(self, size: torch.Size) -> None:
+        """Raise `RuntimeError` when the storage was changed in place since it was kept."""
+        check_version(self._watched, self._version, size)
+
+    def become(self, form: Form) -> None:
+        """Hold another form, and let the bytes go."""
+        self.form, self.decoded = form, None
+        let_go(self._watched)
+
+    def become_raw(self, storage: torch.UntypedStorage) -> None:
+        """Hold the bytes again."""
+        watch_again(self._watched, storage)
+        self.form, self.decoded = Raw(self._watched), None
+
+    def flat(self) -> Tensor:
+        """All elements of the storage, [n]."""
+        if self.is_raw:
+            return self._watched
+        if self.decoded is None:
+            decoded = self.form.flat()
+            self._recent.replace(self)
+            self.decoded = decoded
+        return self.decoded
+
+
+class Handle(Kept):
+    """One tensor of an entry, as a consumer kept it: shape, strides and offset are restored exactly."""
+
+    __slots__ = ("__weakref__", "entry", "offset", "producer", "size", "stride")
+
+    def __init__(self, entry: Entry, tensor: Tensor) -> None:
+        self.entry = entry
+        self.size, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.producer = None if tensor.grad_fn is None else tensor.grad_fn.name()
+
+    def get(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: it was changed in place since it was kept, as autograd itself would.
+        """
+        self.entry.check(self.size)
+        if (
+            isinstance(self.entry.form, Shape)
+            and (cheap := self.entry.form.without_memory(self.size, self.stride)) is not None
+        ):
+            return cheap
+        return self.entry.flat().as_strided(self.size, self.stride, self.offset)
+
+
+class Passed(Kept):
+    """A tensor that the vault leaves alone: a parameter, something small, a subclass."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor.detach(), version_of(tensor)
+
+    def get(self) -> Tensor:
+        """The tensor; raises as `Handle.get` does."""
+        check_version(self._tensor, self._version)
+        return self._tensor
+
+
+def kept_bytes(entries: list[Entry]) -> int:
+    """Bytes that entries keep alive, each storage once."""
+    tensors = [tensor for entry in entries for tensor in entry.form.payload()]
+    return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

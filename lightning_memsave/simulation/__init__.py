@@ -1,0 +1,1 @@
+"""A step without memory: fake tensors, what is known of their values, and the CUDA allocator replayed."""

@@ -1,0 +1,172 @@
+"""Sparsity in a run: layers change before optimizers exist, patterns after each step, and checkpoints stay dense.
+
+The patterns are part of the callback's state, because a live weight may be zero. A checkpoint without them (of a dense
+run, or of another sparsity) is pruned to the largest weights, which are all it has where it is as sparse already.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.report import Applied
+from lightning_memsave.techniques.optimizer_state import is_low_bit
+from lightning_memsave.techniques.sparsity import (
+    MaskUpdates,
+    Sparsity,
+    apply_sparsity,
+    choose_patterns,
+    sparse_layers,
+)
+from lightning_memsave.techniques.sparsity.checkpoints import from_dense_layout, layouts_of, to_dense_layout
+from lightning_memsave.techniques.sparsity.updates import refuse_codes, refuse_lost_gradients
+from lightning_memsave.torch_internals.optimizer_class import PENDING
+
+
+class Sparsifying:
+    """The sparse layers of one run. Once that is over it knows where values were, and no layer.
+
+    Args:
+        trainer: whose model is changed.
+        config: the settings.
+        saved: what `state_dict` said, of the run that is resumed.
+
+    Raises:
+        ValueError: as `apply_sparsity`; a callback that copies the dense model; a method that resizes parameters with
+            several processes.
+    """
+
+    def __init__(self, trainer: Any, config: Sparsity, saved: Mapping[str, Any] | None) -> None:
+        _refuse(trainer, config)
+        self._model, self._config = trainer.lightning_module, config
+        self._updates: dict[torch.optim.Optimizer, MaskUpdates] = {}
+        self._saved = saved if saved is not None and saved["sparsity"] == config.sparsity else None
+        if self._saved is not None:
+            patterns = self._saved["patterns"]
+        else:
+            is_given = trainer.ckpt_path is not None and config.initial == "random"
+            patterns = choose_patterns(
+                self._model, dataclasses.replace(config, initial="magnitude") if is_given else config
+            )
+            patterns = trainer.strategy.broadcast(patterns)  # ranks may have drawn different weights
+        applied = apply_sparsity(self._model, config, patterns)
+        self.applied = dataclasses.replace(applied, restore=lambda: self._finish(applied))
+        """What was done; its `undo` ends the run."""
+        self._num_moved = self._num_told = 0
+
+    def follow(self, trainer: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Update patterns after the steps of `optimizers`, where the method does so.
+
+        Raises:
+            ValueError: as `MaskUpdates`; an optimizer of bitsandbytes' own, whose state has no dense layout on disk.
+        """
+        self._refuse_earlier(optimizers)
+        for optimizer in optimizers:
+            if type(optimizer).__module__.startswith("bitsandbytes"):
+                raise setting_error(
+                    "sparsity",
+                    "cannot write the state of bitsandbytes' own optimizers in the dense layout",
+                    type(optimizer).__name__,
+                    'Use torch\'s optimizer and `MemSave(optimizer_state="8bit")`.',
+                )
+            if self._config.is_updated:
+                refuse_codes(self._config, is_low_bit(optimizer))
+                refuse_lost_gradients(self._config, PENDING in vars(optimizer))
+        if not self._config.is_updated:
+            return
+        num_steps = trainer.estimated_stepping_batches if isinstance(self._config.schedule.until, float) else None
+        for number, optimizer in enumerate(optimizers):
+            updates = MaskUpdates(self._model, optimizer, self._config, num_steps, trainer.strategy.reduce)
+            if self._saved is not None and number < len(self._saved["updates"]):
+                updates.load_state_dict(self._saved["updates"][number])
+            self._updates[optimizer] = updates
+
+    def _refuse_earlier(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raise `ValueError` for an optimizer with dense weights that the model has no more."""
+        ours = set(self._model.parameters())
+        for optimizer in optimizers:
+            if any(p.requires_grad and p not in ours for group in optimizer.param_groups for p in group["params"]):
+                raise setting_error(
+                    "sparsity",
+                    "needs optimizers that are made in `configure_optimizers`, when layers are sparse",
+                    f"{type(optimizer).__name__} with parameters that the model does not have",
+                    "Make it there, from `self.parameters()`.",
+                )
+
+    def stepped(self, trainer: Any, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has made a step."""
+        updates = self._updates.get(optimizer)
+        if updates is None:
+            return
+        if self._saved is None and updates.num_steps == 0:  # resumed, maybe, from a checkpoint of another run
+            updates.join_at(trainer.global_step)
+        self._num_moved += updates.step()
+
+    def has_moved(self) -> bool:
+        """Whether weights have moved since this was asked last."""
+        before, self._num_told = self._num_told, self._num_moved
+        return self._num_moved > before
+
+    def metrics(self) -> dict[str, float]:
+        """What loggers see: the share of weights that live, and how many moved in this run."""
+        layers = sparse_layers(self._model).values() if self._model is not None else ()
+        total = sum(layer.dense_shape.numel() for layer in layers)
+        live = sum(layer.values.numel() for layer in layers)
+        return {"memsave/density_fraction": live / total, "memsave/num_weights_moved": self._num_moved} if total else {}
+
+    # --------------------------------------------------------------------------- checkpoints
+    def state_dict(self) -> dict[str, Any]:
+        """For the callback's state: patterns, and where updates are."""
+        if self._model is None:
+            return self._at_end
+        return {
+            "sparsity": self._config.sparsity,
+            "patterns": {name: layer.values_index for name, layer in sparse_layers(self._model).items()},
+            "updates": [updates.state_dict() for updates in self._updates.values()],
+        }
+
+    def to_disk(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's state dict as that of a dense run."""
+        return to_dense_layout(optimizer, state, self._layouts())
+
+    def from_disk(self, optimizers: Sequence[torch.optim.Optimizer], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """A checkpoint of a dense run with the optimizer states of this one."""
+        states = list(checkpoint["optimizer_states"])
+        for number, optimizer in enumerate(optimizers[: len(states)]):  # Lightning leaves the others alone as well
+            states[number] = from_dense_layout(optimizer, states[number], self._layouts())
+        return {**checkpoint, "optimizer_states": states}
+
+    def _layouts(self) -> dict[Any, Any]:
+        return self._layouts_at_end if self._model is None else layouts_of(self._model)
+
+    def _finish(self, applied: Applied) -> None:
+        self._at_end, self._layouts_at_end = self.state_dict(), layouts_of(self._model)
+        self._model, self._saved = None, None
+        self._updates.clear()
+        applied.undo()
+
+
+def _refuse(trainer: Any, config: Sparsity) -> None:
+    averaging = [type(c).__name__ for c in trainer.callbacks if _averages_weights(c)]
+    if averaging:
+        raise setting_error(
+            "sparsity",
+            "cannot be combined with a callback that averages a copy of the dense model",
+            averaging[0],
+            "Remove the callback, or set `sparsity=False`.",
+        )
+    if config.resizes and trainer.world_size > 1:
+        raise setting_error(
+            "sparsity",
+            "must keep the size of each parameter with several processes, whose gradient buckets are made once",
+            (config.method, config.initial),
+            'Use `method="rigl"`, "set" or "static".',
+        )
+
+
+def _averages_weights(callback: Any) -> bool:
+    return bool({cls.__name__ for cls in type(callback).__mro__} & {"WeightAveraging", "StochasticWeightAveraging"})

@@ -1,0 +1,164 @@
+"""Gradients that end in backward: each parameter's, as soon as it is complete, and then it is freed.
+
+`GradientRelease` steps the parameter at once, with the optimizer's own step of one parameter, so that the results are
+the same bits; the `optimizer.step()` that follows finds no gradients. `GradientsIntoState` adds the gradient to the
+optimizer's moments, and the step moves the parameters. Either way there is one gradient instead of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.coupling import check_steps_parameters_alone
+from lightning_memsave.saved_tensors.checkpoint_regions import before_change, expect_changes, expect_no_changes
+from lightning_memsave.techniques.optimizer_state import optimizer_accumulation
+from lightning_memsave.techniques.optimizer_state.quantized import is_coded, memory_of
+from lightning_memsave.torch_internals.optimizer_class import IN_BACKWARD, PENDING, bare_step, step_one
+
+
+class InBackward(ABC):
+    """What happens to gradients inside of backward, from now until `remove`.
+
+    Args:
+        optimizers: whose parameters.
+
+    Raises:
+        ValueError: an optimizer that needs all gradients at once.
+    """
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._is_rehearsal = False
+        self._hooks = []
+        self._optimizers = list(map(weakref.ref, optimizers))  # their state must not wait for the garbage collector
+        for reference in self._optimizers:
+            check_steps_parameters_alone(_alive(reference), "OptimizerState.gradients")
+            vars(_alive(reference))[IN_BACKWARD] = True
+        for reference in self._optimizers:
+            for gindex, group in enumerate(_alive(reference).param_groups):
+                for p in group["params"]:
+                    if p.requires_grad:
+                        hook = functools.partial(self._complete, reference, gindex)
+                        self._hooks.append(p.register_post_accumulate_grad_hook(hook))
+
+    @torch.no_grad()
+    def _complete(self, reference: weakref.ref[torch.optim.Optimizer], gindex: int, p: Tensor) -> None:
+        optimizer = reference()
+        if optimizer is None:
+            return
+        if not self._is_rehearsal:
+            self._take(optimizer, optimizer.param_groups[gindex], p)  # looked up now: loading a state dict replaces it
+        p.grad = None
+
+    @abstractmethod
+    def _take(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> None:
+        """Use the gradient of `p`, which is freed afterwards."""
+
+    @contextlib.contextmanager
+    def rehearsed(self) -> Iterator[None]:
+        """Inside, gradients are freed and nothing else happens."""
+        self._is_rehearsal = True
+        try:
+            yield
+        finally:
+            self._is_rehearsal = False
+
+    def remove(self) -> None:
+        """Backward only computes gradients again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for optimizer in filter(None, (reference() for reference in self._optimizers)):
+            vars(optimizer).pop(IN_BACKWARD, None)
+
+
+def _alive(reference: weakref.ref[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    optimizer = reference()
+    assert optimizer is not None, "the caller holds it"
+    return optimizer
+
+
+class GradientRelease(InBackward):
+    """Steps in backward.
+
+    Args:
+        optimizers: whose parameters.
+        before_step: called with each parameter whose gradient is complete, for example to clip it by value.
+
+    Raises:
+        ValueError: an optimizer that needs all gradients at once.
+    """
+
+    def __init__(
+        self, optimizers: Iterable[torch.optim.Optimizer], before_step: Callable[[Tensor], object] | None = None
+    ) -> None:
+        super().__init__(optimizers)
+        self._before_step, self._stepped = before_step, set[Tensor]()
+        expect_changes(self._parameters())
+        for reference in self._optimizers:
+            self._hooks.append(_alive(reference).register_step_post_hook(self._step_is_over))
+
+    def _take(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> None:
+        if p in self._stepped:
+            raise RuntimeError(
+                'A second backward before `optimizer.step()`: with `OptimizerState(gradients="release")` each backward '
+                'is a step of its own, so gradients cannot be accumulated. Use `gradients="keep"`.'
+            )
+        if self._before_step is not None:
+            self._before_step(p)
+        before_change(p)
+        step_one(bare_step(type(optimizer)), optimizer, group, p)
+        self._stepped.add(p)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for optimizer in filter(None, (reference() for reference in self._optimizers)):
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def _step_is_over(self, *_: Any) -> None:
+        self._stepped.clear()
+        # A parameter without a hook stepped as without us. That is fine, unless gradients were to be changed before.
+        if self._before_step is not None and any(p.grad is not None for p in self._parameters()):
+            raise RuntimeError(
+                'A parameter was unfrozen during the run and stepped without clipping: with `gradients="release"` '
+                'clipping is for parameters that train from the start. Use `OptimizerState(gradients="keep")`.'
+            )
+
+    def remove(self) -> None:
+        """Backward only computes gradients again."""
+        super().remove()
+        expect_no_changes(self._parameters())
+        self._before_step = None
+        self._stepped.clear()
+
+
+class GradientsIntoState(InBackward):
+    """Adds gradients to the moments of optimizers that `become_coded` has changed.
+
+    Raises:
+        ValueError: an optimizer whose step needs the gradient itself.
+    """
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        listed = list(optimizers)
+        super().__init__(listed)
+        for optimizer in listed:
+            vars(optimizer).setdefault(PENDING, {})
+            memory_of(optimizer).takes_gradients = True
+
+    def _take(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> None:
+        optimizer_accumulation.add(optimizer, memory_of(optimizer), group, p)
+
+    def remove(self) -> None:
+        """Backward only computes gradients again."""
+        super().remove()
+        for optimizer in filter(None, (reference() for reference in self._optimizers)):
+            if is_coded(optimizer):
+                memory_of(optimizer).takes_gradients = False

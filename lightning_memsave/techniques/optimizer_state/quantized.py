@@ -1,0 +1,348 @@
+"""Optimizers whose moments are something smaller between their steps: codes, means, or tensors in host memory.
+
+Any optimizer that is known, with its own `step`. Before a parameter steps its moments are decoded, as the optimizer
+itself would hold them, and afterwards they are encoded again (`moment_codecs.py`), so that the transient is of one
+parameter; with codes or means of one part of it, where it is large (`torch_internals/optimizer_class.py`). With
+`"lowrank"` and `"apollo"` they are moments of the gradient in a subspace (`projection.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.coupling import check_steps_parameters_alone
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.numerics.kbit import mix
+from lightning_memsave.techniques.optimizer_state import optimizer_accumulation as accumulation
+from lightning_memsave.techniques.optimizer_state import projection, state_checks
+from lightning_memsave.techniques.optimizer_state import state_dict_layout as layout
+from lightning_memsave.techniques.optimizer_state.host_offload import fetch_ahead
+from lightning_memsave.techniques.optimizer_state.moment_codecs import (
+    POSITIVE,
+    SIGNED,
+    Factored,
+    Noise,
+    bound_step,
+    decode,
+    encode,
+    put_back,
+    unit_of,
+)
+from lightning_memsave.torch_internals.optimizer_class import (
+    PENDING,
+    SCALES_ITSELF,
+    Counts,
+    MadeClass,
+    bare_step,
+    change_class,
+    check_latest,
+    name_of,
+    original,
+    span_of,
+    step_each,
+    step_one,
+)
+
+MEMORY = "_memsave_coded"
+MOMENTS: Mapping[str, tuple[str, ...]] = {
+    "AdamW": ("exp_avg", "exp_avg_sq"),
+    "Adam": ("exp_avg", "exp_avg_sq"),
+    "NAdam": ("exp_avg", "exp_avg_sq"),
+    "RAdam": ("exp_avg", "exp_avg_sq"),
+    "SGD": ("momentum_buffer",),
+    "Lion": ("exp_avg",),
+    "RMSprop": ("square_avg",),
+    "Adagrad": ("sum",),
+}
+"""The optimizers that are known, by the name of their class, and their moments."""
+_GOLDEN, _ROOT_OF_2 = 0x9E3779B9, 0x6A09E667  # the fractions of the golden ratio and of the square root, times 2**32
+_OF_SECOND_MOMENTS = ("factored", "4bit-factored", "5bit-factored", "apollo")
+_MUST_BE_OFF = ("amsgrad", "centered", "capturable", "differentiable")
+
+
+@dataclass(kw_only=True)
+class Memory(Counts):
+    """What such an optimizer remembers besides its state."""
+
+    plain_class: type[torch.optim.Optimizer]
+    state_format: str
+    kept: set[Tensor]
+    """Parameters whose state stays as it is."""
+    min_size: int
+    """Parameters of fewer elements keep theirs as well, also where they come later."""
+    rank: int
+    is_compact: bool
+    """Whether checkpoints have codes instead of float32 moments."""
+    numbers: dict[Tensor, int]
+    scales_itself: Any = None
+    """What the plain class says to a GradScaler, where steps need gradients as they are."""
+    takes_gradients: bool = False
+    """Whether gradients go into the moments (`optimizer_accumulation.py`)."""
+    last_number: int = -1
+    order: list[Tensor] = field(default_factory=list)
+
+    def format_of(self, p: Tensor) -> str:
+        """How the state of `p` is kept."""
+        whole = original(p)
+        is_kept = whole in self.kept or whole.numel() < self.min_size or whole.is_complex()
+        return "32bit" if is_kept else self.state_format
+
+    def unit(self, p: Tensor) -> int:
+        """Whole blocks of codes, rows, or all of `p`."""
+        unit = unit_of(self.format_of(p), p.shape)
+        return math.lcm(unit, accumulation.row_length(p)) if self.takes_gradients else unit
+
+    def noise_of(self, p: Tensor, draw: int = 0) -> Noise:
+        """Of this step for `p`; `draw` tells several of one step apart."""
+        number = self.numbers.setdefault(original(p), len(self.numbers))
+        seed = mix(8 * number + 1)
+        if start := span_of(p).start:
+            seed = mix(seed ^ start)
+        return Noise(seed, (self.num_steps * _GOLDEN + draw * _ROOT_OF_2) & 0xFFFFFFFF)
+
+
+def _subspaces_of(memory: Memory) -> tuple[str, int] | None:
+    return (memory.state_format, memory.rank) if memory.state_format in projection.METHODS else None
+
+
+def _is_projected(memory: Memory, p: Tensor) -> bool:
+    return memory.format_of(p) in projection.METHODS
+
+
+def memory_of(optimizer: torch.optim.Optimizer) -> Memory:
+    """What an optimizer remembers that `become_coded` has changed."""
+    memory: Memory = vars(optimizer)[MEMORY]
+    return memory
+
+
+def check_coded(optimizer: torch.optim.Optimizer, state_format: str) -> None:
+    """Refuse what cannot have such state.
+
+    Raises:
+        ValueError: an optimizer that is not known, or a setting that compares a moment with itself.
+    """
+    name = name_of(type(optimizer))
+    check_steps_parameters_alone(optimizer, "optimizer_state")
+    makes_state_at_once = ("Adagrad",) if state_format in projection.METHODS else ()
+    known = [n for n in MOMENTS if n not in makes_state_at_once]
+    if name not in known:
+        known += ["LAMB"] if state_format == "8bit" else []  # bitsandbytes'
+        raise setting_error(
+            "optimizer_state",
+            f"in {state_format!r} needs an optimizer whose moments are known ({', '.join(known)})",
+            name,
+            "Use one of these, or `optimizer_state=False`.",
+        )
+    if state_format in _OF_SECOND_MOMENTS and "exp_avg_sq" not in MOMENTS[name]:
+        raise setting_error(
+            "optimizer_state",
+            f"in {state_format!r} needs an optimizer with first and second moments",
+            name,
+            'Use AdamW, or `optimizer_state="8bit"`.',
+        )
+    for group in optimizer.param_groups:
+        for key in _MUST_BE_OFF:
+            if group.get(key):
+                raise setting_error(
+                    "optimizer_state", f"in {state_format!r} cannot keep {name}'s `{key}`", True, f"Use `{key}=False`."
+                )
+        if name == "SGD" and not group["momentum"]:
+            raise setting_error(
+                "optimizer_state",
+                "needs SGD with momentum; without, there is no state",
+                0,
+                "Use `optimizer_state=False`.",
+            )
+
+
+def moments_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the moments that `optimizer` keeps for the parameters of one of its groups."""
+    name = memory_of(optimizer).plain_class.__name__ if is_coded(optimizer) else type(optimizer).__name__
+    has_momentum = name == "RMSprop" and group["momentum"]
+    return (*MOMENTS[name], "momentum_buffer") if has_momentum else MOMENTS[name]
+
+
+def is_coded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `become_coded` has changed this optimizer."""
+    return MEMORY in vars(optimizer)
+
+
+def become_coded(
+    optimizer: torch.optim.Optimizer,
+    state_format: str,
+    kept: set[Tensor],
+    *,
+    min_size: int = 0,
+    rank: int = 0,
+    is_compact: bool = False,
+) -> None:
+    """Change the class of `optimizer`, so that every reference to it stays good; state that exists is encoded."""
+    plain_class: Any = type(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    memory = Memory(
+        plain_class=plain_class,
+        state_format=state_format,
+        kept=kept,
+        min_size=min_size,
+        rank=rank,
+        is_compact=is_compact,
+        numbers={p: number for number, p in enumerate(parameters)},
+        order=parameters,
+    )
+    if state_format in projection.METHODS:  # they read gradients outside of the fused step
+        memory.scales_itself = vars(optimizer).pop(SCALES_ITSELF, None)
+    change_class(optimizer, _class_coded(plain_class))
+    vars(optimizer)[MEMORY] = memory
+    for p, state in optimizer.state.items():
+        load_state(optimizer, p, state)
+
+
+def leave_coded(optimizer: torch.optim.Optimizer) -> None:
+    """Undo `become_coded`; moments keep the rounding that they have suffered, and the dtype of their parameter.
+
+    Raises:
+        RuntimeError: the optimizer was changed again since.
+    """
+    check_latest(optimizer, MEMORY)
+    memory = memory_of(optimizer)
+    for p, state in optimizer.state.items():
+        if projection.PROJECTION in state:
+            state.clear()  # moments of a subspace say nothing about the others
+        for name, value in state.items():
+            state[name] = _decoded(memory, name, value, p)
+    del vars(optimizer)[MEMORY]
+    vars(optimizer).pop(PENDING, None)
+    if memory.scales_itself is not None:
+        vars(optimizer)[SCALES_ITSELF] = memory.scales_itself
+    change_class(optimizer, memory.plain_class)
+
+
+def load_state(optimizer: torch.optim.Optimizer, p: Tensor, state: dict[str, Any]) -> None:
+    """Encode the moments of `p` in place, to the nearest, which finds codes again exactly."""
+    memory = memory_of(optimizer)
+    if _is_projected(memory, p) and projection.PROJECTION not in state:
+        projection.project_state(state, p, memory.state_format, memory.rank)
+    for name, value in state.items():
+        state[name] = encode(memory.format_of(p), name, value, p.shape, None)
+
+
+def _decoded(memory: Memory, name: str, stored: Any, p: Tensor) -> Any:
+    """As the optimizer itself would hold it."""
+    value = decode(memory.format_of(p), name, stored, p.shape)
+    if value is stored and (name not in (*SIGNED, *POSITIVE) or value.dtype == p.dtype):
+        return value
+    return layout.as_strided_as(value.to(p.device, p.dtype), p)
+
+
+def _step_one(step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any], p: Tensor) -> None:
+    memory = memory_of(optimizer)
+    pending = vars(optimizer).get(PENDING, {}).get(original(p))
+    if pending is not None:
+        accumulation.move(optimizer, memory, group, p, pending)
+        return
+    if _is_projected(memory, p) and projection.is_worth_it(p, memory.rank):
+        projection.step_projected(step, optimizer, group, p, memory)
+        return
+    state = optimizer.state.get(p, {})
+    before = dict(state)
+    if memory.state_format == "offload":
+        fetch_ahead([optimizer.state.get(other, {}) for other in _next(memory, p)])
+    for name, stored in before.items():
+        state[name] = _decoded(memory, name, stored, p)
+    if isinstance(before.get("exp_avg_sq"), Factored):
+        bound_step(state["exp_avg"], state["exp_avg_sq"], group["betas"])
+    step_one(step, optimizer, group, p)
+    noise, state = memory.noise_of(p), optimizer.state[p]
+    for name, value in state.items():
+        state[name] = put_back(memory.format_of(p), before.get(name), name, value, p.shape, noise)
+
+
+def _next(memory: Memory, p: Tensor) -> Iterator[Tensor]:
+    """The parameter that steps after `p`: backward goes from the last to the first."""
+    number = memory.numbers.get(original(p), 0)
+    goes_up = number == memory.last_number + 1 or (number == 0 and memory.last_number != 1)
+    following, memory.last_number = number + (1 if goes_up else -1), number
+    if 0 <= following < len(memory.order):
+        yield memory.order[following]
+
+
+@functools.cache
+def _class_coded(plain: Any) -> Any:
+    class Coded(plain, metaclass=MadeClass):  # type: ignore[misc]  # a base known at run time
+        made_by, made_from, memory_name = _class_coded, plain, MEMORY
+
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            memory = memory_of(self)
+            one = functools.partial(_step_one, bare_step(memory.plain_class), self)
+            return step_each(self, closure, one)
+
+        def state_dict(self) -> dict[str, Any]:
+            return _to_disk(self, super().state_dict())
+
+        def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+            moments = functools.partial(moments_of, self)
+            state_checks.check_state_dict(self, state_dict, moments, _subspaces_of(memory_of(self)))
+            super().load_state_dict({**state_dict, "state": {}, "param_groups": layout.groups_for(self, state_dict)})
+            _from_disk(self, state_dict)
+
+        def __getstate__(self) -> dict[str, Any]:
+            memory = memory_of(self)
+            own: dict[str, Any] = {MEMORY: replace(memory, numbers=dict(memory.numbers))}
+            if PENDING in vars(self):
+                own[PENDING] = vars(self)[PENDING]
+            return {**super().__getstate__(), **own}
+
+    Coded.__name__, Coded.__qualname__ = plain.__name__, f"{name_of(plain)}Coded"
+    return Coded
+
+
+def _to_disk(optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+    """Torch's own state dict with moments as checkpoints have them, one after the other."""
+    memory = memory_of(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state: dict[int, dict[str, Any]] = {}
+    exact: dict[int, dict[str, Any]] = {}
+    for number, values in found["state"].items():
+        p = parameters[number]
+        write = functools.partial(layout.write, memory.format_of(p), shape=p.shape, is_compact=memory.is_compact)
+        written = {name: write(name, value) for name, value in values.items()}
+        state[number] = {k: layout.as_strided_as(v, p) if isinstance(v, Tensor) else v for k, v in written.items()}
+        if not memory.is_compact and (means := layout.means_of(values)):
+            exact[number] = means
+    pending = vars(optimizer).get(PENDING, {})
+    side = {
+        "version": state_checks.VERSION,
+        "num_steps": memory.num_steps,
+        "means": exact,
+        "pending": {memory.numbers[p]: tuple(each) for p, each in pending.items()},
+    }
+    return {**found, "state": state, state_checks.SIDE_KEY: side}
+
+
+def _from_disk(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    memory, side = memory_of(optimizer), state_dict.get(state_checks.SIDE_KEY, {})
+    betas = layout.second_betas(optimizer.param_groups)
+    for number, p in state_checks.numbered(optimizer, state_dict).items():
+        if saved := state_dict["state"].get(number):
+            # What is encoded, or what whole microbatches go into, has more than the 16 bits that a weight may have.
+            is_wide = memory.format_of(p) not in ("32bit", "offload") or PENDING in vars(optimizer)
+            dtype = torch.promote_types(p.dtype, torch.float32) if is_wide else p.dtype
+            means = side.get("means", {}).get(number, {})
+            read = functools.partial(layout.read, memory.format_of(p), p=p, means=means, dtype=dtype)
+            plain = layout.plain_state(saved, p.shape, betas.get(p))
+            state = {name: read(name, value) for name, value in plain.items()}
+            load_state(optimizer, p, state)
+            optimizer.state[p] = state
+    layout.move_counts(optimizer)
+    memory.num_steps = side.get("num_steps", memory.num_steps)
+    if PENDING in vars(optimizer):
+        known = {number: p for p, number in memory.numbers.items()}
+        found = side.get("pending", {}).items()
+        vars(optimizer)[PENDING] = {p: accumulation.on_device(each, p) for p, each in ((known[n], e) for n, e in found)}

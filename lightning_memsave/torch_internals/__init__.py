@@ -1,0 +1,1 @@
+"""Private names of torch, and what is built on them: the autograd graph, fake tensors, optimizers that change class."""

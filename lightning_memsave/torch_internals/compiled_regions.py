@@ -1,0 +1,59 @@
+"""`torch.compile`d modules in a scope: the function mode of the vault must not be traced into them.
+
+A compiled region runs as one custom function, so what it keeps is kept exactly unless the user says otherwise; its
+tensors are handed over together when its forward ends.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from lightning_memsave.torch_internals.private_names import find, missing
+
+_OptimizedModule = find("torch._dynamo.eval_frame.OptimizedModule")
+_counters = find("torch._dynamo.utils.counters")
+NAME = "compiled"
+"""What a compiled region is called in the policy."""
+
+
+def compiled_regions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that were compiled with `module.compile()` or `torch.compile(module)`, with their names."""
+    for name, module in model.named_modules():
+        if _entrance(module) is not None:
+            yield name, module
+
+
+def num_compiled_graphs() -> int:
+    """How many graphs this process has compiled; a function that is compiled shows no other way."""
+    return 0 if missing("autograd") else int(_counters["stats"]["unique_graphs"])
+
+
+def shield(model: nn.Module, unseen: Callable[[str], AbstractContextManager[None]]) -> list[Callable[[], None]]:
+    """Call the compiled regions of `model` within `unseen(NAME)`; returns the ways back."""
+    return [_wrap(module, unseen) for _, module in list(compiled_regions(model))]
+
+
+def _entrance(module: nn.Module) -> str | None:
+    """The attribute that holds the compiled callable."""
+    if isinstance(module, _OptimizedModule):
+        return "forward"
+    return "_compiled_call_impl" if getattr(module, "_compiled_call_impl", None) is not None else None
+
+
+def _wrap(module: nn.Module, unseen: Callable[[str], AbstractContextManager[None]]) -> Callable[[], None]:
+    attribute = _entrance(module)
+    assert attribute is not None
+    compiled = getattr(module, attribute)
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with unseen(NAME):
+            return compiled(*args, **kwargs)
+
+    setattr(module, attribute, call)
+    return lambda: setattr(module, attribute, compiled)

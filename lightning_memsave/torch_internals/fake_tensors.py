@@ -1,0 +1,114 @@
+"""Tensors with a shape and no values, on which a step is run to predict its memory (torch's fake tensors).
+
+Where the size of something depends on values, code asks here what is known of them. Facts are noted by whoever runs the
+step (`simulation.value_propagation`); without any, the answer is the one that takes more bytes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_memsave.torch_internals.private_names import find
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+else:
+    DataDependentOutputException = find("torch._subclasses.fake_tensor.DataDependentOutputException")
+    FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor")
+    FakeTensorMode = find("torch._subclasses.fake_tensor.FakeTensorMode")
+    unset_fake_temporarily = find("torch._subclasses.fake_tensor.unset_fake_temporarily")
+
+
+class Facts(NamedTuple):
+    """What is known of the values in a storage; `None` for what is not."""
+
+    low: int | None = None
+    """A bound below all integers or booleans."""
+    high: int | None = None
+    """A bound above them."""
+    num_values: int | None = None
+    """How many different values there are at most: two in dropout's noise or an attention mask."""
+
+
+UNKNOWN = Facts()
+_facts: dict[int, tuple[weakref.ref[torch.UntypedStorage], Facts]] = {}
+_num_set = WeakIdKeyDictionary()
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no values."""
+    return isinstance(tensor, FakeTensor)
+
+
+def is_plain(tensor: Tensor, kind: type = Tensor) -> bool:
+    """Whether a tensor is of torch's own `kind`, of no subclass and not nested; a fake one stands for such a tensor.
+
+    None that was made in inference mode, of which nobody counts the edits.
+    """
+    is_kind = type(tensor) is kind or (is_fake(tensor) and isinstance(tensor, kind))
+    return is_kind and not tensor.is_nested and not tensor.is_inference()
+
+
+def truth(condition: Tensor, otherwise: bool) -> bool:
+    """Whether `condition` holds; `otherwise` where it has no value."""
+    return otherwise if is_fake(condition) else bool(condition)
+
+
+def with_values(function: Callable[[], T]) -> T:
+    """Call a function that computes with tensors of its own, in a thread, where no mode makes them fake."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
+
+
+def note(tensor: Tensor, facts: Facts) -> None:
+    """Remember what is known of the values of a fake tensor, until its storage dies."""
+    storage = tensor.untyped_storage()
+    address = storage._cdata
+    if facts == UNKNOWN:
+        _facts.pop(address, None)
+    else:
+        _facts[address] = weakref.ref(storage, lambda _: _facts.pop(address, None)), facts
+
+
+def facts_of(tensor: Tensor) -> Facts:
+    """What was noted of the storage of a fake tensor."""
+    noted = _facts.get(tensor.untyped_storage()._cdata)
+    return UNKNOWN if noted is None or noted[0]() is None else noted[1]
+
+
+def integer_range(tensor: Tensor) -> tuple[int, int]:
+    """The smallest and the largest of integers; of a fake tensor, bounds of them."""
+    ends = torch.aminmax(tensor)
+    if is_fake(tensor):
+        facts, info = facts_of(tensor), torch.iinfo(tensor.dtype)
+        return info.min if facts.low is None else facts.low, info.max if facts.high is None else facts.high
+    return int(ends.min), int(ends.max)
+
+
+def has_two_values(tensor: Tensor) -> bool:
+    """Whether a fake tensor is known to have at most two values."""
+    return facts_of(tensor).num_values in (1, 2)
+
+
+def note_num_set(packed: Tensor, num_set: int) -> None:
+    """Remember how many bits of a mask are set, if it is fake."""
+    if is_fake(packed):
+        _num_set[packed] = num_set
+
+
+def num_set(packed: Tensor) -> int:
+    """How many bits of a fake mask are set: as noted, else all of them."""
+    noted: int = _num_set.get(packed, 8 * packed.numel())
+    return noted

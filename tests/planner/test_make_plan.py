@@ -1,0 +1,152 @@
+"""From a budget to a plan where real steps refute what was predicted; every step is modelled."""
+
+import functools
+
+import pytest
+
+from lightning_memsave import ActivationCompression, Checkpointing, LowPrecision, Sparsity
+from lightning_memsave.core.errors import BudgetTooSmallError
+from lightning_memsave.core.report import CATEGORIES
+from lightning_memsave.planner import make_plan as module
+from lightning_memsave.planner.make_plan import Situation, make_plan
+from lightning_memsave.planner.memory_budget import Budget
+from lightning_memsave.planner.recipes import resolve
+from lightning_memsave.planner.search import Search
+from lightning_memsave.simulation.predicted_step import Prediction
+
+PLAIN_BYTES, LEAST_BUDGET = 100_000, 60_000
+METHODS = {"blocks": 80_000, "sqrt": 80_000, "recursive": 56_000}
+REGIONS_ONLY = {"microbatch": False, "activations": False, "optimizer_state": False}
+
+
+def predicted(num_bytes):
+    return Prediction(peak_bytes=num_bytes, by_category=dict.fromkeys(CATEGORIES, 0) | {"activations": num_bytes})
+
+
+def regions_in(techniques):
+    return next((t for t in techniques if isinstance(t, Checkpointing)), None)
+
+
+def on_paper(techniques):
+    """Regions for a budget seem to reach 45 kB whatever it is."""
+    regions = regions_in(techniques)
+    if regions is None:
+        return predicted(PLAIN_BYTES)
+    return predicted(45_000 if regions.budget is not None else METHODS[regions.method])
+
+
+def really(techniques):
+    """They need a budget of 60 kB, and then take all of it."""
+    regions = regions_in(techniques)
+    if regions is None or regions.budget is None:
+        return on_paper(techniques)
+    if regions.budget < LEAST_BUDGET:
+        error = BudgetTooSmallError(f"`Checkpointing.budget` must be at least {LEAST_BUDGET}")
+        error.lowest_bytes = LEAST_BUDGET
+        raise error
+    return predicted(LEAST_BUDGET)
+
+
+def plan(budget_bytes, confirm=really, predict=on_paper, **slots):
+    recipe = resolve("lossless", {**REGIONS_ONLY, **slots})
+    return make_plan(Budget(budget_bytes), recipe, Situation(), predicted(PLAIN_BYTES), predict, confirm)
+
+
+def test_what_is_confirmed_is_taken():
+    made = plan(65_000)
+    assert Checkpointing(budget=65_000) in made.techniques
+    assert made.peak_bytes == LEAST_BUDGET
+
+
+def test_what_a_step_saves_is_told_from_predictions_of_one_kind():
+    """On paper regions save 55 kB; that the step was confirmed with 60 kB instead of 45 kB takes nothing from that."""
+    (step,) = plan(65_000).steps
+    assert step.saves_bytes == PLAIN_BYTES - 45_000
+    assert step.reason == "without it the step would take 97.7 KiB, above the budget"
+
+
+def test_a_choice_that_is_refused_after_all_is_replaced_by_the_next_one():
+    made = plan(58_000)
+    assert Checkpointing(method="recursive") in made.techniques
+    assert made.peak_bytes == METHODS["recursive"]
+
+
+def test_the_smallest_that_is_named_was_confirmed():
+    with pytest.raises(
+        ValueError, match=rf"\({LEAST_BUDGET} bytes\) .* which checkpointing=Checkpointing\(budget=60000\)"
+    ):
+        plan(50_000)
+
+
+def test_a_search_that_ended_early_says_so(monkeypatch):
+    with pytest.raises(ValueError, match="must be at least") as refusal:
+        plan(50_000)
+    assert "The search ended" not in str(refusal.value)
+    monkeypatch.setattr(module, "Search", functools.partial(Search, max_predictions=2))
+    with pytest.raises(ValueError, match="The search ended after 2 predictions: there may be a smaller one"):
+        plan(50_000)
+
+
+def test_regions_that_the_user_has_set_are_refused_in_their_own_words():
+    with pytest.raises(BudgetTooSmallError, match=r"`Checkpointing.budget` must be at least 60000"):
+        plan(90_000, checkpointing=Checkpointing(budget=50_000))
+
+
+def test_where_nothing_can_be_predicted_the_reason_is_told():
+    def refusing(techniques):
+        raise ValueError("`Checkpointing.budget` must be at least 7 bytes")
+
+    with pytest.raises(ValueError, match=r"no setting can be predicted.*must be at least 7 bytes"):
+        plan(50_000, predict=refusing, confirm=None, checkpointing=Checkpointing(budget=5))
+
+
+def modelled(techniques):
+    """Codecs, weights of few bits and zeros each save a part."""
+    num_bytes = PLAIN_BYTES
+    for technique in techniques:
+        if isinstance(technique, ActivationCompression):
+            num_bytes -= 10_000 * len(technique.codecs)
+        elif isinstance(technique, (LowPrecision, Sparsity)):
+            num_bytes -= 30_000
+    return predicted(num_bytes)
+
+
+def refused(budget_bytes):
+    """The words of a refusal, and the settings that were asked about, of all recipes."""
+    asked = []
+
+    def predict(techniques):
+        asked.append(repr(tuple(techniques)))
+        return modelled(techniques)
+
+    with pytest.raises(ValueError, match="must be at least") as refusal:
+        plan(budget_bytes, confirm=None, predict=predict, checkpointing=False, activations=None)
+    return str(refusal.value), asked
+
+
+def test_a_refusal_names_every_recipe_that_reaches_less_and_asks_for_nothing_twice():
+    text, asked = refused(81_000)
+    assert '"balanced" reaches 78.1 KiB (fits), "extreme" reaches 19.5 KiB (fits)' in text
+    assert len(set(asked)) == len(asked)
+
+
+def test_where_the_last_recipe_is_too_much_those_before_it_are_not_searched():
+    text, asked = refused(10_000)
+    assert 'Of the other recipes "extreme" reaches 19.5 KiB (too much as well).' in text
+    assert len(set(asked)) == len(asked)
+
+
+def test_what_is_named_as_next_would_take_less():
+    recipe = resolve("balanced", {"microbatch": False, "optimizer_state": False, "checkpointing": False})
+    made = make_plan(Budget(95_000), recipe, Situation(), predicted(PLAIN_BYTES), modelled)
+    assert "was not needed" in made.next_step
+    made = plan(58_000, confirm=None)
+    assert made.next_step.startswith("nothing that was tried would take less")
+
+
+@pytest.mark.parametrize(("weights", "is_advised"), [(40_000, True), (10, False)])
+def test_other_kernels_of_the_optimizer_are_advised_where_they_matter(weights, is_advised):
+    split = dict.fromkeys(CATEGORIES, 0) | {"temporary": PLAIN_BYTES - weights, "weights": weights}
+    with pytest.raises(ValueError, match=r"What is left is temporary.*shorter samples") as refusal:
+        plan(50_000, confirm=None, predict=lambda _: Prediction(peak_bytes=PLAIN_BYTES, by_category=split))
+    assert ("foreach=False" in str(refusal.value)) is is_advised

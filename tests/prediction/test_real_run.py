@@ -1,0 +1,280 @@
+"""Trials show what the run will take: also where it does not cut its batches, and where it has more of a batch."""
+
+import contextlib
+import gc
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_memsave import Checkpointing, MemSave, Microbatching, Recipe, microbatches, plan_training, predict
+from lightning_memsave.core.errors import BudgetTooSmallError, MicrobatchWarning
+from lightning_memsave.planner.memory_budget import machine_bytes
+from lightning_memsave.planner.search_space import MANY_BLOCKS
+from lightning_memsave.prediction.budgeted_run import _situation
+from lightning_memsave.prediction.microbatch_extrapolation import as_if_whole
+from lightning_memsave.prediction.real_run import Trial
+
+SAMPLES, WIDTH = 64, 32
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(SAMPLES, WIDTH, generator=generator) for _ in range(2)]
+
+
+class Contrastive(L.LightningModule):
+    """In-batch negatives: each sample is told from all others of its batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 16))
+
+    def training_step(self, batch, batch_idx):
+        one, other = (F.normalize(self.net(view), dim=1) for view in batch)
+        return F.cross_entropy(one @ other.T, torch.arange(len(one)))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Plain(Contrastive):
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self.net(batch[0]), batch[1][:, :16])
+
+
+class NeedsTwo(Plain):
+    """Without its batch's dimension, a loss of one sample has another shape than its target."""
+
+    def training_step(self, batch, batch_idx):
+        return F.binary_cross_entropy_with_logits(self.net(batch[0])[:, :1].squeeze(), batch[1][:, 0].sigmoid())
+
+
+class ByHand(Plain):
+    automatic_optimization = False
+
+    def parts(self, batch):
+        return [(batch, 1.0)]
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for part, weight in self.parts(batch):
+            self.manual_backward(weight * super().training_step(part, batch_idx))
+        optimizer.step()
+
+
+class ByHandInParts(ByHand):
+    def parts(self, batch):
+        return microbatches(batch)
+
+
+SEEN = []
+
+
+class Noting(Plain):
+    """Keeps what it sees in a global of its file."""
+
+    def training_step(self, batch, batch_idx):
+        SEEN.append(batch)
+        if batch_idx:
+            assert float(batch[0].sum()) < 1e9  # no step for its shapes alone
+        return super().training_step(batch, batch_idx)
+
+
+@torch.compile(backend="eager")
+def compiled(x):
+    return x.tanh()
+
+
+class Compiled(Plain):
+    def training_step(self, batch, batch_idx):
+        return super().training_step([compiled(part) for part in batch], batch_idx)
+
+
+def test_what_is_compiled_in_a_trial_can_be_run_afterwards():
+    """Dynamo keeps its functions as globals of the file."""
+    module = Compiled()
+    Trial(module, batch())(())
+    module.training_step(batch(), 0).backward()
+    assert module.net[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("measure", [lambda: Trial(Noting(), batch())(()), lambda: predict(Noting(), batch())])
+def test_what_a_step_keeps_outside_of_its_module_is_not_kept_of_a_trial(measure):
+    measure()
+    assert not SEEN
+
+
+class Large(Plain):
+    def __init__(self):
+        super().__init__()
+        self.large = nn.Linear(1024, 512)
+
+
+def test_nothing_of_a_large_copy_waits_for_a_collection():
+    gc.disable()
+    try:
+        module = Large()
+        Trial(module, batch())(())
+        assert [each for each in gc.get_objects() if type(each) is Large] == [module]
+    finally:
+        gc.enable()
+
+
+def train(memsave, module):
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        callbacks=[memsave],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader([batch() for _ in range(4)], batch_size=None))
+
+
+@pytest.mark.parametrize("module", [Contrastive, ByHand])
+def test_what_the_run_does_not_cut_a_trial_takes_whole(module):
+    trial = Trial(module(), batch())
+    assert trial((Microbatching(size=4),)).by_category == trial(()).by_category
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "expected"),
+    [
+        (Contrastive, {}, "neither the mean nor the sum of the losses of its parts"),
+        (Contrastive, {"reduction": "mean"}, ""),
+        (Contrastive, {"split_fn": lambda batch, size: [batch]}, ""),
+        (Plain, {}, ""),
+        (NeedsTwo, {}, ""),
+        (ByHand, {}, "with manual optimization only `lightning_memsave.microbatches(batch)`"),
+        (ByHandInParts, {}, ""),
+    ],
+)
+def test_a_few_samples_tell_whether_batches_are_cut(module, settings, expected):
+    why = Trial(module(), batch()).why_whole(Microbatching(**settings))
+    assert why == "" if expected == "" else expected in why
+
+
+def test_memory_that_runs_out_says_nothing_of_cutting():
+    class RunsOut(ByHand):
+        def training_step(self, batch, batch_idx):
+            raise torch.OutOfMemoryError("out of memory")
+
+    assert Trial(RunsOut(), batch()).why_whole(Microbatching()) == ""
+
+
+def test_what_one_process_finds_of_cutting_holds_for_all():
+    """Each has its own batch; all have to take part in the exchange, whatever they found."""
+    exchanged = []
+
+    class Strategy:
+        root_device = torch.device("cpu")
+
+        def broadcast(self, found):
+            exchanged.append(found)
+            return "of rank 0", 7
+
+        def reduce(self, found, reduce_op):
+            assert reduce_op == "min"
+            return found - 1
+
+    class Processes:
+        world_size, strategy = 2, Strategy()
+
+    trainer, recipe = Processes(), Recipe("mine", (Microbatching(split_fn=lambda batch, size: [batch]),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_memsave.prediction.budgeted_run.ways_of_training", lambda trainer: [])
+        situation = _situation(Plain(), batch(), recipe, trainer)
+    assert exchanged == [("", SAMPLES)]
+    assert situation.why_whole == "Batches are not cut into microbatches: of rank 0"
+    assert situation.num_samples is None
+    assert situation.device_bytes == machine_bytes() - 1  # what the smallest of them has
+
+
+class Blocks(Plain):
+    """Some residual blocks."""
+
+    def __init__(self, num_blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(num_blocks))
+
+
+@pytest.mark.parametrize(("make", "expected"), [(lambda: Blocks(5), 5), (Plain, MANY_BLOCKS)], ids=["blocks", "none"])
+def test_a_planner_knows_how_many_blocks_a_module_repeats(make, expected):
+    assert _situation(make(), batch(), Recipe("mine"), None).num_blocks == expected
+
+
+def test_a_step_that_fails_on_few_samples_says_nothing_of_cutting():
+    class NeedsMany(Plain):
+        def training_step(self, batch, batch_idx):
+            if len(batch[0]) < 10:
+                raise ValueError("too few")
+            return super().training_step(batch, batch_idx)
+
+    assert Trial(NeedsMany(), batch()).why_whole(Microbatching()) == ""
+
+
+@pytest.mark.parametrize("small_bytes", [0, 2**30])  # predicted for shapes and confirmed; real steps
+@pytest.mark.parametrize("module", [Contrastive, ByHand])
+@pytest.mark.parametrize("microbatch", [None, 4])
+def test_a_budget_holds_where_batches_are_not_cut(module, microbatch, small_bytes, monkeypatch):
+    monkeypatch.setattr("lightning_memsave.prediction.budgeted_run.SMALL_BYTES", small_bytes)
+    if module is ByHand:  # regions cannot be planned there
+        memsave = MemSave(budget="0.3x", activations=False, checkpointing=False, microbatch=microbatch)
+        with pytest.raises(
+            ValueError, match=r"`budget` must be at least .*Batches are not cut into microbatches: with"
+        ):
+            plan_training(module(), batch(), memsave)
+        return
+    memsave = MemSave(budget="0.85x", microbatch=microbatch)
+    with pytest.warns(MicrobatchWarning) if microbatch else contextlib.nullcontext():
+        train(memsave, module())
+    assert memsave.report.peak_bytes + memsave.plan.workspace_bytes <= memsave.plan.budget_bytes
+    assert "note: Batches are not cut into microbatches" in str(memsave.plan)
+    sizes = [t.size for t in memsave.plan.techniques if isinstance(t, Microbatching)]
+    assert microbatch is not None or sizes in ([], ["auto"])
+
+
+def test_the_smallest_peak_that_a_refusal_names_is_enough_and_is_that_of_the_best_regions():
+    module = Contrastive()
+    only_regions = {"activations": False, "microbatch": False, "optimizer_state": False}
+    with pytest.raises(ValueError, match="`budget` must be at least") as refusal:
+        plan_training(module, batch(), MemSave(budget="0.01x", **only_regions))
+    least = int(str(refusal.value).split("(")[1].split(" bytes")[0])
+    named = Trial(module, batch())
+    others = (named((Checkpointing(method=method),)) for method in ("sqrt", "recursive"))
+    assert least < min(other.peak_bytes + other.workspace_bytes for other in others)
+    memsave = MemSave(budget=least, **only_regions)
+    train(memsave, Contrastive())
+    assert memsave.report.peak_bytes + memsave.plan.workspace_bytes <= least
+
+
+def test_regions_of_a_part_get_the_budget_of_the_run_less_what_is_missing():
+    asked = []
+
+    def predict(techniques):
+        asked.extend(techniques)
+        error = BudgetTooSmallError("too small")
+        error.lowest_bytes = 700
+        raise error
+
+    regions = Checkpointing(budget=1000), Checkpointing(budget=0.5), Checkpointing(method="blocks")
+    techniques = [Microbatching(size=4), *regions]
+    with pytest.raises(BudgetTooSmallError) as raised:
+        as_if_whole(predict, techniques, 300)
+    assert raised.value.lowest_bytes == 1000
+    assert asked == [techniques[0], Checkpointing(budget=700), *techniques[2:]]
+
+
+def test_a_trial_chooses_the_regions_of_the_run():
+    techniques = (Microbatching(size=4), Checkpointing(budget=272_000))
+    memsave = MemSave(Recipe("cut", techniques))
+    train(memsave, Plain())
+    found = Trial(Plain(), batch())(techniques)
+    assert 0 <= found.peak_bytes - memsave.report.peak_bytes <= 64 * (SAMPLES // 4 - 2)  # what is noted of each

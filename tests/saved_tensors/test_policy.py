@@ -1,0 +1,17 @@
+"""What a function needs of the tensors that it keeps, where that depends on the device."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_memsave.saved_tensors.encodings import Rank
+from lightning_memsave.saved_tensors.function_mode import Call
+from lightning_memsave.saved_tensors.policy import need
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", Rank.SHAPE), ("cuda", Rank.SHAPE), ("mps", Rank.EXACT)])
+def test_pooling_looks_for_its_maxima_again_where_it_keeps_no_indices(device, expected):
+    tensor = SimpleNamespace(requires_grad=True, device=torch.device(device))
+    assert need(tensor, Call("max_pool2d", (), {}), Rank.INT8, {}).rank == expected
+    assert need(tensor, Call("avg_pool2d", (), {}), Rank.INT8, {}).rank == Rank.SHAPE

@@ -1,0 +1,302 @@
+"""What the graph does not show: changes without a trace, other people's hooks, look-alikes of torch's functions."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memsave import Checkpointing, apply_checkpointing
+from lightning_memsave.saved_tensors import Rank, Vault
+from lightning_memsave.saved_tensors.offload import Offloader
+
+
+def exact():
+    return Vault(recompute=True, min_numel=1)
+
+
+def int4(**options):
+    return Vault(lossy=Rank.INT4, min_numel=1, **options)
+
+
+def gradient(function, vault=None, seed=0):
+    """Of `function(h)` by the input behind h, [32, 64], and the weight that it is given."""
+    torch.manual_seed(seed)
+    x, w = torch.randn(32, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+
+    def loss():
+        h = (x @ w).exp().log()  # not a view of a leaf, not cheap
+        return function(h, w).square().mean()
+
+    if vault is None:
+        total = loss()
+    else:
+        with vault.scope():
+            total = loss()
+    total.backward()
+    return torch.cat([x.grad, w.grad])
+
+
+def clamped(h, w):
+    y = F.gelu(h)
+    with torch.no_grad():
+        y.clamp_(max=0.5)
+    return y @ w
+
+
+def clamped_in_between(h, w):
+    y = F.gelu(h)
+    with torch.no_grad():
+        y.clamp_(max=0.5)
+    return (y * 2) @ w
+
+
+def assigned(h, w):
+    y = F.gelu(h)
+    with torch.no_grad():
+        y[:, ::2] = 0.0
+    return y @ w
+
+
+def assigned_in_between(h, w):
+    y = F.gelu(h)
+    with torch.no_grad():
+        y[:, ::2].zero_()
+    return (y * 2) @ w
+
+
+def assigned_through_a_view(h, w):
+    y = F.gelu(h).view(64, 32)
+    with torch.no_grad():
+        y[::2].zero_()
+    return (y * 2).view(32, 64) @ w
+
+
+def written_in_between(h, w):
+    y = F.gelu(h)
+    with torch.no_grad():
+        torch.clamp(y, max=0.5, out=y)
+    return (y * 2) @ w
+
+
+def scaled_in_a_list(h, w):
+    y = F.gelu(h)
+    with torch.no_grad():
+        torch._foreach_mul_([y], 0.5)
+    return (y * 2) @ w
+
+
+def binarised(h, w):
+    y = F.gelu(h)
+    y.data = y.data.sign()
+    return y @ w
+
+
+CHANGES = (
+    *(
+        clamped,
+        clamped_in_between,
+        assigned,
+        assigned_in_between,
+        assigned_through_a_view,
+        written_in_between,
+        scaled_in_a_list,
+    ),
+    binarised,
+)
+
+
+@pytest.mark.parametrize("function", CHANGES)
+def test_changes_without_gradient_are_kept(function):
+    assert torch.equal(gradient(function), gradient(function, exact()))
+
+
+def test_in_place_functions_are_still_recomputed():
+    vault = exact()
+
+    def function(h, w):
+        return F.silu(F.gelu(h).mul_(2.0)) @ w
+
+    assert torch.equal(gradient(function), gradient(function, vault))
+    assert vault.tally.entries["recomputed"]
+
+
+@pytest.mark.parametrize("ends", [(0.0, float("inf")), (float("-inf"), 0.5), (-0.3, 0.7), (-3.1, 3.1), (0.1, 0.6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_intervals_with_ends_of_any_kind(ends, dtype):
+    def function(h, w):
+        return F.hardtanh(h.to(dtype), *ends) @ w.to(dtype)
+
+    assert torch.equal(gradient(function), gradient(function, Vault(min_numel=1)))
+
+
+@pytest.mark.parametrize("sign_reader", [torch.abs, F.leaky_relu])
+def test_signs_survive_whoever_keeps_the_tensor_first(sign_reader):
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
+    vault, h = int4(), None
+    with vault.scope():
+        h = (x @ w).exp().log()
+        first = h @ w.clone().requires_grad_()
+        for _ in range(3):
+            first = F.gelu(first)  # others come: h is coded
+        out = sign_reader(h)
+    (grad,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    (plain,) = torch.autograd.grad(sign_reader((x @ w).exp().log()).sum(), x)
+    assert torch.allclose(grad, plain, atol=1e-5)
+
+
+def test_a_square_of_a_code_is_not_taken_for_linear():
+    def function(h, w):
+        y = h @ w
+        return (y * y) @ w
+
+    for vault, num in ((exact(), 1), (int4(recompute=True), 0)):
+        gradient(function, vault)
+        assert vault.tally.entries["recomputed"] == num
+
+
+def test_a_copy_is_not_an_alias():
+    torch.manual_seed(0)
+    x, w = torch.randn(16, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
+    with exact().scope():
+        h = (x @ w).exp()
+        out = (h.clone() @ w).sum() + (h * 2).sin().sum()
+    out.backward(retain_graph=True)
+    with torch.no_grad():
+        h.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def test_operands_are_read_by_signature():
+    def direct(h, w):
+        stats = torch.zeros(64), torch.ones(64)
+        return torch.batch_norm(h, None, None, *stats, True, 0.1, 1e-5, False) @ w
+
+    assert torch.equal(gradient(direct), gradient(direct, exact()))
+
+
+def test_what_others_hooks_keep_is_left_alone():
+    def shifted(h, w):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t + 10, lambda t: t - 10):
+            y = h * w[0].detach()
+        return y @ w
+
+    def on_cpu(h, w):
+        with torch.autograd.graph.save_on_cpu():
+            y = h * w[0].detach()
+        return y @ w
+
+    def region(h, w):
+        return checkpoint(lambda t: F.dropout(F.layer_norm(F.gelu(t), (64,)), 0.1), h, use_reentrant=False) @ w
+
+    for function in (shifted, on_cpu, region):
+        assert torch.allclose(gradient(function), gradient(function, exact()), rtol=1e-4, atol=1e-6)
+
+
+def test_a_region_runs_twice_and_no_more():
+    calls = []
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            calls.append(self)
+            return F.relu(self.norm(self.conv(x)))
+
+    model = nn.Sequential(Block(), Block())
+    apply_checkpointing(model, Checkpointing(modules=Block))
+    with int4(recompute=True, fuse=True).scope():
+        loss = model(torch.randn(2, 4, 8, 8)).sum()
+    assert calls == [*model]
+    loss.backward()
+    assert calls == [*model, *reversed(model)]
+
+
+def test_custom_operators_are_not_taken_for_torchs():
+    library = torch.library.Library("memsave_test", "DEF")
+    library.define("max_pool2d(Tensor x) -> Tensor")
+
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+    library.impl("max_pool2d", Cube.apply, "Autograd")
+
+    def function(h, w):
+        return torch.ops.memsave_test.max_pool2d(h) @ w
+
+    assert torch.equal(gradient(function), gradient(function, Vault(min_numel=1)))
+    library._destroy()
+
+
+def masked(logits):
+    with torch.no_grad():
+        logits[:, :10] = -100.0
+
+
+def hooked(logits):
+    logits.register_hook(lambda g: g * 3)
+
+
+@pytest.mark.parametrize("change", [masked, hooked, lambda logits: logits.retain_grad()])
+def test_a_loss_on_logits_that_somebody_touched_is_not_chunked(change):
+    head, x, target = nn.Linear(16, 400), torch.randn(64, 16), torch.randint(10, 400, (64,))
+
+    def run(vault):
+        head.zero_grad()
+        with vault.scope():
+            logits = head(x)
+            change(logits)
+            loss = F.cross_entropy(logits, target)
+        loss.backward()
+        return head.weight.grad.clone()
+
+    assert torch.equal(run(Vault()), run(Vault(chunk_loss=True)))
+
+
+def test_all_targets_ignored():
+    head, x = nn.Linear(16, 400), torch.randn(64, 16)
+    with Vault(chunk_loss=True).scope():
+        loss = F.cross_entropy(head(x), torch.full((64,), -100))
+    loss.backward()
+    assert bool((head.weight.grad.nan_to_num() == 0).all())
+
+
+def test_nan_under_a_relu_passes_its_gradient():
+    def function(h, w):
+        h = h.clone()
+        h[0, 0] = float("nan")
+        return F.relu(h).sum(0, keepdim=True)
+
+    plain, ours = gradient(function), gradient(function, Vault(min_numel=1))
+    assert torch.equal(plain.isnan(), ours.isnan())
+
+
+def test_a_dropped_vault_closes_its_file_at_once():
+    gc.collect()
+    gc.disable()
+    try:
+        vault = Vault(offloader=Offloader())
+        w = torch.randn(200, 200, requires_grad=True)
+        with vault.scope():
+            loss = ((torch.randn(200, 200) @ w) @ w).sum()
+        file = vault.offloader._file._file
+        loss.backward()
+        del vault, loss
+        assert file.closed
+    finally:
+        gc.enable()
