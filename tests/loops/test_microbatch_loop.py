@@ -36,8 +36,7 @@ from lightning_memsave.loops import loop_state
 from lightning_memsave.loops.loop_state import LoopState
 from lightning_memsave.planner.recipes import resolve
 from lightning_memsave.techniques.microbatching.reduction import Rule
-
-from .harness import Net, assert_same_run, fit, largest_difference
+from tests.harness import Net, assert_same_run, fit, largest_difference
 
 CALLS = weakref.WeakKeyDictionary()
 """How often the step of each module was called; no attribute, which microbatches would be seen to change."""

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from lightning_memsave import Ledger
 from lightning_memsave.measuring.operation_cost import measure_speed
 from lightning_memsave.measuring.step_trace import trace_step
-
-from .steps import STEPS, gpt2, mlp
+from tests.steps import STEPS, gpt2, mlp
 
 
 def traced(step):

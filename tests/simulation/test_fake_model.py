@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.measuring.step_trace import trace_step
 from lightning_memsave.simulation.fake_model import fake_tensors, optimizer_state_bytes
-
-from .steps import STEPS, gpt2, lstm, mlp, squares
+from tests.steps import STEPS, gpt2, lstm, mlp, squares
 
 
 def fake_trace(step):

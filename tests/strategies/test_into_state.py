@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSave, OptimizerState
 from lightning_memsave.techniques.optimizer_state.quantized import is_coded
-
-from .harness import Net, WeightAveraging, fit
+from tests.harness import Net, WeightAveraging, fit
 
 INTO = OptimizerState(format="32bit", gradients="into-state")
 INTO_8BIT = OptimizerState(gradients="into-state", min_size=0)

@@ -17,8 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memsave import Checkpointing, Ledger, MemSave, OptimizerState, apply_optimizer_state
-
-from .harness import Net, fit
+from tests.harness import Net, fit
 
 RELEASE = OptimizerState(format="32bit", gradients="release")
 RELEASE_8BIT = OptimizerState(gradients="release", min_size=30)

@@ -162,7 +162,8 @@ def move_counts(optimizer: torch.optim.Optimizer) -> None:
 
 def decoded(value: Any) -> Any:
     """The float32 moment that a compact entry stands for, which is sound (`state_checks.py`); anything else as it
-    is."""
+    is.
+    """
     if not isinstance(value, Mapping) or value.get("layout") not in (CODES, MEANS):
         return value
     shape = torch.Size(value["shape"])
