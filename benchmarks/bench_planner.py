@@ -37,7 +37,7 @@ from lightning_memsave.core.report import LOSS_CLASSES
 from lightning_memsave.demo.model import WideResNet
 from lightning_memsave.planner.memory_budget import Budget
 from lightning_memsave.planner.recipes import RECIPES
-from lightning_memsave.planner.search_space import TIERS, knobs
+from lightning_memsave.planner.search_space import TIERS, dimensions
 from lightning_memsave.prediction import budgeted_run
 from lightning_memsave.prediction.budgeted_run import plan_for
 from lightning_memsave.techniques.microbatching import why_not_exact
@@ -244,7 +244,7 @@ def others(plan: Plan, num_samples: int, is_cut_exact: bool, count: int) -> list
 
     As somebody would set them by hand: what "lossless" has and they do not replace stays.
     """
-    table = knobs(
+    table = dimensions(
         plan.budget_bytes,
         plan.baseline_bytes,
         tier=plan.recipe if plan.recipe in TIERS else TIERS[0],
@@ -252,13 +252,13 @@ def others(plan: Plan, num_samples: int, is_cut_exact: bool, count: int) -> list
         is_cut_exact=is_cut_exact,
     )
     allowed = [
-        [o for o in knob if LOSS_CLASSES.index(o.loss_class) <= LOSS_CLASSES.index(plan.loss_class)]
-        for knob in table.values()
+        [o for o in dimension if LOSS_CLASSES.index(o.loss_class) <= LOSS_CLASSES.index(plan.loss_class)]
+        for dimension in table.values()
     ]
-    nothing = [knob[0] for knob in allowed]
-    singles = [[*nothing[:i], o, *nothing[i + 1 :]] for i, knob in enumerate(allowed) for o in knob[1:]]
+    nothing = [dimension[0] for dimension in allowed]
+    singles = [[*nothing[:i], o, *nothing[i + 1 :]] for i, dimension in enumerate(allowed) for o in dimension[1:]]
     draw = random.Random(0)
-    mixed = [[draw.choice(knob) for knob in allowed] for _ in range(20 * count)]
+    mixed = [[draw.choice(dimension) for dimension in allowed] for _ in range(20 * count)]
     found: dict[str, Recipe] = {}
     base = RECIPES["lossless"].techniques
     for kind, choices in (("single", singles), ("random", mixed)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lightning_memsave.core.compatibility import COMPATIBILITY, SETTINGS, WAYS_OF_TRAINING, Row
+from lightning_memsave.core.compatibility import COMPATIBILITY, SETTINGS, WAYS_OF_TRAINING, CompatibilityRule
 from lightning_memsave.techniques.registry import TECHNIQUES
 from lightning_memsave.torch_internals.private_names import PARTS
 from rows import markdown, rows
@@ -46,7 +46,7 @@ def _counts(row: dict[str, str] | None) -> str:
     return row["passed"] + (f", **{row['failed']} failed**" if row["failed"] != "0" else "")
 
 
-def _cell(row: Row | None) -> str:
+def _cell(row: CompatibilityRule | None) -> str:
     return "" if row is None else "yes" if row.remedy is None else "**refused**"
 
 

@@ -51,5 +51,5 @@ def train(memsave: MemSave) -> MemSave:
 
 if __name__ == "__main__":
     plain = train(MemSave("measure"))
-    ours = train(MemSave(microbatch=16, checkpointing="blocks").against(plain.report))
+    ours = train(MemSave(microbatch=16, checkpointing="blocks").compare_to(plain.report))
     print_comparison(compare([run_of("plain", plain.report), run_of("MemSave", ours.report)]), Console())

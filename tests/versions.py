@@ -19,29 +19,24 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parent.parent
 ROWS = ROOT / "benchmarks" / "results" / "versions.csv"
-_ROOMS = "core numerics vault memory planner techniques strategies callbacks contracts reporting demo"
-ROOMS = _ROOMS.split()
+ROOMS = ("core", "torch_internals", "numerics", "saved_tensors", "measuring", "simulation", "techniques", "planner")
+ROOMS += ("loops", "strategies", "prediction", "callbacks", "api", "contracts", "reporting", "demo")
 SUBSET = {
-    "core": ["tests/core"],
-    "numerics": ["tests/numerics"],
-    "vault": ["tests/saved_tensors"],
-    "memory": ["tests/measuring"],
-    "techniques": [
-        "tests/techniques/test_quantized.py",
-        "tests/techniques/test_activation_compression.py",
-    ],
+    **{room: [f"tests/{room}"] for room in ROOMS[:6]},
+    "techniques": ["tests/techniques/test_quantized.py", "tests/techniques/test_activation_compression.py"],
     "strategies": ["tests/strategies/test_first_forward.py", "tests/strategies/test_lightning_features.py"],
     "contracts": ["tests/contracts"],
 }
 """What stands closest to private names."""
 USERS = {
     "transformers": {
-        "vault": ["test_zoo.py", "test_regions.py", "test_linear_cross_entropy.py"],
+        "saved_tensors": ["test_zoo.py", "test_checkpoint_regions.py", "test_linear_cross_entropy.py"],
         "planner": ["test_architectures.py"],
-        "strategies": ["test_loss_rules.py", "test_microbatch_loop.py", "test_peft.py", "test_recovery_of_odd_runs.py"],
+        "loops": ["test_loss_rules.py", "test_microbatch_loop.py", "test_recovery_of_odd_runs.py"],
+        "strategies": ["test_peft.py"],
     },
     "peft": {"strategies": ["test_peft.py"]},
-    "torchmetrics": {"strategies": ["test_microbatch_loop.py", "test_planning.py", "test_recovery_in_evaluation.py"]},
+    "torchmetrics": {"loops": ["test_microbatch_loop.py", "test_planned_checkpointing.py", "test_evaluation.py"]},
 }
 """The tests that use a package, which run on other versions of it."""
 BESIDE = {"torch==2.14.1": ["torchvision==0.29.1"]}

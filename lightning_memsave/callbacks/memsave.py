@@ -16,7 +16,7 @@ from lightning_memsave.prediction.budgeted_run import BudgetedRun
 from lightning_memsave.reporting.loggers import log_metrics
 from lightning_memsave.reporting.messages import outcome
 from lightning_memsave.strategies.memsave_strategy import adopt, release
-from lightning_memsave.strategies.session import MemSaveState
+from lightning_memsave.strategies.session import Session
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.low_precision import LowPrecision
@@ -94,7 +94,7 @@ class MemSave(MemoryMonitor):
             if self.recipe.name == "measure":
                 raise setting_error("budget", "needs a recipe that may change something", "measure", 'Use "lossless".')
             self.budgeted = BudgetedRun(Budget(budget), self.recipe)
-        self._state: MemSaveState | None = None
+        self._state: Session | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -134,9 +134,9 @@ class MemSave(MemoryMonitor):
                     [type(c).__name__ for c in trainer.callbacks],
                     "Merge their settings.",
                 )
-            self._state = MemSaveState(self.recipe, self.budgeted).after(self._state)
+            self._state = Session(self.recipe, self.budgeted).after(self._state)
         elif self._state is None:
-            self._state = MemSaveState(self.recipe, self.budgeted)
+            self._state = Session(self.recipe, self.budgeted)
         adopt(trainer.strategy, self._state)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

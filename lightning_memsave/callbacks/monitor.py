@@ -50,8 +50,8 @@ class MemoryMonitor(Callback):
         workspace: profile the step after each measured one as well, for `report.workspace_bytes` (CPU only; costs time
             and memory in that step).
         snapshot: a file for CUDA's own record of its allocator (`measuring.allocator_snapshot`) from the start of the
-        fit to the end
-            of the third batch, or to the error that ends it before; of ranks above 0 with the rank in its name.
+            fit to the end of the third batch, or to the error that ends it before; of ranks above 0 with the rank in
+            its name.
 
     Raises:
         ValueError: `every` is below 1, or below 2 with `workspace`; a `snapshot` is asked for where there is no CUDA.
@@ -84,7 +84,7 @@ class MemoryMonitor(Callback):
         self._num_batches = 0
         self._current: Mapping[str, int] = {}
 
-    def against(self, baseline: MemoryReport | Prediction) -> MemoryMonitor:
+    def compare_to(self, baseline: MemoryReport | Prediction) -> MemoryMonitor:
         """Compare with another run, measured or predicted; `report.factor` and `memsave/factor` then say by how much.
 
         Returns:
@@ -95,7 +95,7 @@ class MemoryMonitor(Callback):
         """
         if not isinstance(baseline, MemoryReport | Prediction):
             raise setting_error(
-                "baseline", "must be a report or a prediction", baseline, "For example `.against(other.report)`."
+                "baseline", "must be a report or a prediction", baseline, "For example `.compare_to(other.report)`."
             )
         if baseline.peak_bytes is None:
             raise setting_error("baseline", "must have a measured peak", None, "Fit the baseline first.")
@@ -104,7 +104,7 @@ class MemoryMonitor(Callback):
         self._baseline_source = "predicted" if is_predicted else "measured"
         return self
 
-    def expecting(self, prediction: Prediction) -> MemoryMonitor:
+    def with_prediction(self, prediction: Prediction) -> MemoryMonitor:
         """Hold the run against what was predicted for it: `report.miss`, and a line when the fit ends.
 
         Returns:

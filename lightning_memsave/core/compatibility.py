@@ -11,7 +11,7 @@ from itertools import combinations
 
 
 @dataclass(frozen=True)
-class Row:
+class CompatibilityRule:
     """Two things that meet in one run, each a technique's stem or a way of training."""
 
     first: str
@@ -67,333 +67,335 @@ _NOT_PUT_BACK = "its trial's steps move weights, and a pattern that has changed 
 _FIND_BEFORE = 'Find it with `Sparsity(method="static")` of another `initial` than "snip", or with `sparsity=False`.'
 
 COMPATIBILITY = (
-    Row("early_zero_grad", "microbatching"),
-    Row("early_zero_grad", "checkpointing"),
-    Row("early_zero_grad", "optimizer_state"),
-    Row("early_zero_grad", "activation_compression"),
-    Row("microbatching", "activation_compression"),
-    Row("low_precision", "early_zero_grad"),
-    Row("low_precision", "microbatching"),
-    Row("low_precision", "activation_compression"),
-    Row("low_precision", "checkpointing"),
-    Row("low_precision", "optimizer_state"),
-    Row("low_precision", "manual optimization"),
-    Row("low_precision", "DDP"),
-    Row(
+    CompatibilityRule("early_zero_grad", "microbatching"),
+    CompatibilityRule("early_zero_grad", "checkpointing"),
+    CompatibilityRule("early_zero_grad", "optimizer_state"),
+    CompatibilityRule("early_zero_grad", "activation_compression"),
+    CompatibilityRule("microbatching", "activation_compression"),
+    CompatibilityRule("low_precision", "early_zero_grad"),
+    CompatibilityRule("low_precision", "microbatching"),
+    CompatibilityRule("low_precision", "activation_compression"),
+    CompatibilityRule("low_precision", "checkpointing"),
+    CompatibilityRule("low_precision", "optimizer_state"),
+    CompatibilityRule("low_precision", "manual optimization"),
+    CompatibilityRule("low_precision", "DDP"),
+    CompatibilityRule(
         "low_precision",
         "FSDP",
         "its flattened parameters cannot be stepped one at a time",
         "Use DDP, or `precision=False`.",
     ),
-    Row(
+    CompatibilityRule(
         "low_precision",
         "model parallel (FSDP2)",
         "its sharded parameters (DTensor) cannot change their dtype for a step",
         "Use DDP, or `precision=False`.",
     ),
-    Row(
+    CompatibilityRule(
         "low_precision",
         "DeepSpeed",
         "its engine owns weights and optimizer",
         "Choose bf16 in DeepSpeed's configuration, and `precision=False`.",
     ),
-    Row(
+    CompatibilityRule(
         "low_precision",
         "fp16 with a GradScaler",
         "bfloat16 gradients need no scaling, and float16 ones have their own",
         'Use `Trainer(precision="32-true")`, or `precision=False`.',
     ),
-    Row(
+    CompatibilityRule(
         "bf16 gradients",
         "DDP",
         "its buckets hold gradients in the dtype of their parameters",
         'Use `precision="bf16-sr"` or "bf16+8", or `precision=False`.',
     ),
-    Row("activation_compression", "checkpointing"),
-    Row("activation_compression", "optimizer_state"),
-    Row("microbatching", "checkpointing"),
-    Row("microbatching", "optimizer_state"),
-    Row("checkpointing", "optimizer_state"),
-    Row("sparsity", "early_zero_grad"),
-    Row("sparsity", "microbatching"),
-    Row("sparsity", "activation_compression"),
-    Row("sparsity", "checkpointing"),
-    Row("sparsity", "optimizer_state"),
-    Row("sparsity", "low_precision"),
-    Row("sparsity", "manual optimization"),
-    Row("changing patterns", "batch size finder", _NOT_PUT_BACK, _FIND_BEFORE),
-    Row("changing patterns", "learning rate finder", _NOT_PUT_BACK, _FIND_BEFORE),
-    Row("sparsity", "DDP"),
-    Row(
+    CompatibilityRule("activation_compression", "checkpointing"),
+    CompatibilityRule("activation_compression", "optimizer_state"),
+    CompatibilityRule("microbatching", "checkpointing"),
+    CompatibilityRule("microbatching", "optimizer_state"),
+    CompatibilityRule("checkpointing", "optimizer_state"),
+    CompatibilityRule("sparsity", "early_zero_grad"),
+    CompatibilityRule("sparsity", "microbatching"),
+    CompatibilityRule("sparsity", "activation_compression"),
+    CompatibilityRule("sparsity", "checkpointing"),
+    CompatibilityRule("sparsity", "optimizer_state"),
+    CompatibilityRule("sparsity", "low_precision"),
+    CompatibilityRule("sparsity", "manual optimization"),
+    CompatibilityRule("changing patterns", "batch size finder", _NOT_PUT_BACK, _FIND_BEFORE),
+    CompatibilityRule("changing patterns", "learning rate finder", _NOT_PUT_BACK, _FIND_BEFORE),
+    CompatibilityRule("sparsity", "DDP"),
+    CompatibilityRule(
         "sparsity",
         "FSDP",
         "it shards dense parameters, and positions of live weights do not shard with them",
         "Use DDP, or `sparsity=False`.",
     ),
-    Row(
+    CompatibilityRule(
         "sparsity",
         "model parallel (FSDP2)",
         "it shards dense parameters, and positions of live weights do not shard with them",
         "Use DDP, or `sparsity=False`.",
     ),
-    Row("sparsity", "DeepSpeed", "its engine owns the parameters", "Use DDP, or `sparsity=False`."),
-    Row(
+    CompatibilityRule("sparsity", "DeepSpeed", "its engine owns the parameters", "Use DDP, or `sparsity=False`."),
+    CompatibilityRule(
         "sparsity",
         "torch.compile of the whole module",
         "compiled code would keep the dense weights for backward",
         "Train without `torch.compile`, or set `sparsity=False`.",
     ),
     # `training_step` cuts its batch itself there, with `microbatches(batch)`.
-    Row("microbatching", "manual optimization"),
-    Row("activation_compression", "manual optimization"),
-    Row("checkpointing", "manual optimization"),
-    Row("optimizer_state", "manual optimization"),
-    Row("early_zero_grad", "DDP"),
-    Row("early_zero_grad", "model parallel (FSDP2)"),
-    Row("microbatching", "DDP"),
-    Row("microbatching", "model parallel (FSDP2)"),
-    Row("activation_compression", "DDP"),
-    Row("activation_compression", "model parallel (FSDP2)"),
-    Row("checkpointing", "DDP"),
-    Row("checkpointing", "model parallel (FSDP2)"),
-    Row("optimizer_state", "DDP"),
-    Row(
+    CompatibilityRule("microbatching", "manual optimization"),
+    CompatibilityRule("activation_compression", "manual optimization"),
+    CompatibilityRule("checkpointing", "manual optimization"),
+    CompatibilityRule("optimizer_state", "manual optimization"),
+    CompatibilityRule("early_zero_grad", "DDP"),
+    CompatibilityRule("early_zero_grad", "model parallel (FSDP2)"),
+    CompatibilityRule("microbatching", "DDP"),
+    CompatibilityRule("microbatching", "model parallel (FSDP2)"),
+    CompatibilityRule("activation_compression", "DDP"),
+    CompatibilityRule("activation_compression", "model parallel (FSDP2)"),
+    CompatibilityRule("checkpointing", "DDP"),
+    CompatibilityRule("checkpointing", "model parallel (FSDP2)"),
+    CompatibilityRule("optimizer_state", "DDP"),
+    CompatibilityRule(
         "microbatching",
         "DDP with static_graph",
         "DDP's static graph allows one backward per step (torch fails an internal assertion)",
         "Use DDP without `static_graph=True`, or `microbatch=False`.",
     ),
-    Row(
+    CompatibilityRule(
         "microbatching",
         "DeepSpeed",
         "its engine counts backward passes itself",
         "Set `train_micro_batch_size_per_gpu` in DeepSpeed's configuration, and `microbatch=False`.",
     ),
-    Row(
+    CompatibilityRule(
         "optimizer_state",
         "DeepSpeed",
         "its engine owns the optimizer",
         "Choose the optimizer in DeepSpeed's configuration, and `optimizer_state=False`.",
     ),
-    Row(
+    CompatibilityRule(
         "optimizer_state",
         "FSDP",
         "flattened parameters do not tell which of them are embeddings or norms",
         "Use DDP, or `optimizer_state=False`.",
     ),
-    Row(
+    CompatibilityRule(
         "optimizer_state",
         "model parallel (FSDP2)",
         "neither our codes nor bitsandbytes' kernels know sharded tensors (DTensor)",
         "Use DDP, or `optimizer_state=False`.",
     ),
-    Row(
+    CompatibilityRule(
         "microbatching",
         "dataloader_iter",
         "`training_step(dataloader_iter)` draws its batches itself, so there is none to cut",
         "Take `batch` as the argument, or use `microbatches(batch)` inside and `microbatch=False`.",
     ),
-    Row(
+    CompatibilityRule(
         "activation_compression",
         "torch.compile of the whole module",
         "its backward asks for every kept tensor at once, which raises the peak",
         "Compile the blocks one by one (`for block in blocks: block.compile()`), or set `activations=False`.",
     ),
-    Row(
+    CompatibilityRule(
         "running statistics",
         "manual optimization",
         "`microbatches(batch)` cuts inside of `training_step`, where nobody pools what BatchNorms see",
         'Use `Microbatching(batchnorm="ghost")`.',
     ),
-    Row(
+    CompatibilityRule(
         "out-of-memory recovery",
         "manual optimization",
         "`training_step` updates parameters itself, so a batch cannot be run again",
         "Use a number, for example `microbatch=8`, with `microbatches(batch)` inside of `training_step`.",
     ),
-    Row(
+    CompatibilityRule(
         "out-of-memory recovery",
         "FSDP",
         "processes wait for each other in every forward",
         "Use a number, for example `microbatch=8`.",
     ),
-    Row(
+    CompatibilityRule(
         "out-of-memory recovery",
         "model parallel (FSDP2)",
         "processes wait for each other in every forward",
         "Use a number, for example `microbatch=8`.",
     ),
-    Row(
+    CompatibilityRule(
         "out-of-memory recovery",
         "processes without DDP",
         "it is not known when they wait for each other",
         "Use a number, for example `microbatch=8`.",
     ),
-    Row(
+    CompatibilityRule(
         "out-of-memory recovery",
         "a DDP communication hook",
         "gradients are averaged after backward, where DDP does not call it",
         "Use a number, for example `microbatch=8`, or no hook.",
     ),
-    Row(
+    CompatibilityRule(
         "out-of-memory recovery",
         "batch size finder",
         "it waits for memory to run out, which recovery prevents",
         "Find the batch size without `MemSave(microbatch=...)`, or leave it to recovery.",
     ),
-    Row(
+    CompatibilityRule(
         "out-of-memory recovery",
         "SyncBatchNorm",
         "processes wait for each other in every forward",
         "Use a number, for example `microbatch=8`.",
     ),
-    Row(
+    CompatibilityRule(
         "out-of-memory recovery",
         "DDP",
         cost="gradients are averaged after backward instead of during it, so communication takes time of its own",
     ),
-    Row("out-of-memory recovery", "fp16 with a GradScaler"),
-    Row("microbatching", "fp16 with a GradScaler"),
-    Row("activation_compression", "fp16 with a GradScaler"),
-    Row("optimizer_state", "fp16 with a GradScaler"),
-    Row("checkpointing", "fp16 with a GradScaler"),
-    Row(
+    CompatibilityRule("out-of-memory recovery", "fp16 with a GradScaler"),
+    CompatibilityRule("microbatching", "fp16 with a GradScaler"),
+    CompatibilityRule("activation_compression", "fp16 with a GradScaler"),
+    CompatibilityRule("optimizer_state", "fp16 with a GradScaler"),
+    CompatibilityRule("checkpointing", "fp16 with a GradScaler"),
+    CompatibilityRule(
         "gradient release",
         "microbatching",
         "the backward of each microbatch would be a step of its own",
         f"Use {_KEEP}, or `microbatch=False`.",
     ),
-    Row(
+    CompatibilityRule(
         "gradient release",
         "accumulate_grad_batches",
         "the backward of each batch would be a step of its own",
         f"Use {_KEEP}, or `Trainer(accumulate_grad_batches=1)`.",
     ),
-    Row(
+    CompatibilityRule(
         "gradient release",
         "gradient clipping by norm",
         "the norm is known only after the last gradient, when the others are gone",
         f'Use `Trainer(gradient_clip_algorithm="value")`, or {_KEEP}.',
     ),
-    Row(
+    CompatibilityRule(
         "gradient release",
         "configure_gradient_clipping",
         "it runs after backward, when the gradients are gone",
         f'Use `Trainer(gradient_clip_val=..., gradient_clip_algorithm="value")`, or {_KEEP}.',
     ),
-    Row(
+    CompatibilityRule(
         "gradient release",
         "optimizer_step of the module",
         "parameters step inside of backward, whatever it does or leaves out",
         f"Use {_KEEP}.",
     ),
-    Row(
+    CompatibilityRule(
         "gradient release",
         "optimizer_zero_grad of the module",
         "gradients are gone after each batch, also where it would let them add up",
         f"Use {_KEEP}.",
     ),
-    Row(
+    CompatibilityRule(
         "gradient release",
         "fp16 with a GradScaler",
         "an overflow would be found after parameters have stepped",
         f'Use `precision="bf16-sr"` or bf16-mixed, which need no scaler, or {_KEEP}.',
     ),
-    Row(
+    CompatibilityRule(
         "gradient release",
         "loss scaling",
         "an overflow would be found after parameters have stepped",
         f'Use `precision="bf16-sr"`, which needs no scaling, or {_KEEP}.',
     ),
-    Row(
+    CompatibilityRule(
         "gradient release",
         "DDP",
         "parameters would step before their gradients are averaged over the ranks",
         f"Use {_KEEP}.",
     ),
-    Row(
+    CompatibilityRule(
         "gradient release",
         "manual optimization",
         "a backward by hand need not be followed by a step of all that it reaches",
         f"Use {_KEEP}.",
     ),
-    Row(
+    CompatibilityRule(
         "into-state gradients",
         "out-of-memory recovery",
         "the gradients of a batch that is run again would be in the moments twice",
         f"Use a number, for example `microbatch=8`, or {_KEEP}.",
     ),
-    Row(
+    CompatibilityRule(
         "into-state gradients",
         "gradient clipping by norm",
         "the norm is known only after the last gradient, when the others are in the moments",
         f"Train without `gradient_clip_val`, or use {_KEEP}.",
     ),
-    Row(
+    CompatibilityRule(
         "into-state gradients",
         "gradient clipping by value",
         "what is to be clipped is the sum over the microbatches, which never exists",
         f'Train without `gradient_clip_val`, or use `gradients="release"`, or {_KEEP}.',
     ),
-    Row(
+    CompatibilityRule(
         "into-state gradients",
         "configure_gradient_clipping",
         "it runs after backward, when the gradients are gone",
         f"Use {_KEEP}.",
     ),
-    Row(
+    CompatibilityRule(
         "into-state gradients",
         "optimizer_step of the module",
         "gradients are in the moments before it runs, whatever it does or leaves out",
         f"Use {_KEEP}.",
     ),
-    Row(
+    CompatibilityRule(
         "into-state gradients",
         "optimizer_zero_grad of the module",
         "gradients are in the moments after each batch, also where it would let them add up",
         f"Use {_KEEP}.",
     ),
-    Row(
+    CompatibilityRule(
         "into-state gradients",
         "fp16 with a GradScaler",
         "an overflow would be found when it is in the moments",
         f'Use `precision="bf16-sr"` or bf16-mixed, which need no scaler, or {_KEEP}.',
     ),
-    Row(
+    CompatibilityRule(
         "into-state gradients",
         "DDP",
         "gradients would be in the moments before they are averaged over the ranks",
         f"Use {_KEEP}.",
     ),
-    Row(
+    CompatibilityRule(
         "into-state gradients",
         "manual optimization",
         "gradients that `training_step` throws away cannot be taken out of the moments",
         f"Use {_KEEP}.",
     ),
-    Row(
+    CompatibilityRule(
         "compact checkpoints",
         "sparsity",
         "checkpoints of sparse layers are dense, and codes of live weights are not",
         'Use `OptimizerState(checkpoint="plain")`, or `sparsity=False`.',
     ),
-    Row(
+    CompatibilityRule(
         "into-state gradients",
         "loss scaling",
         "an overflow would be found when it is in the moments",
         f'Use `precision="bf16-sr"`, which needs no scaling, or {_KEEP}.',
     ),
-    Row(
+    CompatibilityRule(
         "into-state gradients",
         "bf16 gradients",
         "no gradient is kept that could take fewer bytes",
         f'Use `precision="bf16-sr"`, `precision=False`, or {_KEEP}.',
     ),
-    Row("into-state gradients", "microbatching"),
-    Row("into-state gradients", "accumulate_grad_batches"),
-    Row("microbatching", "an unknown training loop", _GONE, f"{_INSTALL}, or set `microbatch=False`."),
-    Row("microbatching", "an unknown DDP", _GONE, f"{_INSTALL}, or set `microbatch=False`."),
-    Row("early_zero_grad", "an unknown training loop", _GONE, f'{_INSTALL}, or use `MemSave("measure")`.'),
+    CompatibilityRule("into-state gradients", "microbatching"),
+    CompatibilityRule("into-state gradients", "accumulate_grad_batches"),
+    CompatibilityRule("microbatching", "an unknown training loop", _GONE, f"{_INSTALL}, or set `microbatch=False`."),
+    CompatibilityRule("microbatching", "an unknown DDP", _GONE, f"{_INSTALL}, or set `microbatch=False`."),
+    CompatibilityRule(
+        "early_zero_grad", "an unknown training loop", _GONE, f'{_INSTALL}, or use `MemSave("measure")`.'
+    ),
 )
 
 

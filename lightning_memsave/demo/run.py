@@ -125,7 +125,7 @@ def _run(
     module = ImageClassifier(WideResNet())
     memsave = MemSave(**settings)
     if baseline is not None and baseline.peak_bytes is not None:
-        memsave.against(baseline)
+        memsave.compare_to(baseline)
     logger: Any = False
     if config.wandb:
         logger = wandb_logger(_PROJECT, save_dir=str(config.out), offline=True, name=name, quiet=True)

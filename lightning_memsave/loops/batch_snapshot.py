@@ -19,7 +19,7 @@ from lightning_memsave.measuring.storages import tensors_in
 from lightning_memsave.saved_tensors.buffers import Buffers
 from lightning_memsave.saved_tensors.module_state import is_of_torch
 from lightning_memsave.saved_tensors.randomness import Randomness, generators_in
-from lightning_memsave.saved_tensors.seeds import Noise
+from lightning_memsave.saved_tensors.seeds import NoiseSeeds
 from lightning_memsave.techniques.sparsity.layers import SparseLayer
 from lightning_memsave.torch_internals.containers import CONTAINERS, nested, refill, values
 
@@ -46,7 +46,7 @@ class BatchStart:
         changing: set[str] | None,
         gradients: str = "made",
         batch: Any = None,
-        noise: Noise | None = None,
+        noise: NoiseSeeds | None = None,
         small_bytes: float = 2**20,
         most_entries: float = 2**12,
     ) -> None:

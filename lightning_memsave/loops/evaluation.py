@@ -16,7 +16,7 @@ from lightning_memsave.loops.deferred_logs import DeferredLogs, KeptLogs
 from lightning_memsave.loops.loop_state import LoopState
 from lightning_memsave.loops.merged_metrics import MergedMetrics
 from lightning_memsave.loops.merged_outputs import detached, merge_outputs
-from lightning_memsave.loops.out_of_memory import OutOfMeasuresError, is_out_of_memory
+from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError, is_out_of_memory
 from lightning_memsave.measuring.allocator import free_memory, read_current, reset_peak
 from lightning_memsave.techniques.microbatching import UnsplittableBatchError
 
@@ -25,7 +25,7 @@ def evaluate(trainer: Any, state: LoopState, step: Callable[..., Any], args: tup
     """Run `step(*args)`, a validation, test or prediction step on `args[0]`; again in parts when memory runs out.
 
     Raises:
-        OutOfMeasuresError: the batch cannot be cut further, or what a failed try has done cannot be undone.
+        OutOfMemoryUnrecoverableError: the batch cannot be cut further, or what a failed try has done cannot be undone.
     """
     recovery, batch = state.evaluation, args[0]
     if recovery is None or hasattr(batch, "__next__"):  # `dataloader_iter` draws its batches itself
@@ -53,7 +53,7 @@ def evaluate(trainer: Any, state: LoopState, step: Callable[..., Any], args: tup
         if why_final is None and not recovery.shrink(trainer, batch, state.has_samples(batch), what):
             why_final = "it has one sample, or its samples cannot be told apart"
         if why_final is not None:
-            raise OutOfMeasuresError(f"Memory ran out in {what}, which cannot be cut: {why_final}. {reason}")
+            raise OutOfMemoryUnrecoverableError(f"Memory ran out in {what}, which cannot be cut: {why_final}. {reason}")
 
 
 def _parts(state: LoopState, batch: Any) -> list[tuple[Any, float]]:

@@ -1,4 +1,4 @@
-"""Activation compression in a run: `training_step` runs inside the vault's scope."""
+"""Activation compression in a run: `training_step` runs inside the store's scope."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from lightning_memsave.core.errors import NoEffectWarning
 from lightning_memsave.core.report import Applied
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.saved_tensors import DifferentiatedTwiceError, refuses_hooks
-from lightning_memsave.saved_tensors.seeds import Noise
-from lightning_memsave.techniques.activation_compression import ActivationCompression, open_vault, what_happened
+from lightning_memsave.saved_tensors.seeds import NoiseSeeds
+from lightning_memsave.techniques.activation_compression import ActivationCompression, open_store, what_happened
 
 
 class ForwardScope:
-    """The vault of one fit.
+    """The store of one fit.
 
     Args:
-        trainer: Lightning's trainer; its module is set up, and of its batches the vault counts the noise.
+        trainer: Lightning's trainer; its module is set up, and of its batches the store counts the noise.
         config: how to keep what is kept.
 
     Raises:
-        ValueError: as `open_vault`.
+        ValueError: as `open_store`.
     """
 
     def __init__(self, trainer: Any, config: ActivationCompression) -> None:
-        rank = trainer.global_rank  # each process has noise of its own
-        self._config = dataclasses.replace(config, seed=config.seed + 0x9E3779B9 * rank)
-        self._vault, self._applied = open_vault(trainer.lightning_module, self._config)
+        fidelity = trainer.global_rank  # each process has noise of its own
+        self._config = dataclasses.replace(config, seed=config.seed + 0x9E3779B9 * fidelity)
+        self._store, self._applied = open_store(trainer.lightning_module, self._config)
         self._is_on, self._has_run = True, False
 
     def run(self, trainer: Any, step: Callable[[], Any]) -> Any:
@@ -38,13 +38,13 @@ class ForwardScope:
         if not self._is_on:
             return step()
         # Counted by the trainer, so that a resumed run goes on where the first one stopped.
-        self._vault.draw_for(trainer.fit_loop.total_batch_idx)
+        self._store.draw_for(trainer.fit_loop.total_batch_idx)
         module = trainer.lightning_module
         # What torch.func refuses is seen in the first batch: the second try starts as the first one did.
         start = None if self._has_run else BatchStart(module, None, "watched", noise=self.noise, small_bytes=math.inf)
         self._has_run = True
         try:
-            with self._vault.scope():
+            with self._store.scope():
                 return step()
         except RuntimeError as error:
             # Under manual optimization the step may have updated parameters already: it cannot be run again.
@@ -54,7 +54,7 @@ class ForwardScope:
         if start is not None:
             start.restore(gradients=False)
         if is_twice:
-            self._vault.keeps_derivatives = False
+            self._store.keeps_derivatives = False
             _warn("Activations are kept as codes of their inputs: `training_step` differentiates a backward pass.")
             return self.run(trainer, step)
         self._is_on = False
@@ -64,9 +64,9 @@ class ForwardScope:
         return step()
 
     @property
-    def noise(self) -> Noise:
+    def noise(self) -> NoiseSeeds:
         """Of the codes."""
-        return self._vault.noise
+        return self._store.noise
 
     @property
     def applied(self) -> Applied:
@@ -74,7 +74,7 @@ class ForwardScope:
         if not self._is_on:
             summary = "off: torch.func refuses saved-tensor hooks"
             return dataclasses.replace(self._applied, summary=summary, loss_class="exact", reasons=())
-        return what_happened(self._applied, self._config, self._vault) if self._has_run else self._applied
+        return what_happened(self._applied, self._config, self._store) if self._has_run else self._applied
 
     def close(self) -> None:
         """Take the hooks off the model; twice is safe."""

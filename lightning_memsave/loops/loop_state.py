@@ -25,7 +25,7 @@ from lightning_memsave.techniques.microbatching import (
     UnsplittableBatchError,
     why_not_exact,
 )
-from lightning_memsave.techniques.microbatching.reduction import Rule
+from lightning_memsave.techniques.microbatching.reduction import ReductionRule
 
 _WAITING = frozenset(("FSDP", "model parallel (FSDP2)", "SyncBatchNorm"))
 
@@ -212,7 +212,7 @@ class LoopState:
         if (text := self.rules.cost_of_first_epoch()) is not None:
             rank_zero_info(text)
 
-    def _compare(self, before: tuple[Rule, ...], answer: Answer, batch_idx: int) -> None:
+    def _compare(self, before: tuple[ReductionRule, ...], answer: Answer, batch_idx: int) -> None:
         """With the rules by which earlier batches were cut."""
         if answer.why_not:
             self._changes(f"batches before batch {batch_idx} were cut, and in that one {answer.why_not}")
@@ -224,7 +224,7 @@ class LoopState:
 
     def _takes_given(self, answer: Answer, config: Microbatching, *, is_first: bool) -> bool:
         """The rule that the user gave is used in any case; where the loss has another one, that is said."""
-        given = Rule("sum" if config.reduction == "sum" else "mean", config.weight_fn)
+        given = ReductionRule("sum" if config.reduction == "sum" else "mean", config.weight_fn)
         self.rules.known = (given,)
         why_not = "" if answer.has_failed else answer.why_not
         if answer.rules and given not in answer.rules:

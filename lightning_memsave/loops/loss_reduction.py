@@ -26,7 +26,7 @@ from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.loops.sample_noise import SampleNoise
 from lightning_memsave.loops.side_effect_free import ParametersKept, without_a_trace
 from lightning_memsave.techniques.microbatching import Microbatching
-from lightning_memsave.techniques.microbatching.reduction import Losses, Rule, rules_for
+from lightning_memsave.techniques.microbatching.reduction import Losses, ReductionRule, rules_for
 from lightning_memsave.techniques.microbatching.split import are_equal, cloned, pick, take
 from lightning_memsave.torch_internals.fake_tensors import is_fake, is_plain
 
@@ -41,7 +41,7 @@ _MOST_MOVED = 2**12  # elements of each parameter
 class Answer:
     """The rules that the loss obeys in this batch, or why there is none; neither when the batch does not tell."""
 
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[ReductionRule, ...] = ()
     why_not: str = ""
     has_failed: bool = False
     """Whether the loss could not be evaluated, which says nothing about other samples."""
@@ -70,7 +70,7 @@ def ask(trainer: Any, kwargs: dict[str, Any], num_samples: int, config: Microbat
     """
     module, batch = trainer.lightning_module, kwargs["batch"]
     if any(is_fake(p) for p in module.parameters()):  # a prediction, which flags it
-        return Answer((Rule("mean", config.weight_fn),))
+        return Answer((ReductionRule("mean", config.weight_fn),))
     answer = Answer(why_not="the loss cannot be evaluated.", has_failed=True)
     with without_a_trace(trainer, module, batch) as start:
         subject = _Subject.of(batch, num_samples, config)
@@ -91,7 +91,9 @@ def ask(trainer: Any, kwargs: dict[str, Any], num_samples: int, config: Microbat
             answer = _judge(losses, subject, evaluation.rules(batch, config), mode)
             if not answer.rules and not answer.why_not and losses.fit_mean([n for _, n in subject.parts]):
                 same = config.split_fn is None and are_equal(batch, num_samples)
-                answer = Answer((Rule("mean"),), holds_here_alone=True) if same and not losses.fit_sum() else answer
+                answer = (
+                    Answer((ReductionRule("mean"),), holds_here_alone=True) if same and not losses.fit_sum() else answer
+                )
             if answer.rules or (answer.why_not and (evaluation.is_sure or not mode.is_training)):
                 break
     return answer
@@ -117,12 +119,12 @@ class _Subject(NamedTuple):
         spans = ((0, cut), (cut, num_used))
         return cls(whole, [(take(whole, first, last, num_used), last - first) for first, last in spans])
 
-    def weights(self, rule: Rule) -> list[float]:
+    def weights(self, rule: ReductionRule) -> list[float]:
         """Of the parts, which need not add up to 1."""
         return [n if rule.weight_fn is None else float(rule.weight_fn(part)) for part, n in self.parts]
 
 
-def _telling(batch: Any, num_samples: int, rules: list[Rule]) -> list[int]:
+def _telling(batch: Any, num_samples: int, rules: list[ReductionRule]) -> list[int]:
     """Samples to which two rules give the most different shares, for each of the rules that count labels."""
     few = range(min(num_samples, _MOST_COUNTED))
     counts = {
@@ -145,7 +147,7 @@ def _spread(first: list[int], num_used: int, num_samples: int) -> list[int]:
     return list(itertools.islice(dict.fromkeys((*first, *spread, *range(num_samples))), num_used))
 
 
-def _judge(losses: Losses, subject: _Subject, rules: list[Rule], mode: _Mode) -> Answer:
+def _judge(losses: Losses, subject: _Subject, rules: list[ReductionRule], mode: _Mode) -> Answer:
     means = losses.best(rules, subject.weights)
     sums = [rule for rule in rules if rule.reduction == "sum" and losses.fit_sum()]
     if means and (sums or not losses.lie_apart):
@@ -190,10 +192,10 @@ class _Evaluation:
             losses = [_without_graph(functools.partial(self._loss_of, *each, sum(sizes))) for each in subjects]
         return Losses(losses[0], tuple(losses[1:]), self._tolerance())
 
-    def rules(self, batch: Any, config: Microbatching) -> list[Rule]:
+    def rules(self, batch: Any, config: Microbatching) -> list[ReductionRule]:
         """Those that come into question."""
         if config.weight_fn is not None:
-            return [Rule("mean", config.weight_fn)]
+            return [ReductionRule("mean", config.weight_fn)]
         return rules_for(batch, self._seen.ignored)
 
     def _loss_of(self, part: Any, start: int, num_samples: int, num_all: int) -> float:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_memsave.loops.loss_reduction import Answer
 from lightning_memsave.techniques.microbatching import UnsplittableBatchError, batch_size
-from lightning_memsave.techniques.microbatching.reduction import Rule
+from lightning_memsave.techniques.microbatching.reduction import ReductionRule
 from lightning_memsave.techniques.microbatching.split import are_equal
 
 _SAME = 1e-9  # relative: weights that differ by less are equal
@@ -32,7 +32,7 @@ class LossRules:
     """The rules that have held in every batch that was looked at."""
 
     def __init__(self) -> None:
-        self.known: tuple[Rule, ...] = ()
+        self.known: tuple[ReductionRule, ...] = ()
         self.seconds = 0.0
         """Spent on asking."""
         self._start: float | None = None  # of the first batch that is cut; `None` once the first epoch's cost was told

@@ -25,7 +25,7 @@ from lightning_memsave.loops.loop_state import LoopState
 from lightning_memsave.loops.merged_metrics import MergedMetrics
 from lightning_memsave.loops.merged_outputs import detached, merge_outputs
 from lightning_memsave.loops.out_of_memory import (
-    OutOfMeasuresError,
+    OutOfMemoryUnrecoverableError,
     fragmentation,
     is_out_of_memory,
     nothing_left,
@@ -130,7 +130,7 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
                     return None
                 raise error
             if why_final is not None:
-                raise OutOfMeasuresError(
+                raise OutOfMemoryUnrecoverableError(
                     f"Memory ran out and the batch cannot be run again: {why_final}. The error was: {error}"
                 ) from error
             if state.recovery.leave_ledger(f"batch {self._loop.trainer.fit_loop.batch_idx}"):
@@ -143,10 +143,12 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             """Nothing is left to be done: run the batch under the ledger, to say what it is that takes the memory.
 
             Raises:
-                OutOfMeasuresError: with that.
+                OutOfMemoryUnrecoverableError: with that.
             """
             if missing("autograd"):
-                raise OutOfMeasuresError(f"Memory runs out after every exact measure. The error was: {failure}")
+                raise OutOfMemoryUnrecoverableError(
+                    f"Memory runs out after every exact measure. The error was: {failure}"
+                )
             trainer, batch = self._loop.trainer, self._kwargs["batch"]
             ledger = Ledger(trainer.strategy.root_device).watching(trainer.strategy.model, trainer.optimizers, batch)
             try:
@@ -159,7 +161,9 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             assert ledger.measurement is not None, "it has been left"
             module, can_cut, applied = trainer.lightning_module, state.can_cut(batch), state.recipe.rows()
             fixed = {*state.recipe.fixed_rows(), *ways_of_training(trainer)}
-            raise OutOfMeasuresError(nothing_left(module, ledger.measurement, can_cut, applied, failure, fixed))
+            raise OutOfMemoryUnrecoverableError(
+                nothing_left(module, ledger.measurement, can_cut, applied, failure, fixed)
+            )
 
         def _zero_gradients_made_since(self) -> None:
             """Lightning drops what a `training_step` that calls backward itself leaves behind; its hooks have run."""
@@ -258,9 +262,13 @@ def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as 
             try:
                 super()._optimizer_step(batch_idx, closure)
             except Exception as error:
-                if self.state.recovery is None or isinstance(error, OutOfMeasuresError) or not is_out_of_memory(error):
+                if (
+                    self.state.recovery is None
+                    or isinstance(error, OutOfMemoryUnrecoverableError)
+                    or not is_out_of_memory(error)
+                ):
                     raise
-                raise OutOfMeasuresError(
+                raise OutOfMemoryUnrecoverableError(
                     "Memory ran out in the optimizer's update. Parameters may be half new, so the batch is not run "
                     "again: resume from the last checkpoint, with `foreach=False` in the optimizer or "
                     f'`optimizer_state="8bit"`. The error was: {error}'

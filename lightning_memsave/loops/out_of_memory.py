@@ -55,7 +55,7 @@ def _is_nearly_full() -> bool:
     return free < _NEARLY_FULL * total
 
 
-class OutOfMeasuresError(torch.OutOfMemoryError):
+class OutOfMemoryUnrecoverableError(torch.OutOfMemoryError):
     """Memory ran out, and there is nothing left to do about it."""
 
 

@@ -165,7 +165,7 @@ def has_room() -> bool:
 
 
 def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[], Any]], Any] | None) -> Trace:
-    """One step on fake tensors, which takes no memory; on real ones where it reads values, or a vault codes them."""
+    """One step on fake tensors, which takes no memory; on real ones where it reads values, or a store codes them."""
     module = trainer.lightning_module
 
     def trace(args: tuple[Any, ...], scope: Callable[[Callable[[], Any]], Any] | None) -> Trace:

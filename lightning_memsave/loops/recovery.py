@@ -33,7 +33,7 @@ from lightning_memsave.techniques.microbatching import Microbatching, Unsplittab
 class Ladder(Protocol):
     """The exact measures against too little memory, in the order in which they are taken."""
 
-    def climb(self, trainer: Any) -> str | None:
+    def apply_next_fallback(self, trainer: Any) -> str | None:
         """Take the next one and say which; `None` when all are taken."""
 
     def withdraw(self) -> bool:
@@ -84,11 +84,11 @@ class Recovery:
         else:
             self.changing |= start.moved_buffers()
 
-    def learned(self) -> dict[str, Any]:
+    def recovery_state_dict(self) -> dict[str, Any]:
         """Sizes, as plain values for a checkpoint."""
         return {"limit_elements": self.limit_elements, "interval": self.interval}
 
-    def learn(self, learned: dict[str, Any]) -> None:
+    def load_recovery_state_dict(self, learned: dict[str, Any]) -> None:
         """Go on with them."""
         self.limit_elements, self.interval = learned["limit_elements"], learned["interval"]
 
@@ -103,7 +103,7 @@ class Recovery:
         """
         taken = self._back_to_what_fitted(batch)
         if taken is None and self._ladder is not None:
-            taken = self._ladder.climb(trainer)
+            taken = self._ladder.apply_next_fallback(trainer)
             self.has_new_regions |= taken is not None
         if taken is None and can_cut:
             taken = self._halve(batch)
@@ -205,7 +205,7 @@ class Recovery:
         self._num_good = 0
         taken = self._back_to_what_fitted(batch)
         if taken is None and self._ladder is not None:
-            taken = self._ladder.climb(trainer)
+            taken = self._ladder.apply_next_fallback(trainer)
             self.has_new_regions |= taken is not None
         if taken is None and may_cut and sum(map(step.by_category.__getitem__, _OF_THE_MODEL)) < self._max_bytes:
             with contextlib.suppress(UnsplittableBatchError):

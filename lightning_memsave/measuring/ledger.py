@@ -37,7 +37,7 @@ from lightning_memsave.torch_internals.autograd_graph import WeakStorage, autogr
 from lightning_memsave.torch_internals.fake_tensors import is_fake
 
 
-class Entry:
+class LedgerEntry:
     """One storage, from the moment it is booked."""
 
     __slots__ = ("category", "made", "node", "num_bytes", "place", "reference", "reserved")
@@ -88,10 +88,10 @@ class Ledger(TorchDispatchMode):
     def __init__(self, device: torch.device | str = "cpu", *, fake: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._device_type, self._fake = torch.device(device).type, fake
-        self._live: dict[int, Entry] = {}  # keyed by the address of the storage, removed when it dies
-        self._at_start: list[tuple[int, Entry]] = []
-        self._events: list[tuple[int, Entry]] = []  # (change in bytes, whose)
-        self._recorded: list[Entry] = []  # made while a graph is recorded, not yet seen by a backward
+        self._live: dict[int, LedgerEntry] = {}  # keyed by the address of the storage, removed when it dies
+        self._at_start: list[tuple[int, LedgerEntry]] = []
+        self._events: list[tuple[int, LedgerEntry]] = []  # (change in bytes, whose)
+        self._recorded: list[LedgerEntry] = []  # made while a graph is recorded, not yet seen by a backward
         self._bytes = self._peak = self._peak_event = 0
         self._model: nn.Module | None = None
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
@@ -137,18 +137,18 @@ class Ledger(TorchDispatchMode):
 
     def reserve(self, category: str, num_bytes: int) -> None:
         """Book bytes that no tensor in Python shows, for example DDP's buckets."""
-        self._was_there(Entry(num_bytes, category))
+        self._was_there(LedgerEntry(num_bytes, category))
 
-    def _was_there(self, entry: Entry) -> None:
+    def _was_there(self, entry: LedgerEntry) -> None:
         if entry.reserved:
             return
         self._at_start.append((entry.num_bytes, entry))
         self._bytes += entry.num_bytes
         self._peak += entry.num_bytes  # it was alive at every earlier moment as well
 
-    def _book(self, storage: torch.UntypedStorage, category: str | None, reserved: bool = False) -> Entry:
+    def _book(self, storage: torch.UntypedStorage, category: str | None, reserved: bool = False) -> LedgerEntry:
         address = storage._cdata
-        entry = Entry(storage.nbytes(), category, reserved)
+        entry = LedgerEntry(storage.nbytes(), category, reserved)
 
         def freed(_: object) -> None:
             self._live.pop(address, None)
@@ -158,7 +158,7 @@ class Ledger(TorchDispatchMode):
         self._live[address] = entry
         return entry
 
-    def _end(self, storage: torch.UntypedStorage, before: int | None = None) -> Entry | None:
+    def _end(self, storage: torch.UntypedStorage, before: int | None = None) -> LedgerEntry | None:
         """What a storage has is over, although it is there; with `before`, if another node than that has made it."""
         entry = self._live.get(storage._cdata)
         if entry is not None and entry.node != before:
@@ -167,7 +167,7 @@ class Ledger(TorchDispatchMode):
             self._change(-entry.num_bytes, entry)
         return entry
 
-    def _change(self, num_bytes: int, entry: Entry) -> None:
+    def _change(self, num_bytes: int, entry: LedgerEntry) -> None:
         if entry.reserved:
             return
         self._events.append((num_bytes, entry))
@@ -326,7 +326,7 @@ class Ledger(TorchDispatchMode):
     def _split_at_peak(self) -> tuple[dict[str, int], dict[str, int]]:
         split: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
         by_line: Counter[Line | None] = Counter()
-        changed: Counter[Entry] = Counter()
+        changed: Counter[LedgerEntry] = Counter()
         for num_bytes, entry in (*self._at_start, *self._events[: self._peak_event]):
             changed[entry] += num_bytes
         for entry, num_bytes in changed.items():
@@ -346,5 +346,5 @@ class Ledger(TorchDispatchMode):
                 yield Survivor(num_bytes=entry.num_bytes, shape=shape, dtype=dtype, line=where, storage=held)
 
 
-def _named(changes: Iterable[tuple[int, Entry]]) -> Iterator[tuple[int, str]]:
+def _named(changes: Iterable[tuple[int, LedgerEntry]]) -> Iterator[tuple[int, str]]:
     return ((num_bytes, entry.category or "temporary") for num_bytes, entry in changes)

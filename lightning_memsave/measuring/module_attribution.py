@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.core.selection import is_scripted
 from lightning_memsave.measuring.allocation_trace import Allocations
-from lightning_memsave.measuring.ledger import Entry, Ledger
+from lightning_memsave.measuring.ledger import Ledger, LedgerEntry
 from lightning_memsave.measuring.operation_cost import cost_of
 from lightning_memsave.measuring.source_lines import line_text
 from lightning_memsave.measuring.storages import storages, tensors_in
@@ -64,7 +64,7 @@ class BreakdownLedger(Ledger):
         self.breakdown: Breakdown | None = None
         self._running: list[str] = []
         self._owners: dict[Tensor, str] = {}
-        self._owned: dict[Entry, tuple[torch.Size, torch.dtype]] = {}
+        self._owned: dict[LedgerEntry, tuple[torch.Size, torch.dtype]] = {}
         self._seconds, self._num_operations = 0.0, 0
 
     def watching(
@@ -100,7 +100,7 @@ class BreakdownLedger(Ledger):
         super()._name_gradient(parameter)
         self._belongs(parameter.grad, self._owners.get(parameter, ELSEWHERE))
 
-    def _book(self, storage: torch.UntypedStorage, category: str | None, reserved: bool = False) -> Entry:
+    def _book(self, storage: torch.UntypedStorage, category: str | None, reserved: bool = False) -> LedgerEntry:
         entry = super()._book(storage, category, reserved)
         entry.place = self._running[-1] if self._running else BACKWARD if autograd_is_running() else ELSEWHERE
         return entry
@@ -133,7 +133,7 @@ class BreakdownLedger(Ledger):
 
     def _split_at_peak(self) -> tuple[dict[str, int], dict[str, int]]:
         self._running.clear()
-        alive: Counter[Entry] = Counter()
+        alive: Counter[LedgerEntry] = Counter()
         for num_bytes, entry in (*self._at_start, *self._events[: self._peak_event]):
             alive[entry] += num_bytes
         kinds: dict[tuple[Any, ...], list[int]] = {}
@@ -168,7 +168,7 @@ class BreakdownLedger(Ledger):
         labels = tuple((entry.category or "temporary", entry.place) for entry in numbers)
         return Allocations(tuple(size for size, _ in self._at_start), changes, labels)
 
-    def _kind(self, entry: Entry) -> tuple[Any, ...]:
+    def _kind(self, entry: LedgerEntry) -> tuple[Any, ...]:
         shape, dtype = self._owned.get(entry) or (entry.made or ((), ""))[:2]
         line = "" if entry.made is None else line_text(entry.made[2])
         return entry.category or "temporary", entry.place, shape, dtype, line

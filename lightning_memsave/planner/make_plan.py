@@ -1,4 +1,4 @@
-"""From a budget to a plan: the knobs that a recipe leaves open, the search over them, and the words that explain it."""
+"""Make a plan for a budget: search the dimensions that a recipe leaves open, and explain the choice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_memsave.planner.memory_budget import MEANINGS, Budget, needed_byt
 from lightning_memsave.planner.plan import Plan, PlanStep
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.planner.search import Choice, Found, Search, in_order
-from lightning_memsave.planner.search_space import MANY_BLOCKS, OVERHEAD, TIERS, Knob, Option, describe, knobs
+from lightning_memsave.planner.search_space import MANY_BLOCKS, OVERHEAD, TIERS, Dimension, Option, describe, dimensions
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.microbatching import Microbatching
@@ -95,9 +95,11 @@ def make_plan(
     return _plan(budget, budget_bytes, recipe, situation, plain, search, found)
 
 
-def _open_knobs(sizes: tuple[int, int], recipe: Recipe, situation: Situation, tier: str) -> dict[type[Config], Knob]:
+def _open_knobs(
+    sizes: tuple[int, int], recipe: Recipe, situation: Situation, tier: str
+) -> dict[type[Config], Dimension]:
     """What a tier may choose from besides what the recipe has fixed."""
-    table = knobs(
+    table = dimensions(
         *sizes,
         tier=tier if tier in TIERS else TIERS[0],
         num_samples=situation.num_samples,
@@ -107,14 +109,14 @@ def _open_knobs(sizes: tuple[int, int], recipe: Recipe, situation: Situation, ti
         num_blocks=situation.num_blocks,
     )
     taken = {type(t) for t in recipe.techniques if not _is_open(recipe, t)} | set(recipe.switched_off)
-    left: dict[type[Config], Knob] = {kind: knob for kind, knob in table.items() if kind not in taken}
+    left: dict[type[Config], Dimension] = {kind: dimension for kind, dimension in table.items() if kind not in taken}
     if (own := recipe.get(Microbatching)) is not None and Microbatching in left:
         left[Microbatching] = tuple(_like(option, own) for option in left[Microbatching])
     return left
 
 
 def _is_open(recipe: Recipe, config: Config) -> bool:
-    """Whether a planner may choose this setting: a default of a knob, or microbatches whose size is open."""
+    """Whether a planner may choose this setting: a default of a dimension, or microbatches whose size is open."""
     if isinstance(config, Microbatching):
         return config.size == "auto"
     return type(config) in recipe.by_default and technique_of(config).slot is not None

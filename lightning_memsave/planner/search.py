@@ -1,13 +1,13 @@
 """The search: the cheapest settings with which a step fits, from predictions of some of them.
 
 Level by level (`search_space`), so that a result is never changed where an exact setting would do; within a level, the
-least time. For each choice of the other knobs, in the order of their time, the fewest microbatches that fit are found
-by bisection; the search ends at the first choice that could no longer beat the best one. Predictions are kept; what is
-weaker in every knob than a choice that did not fit is not asked for. Where predictions are real steps on CPU, they were
-timed as well, and the fastest of all that fit is taken.
+least time. For each choice of the other dimensions, in the order of their time, the fewest microbatches that fit are
+found by bisection; the search ends at the first choice that could no longer beat the best one. Predictions are kept;
+what is weaker in every dimension than a choice that did not fit is not asked for. Where predictions are real steps on
+CPU, they were timed as well, and the fastest of all that fit is taken.
 
 The smallest peak of a level is found by coordinate descent from strong settings, once with microbatches chosen first
-and once last. That is exact where the best setting of a knob does not hang on two others at once.
+and once last. That is exact where the best setting of a dimension does not hang on two others at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_memsave.core.errors import BudgetTooSmallError
 from lightning_memsave.core.report import LOSS_CLASSES, LossClass
 from lightning_memsave.planner.memory_budget import needed_bytes
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.planner.search_space import Knob, Option, describe, levels, time_factor, with_regions_for
+from lightning_memsave.planner.search_space import Dimension, Option, describe, levels, time_factor, with_regions_for
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.registry import TECHNIQUES, Config
@@ -39,7 +39,7 @@ _MODEL_SCATTER = 0.1
 """Of the model's: what is slower by less may be faster."""
 
 Choice = tuple[Option, ...]
-"""A setting for each knob."""
+"""A setting for each dimension."""
 Peak = Callable[[Choice], float]
 """The bytes that a choice needs."""
 
@@ -65,7 +65,7 @@ class Search:
     """Chooses among the settings of a ladder.
 
     Args:
-        table: the knobs, as `ladder.knobs` makes them.
+        table: the dimensions, as `ladder.dimensions` makes them.
         predict: predicts a step under a tuple of Configs; raises `ValueError` where they cannot be used.
         fixed: Configs that are there in any case.
         ways: of training, in the words of `core.compatibility`: what they refuse is not asked for.
@@ -74,7 +74,7 @@ class Search:
 
     def __init__(
         self,
-        table: Mapping[type[Config], Knob],
+        table: Mapping[type[Config], Dimension],
         predict: Callable[[Sequence[Config]], Prediction],
         fixed: Sequence[Config] = (),
         ways: Sequence[str] = (),
@@ -92,8 +92,8 @@ class Search:
         self.num_predictions = 0
         """How many have been made, those that ended in a refusal among them."""
 
-    def among(self, table: Mapping[type[Config], Knob]) -> Search:
-        """Another search, among other settings of the same knobs; what has been predicted stays known."""
+    def among(self, table: Mapping[type[Config], Dimension]) -> Search:
+        """Another search, among other settings of the same dimensions; what has been predicted stays known."""
         other = Search(table, self._predict, self._fixed, self._ways, self._max_predictions)
         other._known, other.refusals, other._least_budgets = self._known, self.refusals, self._least_budgets
         return other
@@ -110,21 +110,21 @@ class Search:
         return {type(config) for config in self._fixed}
 
     def options(self) -> Iterator[Option]:
-        """Every setting of every knob."""
+        """Every setting of every dimension."""
         return itertools.chain.from_iterable(self._knobs)
 
     @property
     def nothing(self) -> Choice:
-        """Every knob off."""
-        return tuple(knob[0] for knob in self._knobs)
+        """Every dimension off."""
+        return tuple(dimension[0] for dimension in self._knobs)
 
     def techniques(self, choice: Choice) -> tuple[Config, ...]:
         """The Configs of a choice, in the order of the registry."""
         return in_order([*self._fixed, *(option.config for option in choice if option.config is not None)])
 
     def changed(self, choice: Choice, option: Option) -> Choice:
-        """The choice with `option` at its knob."""
-        return _with(choice, next(i for i, knob in enumerate(self._knobs) if option in knob), option)
+        """The choice with `option` at its dimension."""
+        return _with(choice, next(i for i, dimension in enumerate(self._knobs) if option in dimension), option)
 
     def predict(self, choice: Choice) -> Prediction | None:
         """The prediction, made once; `None` where the settings cannot be used, or no more predictions are made."""
@@ -166,7 +166,7 @@ class Search:
 
     @staticmethod
     def _is_weaker(choice: Choice, other: Choice) -> bool:
-        """Whether `choice` is no stronger than `other` in any knob, as far as that is known."""
+        """Whether `choice` is no stronger than `other` in any dimension, as far as that is known."""
         settings = zip(choice, other, strict=True)
         return all(mine == theirs or mine.is_no_stronger_than(theirs) for mine, theirs in settings)
 
@@ -243,11 +243,11 @@ class Search:
 
     @property
     def _position(self) -> int | None:
-        """Of microbatches among the knobs."""
+        """Of microbatches among the dimensions."""
         return self._kinds.index(Microbatching) if Microbatching in self._kinds else None
 
-    def _allowed(self, level: tuple[int, int]) -> list[Knob]:
-        return [tuple(option for option in knob if option.level <= level) for knob in self._knobs]
+    def _allowed(self, level: tuple[int, int]) -> list[Dimension]:
+        return [tuple(option for option in dimension if option.level <= level) for dimension in self._knobs]
 
     def _lowest(self, level: tuple[int, int], peak: Peak, enough_bytes: int = 0) -> Choice:
         """The smallest peak, from two starts; ends as soon as `enough_bytes` are met."""
@@ -261,15 +261,15 @@ class Search:
         return best
 
     def _orders(self) -> Iterator[list[int]]:
-        """Microbatches before all other knobs, and after them: some settings exclude them."""
+        """Microbatches before all other dimensions, and after them: some settings exclude them."""
         position = self._position
         others = [number for number in range(len(self._knobs)) if number != position]
         yield [*([] if position is None else [position]), *others]
         if position is not None:
             yield [*reversed(others), position]
 
-    def _strongest(self, allowed: Sequence[Knob], order: Sequence[int], peak: Peak) -> Choice:
-        """Of each knob in turn, the strongest setting that works beside the ones before."""
+    def _strongest(self, allowed: Sequence[Dimension], order: Sequence[int], peak: Peak) -> Choice:
+        """Of each dimension in turn, the strongest setting that works beside the ones before."""
         best = self.nothing
         for number in order:
             for option in reversed(allowed[number][1:]):
@@ -279,13 +279,13 @@ class Search:
                     break
         return best
 
-    def _descend(self, best: Choice, allowed: Sequence[Knob], peak: Peak, enough_bytes: int) -> Choice:
-        """One knob after the other, until none lowers the peak."""
+    def _descend(self, best: Choice, allowed: Sequence[Dimension], peak: Peak, enough_bytes: int) -> Choice:
+        """One dimension after the other, until none lowers the peak."""
         improved = True
         while improved:
             improved = False
-            for number, knob in enumerate(allowed):
-                for option in knob:
+            for number, dimension in enumerate(allowed):
+                for option in dimension:
                     if peak(best) <= enough_bytes:
                         return best
                     tried = _with(best, number, option)
@@ -299,7 +299,7 @@ class Search:
         allowed = self._allowed(level)
         position = self._position
         parts = allowed[position] if position is not None else (None,)
-        others = [knob if number != position else knob[:1] for number, knob in enumerate(allowed)]
+        others = [dimension if number != position else dimension[:1] for number, dimension in enumerate(allowed)]
         best = start
         for other in sorted(itertools.product(*others), key=_cost):
             if not self._is_worth_asking(other, best):
@@ -341,7 +341,7 @@ def in_order(techniques: Sequence[Config]) -> tuple[Config, ...]:
 
 
 def _with(choice: Choice, position: int | None, option: Option) -> Choice:
-    assert position is not None, "there is such a knob"
+    assert position is not None, "there is such a dimension"
     return (*choice[:position], option, *choice[position + 1 :])
 
 

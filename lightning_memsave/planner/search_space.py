@@ -1,4 +1,4 @@
-"""What a planner may choose from: for each knob its settings, with what each does to the result and to the time.
+"""What a planner may choose from: for each dimension its settings, with what each does to the result and to the time.
 
 Time factors are medians of this project's own benchmarks (`benchmarks/results`, CPU), and on top what hangs on how much
 of a step goes into starting operations; they order the settings, and are no promise. A level is what may be used
@@ -27,20 +27,20 @@ TIERS = ("lossless", "balanced", "extreme")
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One setting of one knob."""
+    """One setting of one dimension."""
 
     text: str
     """As a user would write it."""
     config: Config | None = None
-    """`None`: the knob is off."""
+    """`None`: the dimension is off."""
     loss_class: LossClass = "exact"
     tier: str = "lossless"
     """The first recipe that may use it."""
     time_factor: float = 1.0
     """Of a step's time."""
     strength: int | None = None
-    """Settings of one knob with a higher strength need no more memory, and 0 most of all; `None`: that is not known.
-    Microbatches hold gradients where whole batches do not, so whole batches have none."""
+    """Settings of one dimension with a higher strength need no more memory, and 0 most of all; `None`: that is not
+    known. Microbatches hold gradients where whole batches do not, so whole batches have none."""
 
     @property
     def level(self) -> tuple[int, int]:
@@ -48,13 +48,13 @@ class Option:
         return LOSS_CLASSES.index(self.loss_class), TIERS.index(self.tier)
 
     def is_no_stronger_than(self, other: Option) -> bool:
-        """Whether it is known to save no more than another setting of its knob."""
+        """Whether it is known to save no more than another setting of its dimension."""
         if self.strength is None:
             return False
         return self.strength == 0 or (other.strength is not None and self.strength <= other.strength)
 
 
-Knob = tuple[Option, ...]
+Dimension = tuple[Option, ...]
 OVERHEAD = 0.006
 """What starting operations takes of a step's time, where nothing else is known (WideResNet-28-2, batch 100)."""
 _OPERATION_SECONDS = 3.5e-6
@@ -67,7 +67,7 @@ _HALVING = 0.17
 MANY_BLOCKS = 256
 """Where their number is not known."""
 _VAULT_OVERHEAD = 3
-"""What a vault adds, in such overheads."""
+"""What a store adds, in such overheads."""
 
 
 def overhead_of(num_operations: int | None, seconds: float | None) -> float:
@@ -78,7 +78,7 @@ def overhead_of(num_operations: int | None, seconds: float | None) -> float:
     return max(OVERHEAD, 2.0 ** round(math.log2(share)))
 
 
-def knobs(
+def dimensions(
     budget_bytes: int,
     plain_bytes: int,
     *,
@@ -88,8 +88,8 @@ def knobs(
     device_type: str = "cpu",
     overhead: float = OVERHEAD,
     num_blocks: int = MANY_BLOCKS,
-) -> dict[type[Config], Knob]:
-    """Every knob with its settings, off first.
+) -> dict[type[Config], Dimension]:
+    """Every dimension with its settings, off first.
 
     Args:
         budget_bytes: for regions that are chosen to fit.
@@ -101,8 +101,8 @@ def knobs(
         overhead: the part of a plain step's time that goes into starting its operations.
         num_blocks: that the model repeats: what groups of them inside of groups cost.
     """
-    is_cpu, vault = device_type == "cpu", _VAULT_OVERHEAD * overhead
-    table: dict[type[Config], Knob] = {
+    is_cpu, store = device_type == "cpu", _VAULT_OVERHEAD * overhead
+    table: dict[type[Config], Dimension] = {
         Sparsity: (
             Option(text="dense", strength=0),
             _changed("sparsity=0.9", Sparsity(sparsity=0.9), "extreme", 1.02, 1),
@@ -114,9 +114,9 @@ def knobs(
         Microbatching: tuple(_parts(num_samples, is_cut_exact, overhead)),
         ActivationCompression: (
             Option(text="activations as they are", strength=0),
-            Option(text='activations="exact"', config=ActivationCompression(), time_factor=1.05 + vault, strength=1),
-            _coded("int8", 1.1 + vault, 2),
-            _coded("int4", 1.11 + vault, 3),
+            Option(text='activations="exact"', config=ActivationCompression(), time_factor=1.05 + store, strength=1),
+            _coded("int8", 1.1 + store, 2),
+            _coded("int4", 1.11 + store, 3),
         ),
         Checkpointing: (
             Option(text="no regions", strength=0),

@@ -25,7 +25,7 @@ from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.prediction.simulated_process_group import on_paper
 from lightning_memsave.saved_tensors.randomness import Randomness
 from lightning_memsave.strategies.memsave_strategy import adopt
-from lightning_memsave.strategies.session import MemSaveState
+from lightning_memsave.strategies.session import Session
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.split import cloned
 
@@ -55,7 +55,7 @@ def dry_run(
         data_module: of the run, which a step may ask.
         fake: whether module and batch are of fake tensors.
     """
-    watch = _watch_class(namespace)(MemSaveState(recipe), fake)
+    watch = _watch_class(namespace)(Session(recipe), fake)
     with (
         on_paper(namespace, settings) as options,
         Randomness.untouched(),
@@ -145,7 +145,7 @@ def _watch_class(namespace: str) -> Any:  # noqa: C901  # one class, counted as 
     class Watch(import_module(namespace).Callback):  # type: ignore[misc]  # a base known at run time
         """Hands the recipe to the strategy, and counts the bytes of all steps but the first."""
 
-        def __init__(self, state: MemSaveState, fake: bool) -> None:
+        def __init__(self, state: Session, fake: bool) -> None:
             self._state, self._fake = state, fake
             self._num_batches = 0
             self._ledger: BreakdownLedger | None = None

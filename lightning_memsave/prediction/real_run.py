@@ -35,7 +35,7 @@ from lightning_memsave.saved_tensors.randomness import Randomness
 from lightning_memsave.simulation.global_state_guard import names_kept
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.strategies.memsave_strategy import adopt
-from lightning_memsave.strategies.session import MemSaveState
+from lightning_memsave.strategies.session import Session
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
 from lightning_memsave.techniques.microbatching.split import take
 from lightning_memsave.techniques.registry import Config
@@ -177,7 +177,7 @@ class _OneStep(pl.Callback):
     """Adopts the trial's strategy, and ends it after one batch."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.state = MemSaveState(recipe)
+        self.state = Session(recipe)
         self.is_done = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -46,7 +46,7 @@ _QUALITY = ("acc", "accuracy", "f1", "auroc", "auc", "iou", "miou", "map", "bleu
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """One figure of every run."""
 
     key: str
@@ -83,7 +83,7 @@ class Comparison:
 
     runs: tuple[Run, ...]
     quality: Quality | None
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     front: tuple[int, ...]
     """Positions of the runs that no other beats in both peak and quality, from the smallest peak up."""
     differences: Mapping[str, tuple[str, ...]]
@@ -189,16 +189,16 @@ def _front(runs: Sequence[Run], quality: Quality | None) -> tuple[int, ...]:
 
 
 # ------------------------------------------------------------------ rows
-def _rows(runs: Sequence[Run], quality: Quality | None) -> Iterable[Row]:
-    def row(key: str, heading: str, value: Callable[[Run], Any], text: Callable[[Any], str] = str) -> Row:
+def _rows(runs: Sequence[Run], quality: Quality | None) -> Iterable[ComparisonRow]:
+    def row(key: str, heading: str, value: Callable[[Run], Any], text: Callable[[Any], str] = str) -> ComparisonRow:
         values = tuple(map(value, runs))
         texts = tuple("n/a" if v is None else text(v) for v in values)
-        return Row(key=key, heading=heading, values=values, texts=texts)
+        return ComparisonRow(key=key, heading=heading, values=values, texts=texts)
 
-    def figure(name: str, heading: str, text: Callable[[Any], str] = str) -> Row:
+    def figure(name: str, heading: str, text: Callable[[Any], str] = str) -> ComparisonRow:
         return row(name, heading, lambda run: getattr(run.report, name), text)
 
-    def category(name: str) -> Row:
+    def category(name: str) -> ComparisonRow:
         heading = name.replace("_", " ")
         return row(f"{name}_bytes", heading, lambda run: run.report.by_category.get(name), format_bytes)
 

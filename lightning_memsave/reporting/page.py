@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from lightning_memsave.core.units import format_bytes
-from lightning_memsave.reporting.comparison import Comparison, Row
+from lightning_memsave.reporting.comparison import Comparison, ComparisonRow
 from lightning_memsave.reporting.figures import RUN_COLOURS, draw
 
 _QUESTIONS = {
@@ -124,7 +124,7 @@ def _table(comparison: Comparison) -> Iterator[str]:
     yield "</section>"
 
 
-def _cells(rows: Iterable[Row], position: int) -> Iterator[str]:
+def _cells(rows: Iterable[ComparisonRow], position: int) -> Iterator[str]:
     for row in rows:
         value = row.values[position]
         missing = value is None or (isinstance(value, float) and math.isnan(value))

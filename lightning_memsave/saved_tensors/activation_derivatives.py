@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.saved_tensors.call_site import Call
 from lightning_memsave.saved_tensors.code_rows import Rows
-from lightning_memsave.saved_tensors.encodings import Coded, Rank
+from lightning_memsave.saved_tensors.encodings import Fidelity, IntCodes
 from lightning_memsave.torch_internals.fake_tensors import is_fake, with_values
 
 aten = torch.ops.aten
@@ -119,7 +119,7 @@ _BACKWARD: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-# ------------------------------------------------------------------------------- the form
+# ------------------------------------------------------------------------------- the encoding
 class DifferentiatedTwiceError(RuntimeError):
     """A backward pass with `create_graph=True` asks for what only a first derivative is kept of."""
 
@@ -127,21 +127,23 @@ class DifferentiatedTwiceError(RuntimeError):
 class CodedDerivative:
     """A code of f'(x), decoded to some x* of which f' is the same."""
 
-    rank = Rank.DERIVATIVE
+    fidelity = Fidelity.DERIVATIVE
 
-    def __init__(self, parts: list[Coded], like: Tensor, derivative: Derivative) -> None:
+    def __init__(self, parts: list[IntCodes], like: Tensor, derivative: Derivative) -> None:
         self._parts, self._derivative = parts, derivative
         self._size, self._dtype, self._device = like.numel(), like.dtype, like.device
         self.kind = f"{parts[0].kind} derivative"
 
     @classmethod
-    def of(cls, flat: Tensor, derivative: Derivative, rank: Rank, seed: int, rows: Rows) -> CodedDerivative | None:
+    def of(
+        cls, flat: Tensor, derivative: Derivative, fidelity: Fidelity, seed: int, rows: Rows
+    ) -> CodedDerivative | None:
         """`None` when a value is not finite."""
-        parts: list[Coded] = []
+        parts: list[IntCodes] = []
         rows = Rows(rows.length)  # as it lies in memory: no normalisation reads it
         for number, part in enumerate(flat.split(cls._chunk(flat, rows))):
             d = derivative(part.float())
-            coded = Coded.of(d, rank, mix((seed + number) & 0xFFFFFFFF), False, rows)
+            coded = IntCodes.of(d, fidelity, mix((seed + number) & 0xFFFFFFFF), False, rows)
             if coded is None:
                 return None
             parts.append(coded)

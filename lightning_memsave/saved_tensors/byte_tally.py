@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lightning_memsave.core.report import LossClass
-from lightning_memsave.saved_tensors.encodings import Coded
+from lightning_memsave.saved_tensors.encodings import IntCodes
 from lightning_memsave.saved_tensors.recompute import codes_behind
-from lightning_memsave.saved_tensors.saved_storage import Entry, kept_bytes
+from lightning_memsave.saved_tensors.saved_storage import SavedStorage, kept_bytes
 
 
 @dataclass
@@ -17,9 +17,9 @@ class Tally:
     """What one scope kept."""
 
     entries: Counter[str] = field(default_factory=Counter)
-    """How many, by form."""
+    """How many, by encoding."""
     plain_bytes: int = 0
-    """What they would hold without the vault."""
+    """What they would hold without the store."""
     held_bytes: int = 0
     """What they hold, each storage once."""
     num_held_elsewhere: int = 0
@@ -28,7 +28,7 @@ class Tally:
     """Entries that keep more bits than asked for, as a normalisation would multiply their noise (`normalised`)."""
 
     @classmethod
-    def of(cls, entries: Iterable[Entry]) -> Tally:
+    def of(cls, entries: Iterable[SavedStorage]) -> Tally:
         """Count entries."""
         tally, ours = cls(), []
         for entry in entries:
@@ -36,7 +36,7 @@ class Tally:
                 tally.num_held_elsewhere += 1
                 continue
             ours.append(entry)
-            tally.entries[entry.form.kind] += 1
+            tally.entries[entry.encoding.kind] += 1
             tally.plain_bytes += entry.plain_bytes
             tally.num_guarded += entry.is_guarded
         tally.held_bytes = kept_bytes(ours)
@@ -54,10 +54,10 @@ class Consequences:
     is_squared: bool = False
     """Whether one was read more than once, and not for the gradients of weights alone."""
 
-    def note(self, entries: Iterable[Entry]) -> None:
+    def note(self, entries: Iterable[SavedStorage]) -> None:
         """Add what the entries of one scope do."""
-        uses: Counter[Entry | Coded] = Counter()
-        coupled: set[Entry | Coded] = set()
+        uses: Counter[SavedStorage | IntCodes] = Counter()
+        coupled: set[SavedStorage | IntCodes] = set()
         for entry in entries:
             if not entry.is_lossy:
                 continue

@@ -13,12 +13,12 @@ somebody edits them; where a call edits a large one later on, backward raises. W
 variable) nobody knows, so the first repetitions, and some later ones, are compared with the forward pass: one that
 computes other values raises. A repetition stops behind the last tensor that backward waits for.
 
-In the scope of a vault, inputs are kept by the vault, and the repetition runs under it: what it keeps is in codes and
-recipes again. A function mode is off while backward runs, so a repetition enters the vault's own again.
+In the scope of a store, inputs are kept by the store, and the repetition runs under it: what it keeps is in codes and
+recipes again. A function mode is off while backward runs, so a repetition enters the store's own again.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016
 (https://arxiv.org/abs/1604.06174). The way through saved-tensor hooks is that of `torch.utils.checkpoint`
-(non-reentrant), which knows neither buffers, nor regions of several calls, nor a vault.
+(non-reentrant), which knows neither buffers, nor regions of several calls, nor a store.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_memsave.saved_tensors.arguments import Arguments
-from lightning_memsave.saved_tensors.encodings import Rank
-from lightning_memsave.saved_tensors.function_mode import Place
+from lightning_memsave.saved_tensors.encodings import Fidelity
+from lightning_memsave.saved_tensors.function_mode import CallContext
 from lightning_memsave.saved_tensors.object_state import Stub
 from lightning_memsave.saved_tensors.placeholders import Collector, Fingerprints, Holder, Stop, unpack
 from lightning_memsave.saved_tensors.randomness import Randomness
 from lightning_memsave.saved_tensors.region_call import RegionCall, leaves_of
-from lightning_memsave.saved_tensors.region_inputs import Input, Keeper, keep, vault_around
+from lightning_memsave.saved_tensors.region_inputs import Keeper, RegionInput, keep, store_around
 from lightning_memsave.saved_tensors.region_members import Group, Member, Membership
 from lightning_memsave.saved_tensors.saved_storage import Passed
-from lightning_memsave.saved_tensors.store import Vault
+from lightning_memsave.saved_tensors.store import SavedTensorStore
 from lightning_memsave.torch_internals.autograd_graph import unwatched, version_of
 
 
@@ -154,8 +154,8 @@ class _Part(NamedTuple):
 
     call: RegionCall
     inner: Sequence[Membership]
-    arguments: list[Any]  # leaves: `Input`, `_Output`, `Stub`, or what needs no keeping
-    place: Place | None
+    arguments: list[Any]  # leaves: `RegionInput`, `_Output`, `Stub`, or what needs no keeping
+    place: CallContext | None
 
 
 class Region(Keeper):
@@ -167,7 +167,7 @@ class Region(Keeper):
 
     def __init__(self, around: Region | None = None) -> None:
         self.next_position, self._around = 0, around
-        self.vault = vault_around()
+        self.store = store_around()
         self._parts: list[_Part] = []
         self._randomness: dict[RegionCall, Randomness] = {}
         """For calls that drew numbers and did not go on where the one before stopped: where they start."""
@@ -180,16 +180,16 @@ class Region(Keeper):
     # --------------------------------------------------------------------------- forward
     def begin(self, call: RegionCall, inner: Sequence[Membership]) -> None:
         """Keep what the coming call needs to be made again."""
-        is_equal = self.vault is None or self.vault.lossy is Rank.EXACT  # codes are not
+        is_equal = self.store is None or self.store.lossy is Fidelity.EXACT  # codes are not
         self._fingerprints = call.fingerprints if is_equal else None
         arguments = [self._kept(leaf) if isinstance(leaf, Tensor) else leaf for leaf in call.given.leaves]
-        place = None if self.vault is None else self.vault.place
+        place = None if self.store is None else self.store.place
         self._parts.append(_Part(call, inner, arguments, place))
         for parameter in call.weights if _USERS else ():
             if (users := _USERS.get(parameter)) is not None:
                 users.add(self)
 
-    def _kept(self, tensor: Tensor) -> Input | _Output:
+    def _kept(self, tensor: Tensor) -> RegionInput | _Output:
         for number in range(len(self._parts) - 1, -1, -1):  # mostly the latest
             for leaf, reference, version in self._parts[number].call.outputs:
                 if reference() is tensor and version_of(tensor) == version:
@@ -231,12 +231,12 @@ class Region(Keeper):
         """
         self._was_repeated = True
         collector = Collector(self._holders, self._modules())
-        vault = None if self.vault is None else self.vault.branch()
+        store = None if self.store is None else self.store.branch()
         token = _OPEN.set(weakref.WeakKeyDictionary())
         try:
             # Stopped inside the scope: while an exception is on its way, its traceback keeps tensors alive.
-            with torch.enable_grad(), collector.scope(vault), contextlib.suppress(Stop):
-                self._call_again(vault)
+            with torch.enable_grad(), collector.scope(store), contextlib.suppress(Stop):
+                self._call_again(store)
         except RuntimeError:
             if not collector.is_complete:  # TorchScript raises one of its own for `Stop`
                 raise
@@ -254,7 +254,7 @@ class Region(Keeper):
         named = [f"`{call.member.name}` ({type(call.module).__name__})" for call in calls[:3]]
         return ", ".join(named) + (f" and {len(calls) - 3} more" if len(calls) > 3 else "")
 
-    def _call_again(self, vault: Vault | None) -> None:
+    def _call_again(self, store: SavedTensorStore | None) -> None:
         last_use = {a: n for n, part in enumerate(self._parts) for a in part.arguments if isinstance(a, _Output)}
         outputs: dict[_Output, Tensor] = {}  # those that a later call takes, until the last one has
         devices = frozenset[torch.device]().union(*(part.call.devices for part in self._parts))
@@ -268,7 +268,7 @@ class Region(Keeper):
                 del leaves
                 if call in self._randomness:
                     self._randomness[call].restore()
-                inside = contextlib.nullcontext() if vault is None or place is None else vault.again_at(place)
+                inside = contextlib.nullcontext() if store is None or place is None else store.again_at(place)
                 with call.again(), inside:
                     found = leaves_of(run(inner, call.member, call.module, args, kwargs))
                 outputs |= {key: found[key.leaf] for key in last_use if key.call == number}
@@ -276,6 +276,6 @@ class Region(Keeper):
 
 
 def _given(argument: Any, outputs: dict[_Output, Tensor]) -> Any:
-    if isinstance(argument, Input | Stub):
+    if isinstance(argument, RegionInput | Stub):
         return argument.get()
     return outputs[argument] if isinstance(argument, _Output) else argument

@@ -1,4 +1,4 @@
-"""Dropout whose noise is a mask: one byte per element while it is made, one bit in the vault, one pass either way.
+"""Dropout whose noise is a mask: one byte per element while it is made, one bit in the store, one pass either way.
 
 On the CPU torch keeps dropout's noise as floating point numbers, 0 or 1 / (1 - p), and multiplies by them in forward
 and in backward. Here a call of `dropout` is answered by the same multiplication with the mask and the one number: the

@@ -1,6 +1,6 @@
-"""The forms in which an entry is kept: bytes, a code, a recipe, or nothing but its shape.
+"""The encodings in which an entry is kept: bytes, a code, a recipe, or nothing but its shape.
 
-Each gives the whole storage back as a flat tensor. `rank` says how faithfully: higher is better, see `Rank`.
+Each gives the whole storage back as a flat tensor. `fidelity` says how faithfully: higher is better, see `Fidelity`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_memsave.torch_internals.autograd_graph import Values
 from lightning_memsave.torch_internals.fake_tensors import integer_range
 
 
-class Rank(IntEnum):
+class Fidelity(IntEnum):
     """How much of a tensor is needed, from nothing to every bit; what lies between the two is what codes deliver."""
 
     SHAPE = 0
@@ -32,27 +32,27 @@ class Rank(IntEnum):
     EXACT = 7
 
 
-BITS = {Rank.INT2: 2, Rank.INT4: 4, Rank.INT8: 8}
+BITS = {Fidelity.INT2: 2, Fidelity.INT4: 4, Fidelity.INT8: 8}
 
 
-class Form(Protocol):
+class Encoding(Protocol):
     """One way of keeping a tensor."""
 
     kind: str
     """What reports call it."""
-    rank: Rank
+    fidelity: Fidelity
 
     def flat(self) -> Tensor:
-        """The storage's elements, [n]; a fresh tensor unless the form is `Raw`."""
+        """The storage's elements, [n]; a fresh tensor unless the encoding is `Identity`."""
 
     def payload(self) -> Iterator[Tensor]:
-        """The tensors that this form keeps alive."""
+        """The tensors that this encoding keeps alive."""
 
 
-class Raw:
+class Identity:
     """The bytes themselves."""
 
-    kind, rank = "raw", Rank.EXACT
+    kind, fidelity = "raw", Fidelity.EXACT
 
     def __init__(self, flat: Tensor) -> None:
         self._flat = flat
@@ -69,7 +69,7 @@ class Raw:
 class Shape:
     """Nothing: whoever reads it looks at sizes only."""
 
-    kind, rank = "shape only", Rank.SHAPE
+    kind, fidelity = "shape only", Fidelity.SHAPE
 
     def __init__(self, flat: Tensor) -> None:
         self._like, self._size = flat.new_empty(0), flat.numel()
@@ -93,18 +93,18 @@ class Mask:
 
     kind = "1-bit mask"
 
-    def __init__(self, packed: Tensor, like: Tensor, rank: Rank) -> None:
-        self._packed, self._size, self._dtype, self.rank = packed, like.numel(), like.dtype, rank
+    def __init__(self, packed: Tensor, like: Tensor, fidelity: Fidelity) -> None:
+        self._packed, self._size, self._dtype, self.fidelity = packed, like.numel(), like.dtype, fidelity
 
     @classmethod
     def of(cls, flat: Tensor) -> Mask:
         """A boolean tensor."""
-        return cls(kernels.pack_mask(flat), flat, Rank.EXACT)
+        return cls(kernels.pack_mask(flat), flat, Fidelity.EXACT)
 
     @classmethod
     def positive(cls, flat: Tensor) -> Mask:
         """`flat > 0`."""
-        return cls(kernels.pack_positive(flat), flat, Rank.MASK)
+        return cls(kernels.pack_positive(flat), flat, Fidelity.MASK)
 
     def flat(self) -> Tensor:
         """True and False, or 1 and 0."""
@@ -115,10 +115,10 @@ class Mask:
         yield self._packed
 
 
-class Inside:
+class RangeMask:
     """One bit per element: whether `low < value < high`; read back as the middle of the two, and as `high`."""
 
-    kind, rank = "1-bit mask", Rank.MASK
+    kind, fidelity = "1-bit mask", Fidelity.MASK
 
     def __init__(self, flat: Tensor, low: float, high: float) -> None:
         self._packed, self._size = kernels.pack_mask((flat > low) & (flat < high)), flat.numel()
@@ -136,7 +136,7 @@ class Inside:
 class TwoValues:
     """One bit per element of a tensor that holds two values: dropout's noise, an attention mask of 0 and -inf."""
 
-    kind, rank = "1-bit mask", Rank.EXACT
+    kind, fidelity = "1-bit mask", Fidelity.EXACT
 
     def __init__(self, packed: Tensor, values: Tensor, size: int) -> None:
         self._packed, self._values, self._size = packed, values, size
@@ -156,16 +156,16 @@ class TwoValues:
         yield from (self._packed, self._values)
 
 
-class Narrow:
+class IntDowncast:
     """Integers in the narrowest type that holds their range."""
 
-    kind, rank = "narrowed integers", Rank.EXACT
+    kind, fidelity = "narrowed integers", Fidelity.EXACT
 
     def __init__(self, flat: Tensor, dtype: torch.dtype) -> None:
         self._values, self._dtype = flat.to(dtype), flat.dtype
 
     @classmethod
-    def of(cls, flat: Tensor) -> Narrow | None:
+    def of(cls, flat: Tensor) -> IntDowncast | None:
         """`None` when no narrower type does."""
         low, high = integer_range(flat)
         for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
@@ -192,7 +192,7 @@ class WindowIndex:
         kernel, stride, padding, dilation: of the pool, one number per dimension of the plane.
     """
 
-    kind, rank = "pool index", Rank.EXACT
+    kind, fidelity = "pool index", Fidelity.EXACT
 
     def __init__(self, index: Tensor, plane: Sequence[int], window: Sequence[Sequence[int]]) -> None:
         self._plane, self._window, self._out_size = plane, window, index.shape[-len(plane) :]
@@ -211,12 +211,12 @@ class WindowIndex:
     def _starts(self, device: torch.device) -> list[Tensor]:
         """For each dimension, where the windows begin in the plane (negative in the padding)."""
         _, stride, padding, _ = self._window
-        ranks = range(len(self._plane))
+        fidelities = range(len(self._plane))
         return [
             (torch.arange(self._out_size[d], device=device) * stride[d] - padding[d]).view(
-                [-1 if other == d else 1 for other in ranks]
+                [-1 if other == d else 1 for other in fidelities]
             )
-            for d in ranks
+            for d in fidelities
         ]
 
     def _local(self, index: Tensor) -> Tensor:
@@ -255,16 +255,16 @@ def _product(sizes: Sequence[int]) -> int:
     return int(torch.Size(sizes).numel())
 
 
-class Cast:
+class Bf16:
     """bfloat16: half of float32's bytes, 8 bits of precision, stochastically rounded."""
 
-    kind, rank = "bf16", Rank.BF16
+    kind, fidelity = "bf16", Fidelity.BF16
 
     def __init__(self, values: Tensor, dtype: torch.dtype) -> None:
         self._values, self._dtype = values, dtype
 
     @classmethod
-    def of(cls, flat: Tensor, seed: int) -> Cast | None:
+    def of(cls, flat: Tensor, seed: int) -> Bf16 | None:
         """`None` when a value is not finite, or takes no more than bfloat16 anyway."""
         values = kernels.round_to_bfloat16(flat, seed) if flat.element_size() > 2 else None
         return None if values is None else cls(values, flat.dtype)
@@ -278,28 +278,38 @@ class Cast:
         yield self._values
 
 
-class Coded:
+class IntCodes:
     """k bits per element with stochastic rounding (`numerics.kbit`)."""
 
-    def __init__(self, coded: tuple[Tensor, Tensor], like: Tensor, rank: Rank, signed: bool, rows: Rows) -> None:
-        self._coded, self._size, self._dtype, self.rank, self._signed = coded, like.numel(), like.dtype, rank, signed
+    def __init__(
+        self, coded: tuple[Tensor, Tensor], like: Tensor, fidelity: Fidelity, signed: bool, rows: Rows
+    ) -> None:
+        self._coded, self._size, self._dtype, self.fidelity, self._signed = (
+            coded,
+            like.numel(),
+            like.dtype,
+            fidelity,
+            signed,
+        )
         self._rows = rows
-        self.kind = f"int{BITS[rank]}"
+        self.kind = f"int{BITS[fidelity]}"
 
     @classmethod
-    def of(cls, flat: Tensor, rank: Rank, seed: int, signed: bool = False, rows: Rows | None = None) -> Coded | None:
+    def of(
+        cls, flat: Tensor, fidelity: Fidelity, seed: int, signed: bool = False, rows: Rows | None = None
+    ) -> IntCodes | None:
         """`None` when a value is not finite."""
         rows = rows or Rows(flat.numel())
         coded = []
         for number, part in enumerate(rows.parts(flat)):
             seed_of_part = seed if number == 0 else mix((seed + number) & 0xFFFFFFFF)
-            found = kernels.quantize(part.contiguous().view(-1), BITS[rank], seed_of_part, signed, rows.length)
+            found = kernels.quantize(part.contiguous().view(-1), BITS[fidelity], seed_of_part, signed, rows.length)
             if found is None:
                 return None
             coded.append(found)
         codes, ranges = zip(*coded, strict=True)
         joined = coded[0] if len(coded) == 1 else (torch.cat(codes), torch.cat(ranges))
-        return cls(joined, flat, rank, signed, rows)
+        return cls(joined, flat, fidelity, signed, rows)
 
     def flat(self) -> Tensor:
         """The decoded values."""
@@ -310,7 +320,7 @@ class Coded:
             last = first + part.numel() // self._rows.length * per_row
             target = part if self._rows.order is None else torch.empty_like(part, memory_format=torch.contiguous_format)
             blocks = codes[first:last], ranges[first:last]
-            kernels.dequantize(*blocks, BITS[self.rank], target.view(-1), self._signed, self._rows.length)
+            kernels.dequantize(*blocks, BITS[self.fidelity], target.view(-1), self._signed, self._rows.length)
             if target is not part:
                 part.copy_(target)
             first = last
@@ -321,11 +331,13 @@ class Coded:
         yield from self._coded
 
 
-class Recipe:
+class Recompute:
     """How to compute a tensor again from entries that are kept anyway."""
 
-    def __init__(self, compute: Values, like: Tensor, rank: Rank, needs: tuple[object, ...], depth: int) -> None:
-        self.kind, self.rank, self.depth = "recomputed", rank, depth
+    def __init__(
+        self, compute: Values, like: Tensor, fidelity: Fidelity, needs: tuple[object, ...], depth: int
+    ) -> None:
+        self.kind, self.fidelity, self.depth = "recomputed", fidelity, depth
         self._compute, self.needs = compute, needs
         self._size, self._stride, self._dtype = like.shape, like.stride(), like.dtype
         self._numel = like.untyped_storage().nbytes() // like.element_size()
@@ -345,5 +357,5 @@ class Recipe:
     def payload(self) -> Iterator[Tensor]:
         """The codes that a chain shares; entries count for themselves."""
         for need in self.needs:
-            if isinstance(need, Coded):
+            if isinstance(need, IntCodes):
                 yield from need.payload()

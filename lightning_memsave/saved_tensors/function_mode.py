@@ -1,4 +1,4 @@
-"""Who is calling: a function mode that tells the vault which function keeps a tensor, and what the graph leaves out."""
+"""Who is calling: a function mode that tells the store which function keeps a tensor, and what the graph leaves out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_memsave.saved_tensors.call_site import NO_CALL, Call
 from lightning_memsave.saved_tensors.code_rows import covers_its_storage
-from lightning_memsave.saved_tensors.encodings import Rank, WindowIndex
+from lightning_memsave.saved_tensors.encodings import Fidelity, WindowIndex
 from lightning_memsave.saved_tensors.norm_recompute import Statistics, statistics_of
 from lightning_memsave.saved_tensors.policy import SUBTRACTS_MEAN
 from lightning_memsave.saved_tensors.recompute_rules import Norm
@@ -32,10 +32,10 @@ from lightning_memsave.torch_internals.autograd_graph import (
 from lightning_memsave.torch_internals.fake_tensors import is_plain
 
 
-class Place(NamedTuple):
-    """What the vault knows of the modules that are running."""
+class CallContext(NamedTuple):
+    """What the store knows of the modules that are running."""
 
-    within: tuple[Rank, ...]
+    within: tuple[Fidelity, ...]
     """Ranks that hold inside them."""
     unseen_as: str | None
     """What their calls are taken for, where they are not looked at."""
@@ -50,8 +50,8 @@ def seen(*parameters: Tensor | None) -> Seen:
     return tuple(None if p is None else (storage_key(p), version_of(p)) for p in parameters)
 
 
-class Input(NamedTuple):
-    """That of the latest call of `linear`, which may be the head: by the time of the loss a vault may have coded it."""
+class LinearInput(NamedTuple):
+    """That of the latest call of `linear`, which may be the head: by the time of the loss a store may have coded it."""
 
     node_nr: int
     """Of the result."""
@@ -67,7 +67,7 @@ class Input(NamedTuple):
         return version_of(self.tensor) == self.version and self.tensor.grad_fn is self.node
 
 
-class Calls(TorchFunctionMode):
+class CallTracker(TorchFunctionMode):
     """Follows the calls of torch's functions inside a scope.
 
     Args:
@@ -87,7 +87,7 @@ class Calls(TorchFunctionMode):
         """What a recipe needs and no node keeps, by the number of the node."""
         self.linears: dict[int, Seen] = {}
         """By the number of the result's node."""
-        self.latest_input: Input | None = None
+        self.latest_input: LinearInput | None = None
         self.statistics: dict[int, Statistics | None] = {}
         """Of normalisations, by the number of the call, when it has returned."""
         self._num_calls = 0
@@ -148,7 +148,7 @@ class Calls(TorchFunctionMode):
             number, given = sequence_nr_of(node), call.argument(0, "input")
             if is_plain(weight := call.argument(1, "weight"), nn.Parameter):
                 self.linears[number] = seen(weight, call.argument(2, "bias"))
-            self.latest_input = Input(number, given, version_of(given), given.grad_fn)
+            self.latest_input = LinearInput(number, given, version_of(given), given.grad_fn)
         elif func is F.embedding and not call.argument(6, "sparse", False):
             self._lookups[id(call.argument(1, "weight"))] = Lookup(node)
 
@@ -158,7 +158,7 @@ class Calls(TorchFunctionMode):
 
     @contextmanager
     def unseen(self, name: str) -> Iterator[None]:
-        """Calls inside are not looked at: what they keep is kept for one function of that `name`."""
+        """CallTracker inside are not looked at: what they keep is kept for one function of that `name`."""
         if not is_innermost(self):
             yield
             return
@@ -218,7 +218,7 @@ _POOLS = {"max_pool1d": 1, "max_pool2d": 2, "max_pool3d": 3}
 
 
 def window_index(index: Tensor, call: Call) -> WindowIndex | None:
-    """The small form of a max-pool's argmax; `None` for any other integers."""
+    """The small encoding of a max-pool's argmax; `None` for any other integers."""
     dims = _POOLS.get(call.name.removesuffix("_with_indices"))
     if dims is None or not covers_its_storage(index) or not index.is_contiguous():
         return None

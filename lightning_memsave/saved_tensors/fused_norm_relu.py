@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.saved_tensors.code_rows import SMALLEST_PIECE, Rows, covers_its_storage, rows_over
-from lightning_memsave.saved_tensors.encodings import Coded, Rank, Recipe
+from lightning_memsave.saved_tensors.encodings import Fidelity, IntCodes, Recompute
 from lightning_memsave.saved_tensors.norm_recompute import ratio_limit
 from lightning_memsave.saved_tensors.recompute_rules import fold, fold_groups, norm_parameters, per_channel
 from lightning_memsave.torch_internals.autograd_graph import Node, UnreadableError, inputs_of, saved
@@ -64,8 +64,8 @@ class Affine(NamedTuple):
             z.sub_(shift).div_(scale)
         return z
 
-    def is_sound(self, rank: Rank) -> bool:
-        """Whether noise in z of a code of that rank is small enough in (x - mean) / deviation."""
+    def is_sound(self, fidelity: Fidelity) -> bool:
+        """Whether noise in z of a code of that fidelity is small enough in (x - mean) / deviation."""
         if self.weight is None and self.bias is None:
             return True
         like = self.bias if self.weight is None else self.weight
@@ -73,7 +73,7 @@ class Affine(NamedTuple):
         weight = torch.ones_like(like) if self.weight is None else self.weight.abs()
         bias = torch.zeros_like(like) if self.bias is None else self.bias.abs()
         if self.is_of_channels:
-            is_sound = (weight > 0) & (bias <= ratio_limit(rank, signed=True) * weight)
+            is_sound = (weight > 0) & (bias <= ratio_limit(fidelity, signed=True) * weight)
         else:
             is_sound = (weight > 0) & (weight.amax() + bias.amax() <= _MOST * weight)
         return truth(is_sound.all(), True)
@@ -84,11 +84,11 @@ def chain(
     x: Tensor,
     norm: Node,
     z: Tensor | None,
-    rank: Rank,
+    fidelity: Fidelity,
     seed: int,
     operands: Mapping[int, Any],
     rows: Rows | None,
-) -> tuple[Recipe, Recipe] | None:
+) -> tuple[Recompute, Recompute] | None:
     """Forms for y = relu(z) and for x, on one code of z.
 
     Args:
@@ -96,13 +96,13 @@ def chain(
         x: the normalisation's input, of the same shape.
         norm: the normalisation's node.
         z: its output where it is still there; computed again otherwise.
-        rank: bits of the code.
+        fidelity: bits of the code.
         seed: of its dither.
         operands: as in `recipes`.
         rows: of x; z is coded in the same, or in planes where each has a weight of its own.
 
     Returns:
-        The two forms, or `None` where the chain would not be sound.
+        The two encodings, or `None` where the chain would not be sound.
     """
     try:
         affine = _AFFINE[norm.name()](norm, operands, x)
@@ -114,11 +114,11 @@ def chain(
     planes = rows_over(x, dims[:2], dims[2:]) if "GroupNorm" in norm.name() else None
     if planes is not None and planes.length >= SMALLEST_PIECE:
         rows, affine = planes, affine._replace(is_of_channels=True)
-    if not affine.is_sound(rank):
+    if not affine.is_sound(fidelity):
         return None
     if z is None or z.stride() != y.stride():
         z = affine.forward(x)
-    coded = Coded.of(z.detach().as_strided((z.numel(),), (1,), z.storage_offset()), rank, seed, True, rows)
+    coded = IntCodes.of(z.detach().as_strided((z.numel(),), (1,), z.storage_offset()), fidelity, seed, True, rows)
     if coded is None:
         return None
     shape, stride = y.shape, y.stride()
@@ -127,8 +127,8 @@ def chain(
         return coded.flat().as_strided(shape, stride)
 
     return (
-        Recipe(lambda: decoded().relu_(), y, rank, (coded,), 0),
-        Recipe(lambda: affine.inverse(decoded()), x, rank, (coded,), 0),
+        Recompute(lambda: decoded().relu_(), y, fidelity, (coded,), 0),
+        Recompute(lambda: affine.inverse(decoded()), x, fidelity, (coded,), 0),
     )
 
 

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_memsave.saved_tensors.call_site import Call
-from lightning_memsave.saved_tensors.function_mode import Calls
+from lightning_memsave.saved_tensors.function_mode import CallTracker
 from lightning_memsave.saved_tensors.lm_head import Head, head_of
 from lightning_memsave.saved_tensors.tied_embedding import Lookup
 from lightning_memsave.torch_internals.autograd_graph import UnreadableError, has_hooks, is_asked_for
@@ -198,7 +198,7 @@ def _differentiable(
     ]
 
 
-def linear_cross_entropy(call: Call, calls: Calls) -> Tensor | None:
+def linear_cross_entropy(call: Call, calls: CallTracker) -> Tensor | None:
     """The loss that `call` of `cross_entropy` asks for; `None` where it is better computed as it stands.
 
     Args:

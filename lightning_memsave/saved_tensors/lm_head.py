@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.saved_tensors.encodings import Coded, Rank, Recipe
-from lightning_memsave.saved_tensors.function_mode import Calls, seen
-from lightning_memsave.saved_tensors.saved_storage import Handle
+from lightning_memsave.saved_tensors.encodings import Fidelity, IntCodes, Recompute
+from lightning_memsave.saved_tensors.function_mode import CallTracker, seen
+from lightning_memsave.saved_tensors.saved_storage import SavedTensor
 from lightning_memsave.torch_internals.autograd_graph import (
     Node,
     inputs_of,
@@ -32,7 +32,7 @@ class Head(NamedTuple):
     bias: Tensor | None  # [C]
 
 
-def head_of(logits: Tensor, calls: Calls) -> Head | None:
+def head_of(logits: Tensor, calls: CallTracker) -> Head | None:
     """The Linear of whose output `logits` [N, C] are rows: all, or slices of its positions, in a wider dtype or not."""
     node, views = logits.grad_fn, list[Node]()
     while node is not None and node.name() in _OF_ROWS and not calls.is_touched(node):
@@ -60,7 +60,7 @@ def head_of(logits: Tensor, calls: Calls) -> Head | None:
     return Head(rows, weight, bias)
 
 
-def _rows(node: Node, views: Sequence[Node], calls: Calls) -> Tensor | None:
+def _rows(node: Node, views: Sequence[Node], calls: CallTracker) -> Tensor | None:
     """What the product `node` was given, [N, D], while it can be had to the bit."""
     name = "self" if node.name() == "MmBackward0" else "mat1"
     if _is_exact(packed(node, name)):
@@ -72,7 +72,7 @@ def _rows(node: Node, views: Sequence[Node], calls: Calls) -> Tensor | None:
     return latest.tensor.flatten(0, -2).to(output_of(node, 0).dtype)
 
 
-def _has_seen(weight: Tensor, bias: Tensor | None, node: Node, views: Sequence[Node], calls: Calls) -> bool:
+def _has_seen(weight: Tensor, bias: Tensor | None, node: Node, views: Sequence[Node], calls: CallTracker) -> bool:
     """Whether the logits were made of these parameters as they are now."""
     for made in (node, *views):
         if (known := calls.linears.get(sequence_nr_of(made))) is not None:
@@ -117,9 +117,9 @@ def _leaf(node: Node | None) -> Tensor | None:
 
 def _is_exact(kept: object) -> bool:
     """Whether the Linear's input can be had to the bit now, before what it follows from is coded."""
-    if isinstance(kept, Coded):
+    if isinstance(kept, IntCodes):
         return False
-    form = kept.entry.form if isinstance(kept, Handle) else None
-    if isinstance(form, Recipe):
-        return all(map(_is_exact, form.needs))
-    return form is None or form.rank == Rank.EXACT
+    encoding = kept.entry.encoding if isinstance(kept, SavedTensor) else None
+    if isinstance(encoding, Recompute):
+        return all(map(_is_exact, encoding.needs))
+    return encoding is None or encoding.fidelity == Fidelity.EXACT

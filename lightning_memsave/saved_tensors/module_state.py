@@ -69,7 +69,7 @@ def _autocast_of(kind: str) -> tuple[str, torch.dtype, bool, bool]:
     return kind, torch.get_autocast_dtype(kind), enabled, caches
 
 
-class Weights:
+class CallParameters:
     """The parameters that a call computes with, and the modes that modules are in.
 
     Autograd notices changes of the parameters that it keeps; a repetition computes with all of them. Others may have

@@ -25,9 +25,9 @@ from torch import Tensor
 from lightning_memsave.numerics.kbit import coded_bytes
 from lightning_memsave.saved_tensors.call_site import Call
 from lightning_memsave.saved_tensors.code_rows import SMALLEST_PIECE, Rows, rows_over
-from lightning_memsave.saved_tensors.encodings import BITS, Rank
+from lightning_memsave.saved_tensors.encodings import BITS, Fidelity
 from lightning_memsave.saved_tensors.policy import MULTIPLIES, NORMALISES, SUBTRACTS_MEAN
-from lightning_memsave.saved_tensors.saved_storage import Entry
+from lightning_memsave.saved_tensors.saved_storage import SavedStorage
 from lightning_memsave.torch_internals.autograd_graph import Kept, Node, UnreadableError, inputs_of, packed, saved
 from lightning_memsave.torch_internals.fake_tensors import truth
 
@@ -36,7 +36,7 @@ _PER_LEVEL = 64
 
 
 # ------------------------------------------------------------------------------- rows
-def note_rows(entry: Entry, tensor: Tensor, call: Call) -> bool:
+def note_rows(entry: SavedStorage, tensor: Tensor, call: Call) -> bool:
     """Note in which rows `call` bears noise in `tensor`, which it keeps of `entry`; return whether it needs any.
 
     Where a normalisation reads rows at whose ends no block can end, the entry needs every bit.
@@ -52,7 +52,7 @@ def note_rows(entry: Entry, tensor: Tensor, call: Call) -> bool:
         return False
     common = rows if rows is None or entry.rows is None else common_rows(entry.rows, rows)
     if common is None and call.name in NORMALISES:
-        entry.need, entry.is_guarded = Rank.EXACT, True
+        entry.need, entry.is_guarded = Fidelity.EXACT, True
     entry.rows = common or entry.rows
     return common is not None
 
@@ -141,7 +141,7 @@ _NORMS = frozenset(
 _VIEWS = frozenset(f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Alias"))
 
 
-def raise_for_normalisations(entry: Entry, rows: Rows, statistics: Mapping[int, Statistics | None]) -> Rank:
+def raise_for_normalisations(entry: SavedStorage, rows: Rows, statistics: Mapping[int, Statistics | None]) -> Fidelity:
     """Raise what `entry` needs until its noise is below the bound in each normalisation that reads it, and return it.
 
     Args:
@@ -152,17 +152,22 @@ def raise_for_normalisations(entry: Entry, rows: Rows, statistics: Mapping[int, 
     need = entry.need
     readers = [statistics.get(number) for number in entry.normalised_by]
     ratios = [reader.largest_ratio() for reader in readers if reader is not None]
-    while need < Rank.EXACT and not all(truth(ratio <= ratio_limit(need, entry.keeps_sign), True) for ratio in ratios):
-        need = Rank.INT8 if need < Rank.INT8 else Rank.EXACT
+    while need < Fidelity.EXACT and not all(
+        truth(ratio <= ratio_limit(need, entry.keeps_sign), True) for ratio in ratios
+    ):
+        need = Fidelity.INT8 if need < Fidelity.INT8 else Fidelity.EXACT
     is_code = need in BITS and entry.rows is not None
     if None in readers or (is_code and coded_bytes(rows.length, BITS[need], entry.keeps_sign) >= 2 * rows.length):
-        need = Rank.EXACT  # nothing is known, or a row has two or three elements
+        need = Fidelity.EXACT  # nothing is known, or a row has two or three elements
     entry.is_guarded |= need > entry.need
     entry.need = need
     return need
 
 
-def ratio_limit(rank: Rank, signed: bool) -> float:
-    """Of a row's mean to its deviation, for a code of that rank; with signs, half of its levels are on either side."""
-    bits = BITS.get(rank)
+def ratio_limit(fidelity: Fidelity, signed: bool) -> float:
+    """Return the largest ratio of a row's mean to its deviation that a code of this fidelity allows.
+
+    With signs, half of the levels are on either side.
+    """
+    bits = BITS.get(fidelity)
     return _PER_LEVEL * (1 if bits is None else 2 ** (bits - signed) - 1)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_memsave.saved_tensors.encodings import Form, Raw, Recipe
+from lightning_memsave.saved_tensors.encodings import Encoding, Identity, Recompute
 from lightning_memsave.torch_internals.fake_tensors import is_fake
 
 _MIN_BYTES = 1 << 16  # smaller tensors stay
@@ -25,7 +25,7 @@ _NUM_AHEAD = 2  # entries that are fetched before backward asks for them
 
 
 class Offloader:
-    """Moves what forms hold somewhere else.
+    """Moves what encodings hold somewhere else.
 
     Args:
         folder: where the file of CPU tensors lies; the system's temporary folder by default.
@@ -39,14 +39,14 @@ class Offloader:
     def __getstate__(self) -> dict[str, object]:  # a copied module opens a file of its own
         return {"_folder": self._folder, "_file": None, "_streams": {}}
 
-    def take(self, form: Form) -> Form | None:
-        """A form that holds the same elsewhere; `None` when it is not worth moving."""
-        payload = list(form.payload())
-        if isinstance(form, (Recipe, Offloaded)) or sum(t.nbytes for t in payload) < _MIN_BYTES:
+    def take(self, encoding: Encoding) -> Encoding | None:
+        """A encoding that holds the same elsewhere; `None` when it is not worth moving."""
+        payload = list(encoding.payload())
+        if isinstance(encoding, (Recompute, Offloaded)) or sum(t.nbytes for t in payload) < _MIN_BYTES:
             return None
-        return Offloaded(form, [self._place(tensor) for tensor in payload])
+        return Offloaded(encoding, [self._place(tensor) for tensor in payload])
 
-    def _place(self, tensor: Tensor) -> Place:
+    def _place(self, tensor: Tensor) -> OffloadSlot:
         if tensor.device.type == "cuda":
             if tensor.device not in self._streams:
                 self._streams[tensor.device] = Stream(tensor.device)
@@ -56,7 +56,7 @@ class Offloader:
         return InFile(tensor, self._file)
 
 
-class Place(Protocol):
+class OffloadSlot(Protocol):
     """Where one tensor went."""
 
     def get(self) -> Tensor:
@@ -64,13 +64,13 @@ class Place(Protocol):
 
 
 class Offloaded:
-    """A form whose tensors are elsewhere."""
+    """A encoding whose tensors are elsewhere."""
 
     kind = "offloaded"
 
-    def __init__(self, form: Form, places: list[Place]) -> None:
-        self.rank, self._places = form.rank, places
-        self._form = None if isinstance(form, Raw) else form
+    def __init__(self, encoding: Encoding, places: list[OffloadSlot]) -> None:
+        self.fidelity, self._places = encoding.fidelity, places
+        self._form = None if isinstance(encoding, Identity) else encoding
         self._empty()
 
     def flat(self) -> Tensor:

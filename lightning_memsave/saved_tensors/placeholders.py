@@ -15,7 +15,7 @@ from lightning_memsave.core.errors import RegionError
 from lightning_memsave.saved_tensors.fingerprints import Fingerprint, fingerprint, is_near
 from lightning_memsave.saved_tensors.region_inputs import Keeper
 from lightning_memsave.saved_tensors.saved_storage import Passed
-from lightning_memsave.saved_tensors.store import Vault
+from lightning_memsave.saved_tensors.store import SavedTensorStore
 from lightning_memsave.torch_internals.autograd_graph import Kept, storage_key, version_of
 
 
@@ -109,24 +109,24 @@ class Collector(Keeper):
         """Of the latest tensor, where the kernel that comes may be what fills it."""
         self._to_compare: list[tuple[Fingerprint, Tensor]] = []
         """Fingerprints, and tensors that may be yet to be filled."""
-        self.vault: Vault | None = None
+        self.store: SavedTensorStore | None = None
         self.is_complete = False
         """Whether everybody has got a tensor, so that what follows is not wanted."""
 
     @contextlib.contextmanager
-    def scope(self, vault: Vault | None) -> Iterator[None]:
-        """What autograd keeps inside comes here, through `vault` if there is one."""
-        self.vault = vault
-        if vault is None:
+    def scope(self, store: SavedTensorStore | None) -> Iterator[None]:
+        """What autograd keeps inside comes here, through `store` if there is one."""
+        self.store = store
+        if store is None:
             with saved_tensors_hooks(self.pack, _same):
                 yield
         else:
-            with vault.scope(self.pack):
+            with store.scope(self.pack):
                 yield
 
     def pack(self, tensor: Tensor) -> Tensor | Kept:
         """Fill one holder, and stop behind the last."""
-        kept = tensor.detach() if self.vault is None else self.vault.pack(tensor)
+        kept = tensor.detach() if self.store is None else self.store.pack(tensor)
         if tensor.is_leaf and tensor.requires_grad:
             return kept
         number, unfilled = self._num_seen, self._unfilled

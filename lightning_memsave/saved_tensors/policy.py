@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lightning_memsave.saved_tensors.activation_derivatives import Derivative, derivative_of
 from lightning_memsave.saved_tensors.call_site import Call
-from lightning_memsave.saved_tensors.encodings import Rank
+from lightning_memsave.saved_tensors.encodings import Fidelity
 from lightning_memsave.torch_internals.autograd_graph import Node, inputs_of, is_made_of_weights
 
 
@@ -106,7 +106,7 @@ SENSITIVE = frozenset(
 class Need(NamedTuple):
     """What an operation needs of a tensor."""
 
-    rank: Rank
+    fidelity: Fidelity
     interval: tuple[float, float] | None = None
     """For a mask: of what. `None` stands for the sign."""
     keeps_sign: bool = False
@@ -116,44 +116,48 @@ class Need(NamedTuple):
     is_last: bool = False
     """Whether it enters the gradient of a weight alone, behind which nothing else is multiplied."""
     derivative: Derivative | None = None
-    """Of which a code of that rank is enough, and of nothing else."""
+    """Of which a code of that fidelity is enough, and of nothing else."""
 
 
-def need(tensor: Tensor, call: Call, lossy: Rank, overrides: Mapping[str, Rank]) -> Need:
+def need(tensor: Tensor, call: Call, lossy: Fidelity, overrides: Mapping[str, Fidelity]) -> Need:
     """What `call` needs of `tensor`, which it is about to keep.
 
     Args:
         tensor: floating point.
         call: who keeps it.
         lossy: what is enough where noise is allowed.
-        overrides: ranks by function name, which go before the tables.
+        overrides: fidelities by function name, which go before the tables.
     """
     if (override := overrides.get(call.name)) is not None:
         return _lossy_need(override, call)._replace(derivative=None)  # the values themselves were asked for
     if not tensor.requires_grad:
-        return Need(Rank.EXACT)
+        return Need(Fidelity.EXACT)
     if call.name.removesuffix("_with_indices") in SHAPE_ONLY:
         has_indices = "max" not in call.name or tensor.device.type in ("cpu", "cuda", "meta")
-        return Need(Rank.SHAPE if has_indices else Rank.EXACT)  # elsewhere (MPS) the maxima may be looked for again
+        return Need(
+            Fidelity.SHAPE if has_indices else Fidelity.EXACT
+        )  # elsewhere (MPS) the maxima may be looked for again
     node = tensor.grad_fn
     if call.name in SIGN_ONLY and _reads_the_sign(node, call):
         is_edited_part = _edits_for_relu(call) and node is not None and node.name() != "ReluBackward0"
-        return Need(Rank.MASK, keeps_sign=call.name in KEEPS_SIGN or is_edited_part)  # other parts may be negative
+        return Need(Fidelity.MASK, keeps_sign=call.name in KEEPS_SIGN or is_edited_part)  # other parts may be negative
     if (ends := INTERVAL_ONLY.get(call.name)) is not None:
         interval = call.argument(1, "min_val", ends[0]), call.argument(2, "max_val", ends[1])
-        return Need(Rank.MASK, interval) if all(_is_exact(end, tensor) for end in interval) else Need(Rank.EXACT)
+        return (
+            Need(Fidelity.MASK, interval) if all(_is_exact(end, tensor) for end in interval) else Need(Fidelity.EXACT)
+        )
     if _is_sensitive(tensor, node) or not _may_be_lossy(call):
-        return Need(Rank.EXACT)
+        return Need(Fidelity.EXACT)
     return _lossy_need(max(lossy, _least_for_exponents(call)) if call.name in NEEDS_8_BITS else lossy, call)
 
 
-def _least_for_exponents(call: Call) -> Rank:
+def _least_for_exponents(call: Call) -> Fidelity:
     """16 bits where scores are scaled by more than 1 / sqrt(width), as after query-key normalisation."""
     query, scale = call.argument(0, "query"), call.argument(6, "scale")
     if call.name != "scaled_dot_product_attention" or scale is None:
-        return Rank.INT8
+        return Fidelity.INT8
     is_sharp = scale * query.shape[-1] ** 0.5 > _SHARPEST_SCALE and not _is_scaled(query)
-    return Rank.BF16 if is_sharp else Rank.INT8
+    return Fidelity.BF16 if is_sharp else Fidelity.INT8
 
 
 def _is_scaled(query: Tensor) -> bool:
@@ -164,10 +168,10 @@ def _is_scaled(query: Tensor) -> bool:
     return node is not None and node.name() == "MulBackward0" and None in [n for n, _ in inputs_of(node)]
 
 
-def _lossy_need(rank: Rank, call: Call) -> Need:
+def _lossy_need(fidelity: Fidelity, call: Call) -> Need:
     is_last = call.name in _ON_WEIGHTS and is_made_of_weights(call.argument(1, "weight"))
-    derivative = derivative_of(call) if rank in (Rank.INT8, Rank.INT4, Rank.INT2) else None
-    return Need(rank, None, call.name in KEEPS_SIGN, call.name in LINEAR | _POWERS, is_last, derivative)
+    derivative = derivative_of(call) if fidelity in (Fidelity.INT8, Fidelity.INT4, Fidelity.INT2) else None
+    return Need(fidelity, None, call.name in KEEPS_SIGN, call.name in LINEAR | _POWERS, is_last, derivative)
 
 
 def _is_exact(end: float, tensor: Tensor) -> bool:

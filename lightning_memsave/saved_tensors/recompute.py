@@ -2,7 +2,7 @@
 
 A convolution keeps y = relu(batch_norm(x)); batch_norm keeps x. So y's bytes may go: when backward asks for it, it is
 computed from x. `Derivation` walks from a tensor up its graph, over operations that cost little (`recompute_rules`),
-until every path ends in an entry of the vault or in a parameter. No module is touched and no call is rewritten; and
+until every path ends in an entry of the store or in a parameter. No module is touched and no call is rewritten; and
 because only entries count that somebody else keeps, a recipe never costs memory.
 
 Source: Chen et al., 2016 (https://arxiv.org/abs/1604.06174), section 4.2, proposes to recompute normalisation and
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_memsave.saved_tensors.encodings import Coded, Rank, Recipe
-from lightning_memsave.saved_tensors.function_mode import Calls
+from lightning_memsave.saved_tensors.encodings import Fidelity, IntCodes, Recompute
+from lightning_memsave.saved_tensors.function_mode import CallTracker
 from lightning_memsave.saved_tensors.recompute_rules import RULES, Rule
-from lightning_memsave.saved_tensors.saved_storage import Entry, Handle, Passed
+from lightning_memsave.saved_tensors.saved_storage import Passed, SavedStorage, SavedTensor
 from lightning_memsave.torch_internals.autograd_graph import (
     Edge,
     Kept,
@@ -43,7 +43,7 @@ class Source:
     """A way to a value: how to get it, how faithful it is, what it holds on to, how many operations it takes."""
 
     values: Values
-    rank: Rank
+    fidelity: Fidelity
     needs: tuple[object, ...] = ()
     depth: int = 0
 
@@ -51,17 +51,17 @@ class Source:
 class Derivation:
     """Looks for recipes in the graph of one forward pass."""
 
-    def __init__(self, handles: Mapping[Edge, Handle], calls: Calls) -> None:
+    def __init__(self, handles: Mapping[Edge, SavedTensor], calls: CallTracker) -> None:
         self._handles, self._operands, self._calls = handles, calls.operands, calls
 
-    def of(self, tensor: Tensor, wanted: Rank) -> Source | None:
+    def of(self, tensor: Tensor, wanted: Fidelity) -> Source | None:
         """How to compute `tensor` again at least as faithfully as `wanted`, from other storages than its own."""
         node = tensor.grad_fn
         if node is None or self._calls.has_changed_itself(tensor):
             return None
         own = storage_key(tensor)
         found = self._repeat(node, tensor.output_nr, own, MAX_DEPTH)
-        return found if found is not None and found.rank >= wanted and found.needs else None
+        return found if found is not None and found.fidelity >= wanted and found.needs else None
 
     def _behind(self, node: Node | None, output_nr: int, own: int, budget: int) -> Source | None:
         """A source for one output of `node`: kept by somebody, a parameter, or repeatable."""
@@ -93,13 +93,13 @@ class Derivation:
                 source = _kept(packed(node, rule.kept), own, budget - 1)
             else:
                 source = self._behind(producer, producer_nr, own, budget - 1)
-            if source is None or (source.rank < Rank.EXACT and not rule.is_linear):
+            if source is None or (source.fidelity < Fidelity.EXACT and not rule.is_linear):
                 return None
             sources.append(source)
-        rank = min((s.rank for s in sources), default=Rank.EXACT)
-        if rank < Rank.EXACT and not rule.is_additive and _share_noise(sources):
+        fidelity = min((s.fidelity for s in sources), default=Fidelity.EXACT)
+        if fidelity < Fidelity.EXACT and not rule.is_additive and _share_noise(sources):
             return None  # the mean of a product of two noisy values is not the product of their means
-        function = rule.exactly if rule.exactly is not None and rank == Rank.EXACT else rule.function
+        function = rule.exactly if rule.exactly is not None and fidelity == Fidelity.EXACT else rule.function
         versions = [(tensor, version_of(tensor)) for tensor in rule.reads if tensor is not None]
 
         def values() -> Tensor:
@@ -109,7 +109,7 @@ class Derivation:
 
         return Source(
             values,
-            rank,
+            fidelity,
             tuple(need for source in sources for need in source.needs),
             1 + max((s.depth for s in sources), default=0),
         )
@@ -117,26 +117,26 @@ class Derivation:
 
 def _share_noise(sources: Sequence[Source]) -> bool:
     """Whether two lossy sources come from the same code."""
-    found: set[Entry | Coded] = set()
+    found: set[SavedStorage | IntCodes] = set()
     for source in sources:
-        codes = _behind_needs(source.needs) if source.rank < Rank.EXACT else set()
+        codes = _behind_needs(source.needs) if source.fidelity < Fidelity.EXACT else set()
         if found & codes:
             return True
         found |= codes
     return False
 
 
-def codes_behind(entry: Entry) -> set[Entry | Coded]:
+def codes_behind(entry: SavedStorage) -> set[SavedStorage | IntCodes]:
     """What an entry's values come from: itself, or entries with bytes or codes of their own, and codes of chains."""
-    return _behind_needs(entry.form.needs) if isinstance(entry.form, Recipe) else {entry}
+    return _behind_needs(entry.encoding.needs) if isinstance(entry.encoding, Recompute) else {entry}
 
 
-def _behind_needs(needs: Sequence[object]) -> set[Entry | Coded]:
-    codes: set[Entry | Coded] = set()
+def _behind_needs(needs: Sequence[object]) -> set[SavedStorage | IntCodes]:
+    codes: set[SavedStorage | IntCodes] = set()
     for need in needs:
-        if isinstance(need, Handle):
+        if isinstance(need, SavedTensor):
             codes |= codes_behind(need.entry)
-        elif isinstance(need, Coded):
+        elif isinstance(need, IntCodes):
             codes.add(need)
     return codes
 
@@ -144,18 +144,18 @@ def _behind_needs(needs: Sequence[object]) -> set[Entry | Coded]:
 def _kept(handle: Kept | Tensor | None, own: int, budget: int) -> Source | None:
     """A tensor that somebody else keeps."""
     if isinstance(handle, Passed):
-        return Source(handle.get, Rank.EXACT)
+        return Source(handle.get, Fidelity.EXACT)
     if isinstance(handle, Tensor):  # a number, which torch keeps without hooks
-        return Source(lambda: handle, Rank.EXACT)
-    if not isinstance(handle, Handle) or handle.entry.storage_key == own or not handle.entry.is_unchanged:
+        return Source(lambda: handle, Fidelity.EXACT)
+    if not isinstance(handle, SavedTensor) or handle.entry.storage_key == own or not handle.entry.is_unchanged:
         return None
     entry = handle.entry
-    depth = getattr(entry.form, "depth", 0)
-    if entry.need == Rank.DERIVATIVE and entry.is_raw:
+    depth = getattr(entry.encoding, "depth", 0)
+    if entry.need == Fidelity.DERIVATIVE and entry.is_raw:
         entry.need = entry.derivative_rank  # a code of the values serves both
-    if entry.need < Rank.INT2 or depth > budget:  # a mask or a shape alone would have to be kept for us: no gain
+    if entry.need < Fidelity.INT2 or depth > budget:  # a mask or a shape alone would have to be kept for us: no gain
         return None
-    return Source(handle.get, min(entry.need, entry.form.rank), (handle,), depth)
+    return Source(handle.get, min(entry.need, entry.encoding.fidelity), (handle,), depth)
 
 
 def _parameter(leaf: Tensor) -> Source:
@@ -165,4 +165,4 @@ def _parameter(leaf: Tensor) -> Source:
         check_version(leaf, version, leaf.shape)
         return leaf.detach()
 
-    return Source(values, Rank.EXACT)
+    return Source(values, Fidelity.EXACT)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_memsave.core.errors import RegionError
 from lightning_memsave.saved_tensors.arguments import Arguments
 from lightning_memsave.saved_tensors.buffers import Buffers
-from lightning_memsave.saved_tensors.module_state import Attributes, Surroundings, Weights
+from lightning_memsave.saved_tensors.module_state import Attributes, CallParameters, Surroundings
 from lightning_memsave.saved_tensors.placeholders import Fingerprints
 from lightning_memsave.saved_tensors.randomness import Randomness
 from lightning_memsave.saved_tensors.region_members import Member
@@ -50,7 +50,7 @@ class RegionCall:
         self.member, self.module, self.given = member, module, given
         self._versions = [version_of(tensor) for tensor in given.tensors]
         owners = list(module.named_modules())
-        self.weights = Weights(owners)
+        self.weights = CallParameters(owners)
         devices = {tensor.device for tensor in given.tensors} | self.weights.devices
         self._buffers = Buffers(owners, member.changing.get(module.training), spares=member.spares)
         self._attributes = Attributes(owners, looks_inside=member.is_checked)

@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memsave.saved_tensors.store import Vault
+from lightning_memsave.saved_tensors.store import SavedTensorStore
 from lightning_memsave.torch_internals.autograd_graph import check_version, innermost_hooks, version_of
 
 
 class Keeper:
     """Whose pack hook takes what is kept inside of a region, or in its repetition."""
 
-    vault: Vault | None
+    store: SavedTensorStore | None
     """What keeps it in the repetition."""
 
 
-class Input:
+class RegionInput:
     """A tensor that a region was given.
 
     Args:
@@ -44,7 +44,7 @@ class Input:
             self._kept: Any = tensor.detach() if self._has_graph else tensor
             return
         # Hooks of others may return the tensor itself, with its graph; ours read the graph, and do not hold it.
-        is_ours = isinstance(getattr(pack, "__self__", None), (Keeper, Vault))
+        is_ours = isinstance(getattr(pack, "__self__", None), (Keeper, SavedTensorStore))
         with torch.no_grad():
             self._kept, self._unpack = pack(tensor if is_ours else tensor.detach()), unpack
 
@@ -66,7 +66,7 @@ class Input:
 
 
 class _Entrance(torch.autograd.Function):
-    """A tensor under a node: the vault looks for recipes as far as this one."""
+    """A tensor under a node: the store looks for recipes as far as this one."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -83,33 +83,33 @@ def _owner_of_hooks() -> Any:
     return getattr(innermost_hooks()[0], "__self__", None)
 
 
-def vault_around() -> Vault | None:
-    """The vault that keeps what is kept now, or that will keep what the region around keeps when it is repeated."""
+def store_around() -> SavedTensorStore | None:
+    """The store that keeps what is kept now, or that will keep what the region around keeps when it is repeated."""
     owner = _owner_of_hooks()
-    return owner if isinstance(owner, Vault) else getattr(owner, "vault", None)
+    return owner if isinstance(owner, SavedTensorStore) else getattr(owner, "store", None)
 
 
-_INPUTS: ContextVar[Vault | None] = ContextVar("vault of inputs", default=None)
+_INPUTS: ContextVar[SavedTensorStore | None] = ContextVar("store of inputs", default=None)
 
 
 @contextlib.contextmanager
-def keeping_inputs_in(vault: Vault) -> Iterator[None]:
-    """The inputs of regions that are entered inside are kept in `vault`, whatever keeps the rest."""
+def keeping_inputs_in(store: SavedTensorStore) -> Iterator[None]:
+    """The inputs of regions that are entered inside are kept in `store`, whatever keeps the rest."""
     if _INPUTS.get() is not None:
         yield
         return
-    token = _INPUTS.set(vault)
+    token = _INPUTS.set(store)
     try:
-        with vault.opened():
+        with store.opened():
             yield
     finally:
         _INPUTS.reset(token)
 
 
-def keep(tensor: Tensor) -> Input:
+def keep(tensor: Tensor) -> RegionInput:
     """Keep an input. Inside another region, or in its repetition, that one does."""
-    vault = _INPUTS.get()
-    if vault is None or isinstance(_owner_of_hooks(), Keeper):
-        return Input(tensor)
-    with vault.hooks():
-        return Input(tensor)
+    store = _INPUTS.get()
+    if store is None or isinstance(_owner_of_hooks(), Keeper):
+        return RegionInput(tensor)
+    with store.hooks():
+        return RegionInput(tensor)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_memsave.saved_tensors.activation_derivatives import Derivative
 from lightning_memsave.saved_tensors.code_rows import Rows
-from lightning_memsave.saved_tensors.encodings import Form, Rank, Raw, Shape
+from lightning_memsave.saved_tensors.encodings import Encoding, Fidelity, Identity, Shape
 from lightning_memsave.torch_internals.autograd_graph import (
     Kept,
     WeakStorage,
@@ -27,9 +27,9 @@ class Recent:
     """The entry that was decoded last keeps its values until another one is: consumers that follow each other share."""
 
     def __init__(self) -> None:
-        self._entry: weakref.ref[Entry] | None = None
+        self._entry: weakref.ref[SavedStorage] | None = None
 
-    def replace(self, entry: Entry | None) -> None:
+    def replace(self, entry: SavedStorage | None) -> None:
         """Make `entry` the one that keeps its values."""
         previous = self._entry() if self._entry is not None else None
         if previous is not None:
@@ -37,8 +37,8 @@ class Recent:
         self._entry = None if entry is None else weakref.ref(entry)
 
 
-class Entry:
-    """One storage that backward needs, in one form. It dies, and frees its bytes, with its last handle."""
+class SavedStorage:
+    """One storage that backward needs, in one encoding. It dies, and frees its bytes, with its last handle."""
 
     __slots__ = (
         "__weakref__",
@@ -48,7 +48,7 @@ class Entry:
         "decoded",
         "derivative",
         "derivative_rank",
-        "form",
+        "encoding",
         "has_gradient",
         "interval",
         "is_coupled",
@@ -69,17 +69,17 @@ class Entry:
         self._watched = watch(tensor)  # [n]: the whole storage
         self._version = tensor._version
         self._recent = recent
-        self.form: Form = Raw(self._watched)
+        self.encoding: Encoding = Identity(self._watched)
         self.decoded: Tensor | None = None
         self.has_gradient = tensor.requires_grad
         """Whether it is a result that is differentiated, and no mask or noise."""
-        self.need = Rank.SHAPE
+        self.need = Fidelity.SHAPE
         """The most that any consumer needs."""
         self.interval: tuple[float, float] | None = None
         """The mask that is needed asks whether values lie inside it; `None`: whether they are positive."""
         self.derivative: Derivative | None = None
         """Where a code of a derivative is needed: of which."""
-        self.derivative_rank = Rank.INT4
+        self.derivative_rank = Fidelity.INT4
         """How faithful it is; of a code of the values, where these are needed after all."""
         self.keeps_sign = False
         """Whether a consumer of a lossy copy reads signs."""
@@ -103,12 +103,12 @@ class Entry:
     @property
     def is_raw(self) -> bool:
         """Whether the bytes themselves are held."""
-        return isinstance(self.form, Raw)
+        return isinstance(self.encoding, Identity)
 
     @property
     def is_lossy(self) -> bool:
-        """Whether it is kept in a form with noise."""
-        return Rank.MASK < self.form.rank < Rank.EXACT
+        """Whether it is kept in a encoding with noise."""
+        return Fidelity.MASK < self.encoding.fidelity < Fidelity.EXACT
 
     @property
     def is_held_elsewhere(self) -> bool:
@@ -124,33 +124,33 @@ class Entry:
         """Raise `RuntimeError` when the storage was changed in place since it was kept."""
         check_version(self._watched, self._version, size)
 
-    def become(self, form: Form) -> None:
-        """Hold another form, and let the bytes go."""
-        self.form, self.decoded = form, None
+    def become(self, encoding: Encoding) -> None:
+        """Hold another encoding, and let the bytes go."""
+        self.encoding, self.decoded = encoding, None
         let_go(self._watched)
 
     def become_raw(self, storage: torch.UntypedStorage) -> None:
         """Hold the bytes again."""
         watch_again(self._watched, storage)
-        self.form, self.decoded = Raw(self._watched), None
+        self.encoding, self.decoded = Identity(self._watched), None
 
     def flat(self) -> Tensor:
         """All elements of the storage, [n]."""
         if self.is_raw:
             return self._watched
         if self.decoded is None:
-            decoded = self.form.flat()
+            decoded = self.encoding.flat()
             self._recent.replace(self)
             self.decoded = decoded
         return self.decoded
 
 
-class Handle(Kept):
+class SavedTensor(Kept):
     """One tensor of an entry, as a consumer kept it: shape, strides and offset are restored exactly."""
 
     __slots__ = ("__weakref__", "entry", "offset", "producer", "size", "stride")
 
-    def __init__(self, entry: Entry, tensor: Tensor) -> None:
+    def __init__(self, entry: SavedStorage, tensor: Tensor) -> None:
         self.entry = entry
         self.size, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         self.producer = None if tensor.grad_fn is None else tensor.grad_fn.name()
@@ -163,15 +163,15 @@ class Handle(Kept):
         """
         self.entry.check(self.size)
         if (
-            isinstance(self.entry.form, Shape)
-            and (cheap := self.entry.form.without_memory(self.size, self.stride)) is not None
+            isinstance(self.entry.encoding, Shape)
+            and (cheap := self.entry.encoding.without_memory(self.size, self.stride)) is not None
         ):
             return cheap
         return self.entry.flat().as_strided(self.size, self.stride, self.offset)
 
 
 class Passed(Kept):
-    """A tensor that the vault leaves alone: a parameter, something small, a subclass."""
+    """A tensor that the store leaves alone: a parameter, something small, a subclass."""
 
     __slots__ = ("_tensor", "_version")
 
@@ -179,12 +179,12 @@ class Passed(Kept):
         self._tensor, self._version = tensor.detach(), version_of(tensor)
 
     def get(self) -> Tensor:
-        """The tensor; raises as `Handle.get` does."""
+        """The tensor; raises as `SavedTensor.get` does."""
         check_version(self._tensor, self._version)
         return self._tensor
 
 
-def kept_bytes(entries: list[Entry]) -> int:
+def kept_bytes(entries: list[SavedStorage]) -> int:
     """Bytes that entries keep alive, each storage once."""
-    tensors = [tensor for entry in entries for tensor in entry.form.payload()]
+    tensors = [tensor for entry in entries for tensor in entry.encoding.payload()]
     return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_memsave.numerics.kbit import mix
 
 
-class Noise:
+class NoiseSeeds:
     """Seeds of the dither: each a hash of `seed`, step and number."""
 
     def __init__(self, seed: int) -> None:

@@ -2,7 +2,7 @@
 
 The parameter is the vector of a weight's live values. `densify` makes the dense weight; its gradient is gathered, so
 that it is as short as the values. What an operation keeps of the dense weight (a view, or autocast's copy) is replaced
-by how to make it again from values and index, which live anyway. That holds in a vault's scope, and inside
+by how to make it again from values and index, which live anyway. That holds in a store's scope, and inside
 `rebuilding_weights`, which hands all other tensors to the hooks around it.
 """
 
@@ -125,7 +125,7 @@ def rebuilt(tensor: Tensor) -> Rebuilt | None:
 
 
 def left_alone(tensor: Tensor) -> Kept:
-    """What a vault keeps of a weight: a sparse one's recipe, else the tensor itself."""
+    """What a store keeps of a weight: a sparse one's recipe, else the tensor itself."""
     return rebuilt(tensor) or Passed(tensor)
 
 
@@ -143,7 +143,7 @@ class _Foreign:
 
 @contextmanager
 def rebuilding_weights() -> Iterator[None]:
-    """Inside, no dense weight is kept; what else is kept goes where it would have gone."""
+    """RangeMask, no dense weight is kept; what else is kept goes where it would have gone."""
     if not torch.is_grad_enabled():
         yield
         return

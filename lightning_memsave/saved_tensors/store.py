@@ -1,6 +1,6 @@
-"""The vault: what is kept between forward and backward, through autograd's saved-tensor hooks.
+"""The store: what is kept between forward and backward, through autograd's saved-tensor hooks.
 
-Inside `scope()`, every tensor that autograd keeps becomes a handle on an entry; one entry per storage, so views and
+RangeMask `scope()`, every tensor that autograd keeps becomes a handle on an entry; one entry per storage, so views and
 several consumers share it and the bytes go with the last of them. What an entry holds follows from what its consumers
 need (`policy`): the latest entry waits, raw, until another one has come, because its next consumer may need more of it
 than the first; then it is coded, and its own bytes die as soon as the forward pass lets go of them.
@@ -11,7 +11,7 @@ whose original somebody still holds (the batch, a returned output) takes the ori
 
 Limits: tensors that a custom autograd Function stores on `ctx` directly are invisible to hooks; inside
 `torch.utils.checkpoint` (non-reentrant) torch's own hooks come first, so its regions are left to themselves. Our own
-(`checkpoint_regions`) are repeated under the vault.
+(`checkpoint_regions`) are repeated under the store.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from lightning_memsave.saved_tensors.byte_tally import Consequences, Tally
 from lightning_memsave.saved_tensors.call_site import Call
 from lightning_memsave.saved_tensors.code_rows import covers_its_storage, rows_in_memory
 from lightning_memsave.saved_tensors.dropout import dropout
-from lightning_memsave.saved_tensors.encodings import Rank
-from lightning_memsave.saved_tensors.function_mode import Calls, Place, window_index
+from lightning_memsave.saved_tensors.encodings import Fidelity
+from lightning_memsave.saved_tensors.function_mode import CallContext, CallTracker, window_index
 from lightning_memsave.saved_tensors.fused_norm_relu import chain, relu_input
 from lightning_memsave.saved_tensors.linear_cross_entropy import linear_cross_entropy
 from lightning_memsave.saved_tensors.norm_recompute import note_rows, raise_for_normalisations
 from lightning_memsave.saved_tensors.offload import Offloader
 from lightning_memsave.saved_tensors.recompute import Derivation
-from lightning_memsave.saved_tensors.saved_storage import Entry, Handle, Recent
-from lightning_memsave.saved_tensors.seeds import Noise
+from lightning_memsave.saved_tensors.saved_storage import Recent, SavedStorage, SavedTensor
+from lightning_memsave.saved_tensors.seeds import NoiseSeeds
 from lightning_memsave.saved_tensors.sparse_weights import left_alone
 from lightning_memsave.torch_internals.autograd_graph import (
     Edge,
@@ -60,7 +60,7 @@ _NUM_WAITING = 1  # entries that stay raw for their next consumer; more would ra
 _NUM_COMPLETE = 2  # exact entries that stay raw: a kernel may fill what it kept before it ran (rrelu: noise, input)
 
 
-class Vault:
+class SavedTensorStore:
     """Keeps the tensors that backward needs, in fewer bytes.
 
     Args:
@@ -68,7 +68,7 @@ class Vault:
         recompute: whether tensors may be computed again from what is kept anyway.
         fuse: whether normalisation and ReLU share one code.
         chunk_loss: whether cross-entropy on a Linear's output is computed in chunks.
-        overrides: ranks by function name; they go before the policy's tables.
+        overrides: fidelities by function name; they go before the policy's tables.
         min_numel: tensors with fewer elements are left alone.
         seed: of the dither.
         offloader: moves what is left out of the device's memory.
@@ -77,18 +77,18 @@ class Vault:
     def __init__(
         self,
         *,
-        lossy: Rank = Rank.EXACT,
+        lossy: Fidelity = Fidelity.EXACT,
         recompute: bool = False,
         fuse: bool = False,
         chunk_loss: bool = False,
-        overrides: Mapping[str, Rank] | None = None,
+        overrides: Mapping[str, Fidelity] | None = None,
         min_numel: int = 1024,
         seed: int = 0,
         offloader: Offloader | None = None,
     ) -> None:
         self.lossy, self.recompute, self.fuse, self.min_numel = lossy, recompute, fuse, min_numel
         self.overrides, self.offloader, self.chunk_loss = dict(overrides or {}), offloader, chunk_loss
-        self.noise = Noise(seed)
+        self.noise = NoiseSeeds(seed)
         self.keeps_derivatives = True
         """Whether activations may be kept as codes of their derivatives, which nobody can differentiate."""
         self.tally = Tally()
@@ -98,7 +98,7 @@ class Vault:
         self._start()
 
     def _start(self) -> None:
-        self.within: list[Rank] = []
+        self.within: list[Fidelity] = []
         """Ranks that hold inside the modules that are running, the innermost last."""
         self._recent = Recent()
         self._depth = 0
@@ -113,18 +113,20 @@ class Vault:
         self._start()
 
     def _begin(self) -> None:
-        self._entries: weakref.WeakValueDictionary[tuple[int, int, torch.dtype], Entry] = weakref.WeakValueDictionary()
-        self._handles: weakref.WeakValueDictionary[Edge, Handle] = weakref.WeakValueDictionary()
-        self._calls = Calls(self._answer, notes_heads=self.chunk_loss)
-        self._waiting: deque[weakref.ref[Entry]] = deque()
+        self._entries: weakref.WeakValueDictionary[tuple[int, int, torch.dtype], SavedStorage] = (
+            weakref.WeakValueDictionary()
+        )
+        self._handles: weakref.WeakValueDictionary[Edge, SavedTensor] = weakref.WeakValueDictionary()
+        self._calls = CallTracker(self._answer, notes_heads=self.chunk_loss)
+        self._waiting: deque[weakref.ref[SavedStorage]] = deque()
         self._derivation = Derivation(self._handles, self._calls)
 
     @contextmanager
     def scope(self, pack: Callable[[Tensor], Any] | None = None) -> Iterator[None]:
-        """Everything that autograd keeps inside is kept here. An inner scope of the same vault does nothing.
+        """Everything that autograd keeps inside is kept here. An inner scope of the same store does nothing.
 
         Args:
-            pack: called instead of the vault's own `pack`, which it calls.
+            pack: called instead of the store's own `pack`, which it calls.
         """
         if self._depth or not torch.is_grad_enabled():
             yield
@@ -145,11 +147,11 @@ class Vault:
             self._begin()
 
     def hooks(self) -> AbstractContextManager[None]:
-        """What is kept inside comes here. Only while the vault is open."""
+        """What is kept inside comes here. Only while the store is open."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
 
     def unseen(self, name: str) -> AbstractContextManager[None]:
-        """Calls inside are not looked at: what they keep is kept for one function of that `name`.
+        """CallTracker inside are not looked at: what they keep is kept for one function of that `name`.
 
         For compiled regions: a function mode that is active would be compiled into them.
         """
@@ -162,19 +164,19 @@ class Vault:
         return dropout(call) if call.name == "dropout" else linear_cross_entropy(call, self._calls)
 
     # --------------------------------------------------------------------------- checkpointed regions
-    def branch(self) -> Vault:
-        """A vault with the same settings, for what a region keeps when it is repeated."""
+    def branch(self) -> SavedTensorStore:
+        """A store with the same settings, for what a region keeps when it is repeated."""
         branch = copy.copy(self)
-        branch.within = self.within  # the hooks that tell of it know this vault
+        branch.within = self.within  # the hooks that tell of it know this store
         return branch
 
     @property
-    def place(self) -> Place:
+    def place(self) -> CallContext:
         """Where in the model the scope is now."""
-        return Place(tuple(self.within), self._calls.unseen_as)
+        return CallContext(tuple(self.within), self._calls.unseen_as)
 
     @contextmanager
-    def again_at(self, place: Place) -> Iterator[None]:
+    def again_at(self, place: CallContext) -> Iterator[None]:
         """As at a `place` of the forward pass, when a region is repeated."""
         before = list(self.within)
         self.within[:] = place.within
@@ -184,7 +186,7 @@ class Vault:
         finally:
             self.within[:] = before
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[SavedStorage]:
         """The entries of the scope that is open."""
         return list(self._entries.values())
 
@@ -199,14 +201,14 @@ class Vault:
         key = storage_key(tensor), tensor._version, tensor.dtype
         entry = self._entries.get(key)
         if entry is None or not entry.original.is_alive:  # its address was given to another storage
-            entry = self._entries[key] = Entry(tensor, self._recent)
+            entry = self._entries[key] = SavedStorage(tensor, self._recent)
             self._waiting.append(weakref.ref(entry))
-        handle = Handle(entry, tensor)
+        handle = SavedTensor(entry, tensor)
         # Under `create_graph` backward keeps what it has unpacked, or decoded, under its old edge: the first stands.
         if (edge := edge_of(tensor)) is not None and self._handles.setdefault(edge, handle).entry is entry:
             self._handles[edge] = handle
         self._raise_need(entry, tensor)
-        self._code_all_but_the_latest(entry.need == Rank.EXACT)
+        self._code_all_but_the_latest(entry.need == Fidelity.EXACT)
         return handle
 
     def _manages(self, tensor: Tensor) -> bool:
@@ -223,67 +225,67 @@ class Vault:
             return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
         return not is_made_of_weights(tensor)
 
-    def _raise_need(self, entry: Entry, tensor: Tensor) -> None:
+    def _raise_need(self, entry: SavedStorage, tensor: Tensor) -> None:
         """Keep what the function that is running needs, besides what others need."""
         if not tensor.dtype.is_floating_point:
-            entry.need = Rank.EXACT
+            entry.need = Fidelity.EXACT
             if tensor.dtype == torch.int64 and (index := window_index(tensor, self._calls.current)) is not None:
                 entry.become(index)
             return
         before, entry.need = entry.need, self._joint_need(entry, tensor)
-        if entry.need < Rank.EXACT and note_rows(entry, tensor, self._calls.current) and entry.is_lossy:
+        if entry.need < Fidelity.EXACT and note_rows(entry, tensor, self._calls.current) and entry.is_lossy:
             self._take_back(entry, tensor)
-        if Rank.SHAPE < entry.need <= before:
+        if Fidelity.SHAPE < entry.need <= before:
             return
         if self.fuse and self._fused(entry, tensor):
             return
-        if entry.form.rank < entry.need:  # coded for somebody who needed less
+        if entry.encoding.fidelity < entry.need:  # coded for somebody who needed less
             self._take_back(entry, tensor)
-        if self.recompute and entry.is_raw and entry.need >= Rank.INT2 and covers_its_storage(tensor):
+        if self.recompute and entry.is_raw and entry.need >= Fidelity.INT2 and covers_its_storage(tensor):
             source = self._derivation.of(tensor, entry.need)
             # What a normalisation reads has its noise bounded by rows of its own: another tensor's are not enough.
-            if source is not None and (source.rank == Rank.EXACT or not entry.normalised_by):
-                entry.become(encodings.Recipe(source.values, tensor, source.rank, source.needs, source.depth))
+            if source is not None and (source.fidelity == Fidelity.EXACT or not entry.normalised_by):
+                entry.become(encodings.Recompute(source.values, tensor, source.fidelity, source.needs, source.depth))
 
-    def _joint_need(self, entry: Entry, tensor: Tensor) -> Rank:
+    def _joint_need(self, entry: SavedStorage, tensor: Tensor) -> Fidelity:
         lossy = self.within[-1] if self.within else self.lossy
         wanted = policy.need(tensor, self._calls.current, lossy, self.overrides)
-        need, interval, keeps_sign = wanted.rank, wanted.interval, wanted.keeps_sign
-        if Rank.MASK < need < Rank.EXACT:
+        need, interval, keeps_sign = wanted.fidelity, wanted.interval, wanted.keeps_sign
+        if Fidelity.MASK < need < Fidelity.EXACT:
             entry.num_uses += 1
             entry.is_coupled |= not wanted.is_last
             if not wanted.is_linear:
                 entry.nonlinear.add(self._calls.current.name)
             if wanted.derivative is not None and self.keeps_derivatives:
                 need = self._joint_derivative(entry, wanted.derivative, need)
-        if entry.need == Rank.DERIVATIVE and need not in (Rank.SHAPE, Rank.DERIVATIVE):
+        if entry.need == Fidelity.DERIVATIVE and need not in (Fidelity.SHAPE, Fidelity.DERIVATIVE):
             need = max(need, entry.derivative_rank)
         if keeps_sign and not entry.keeps_sign:
             entry.keeps_sign = True
             if entry.is_lossy:  # coded without
                 self._take_back(entry, tensor)
-        if interval is not None and entry.need == Rank.SHAPE:
+        if interval is not None and entry.need == Fidelity.SHAPE:
             entry.interval = interval
-        elif entry.interval != interval and max(need, entry.need) > Rank.SHAPE:
-            return Rank.EXACT  # no mask and no code serves both
+        elif entry.interval != interval and max(need, entry.need) > Fidelity.SHAPE:
+            return Fidelity.EXACT  # no mask and no code serves both
         return max(entry.need, need)
 
-    def _joint_derivative(self, entry: Entry, derivative: Derivative, rank: Rank) -> Rank:
+    def _joint_derivative(self, entry: SavedStorage, derivative: Derivative, fidelity: Fidelity) -> Fidelity:
         """What is needed for a derivative: a code of it, if nobody needs anything else."""
-        if entry.need == Rank.SHAPE:
-            entry.derivative, entry.derivative_rank = derivative, rank
-        is_alone = entry.need in (Rank.SHAPE, Rank.DERIVATIVE) and entry.derivative == derivative
-        return Rank.DERIVATIVE if is_alone else rank
+        if entry.need == Fidelity.SHAPE:
+            entry.derivative, entry.derivative_rank = derivative, fidelity
+        is_alone = entry.need in (Fidelity.SHAPE, Fidelity.DERIVATIVE) and entry.derivative == derivative
+        return Fidelity.DERIVATIVE if is_alone else fidelity
 
-    def _take_back(self, entry: Entry, tensor: Tensor) -> None:
+    def _take_back(self, entry: SavedStorage, tensor: Tensor) -> None:
         """Hold the bytes again, to be coded anew."""
         entry.become_raw(tensor.untyped_storage())
         self._waiting.append(weakref.ref(entry))
 
-    def _fused(self, entry: Entry, y: Tensor) -> bool:
+    def _fused(self, entry: SavedStorage, y: Tensor) -> bool:
         """Put ReLU's output and the normalisation's input on one code, where both may be lossy."""
         norm = relu_input(y)
-        if norm is None or not entry.is_raw or not self.lossy <= Rank.INT8 or entry.need > self.lossy:
+        if norm is None or not entry.is_raw or not self.lossy <= Fidelity.INT8 or entry.need > self.lossy:
             return False
         producer, producer_nr = inputs_of(norm)[0]
         source = None if producer is None else self._handles.get(Edge(sequence_nr_of(producer), producer_nr))
@@ -310,45 +312,47 @@ class Vault:
 
         So statistics push no activation out of the queue.
         """
-        same = [w for w in self._waiting if (entry := w()) is None or (entry.need == Rank.EXACT) == is_complete]
+        same = [w for w in self._waiting if (entry := w()) is None or (entry.need == Fidelity.EXACT) == is_complete]
         for waiting in same[: -(_NUM_COMPLETE if is_complete else _NUM_WAITING)]:
             self._waiting.remove(waiting)
             self._code(waiting())
 
-    def _code(self, entry: Entry | None) -> None:
-        """Give an entry the smallest form that its consumers allow."""
+    def _code(self, entry: SavedStorage | None) -> None:
+        """Give an entry the smallest encoding that its consumers allow."""
         if entry is None or not entry.is_raw or not entry.is_unchanged:
             return
-        form = self._form_of(entry)
+        encoding = self._form_of(entry)
         if self.offloader is not None:
-            form = self.offloader.take(form or entry.form) or form
-        if form is not None:
-            entry.become(form)
+            encoding = self.offloader.take(encoding or entry.encoding) or encoding
+        if encoding is not None:
+            entry.become(encoding)
 
-    def _form_of(self, entry: Entry) -> encodings.Form | None:
+    def _form_of(self, entry: SavedStorage) -> encodings.Encoding | None:
         flat, need = entry.flat(), entry.need
         if flat.dtype == torch.bool:
             return encodings.Mask.of(flat)
         if not flat.dtype.is_floating_point:
             is_index = flat.dtype in (torch.int64, torch.int32, torch.int16)
-            return encodings.Narrow.of(flat) if is_index else None
-        if need == Rank.SHAPE:
+            return encodings.IntDowncast.of(flat) if is_index else None
+        if need == Fidelity.SHAPE:
             return encodings.Shape(flat)
-        if need == Rank.MASK:
-            return encodings.Mask.positive(flat) if entry.interval is None else encodings.Inside(flat, *entry.interval)
-        if need == Rank.EXACT:
+        if need == Fidelity.MASK:
+            return (
+                encodings.Mask.positive(flat) if entry.interval is None else encodings.RangeMask(flat, *entry.interval)
+            )
+        if need == Fidelity.EXACT:
             return None if entry.has_gradient else encodings.TwoValues.of(flat)  # which would wait for the device
         rows = entry.rows or rows_in_memory(*entry.made_as, flat.numel())
-        if need == Rank.DERIVATIVE:
+        if need == Fidelity.DERIVATIVE:
             assert entry.derivative is not None, "noted with the need"
             seed = self.noise.next_seed()
             return CodedDerivative.of(flat, entry.derivative, entry.derivative_rank, seed, rows)
         need = raise_for_normalisations(entry, rows, self._calls.statistics)
-        if need == Rank.EXACT:
+        if need == Fidelity.EXACT:
             return None
-        if need == Rank.BF16:
-            return encodings.Cast.of(flat, self.noise.next_seed())
-        return encodings.Coded.of(flat, need, self.noise.next_seed(), entry.keeps_sign, rows)
+        if need == Fidelity.BF16:
+            return encodings.Bf16.of(flat, self.noise.next_seed())
+        return encodings.IntCodes.of(flat, need, self.noise.next_seed(), entry.keeps_sign, rows)
 
     def draw_for(self, step: int) -> None:
         """Draw the dither from a stream of this step's own, in which several scopes go on; repeats when resumed."""

@@ -23,7 +23,7 @@ from lightning_memsave.loops.microbatch_loop import loop_class
 from lightning_memsave.loops.optimizer_changes import change_optimizers, readable
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.planner.recipes import RECIPES, Recipe
-from lightning_memsave.strategies.session import MemSaveState
+from lightning_memsave.strategies.session import Session
 from lightning_memsave.strategies.sparse_training import Sparsifying
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
@@ -39,17 +39,17 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
     base = import_module(f"{namespace}.strategies").Strategy
 
     class MemSaveMixin(base):  # type: ignore[misc, valid-type]  # a base known at run time
-        _memsave: MemSaveState | None = None
-        _memsave_before: MemSaveState | None = None
+        _memsave: Session | None = None
+        _memsave_before: Session | None = None
         _has_fitted = False
         _is_down = False
         _sparsifying: Sparsifying | None = None  # outlives the callback, as checkpoints may still be written
 
         @property
-        def memsave(self) -> MemSaveState:
+        def memsave(self) -> Session:
             """The recipe and what came of it; the lossless recipe unless the callback says otherwise."""
             if self._memsave is None:
-                self._memsave = MemSaveState(RECIPES["lossless"])
+                self._memsave = Session(RECIPES["lossless"])
             return self._memsave
 
         def setup(self, trainer: Any) -> None:
@@ -78,7 +78,7 @@ def mixin(namespace: str) -> Any:  # noqa: C901  # one class, counted as one fun
             for reason in reasons:
                 rank_zero_info(f"memsave: {reason}")
             if self.memsave.started:
-                self._memsave = MemSaveState(decided, self.memsave.budgeted).after(self.memsave)
+                self._memsave = Session(decided, self.memsave.budgeted).after(self.memsave)
             self.memsave.begin(recipe)
 
         def setup_optimizers(self, trainer: Any) -> None:
@@ -229,7 +229,7 @@ def _unpickled(cls: type, namespace: str) -> Any:
     return adopted.__new__(adopted)
 
 
-def adopt(strategy: Any, state: MemSaveState) -> None:
+def adopt(strategy: Any, state: Session) -> None:
     """Give a live strategy the mixin, as Lightning does with optimizers.
 
     Args:
@@ -246,7 +246,7 @@ def adopt(strategy: Any, state: MemSaveState) -> None:
     elif strategy._memsave is None:
         strategy._memsave = strategy.memsave  # one of ours by name: lossless
     if strategy._memsave_before is None:
-        strategy._memsave_before = strategy._memsave or MemSaveState(Recipe("adopted"))
+        strategy._memsave_before = strategy._memsave or Session(Recipe("adopted"))
     strategy._memsave = state
 
 

@@ -22,12 +22,12 @@ from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.measuring.ledger import Measurement
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.saved_tensors.region_inputs import keeping_inputs_in
-from lightning_memsave.saved_tensors.seeds import Noise
-from lightning_memsave.saved_tensors.store import Vault
+from lightning_memsave.saved_tensors.seeds import NoiseSeeds
+from lightning_memsave.saved_tensors.store import SavedTensorStore
 from lightning_memsave.strategies.precision_plugin import lower_precision, naming_the_setting
 from lightning_memsave.strategies.sparse_training import Sparsifying
 from lightning_memsave.techniques.activation_compression import ActivationCompression
-from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_vault
+from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_store
 from lightning_memsave.techniques.low_precision import LowPrecision, Weights
 from lightning_memsave.techniques.optimizer_state import InBackward, OptimizerState, check_optimizers
 from lightning_memsave.techniques.registry import TECHNIQUES, Config, technique_of
@@ -47,7 +47,7 @@ class RecipeSource(Protocol):
         """Whether a smaller microbatch is allowed when a step takes more than planned."""
 
 
-class MemSaveState:
+class Session:
     """What one strategy knows about its run: the recipe and what came of it.
 
     Args:
@@ -63,7 +63,7 @@ class MemSaveState:
         self.release: InBackward | None = None
         self.forward_scope: ForwardScope | None = None
         self.planned: PlannedCheckpointing | None = None
-        self.region_inputs: Vault | None = None
+        self.region_inputs: SavedTensorStore | None = None
         self.sparsifying: Sparsifying | None = None
         self._saved_sparsity: Any = None
         self._num_measures = self._num_learned = 0
@@ -80,13 +80,13 @@ class MemSaveState:
         """A fit begins, with what is left of the recipe in this way of training."""
         self.started = True
         if recipe != self.recipe:
-            learned = self.learned()
+            learned = self.recovery_state_dict()
             self.recipe, self.loop = recipe, LoopState(recipe, self)
-            self.learn(learned)
+            self.load_recovery_state_dict(learned)
 
-    def after(self, previous: MemSaveState | None) -> MemSaveState:
+    def after(self, previous: Session | None) -> Session:
         """This state, with what recovery learned in an earlier fit."""
-        self.learn({} if previous is None else previous.learned())
+        self.load_recovery_state_dict({} if previous is None else previous.recovery_state_dict())
         return self
 
     def with_config(self, kind: type[C], use: Callable[[Any, C], R], trainer: Any) -> R | None:
@@ -131,11 +131,11 @@ class MemSaveState:
         self.weights = None
 
     def open_scope(self, trainer: Any, config: ActivationCompression) -> None:
-        """See to it that what autograd keeps goes to a vault."""
+        """See to it that what autograd keeps goes to a store."""
         self.forward_scope = ForwardScope(trainer, config)
 
     @property
-    def noise(self) -> Noise | None:
+    def noise(self) -> NoiseSeeds | None:
         """Of codes, if there are any."""
         return None if self.forward_scope is None else self.forward_scope.noise
 
@@ -150,7 +150,7 @@ class MemSaveState:
             self.planned = PlannedCheckpointing(trainer, config)
         else:
             self.changes.append(apply_checkpointing(trainer.lightning_module, config))
-        self.region_inputs = input_vault() if config.offload else None
+        self.region_inputs = input_store() if config.offload else None
 
     def sparsify(self, trainer: Any, config: Sparsity) -> Sparsifying:
         """Make layers sparse, as they were in the run that is resumed."""
@@ -169,14 +169,14 @@ class MemSaveState:
     def state_dict(self) -> dict[str, Any]:
         """What recovery has found out and which weights live, for a checkpoint; empty without either."""
         sparsity = {} if self.sparsifying is None else {"sparsity": self.sparsifying.state_dict()}
-        return {**self.learned(), **sparsity}
+        return {**self.recovery_state_dict(), **sparsity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self._saved_sparsity = state.get("sparsity")
-        self.learn(state)
+        self.load_recovery_state_dict(state)
 
-    def learned(self) -> dict[str, Any]:
+    def recovery_state_dict(self) -> dict[str, Any]:
         """What recovery has found out, as plain values; empty where there is nothing."""
         recovery, evaluation = self.loop.recovery, self.loop.evaluation
         if recovery is None or evaluation is None:
@@ -184,16 +184,20 @@ class MemSaveState:
         num_measures = max(self._num_measures, self._num_learned)
         if not num_measures and recovery.limit_elements is None and evaluation.limit_elements is None:
             return {}
-        return {"num_measures": num_measures, "training": recovery.learned(), "evaluation": evaluation.learned()}
+        return {
+            "num_measures": num_measures,
+            "training": recovery.recovery_state_dict(),
+            "evaluation": evaluation.recovery_state_dict(),
+        }
 
-    def learn(self, learned: dict[str, Any]) -> None:
+    def load_recovery_state_dict(self, learned: dict[str, Any]) -> None:
         """Start from there: the same measures are taken before the first batch."""
         if "num_measures" in learned and self.loop.recovery is not None and self.loop.evaluation is not None:
             self._num_learned = learned["num_measures"]
-            self.loop.recovery.learn(learned["training"])
-            self.loop.evaluation.learn(learned["evaluation"])
+            self.loop.recovery.load_recovery_state_dict(learned["training"])
+            self.loop.evaluation.load_recovery_state_dict(learned["evaluation"])
 
-    def climb(self, trainer: Any) -> str | None:
+    def apply_next_fallback(self, trainer: Any) -> str | None:
         """Take the next exact measure against too little memory; `None` when there is none left.
 
         Those that take time wait here until they are needed; what the user has set, or switched off, is left as it is.
@@ -231,7 +235,7 @@ class MemSaveState:
     def _offload_inputs(self, trainer: Any) -> str | None:
         if self.region_inputs is not None or not any(a.technique == "checkpointing" for a in self.applied):
             return None
-        self.region_inputs = input_vault()
+        self.region_inputs = input_store()
         return "the inputs of checkpointed regions outside of the device's memory"
 
     def withdraw(self) -> bool:
@@ -271,7 +275,7 @@ class MemSaveState:
     def run(self, trainer: Any, step: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         """Run `step`, which is `training_step(*args)`, in the scopes of this run."""
         while self._num_measures < self._num_learned:
-            if self.climb(trainer) is not None and self.loop.recovery is not None:
+            if self.apply_next_fallback(trainer) is not None and self.loop.recovery is not None:
                 self.loop.recovery.has_new_regions = True
         scope = None if self.forward_scope is None else functools.partial(self.forward_scope.run, trainer)
         if self.planned is not None and self.planned.is_due and not self.is_rehearsing:

@@ -32,7 +32,7 @@ statistics and custom functions keep every bit. What a normalisation reads has i
 
 Sources: Chen et al., "ActNN", 2021 (https://arxiv.org/abs/2104.14129); Liu et al., "GACT", 2022
 (https://arxiv.org/abs/2206.11357) for activations of any network; Chen et al., 2016 (https://arxiv.org/abs/1604.06174),
-section 4.2, for recomputing the cheap half. Different: one vault for all of it, found from the autograd graph; no
+section 4.2, for recomputing the cheap half. Different: one store for all of it, found from the autograd graph; no
 mixed bits per layer; zeros survive coding, and which elements are positive.
 """
 
@@ -54,15 +54,21 @@ from lightning_memsave.core.report import Applied
 from lightning_memsave.core.selection import is_scripted, is_selected
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.numerics.kbit import coded_bytes
-from lightning_memsave.saved_tensors import Rank, Tally, Vault
+from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore, Tally
 from lightning_memsave.saved_tensors.offload import Offloader
 from lightning_memsave.torch_internals.compiled_regions import NAME as COMPILED
 from lightning_memsave.torch_internals.compiled_regions import compiled_regions, shield
 from lightning_memsave.torch_internals.private_names import require
 
-RANKS = {"exact": Rank.EXACT, "bf16": Rank.BF16, "int8": Rank.INT8, "int4": Rank.INT4, "int2": Rank.INT2}
+FIDELITIES = {
+    "exact": Fidelity.EXACT,
+    "bf16": Fidelity.BF16,
+    "int8": Fidelity.INT8,
+    "int4": Fidelity.INT4,
+    "int2": Fidelity.INT2,
+}
 """What a module or an operation may be set to, and how much of a tensor that keeps."""
-CODECS = (*RANKS, "int4-chain", "offload", "linear-cross-entropy")
+CODECS = (*FIDELITIES, "int4-chain", "offload", "linear-cross-entropy")
 _LOSSY = ("bf16", "int8", "int4", "int2", "int4-chain")
 
 
@@ -112,9 +118,9 @@ class ActivationCompression:
     def _check_overrides(self) -> None:
         for name in ("modules", "operations"):
             for key, codec in getattr(self, name).items():
-                if codec not in RANKS:
+                if codec not in FIDELITIES:
                     setting = f"ActivationCompression.{name}[{key!r}]"
-                    raise setting_error(setting, f"must be one of {', '.join(map(repr, RANKS))}", codec, _REMEDY)
+                    raise setting_error(setting, f"must be one of {', '.join(map(repr, FIDELITIES))}", codec, _REMEDY)
         if unknown := [name for name in self.operations if not _is_function(name)]:
             rule = "must name functions of torch, torch.nn.functional or Tensor"
             raise setting_error("ActivationCompression.operations", rule, unknown[0], 'As in `{"gelu": "int8"}`.')
@@ -128,14 +134,19 @@ class ActivationCompression:
         return cls(codecs=names)
 
     @property
-    def lossy(self) -> Rank:
+    def lossy(self) -> Fidelity:
         """What is enough for a tensor that may be noisy."""
-        return next((RANKS[codec.removesuffix("-chain")] for codec in self.codecs if codec in _LOSSY), Rank.EXACT)
+        return next(
+            (FIDELITIES[codec.removesuffix("-chain")] for codec in self.codecs if codec in _LOSSY), Fidelity.EXACT
+        )
 
     @property
     def is_exact(self) -> bool:
         """Whether no tensor is changed."""
-        return min([self.lossy, *(RANKS[c] for c in (*self.modules.values(), *self.operations.values()))]) == Rank.EXACT
+        return (
+            min([self.lossy, *(FIDELITIES[c] for c in (*self.modules.values(), *self.operations.values()))])
+            == Fidelity.EXACT
+        )
 
 
 def _is_function(name: str) -> bool:
@@ -153,15 +164,15 @@ def estimate_activation_compression(num_elements: int, config: ActivationCompres
         config: how it is kept.
         row: elements of each of its rows: its last dimension, or a plane of an image. One row by default.
     """
-    if config.lossy is Rank.EXACT:
+    if config.lossy is Fidelity.EXACT:
         return 4 * num_elements
-    if config.lossy is Rank.BF16:
+    if config.lossy is Fidelity.BF16:
         return 2 * num_elements
     return coded_bytes(num_elements, int(config.lossy.name.removeprefix("INT")), row=row)
 
 
 # ---------------------------------------------------------------------------------------------------- on a module
-_VAULT = "_activation_vault"
+_VAULT = "_activation_store"
 
 
 def apply_activation_compression(model: nn.Module, config: ActivationCompression) -> Applied:
@@ -174,8 +185,8 @@ def apply_activation_compression(model: nn.Module, config: ActivationCompression
     """
     if _VAULT in model.__dict__:
         raise setting_error("activations", "must be applied once", type(model).__name__, "Call `.undo()` of the first.")
-    vault, applied = open_vault(model, config)
-    model.__dict__[_VAULT] = _Scope(vault, model.__dict__.get("forward"))
+    store, applied = open_store(model, config)
+    model.__dict__[_VAULT] = _Scope(store, model.__dict__.get("forward"))
     model.forward = types.MethodType(forward, model)
     close = applied.restore
 
@@ -191,46 +202,46 @@ def apply_activation_compression(model: nn.Module, config: ActivationCompression
 
 
 class _Scope:
-    """What a module with a vault remembers. A copy of the module has a vault of its own."""
+    """What a module with a store remembers. A copy of the module has a store of its own."""
 
-    def __init__(self, vault: Vault, previous_forward: Callable[..., Any] | None) -> None:
-        self.vault, self.previous_forward = vault, previous_forward
+    def __init__(self, store: SavedTensorStore, previous_forward: Callable[..., Any] | None) -> None:
+        self.store, self.previous_forward = store, previous_forward
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module with a vault; named so that a pickled module finds its own class's method again."""
+    """The forward of a module with a store; named so that a pickled module finds its own class's method again."""
     scope: _Scope = self.__dict__[_VAULT]
     original = scope.previous_forward or types.MethodType(type(self).forward, self)
-    with scope.vault.scope():
+    with scope.store.scope():
         return original(*args, **kwargs)
 
 
-def open_vault(model: nn.Module, config: ActivationCompression) -> tuple[Vault, Applied]:
-    """A vault for what `model` computes, whose `scope()` the caller enters; undoing takes its hooks off the model.
+def open_store(model: nn.Module, config: ActivationCompression) -> tuple[SavedTensorStore, Applied]:
+    """A store for what `model` computes, whose `scope()` the caller enters; undoing takes its hooks off the model.
 
     Raises:
         ValueError: a pattern matches no module, or the whole model is compiled.
     """
     require("autograd", "activations")
     _refuse_whole_compiled(model)
-    vault = Vault(
+    store = SavedTensorStore(
         lossy=config.lossy,
         recompute="exact" in config.codecs,
         fuse="int4-chain" in config.codecs,
         chunk_loss="linear-cross-entropy" in config.codecs,
-        overrides={name: RANKS[codec] for name, codec in config.operations.items()},
+        overrides={name: FIDELITIES[codec] for name, codec in config.operations.items()},
         min_numel=config.min_numel,
         seed=config.seed,
         offloader=Offloader(config.offload_folder) if "offload" in config.codecs else None,
     )
-    removals = [*_set_modules(model, vault, config.modules), *shield(model, vault.unseen)]
+    removals = [*_set_modules(model, store, config.modules), *shield(model, store.unseen)]
 
     def restore() -> None:
         for remove in removals:
             remove()
 
     is_exact = config.is_exact
-    return vault, Applied(
+    return store, Applied(
         technique="activation_compression",
         summary=", ".join(config.codecs),
         loss_class="exact" if is_exact else "approximate",  # what it can be; `what_happened` says what it was
@@ -243,9 +254,9 @@ def _noise_of(config: ActivationCompression) -> str:
     return f"activations are kept with the noise of {', '.join(config.codecs)}"
 
 
-def what_happened(applied: Applied, config: ActivationCompression, vault: Vault) -> Applied:
+def what_happened(applied: Applied, config: ActivationCompression, store: SavedTensorStore) -> Applied:
     """`applied` as it turned out: what the latest forward pass kept, and the loss class of all of them."""
-    tally, consequences = vault.tally, vault.consequences
+    tally, consequences = store.tally, store.consequences
     reasons = (_noise_of(config), *consequences.reasons) if consequences.is_there else ()
     summary, loss_class = summarize(config, tally), consequences.loss_class
     return replace(applied, summary=summary, loss_class=loss_class, reasons=reasons)
@@ -256,8 +267,8 @@ def summarize(config: ActivationCompression, tally: Tally) -> str:
     codecs = ", ".join(config.codecs)
     if not tally.plain_bytes:
         return codecs
-    forms = ", ".join(f"{count} {kind}" for kind, count in tally.entries.most_common())
-    summary = f"{codecs}: {format_bytes(tally.plain_bytes)} kept in {format_bytes(tally.held_bytes)} ({forms})"
+    encodings = ", ".join(f"{count} {kind}" for kind, count in tally.entries.most_common())
+    summary = f"{codecs}: {format_bytes(tally.plain_bytes)} kept in {format_bytes(tally.held_bytes)} ({encodings})"
     if tally.num_guarded:
         summary += (
             f"; {tally.num_guarded} of {tally.entries.total()} tensors keep more bits: a normalisation would multiply "
@@ -266,8 +277,8 @@ def summarize(config: ActivationCompression, tally: Tally) -> str:
     return summary
 
 
-def _set_modules(model: nn.Module, vault: Vault, patterns: Mapping[str, str]) -> list[Callable[[], None]]:
-    """Hooks that tell the vault which codec holds inside which module."""
+def _set_modules(model: nn.Module, store: SavedTensorStore, patterns: Mapping[str, str]) -> list[Callable[[], None]]:
+    """Hooks that tell the store which codec holds inside which module."""
     unused, removals = set(patterns), []
     for name, module in model.named_modules():
         if is_scripted(module):  # takes no hooks
@@ -275,7 +286,7 @@ def _set_modules(model: nn.Module, vault: Vault, patterns: Mapping[str, str]) ->
         matching = [pattern for pattern in patterns if is_selected(pattern, name, module)]
         unused.difference_update(matching)
         if matching:
-            hooks = _Within(vault, RANKS[patterns[matching[0]]])
+            hooks = _Within(store, FIDELITIES[patterns[matching[0]]])
             removals.append(module.register_forward_pre_hook(hooks.enter, prepend=True).remove)
             removals.append(module.register_forward_hook(hooks.leave, always_call=True).remove)
     if unused:
@@ -290,14 +301,14 @@ def _set_modules(model: nn.Module, vault: Vault, patterns: Mapping[str, str]) ->
 
 @dataclass
 class _Within:
-    vault: Vault
-    rank: Rank
+    store: SavedTensorStore
+    fidelity: Fidelity
 
     def enter(self, *_: object) -> None:
-        self.vault.within.append(self.rank)
+        self.store.within.append(self.fidelity)
 
     def leave(self, *_: object) -> None:
-        self.vault.within.pop()
+        self.store.within.pop()
 
 
 def _refuse_whole_compiled(model: nn.Module) -> None:

@@ -1,6 +1,6 @@
-"""What the vault reads of torch: the autograd graph behind a tensor, and storages that it must not keep alive.
+"""What the store reads of torch: the autograd graph behind a tensor, and storages that it must not keep alive.
 
-The names that are private in torch are listed in `torch_internals/private_names.py`. Where one is missing, no vault is
+The names that are private in torch are listed in `torch_internals/private_names.py`. Where one is missing, no store is
 opened, and only what answers below without it is called.
 """
 
@@ -20,9 +20,9 @@ from lightning_memsave.torch_internals.private_names import find, missing
 StorageWeakRef = find("torch.multiprocessing.reductions.StorageWeakRef")
 _IS_KNOWN = not missing("autograd")
 
-# Dynamo runs these rooms' functions as they are: the vault's hooks are called in the middle of compiled code as well.
-for _room in ("lightning_memsave.saved_tensors", "lightning_memsave.numerics") if _IS_KNOWN else ():
-    find("torch._dynamo.trace_rules.add")(_room)
+# Dynamo runs these rooms' functions as they are: the store's hooks are called in the middle of compiled code as well.
+for _room in ("saved_tensors", "numerics", "torch_internals") if _IS_KNOWN else ():
+    find("torch._dynamo.trace_rules.add")(f"lightning_memsave.{_room}")
 
 Node = torch.autograd.graph.Node
 
@@ -94,7 +94,7 @@ def signed(number: int | None) -> int | None:
 
 
 class Kept:
-    """What the vault's own pack hook returns."""
+    """What the store's own pack hook returns."""
 
     __slots__ = ()
 
@@ -122,7 +122,7 @@ def saved(node: Node, name: str) -> Any:
 
 
 def packed(node: Node, name: str) -> Kept | Tensor | None:
-    """What is kept of an attribute: by the vault, or by torch itself; `None` where it keeps none.
+    """What is kept of an attribute: by the store, or by torch itself; `None` where it keeps none.
 
     Raises:
         UnreadableError: others' hooks keep it, or this version of torch does not tell.

@@ -1,4 +1,4 @@
-"""`torch.compile`d modules in a scope: the function mode of the vault must not be traced into them.
+"""`torch.compile`d modules in a scope: the function mode of the store must not be traced into them.
 
 A compiled region runs as one custom function, so what it keeps is kept exactly unless the user says otherwise; its
 tensors are handed over together when its forward ends.

@@ -79,7 +79,7 @@ def test_report_adds_up_and_says_what_was_done():
 def test_factor_against_a_measured_baseline():
     baseline, memsave = MemSave("measure"), MemSave(**EVERYTHING)
     fit(baseline)
-    memsave.against(baseline.report)
+    memsave.compare_to(baseline.report)
     fit(memsave)
     assert memsave.report.baseline_source == "measured"
     assert memsave.report.factor == baseline.report.peak_bytes / memsave.report.peak_bytes > 1
@@ -236,7 +236,7 @@ def test_monitor_alone_changes_nothing_and_a_second_one_reads_the_first():
 def test_what_a_second_monitor_is_told_reaches_the_figures_of_the_first():
     baseline, memsave = MemoryMonitor(), MemSave(**EVERYTHING)
     fit(baseline)
-    trainer, _ = fit(memsave, monitors=[MemoryMonitor().against(baseline.report)])
+    trainer, _ = fit(memsave, monitors=[MemoryMonitor().compare_to(baseline.report)])
     assert memsave.report.factor == baseline.report.peak_bytes / memsave.report.peak_bytes > 1
     assert trainer.callback_metrics["memsave/factor"].item() == memsave.report.factor
 
@@ -503,7 +503,7 @@ def test_two_memsaves_are_refused_and_one_leads_whatever_the_order():
         trainer.fit(Regressor(), loader())
     baseline, memsave, monitor = MemSave("measure"), MemSave(**EVERYTHING), MemoryMonitor(every=3)
     fit(baseline)
-    memsave.against(baseline.report)
+    memsave.compare_to(baseline.report)
     trainer = L.Trainer(callbacks=[monitor, memsave], max_epochs=2, enable_checkpointing=False, **QUIET)
     trainer.fit(Regressor(), loader())
     assert memsave.report.num_steps_measured == 3  # 2, 3, 6

@@ -224,14 +224,14 @@ def test_over_ranks_the_factor_is_that_of_the_one_that_needs_the_most():
 
     baseline = MemoryMonitor()
     fit(Model(), baseline)
-    fit(Logs(), MemoryMonitor().against(baseline.report))
+    fit(Logs(), MemoryMonitor().compare_to(baseline.report))
     peaks = {"memsave/peak_bytes": "max", "memsave/peak_mib": "max"}
     assert reductions == {**peaks, "memsave/factor": "min", "memsave/step_seconds": "max"}
 
 
 def test_a_baseline_that_has_not_run_is_refused():
     with pytest.raises(ValueError, match=r"baseline` must have a measured peak, got None. Fit the baseline first"):
-        MemSave(microbatch=4).against(MemoryMonitor().report)
+        MemSave(microbatch=4).compare_to(MemoryMonitor().report)
 
 
 def test_what_looks_after_validation_finds_the_headlines():

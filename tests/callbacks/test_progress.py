@@ -57,7 +57,7 @@ def seen(file):
 
 def test_a_terminal_shows_the_memory_beside_the_progress(terminal):
     options, file = terminal
-    memsave = MemSave(microbatch=2).against(MemoryReport(peak_bytes=20000))
+    memsave = MemSave(microbatch=2).compare_to(MemoryReport(peak_bytes=20000))
     bar = MemoryProgressBar(leave=True, **options)
     fit(memsave, bar)
     text = seen(file)
@@ -148,7 +148,7 @@ def test_testing_needs_no_monitor(capfd):
 
 
 def test_lightnings_own_bar_shows_the_headlines():
-    memsave = MemSave().against(MemoryReport(peak_bytes=20000))
+    memsave = MemSave().compare_to(MemoryReport(peak_bytes=20000))
     trainer = fit(memsave, TQDMProgressBar(refresh_rate=0))
     shown = trainer.progress_bar_metrics
     assert shown["memsave/peak_mib"] == pytest.approx(memsave.report.peak_bytes / 2**20, abs=0.06)

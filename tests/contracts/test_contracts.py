@@ -136,7 +136,7 @@ def test_results_are_of_the_stated_loss_class(stem, plain):
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_the_ledger_shows_the_saving_at_the_peak(stem, baseline):
-    memsave = with_only(stem).against(baseline)
+    memsave = with_only(stem).compare_to(baseline)
     train(memsave, double=False)
     report = memsave.report
     assert tuple(report.by_category) == CATEGORIES

@@ -33,7 +33,7 @@ def test_the_named_recipes_are_a_ladder():
 def test_all_of_a_recipe_is_at_work_and_the_loss_class_is_the_worst_of_it(name):
     baseline = MemSave("measure")
     train(baseline, double=False)
-    memsave = MemSave(name).against(baseline.report)
+    memsave = MemSave(name).compare_to(baseline.report)
     _, module = train(memsave, double=False)
     stems = [stem for stem in memsave.recipe.stems() if stem not in QUIET_UNTIL_NEEDED]
     assert [a.technique for a in memsave.report.applied] == stems

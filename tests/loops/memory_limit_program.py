@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import MemSave
-from lightning_memsave.loops.out_of_memory import OutOfMeasuresError, is_out_of_memory
+from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError, is_out_of_memory
 
 SAMPLES, DIM = 16384, 256
 
@@ -52,7 +52,9 @@ def train(num_mebibytes: int) -> str:
     try:
         trainer.fit(module, loader)
     except Exception as error:
-        is_known = isinstance(error, OutOfMeasuresError) or is_out_of_memory(error)  # as the loader may raise
+        is_known = isinstance(error, OutOfMemoryUnrecoverableError) or is_out_of_memory(
+            error
+        )  # as the loader may raise
         return f"{'out of memory' if is_known else 'ANOTHER ERROR'}: {type(error).__name__}: {error}"
     return ""
 

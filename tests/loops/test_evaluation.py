@@ -10,7 +10,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAUROC
 
 from lightning_memsave import MemSave
-from lightning_memsave.loops.out_of_memory import OutOfMeasuresError
+from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError
 from tests.loops.recovery_runs import limited
 from tests.loops.test_recovery import QUIET, Net, data
 
@@ -121,7 +121,9 @@ def test_validation_within_a_fit_recovers_and_leaves_accumulated_gradients_alone
 @PARTS
 def test_evaluation_that_cannot_be_cut_says_so():
     module = limited(Evaluated, 0)
-    with pytest.raises(OutOfMeasuresError, match=r"a batch of validate, which cannot be cut: it has one sample"):
+    with pytest.raises(
+        OutOfMemoryUnrecoverableError, match=r"a batch of validate, which cannot be cut: it has one sample"
+    ):
         L.Trainer(**QUIET, callbacks=[MemSave()]).validate(module, data(), verbose=False)
     module.validation_step = lambda batch, batch_idx: (_ for _ in ()).throw(ValueError("mine"))
     with pytest.raises(ValueError, match="mine"):

@@ -21,7 +21,7 @@ from lightning_memsave.loops import loss_reduction
 from lightning_memsave.loops.loss_rules import LossRules
 from lightning_memsave.loops.sample_noise import SampleNoise
 from lightning_memsave.techniques.microbatching.reduction import LabelCount as Count
-from lightning_memsave.techniques.microbatching.reduction import Losses, Rule, rules_for
+from lightning_memsave.techniques.microbatching.reduction import Losses, ReductionRule, rules_for
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 DIM, CLASSES, BATCH = 6, 4, 12
@@ -479,7 +479,7 @@ def test_losses_that_hardly_differ_tell_nothing():
 
 def test_rules_that_disagree_on_a_batch_are_asked_about():
     rules, parts = LossRules(), [({"labels": torch.tensor([[1, 2]])}, 1), ({"labels": torch.tensor([[1, -100]])}, 1)]
-    rules.known = (Rule("mean"), Rule("mean", Count()))
+    rules.known = (ReductionRule("mean"), ReductionRule("mean", Count()))
     assert rules.weights(parts) is None
     full = [({"labels": torch.ones(n, 2, dtype=torch.long)}, n) for n in (2, 1)]
     assert rules.weights(full) == pytest.approx([2 / 3, 1 / 3])

@@ -35,7 +35,7 @@ from lightning_memsave import (
 from lightning_memsave.loops import loop_state
 from lightning_memsave.loops.loop_state import LoopState
 from lightning_memsave.planner.recipes import resolve
-from lightning_memsave.techniques.microbatching.reduction import Rule
+from lightning_memsave.techniques.microbatching.reduction import ReductionRule
 from tests.harness import Net, assert_same_run, fit, largest_difference
 
 CALLS = weakref.WeakKeyDictionary()
@@ -221,7 +221,7 @@ def test_in_batch_negatives_are_detected_and_run_whole():
 def test_processes_that_wait_for_each_other_refuse_uneven_parts(monkeypatch):
     """Under FSDP a process with more microbatches would wait for the others for ever."""
     state = LoopState(resolve("lossless", {"microbatch": 4}))
-    state.rules.known, state.rules.is_due = (Rule("mean"),), lambda *_, **__: False
+    state.rules.known, state.rules.is_due = (ReductionRule("mean"),), lambda *_, **__: False
     strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda counts, reduce_op: torch.tensor([3, -2]))
     trainer = SimpleNamespace(world_size=2, strategy=strategy, lightning_module=Module(), current_epoch=0)
     kwargs = {"batch": torch.zeros(8, 4)}

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_memsave import ActivationCompression, MemSave, Microbatching
-from lightning_memsave.loops.out_of_memory import OutOfMeasuresError, is_out_of_memory
+from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError, is_out_of_memory
 from tests.strategies.record import Record
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_memsave.core.errors.NotLosslessWarning")  # numbers are drawn
@@ -184,7 +184,9 @@ def test_other_errors_are_not_caught():
 def test_nothing_fits():
     module = Net()
     before = [p.detach().clone() for p in module.parameters()]
-    with pytest.raises(OutOfMeasuresError, match=r"one sample per microbatch.*held: .*weights 2\.5 KiB.*save most"):
+    with pytest.raises(
+        OutOfMemoryUnrecoverableError, match=r"one sample per microbatch.*held: .*weights 2\.5 KiB.*save most"
+    ):
         fit("auto", 0, module=module)
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     assert not hasattr(module.first, "_checkpoint_region")
@@ -198,7 +200,7 @@ def test_the_optimizers_update_is_not_run_again():
 
     module = Net()
     module.configure_optimizers = lambda: Update(module.parameters(), 0.1)
-    with pytest.raises(OutOfMeasuresError, match=r"optimizer's update.*foreach=False"):
+    with pytest.raises(OutOfMemoryUnrecoverableError, match=r"optimizer's update.*foreach=False"):
         fit("auto", module=module)
     assert module.seen == [0]
 
@@ -257,7 +259,7 @@ def test_a_loss_that_cannot_be_cut_ends_with_a_reason():
     memsave = MemSave(microbatch="auto")
     with (
         pytest.warns(UserWarning, match="neither the mean nor the sum"),
-        pytest.raises(OutOfMeasuresError, match="cannot be cut"),
+        pytest.raises(OutOfMemoryUnrecoverableError, match="cannot be cut"),
     ):
         L.Trainer(**QUIET, max_epochs=1, callbacks=[memsave]).fit(module, data())
 

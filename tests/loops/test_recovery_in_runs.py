@@ -11,7 +11,7 @@ from lightning_memsave import MemSave, Microbatching
 from lightning_memsave.core.errors import NotLosslessWarning
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.loops import recovery
-from lightning_memsave.loops.out_of_memory import OutOfMeasuresError
+from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError
 from lightning_memsave.loops.recovery import Recovery
 from lightning_memsave.measuring.ledger import Measurement
 from tests.loops.recovery_runs import Deterministic, limited, train
@@ -74,7 +74,8 @@ def test_as_a_default_it_keeps_no_copy_of_accumulated_gradients(where):
     module, plain, memsave = limited(Second, where=where), limited(Deterministic, 10**9), MemSave()
     if where == "backward":  # the last layer has its gradient before the hook fails
         with pytest.raises(
-            OutOfMeasuresError, match=r'added to gradients of earlier batches.*microbatch="auto"`, without a budget'
+            OutOfMemoryUnrecoverableError,
+            match=r'added to gradients of earlier batches.*microbatch="auto"`, without a budget',
         ):
             train(module, memsave, accumulate_grad_batches=2)
         return

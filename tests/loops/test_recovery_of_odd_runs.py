@@ -18,7 +18,7 @@ from torchmetrics import SumMetric
 
 from lightning_memsave import Ledger, MemSave, Microbatching, MicrobatchWarning
 from lightning_memsave.loops.batch_snapshot import BatchStart
-from lightning_memsave.loops.out_of_memory import OutOfMeasuresError
+from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError
 from tests.loops.recovery_runs import Deterministic, limited, train
 from tests.loops.test_recovery import QUIET, Hungry, Net, assert_same_run, data, fit, logged
 
@@ -156,7 +156,7 @@ def test_a_batch_whose_tensors_were_edited_is_not_run_again():
         def training_step(self, batch, batch_idx):
             return self.hungry(self.layer(batch[0].mul_(2))).square().mean()
 
-    with pytest.raises(OutOfMeasuresError, match="edits a tensor of the batch in place"):
+    with pytest.raises(OutOfMemoryUnrecoverableError, match="edits a tensor of the batch in place"):
         train(limited(Edits, 4), MemSave(), DataLoader(TensorDataset(torch.randn(8, 4)), 8))
 
 
@@ -429,5 +429,5 @@ def test_buffers_that_change_for_the_first_time_in_a_failed_try_make_it_final():
                 self.bank.add_(1)
             return super().training_step(batch, batch_idx) if batch_idx != 1 else self.hungry.fail(1)
 
-    with pytest.raises(OutOfMeasuresError, match="changed the buffer bank for the first time"):
+    with pytest.raises(OutOfMemoryUnrecoverableError, match="changed the buffer bank for the first time"):
         train(limited(Late, 10**9), MemSave())

@@ -22,7 +22,7 @@ from lightning_memsave.planner.search_space import (
     OVERHEAD,
     TIERS,
     describe,
-    knobs,
+    dimensions,
     levels,
     overhead_of,
     regions_for,
@@ -81,7 +81,7 @@ class Model:
 
 
 def table(tier, is_cut_exact=True):
-    return knobs(1000, 2000, tier=tier, num_samples=64, is_cut_exact=is_cut_exact)
+    return dimensions(1000, 2000, tier=tier, num_samples=64, is_cut_exact=is_cut_exact)
 
 
 def everything(model, tier, is_cut_exact=True):
@@ -213,7 +213,7 @@ def test_a_setting_that_saves_nothing_is_not_taken_for_a_lucky_time():
     search = Search(knobs_of, NoEffect(1, {}), [EarlyZeroGrad()])
     limit = int(0.5 * search.peak(search.nothing))
     found = search.cheapest(limit)
-    strongest = tuple(knob[-1 if kind is Checkpointing else 0] for kind, knob in knobs_of.items())
+    strongest = tuple(dimension[-1 if kind is Checkpointing else 0] for kind, dimension in knobs_of.items())
     lucky = tuple(
         knobs_of[kind][1] if kind is OptimizerState else o for kind, o in zip(knobs_of, strongest, strict=True)
     )
@@ -301,7 +301,7 @@ def test_the_smallest_peak_is_that_of_regions_with_room_where_the_budget_leaves_
             raise error
         return Prediction(peak_bytes=400 + parts)
 
-    only = {kind: knob for kind, knob in table("lossless").items() if kind in (Checkpointing, Microbatching)}
+    only = {kind: dimension for kind, dimension in table("lossless").items() if kind in (Checkpointing, Microbatching)}
     small = {**only, Checkpointing: (only[Checkpointing][0], regions_for(200, 1.2), *only[Checkpointing][2:])}
     search = Search(small, predict)
     assert search.cheapest(200) is None
@@ -348,7 +348,8 @@ def times(table, kind):
 
 def test_settings_cost_what_the_model_makes_them_cost():
     small, large = (
-        knobs(1000, 2000, tier="balanced", num_samples=64, is_cut_exact=True, overhead=each) for each in (0.25, 0.006)
+        dimensions(1000, 2000, tier="balanced", num_samples=64, is_cut_exact=True, overhead=each)
+        for each in (0.25, 0.006)
     )
     for kind, text in (
         (Microbatching, "microbatch=32"),
@@ -358,10 +359,11 @@ def test_settings_cost_what_the_model_makes_them_cost():
         assert times(small, kind)[text] > times(large, kind)[text] > 1
     assert times(small, Microbatching)["microbatch=16"] == 1.75  # four parts
     tight, wide = (
-        knobs(size, 2000, tier="lossless", num_samples=64, is_cut_exact=True)[Checkpointing][1] for size in (500, 1900)
+        dimensions(size, 2000, tier="lossless", num_samples=64, is_cut_exact=True)[Checkpointing][1]
+        for size in (500, 1900)
     )
     assert tight.time_factor > wide.time_factor > 1
-    beyond = knobs(3000, 2000, tier="lossless", num_samples=64, is_cut_exact=True)[Checkpointing][1]
+    beyond = dimensions(3000, 2000, tier="lossless", num_samples=64, is_cut_exact=True)[Checkpointing][1]
     assert beyond.time_factor == 1.05
 
 
@@ -381,7 +383,7 @@ def test_optimizer_state_costs_what_was_measured(setting, text):
 
 
 def nested_regions(**known):
-    table = knobs(1000, 2000, tier="lossless", num_samples=64, is_cut_exact=True, **known)
+    table = dimensions(1000, 2000, tier="lossless", num_samples=64, is_cut_exact=True, **known)
     return times(table, Checkpointing)['checkpointing="recursive"']
 
 
@@ -392,7 +394,7 @@ def test_nested_regions_cost_what_was_measured_at_every_depth(row):
 
 
 def test_nested_regions_of_a_few_blocks_are_hardly_slower_than_the_best_groups():
-    table = knobs(1000, 2000, tier="lossless", num_samples=64, is_cut_exact=True)
+    table = dimensions(1000, 2000, tier="lossless", num_samples=64, is_cut_exact=True)
     groups = times(table, Checkpointing)['checkpointing="sqrt"']
     assert nested_regions(num_blocks=1) == nested_regions(num_blocks=4) == groups < nested_regions(num_blocks=12)
     assert nested_regions() == nested_regions(num_blocks=MANY_BLOCKS)

@@ -96,7 +96,7 @@ def same_bits(a, b):
 
 
 ONLY_PARTS = {"activations": False, "checkpointing": False, "optimizer_state": False}
-"""With these, microbatches are the only knob, and few predictions are made."""
+"""With these, microbatches are the only dimension, and few predictions are made."""
 
 
 @pytest.fixture(scope="module", autouse=True)

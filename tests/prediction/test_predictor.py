@@ -332,10 +332,10 @@ def test_cuda_takes_more_than_its_tensors():
 def test_a_run_is_held_against_its_prediction(caplog):
     module, batch = Net("SGD"), image_batch()
     right, wrong = (predict(module, batch, MemSave("measure"), num_samples=n) for n in (48, 24))
-    report = measured(module, batch, MemSave("measure").expecting(right))
+    report = measured(module, batch, MemSave("measure").with_prediction(right))
     assert report.predicted_peak_bytes == report.peak_bytes
     assert report.miss.fraction == 0
-    memsave = MemSave("measure").expecting(wrong).against(right)
+    memsave = MemSave("measure").with_prediction(wrong).compare_to(right)
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
         report = measured(module, batch, memsave)
     assert report.miss.category == "activations"

@@ -203,7 +203,7 @@ def test_steps_are_lightnings(options):
 @pytest.mark.parametrize("logger", [False, None])
 def test_callback_metric_is_the_report_to_the_byte(logger, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    memsave = MemSave().against(MemoryReport(peak_bytes=2**25))
+    memsave = MemSave().compare_to(MemoryReport(peak_bytes=2**25))
     trainer = fit([memsave], logger if logger is False else CSVLogger(tmp_path))
     value = trainer.callback_metrics["memsave/peak_bytes"]
     assert is_odd(memsave.report.peak_bytes)

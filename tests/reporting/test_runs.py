@@ -67,7 +67,7 @@ def trainer_with(memsave, logger):
 def logged(tmp_path_factory):
     """One training, logged to CSV and W&B and written as JSON."""
     folder = tmp_path_factory.mktemp("logged")
-    memsave = MemSave(microbatch=2).against(MemoryReport(peak_bytes=3 * 2**25 + 7))
+    memsave = MemSave(microbatch=2).compare_to(MemoryReport(peak_bytes=3 * 2**25 + 7))
     with wandb_session(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loggers = [

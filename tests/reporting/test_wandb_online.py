@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWar
 
 
 def train(folder, offline):
-    memsave = MemSave(microbatch=2).against(MemoryReport(peak_bytes=2**25))
+    memsave = MemSave(microbatch=2).compare_to(MemoryReport(peak_bytes=2**25))
     fit(OddModel(), memsave, wandb_logger("p", save_dir=str(folder), offline=offline, name="a run"))
     wandb.finish()
     wandb.teardown()

@@ -92,7 +92,7 @@ def only_file(folder):
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     memsave = MemSave(microbatch=2)
-    memsave.against(MemoryReport(peak_bytes=3 * 2**25))
+    memsave.compare_to(MemoryReport(peak_bytes=3 * 2**25))
     with wandb_session(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         logger = wandb_logger("a project", save_dir=str(folder), offline=True, name="a run")
@@ -245,7 +245,7 @@ def test_a_run_that_goes_on_has_the_figures_of_its_highest_step(tmp_path, sessio
             del most
             return loss
 
-    memsave = MemSave().against(MemoryReport(peak_bytes=2**25))
+    memsave = MemSave().compare_to(MemoryReport(peak_bytes=2**25))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_memsave.callbacks.monitor.log_summary", lambda *arguments: None)
         fit(Falls(), memsave, wandb_logger(save_dir=str(tmp_path), offline=True), Looks())

@@ -1,4 +1,4 @@
-"""Subjects of the vault's tests, and their referee: plain autograd with the same random numbers."""
+"""Subjects of the store's tests, and their referee: plain autograd with the same random numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import copy
 import torch
 from torch import nn
 
-from lightning_memsave.saved_tensors import Rank, Vault
+from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore
 
 
 class Data(torch.autograd.Function):
@@ -29,23 +29,23 @@ def data(*shape, dtype=torch.float32):
 
 
 def exact(**options):
-    return Vault(recompute=True, min_numel=1, **options)
+    return SavedTensorStore(recompute=True, min_numel=1, **options)
 
 
 def int8(**options):
-    return Vault(lossy=Rank.INT8, min_numel=1, **options)
+    return SavedTensorStore(lossy=Fidelity.INT8, min_numel=1, **options)
 
 
 def int4(**options):
-    return Vault(lossy=Rank.INT4, min_numel=1, **options)
+    return SavedTensorStore(lossy=Fidelity.INT4, min_numel=1, **options)
 
 
-def gradients(model, x, vault=None, autocast=False):
+def gradients(model, x, store=None, autocast=False):
     """Loss, all gradients and buffers of one step of a copy; the loss stands outside of the scope."""
     torch.manual_seed(1)
     model = copy.deepcopy(model)
     x = x.detach().clone().requires_grad_(x.is_floating_point())
-    scope = contextlib.nullcontext() if vault is None else vault.scope()
+    scope = contextlib.nullcontext() if store is None else store.scope()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), scope:
         out = model(x)
         out = out[0] if isinstance(out, tuple) else out

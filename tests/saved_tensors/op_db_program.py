@@ -1,4 +1,4 @@
-"""torch's own database of operations, forward and backward inside a vault; `python -m
+"""torch's own database of operations, forward and backward inside a store; `python -m
 tests.saved_tensors.op_db_program`.
 
 A program of its own: torch's testing modules freeze the flags of `torch.backends` for the process that imports them.
@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_memsave.saved_tensors import Rank, Vault
+from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore
 
 NUM_SAMPLES = 3
 VAULTS = {
-    "lossy": lambda: Vault(lossy=Rank.INT8, min_numel=1),
-    "exact": lambda: Vault(recompute=True, min_numel=1),
-    "consumed": lambda: Vault(recompute=True, min_numel=1),  # sin() keeps the result: a reason to compute it again
+    "lossy": lambda: SavedTensorStore(lossy=Fidelity.INT8, min_numel=1),
+    "exact": lambda: SavedTensorStore(recompute=True, min_numel=1),
+    "consumed": lambda: SavedTensorStore(
+        recompute=True, min_numel=1
+    ),  # sin() keeps the result: a reason to compute it again
 }
 
 
@@ -50,7 +52,7 @@ def as_data(t):
     return t.clone() if isinstance(t, Tensor) and t.layout is torch.strided and not t.requires_grad else t
 
 
-def gradients(call, sample, vault: Vault | None, consume: bool) -> list[Tensor | None]:
+def gradients(call, sample, store: SavedTensorStore | None, consume: bool) -> list[Tensor | None]:
     """Of random multiples of all outputs, for all inputs."""
     torch.manual_seed(1)
 
@@ -67,10 +69,10 @@ def gradients(call, sample, vault: Vault | None, consume: bool) -> list[Tensor |
         outputs = [out for out in outputs if is_differentiable(out)]
         return [Data.apply(out.sin() if consume else out) for out in outputs]
 
-    if vault is None:
+    if store is None:
         outputs = forward()
     else:
-        with vault.scope():
+        with store.scope():
             outputs = forward()
     if not outputs:
         return []
@@ -116,14 +118,14 @@ class Report:
                     return
             except (RuntimeError, ValueError, NotImplementedError, TypeError, IndexError):
                 return
-            vault = make()
+            store = make()
             try:
-                ours = gradients(call, sample, vault, consume)
+                ours = gradients(call, sample, store, consume)
             except Exception as problem:  # all of them are shown
                 self.wrong.append(f"{name}: {problem!r}")
                 return
             self.num_samples += name == "lossy"
-            kinds = vault.tally.entries
+            kinds = store.tally.entries
             self.kinds[name] += kinds
             if is_equal(ours, plain):
                 continue

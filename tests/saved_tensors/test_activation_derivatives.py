@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_memsave.saved_tensors import Rank, Vault
+from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore
 from lightning_memsave.saved_tensors.activation_derivatives import derivative_of
 from lightning_memsave.saved_tensors.call_site import Call
 from tests.saved_tensors.nets import Data
@@ -29,13 +29,13 @@ KEPT_AS_VALUES = {
 }
 
 
-def derivative(function, x, vault=None, **settings):
+def derivative(function, x, store=None, **settings):
     """Of each element, as autograd finds it."""
     leaf = x.clone().requires_grad_()
-    if vault is None:
+    if store is None:
         out = function(Data.apply(leaf), **settings)
     else:
-        with vault.scope():
+        with store.scope():
             out = function(Data.apply(leaf), **settings)
     (found,) = torch.autograd.grad(out.sum(), leaf)
     return found.double()
@@ -57,10 +57,10 @@ def test_the_mean_of_many_draws_is_the_derivative_but_for_its_ends(name):
     """Off by chance, and by the part of a range that is rounded outwards, of which 1 % is more than there is."""
     function, settings = ACTIVATIONS[name]
     torch.manual_seed(0)
-    x, vault, draws = torch.randn(2048) * 3, Vault(lossy=Rank.INT4, min_numel=1), 400
+    x, store, draws = torch.randn(2048) * 3, SavedTensorStore(lossy=Fidelity.INT4, min_numel=1), 400
     expected = derivative(function, x, **settings)
-    drawn = torch.stack([derivative(function, x, vault, **settings) for _ in range(draws)])
-    assert vault.tally.entries["int4 derivative"] == 1
+    drawn = torch.stack([derivative(function, x, store, **settings) for _ in range(draws)])
+    assert store.tally.entries["int4 derivative"] == 1
     chance = drawn.var(0).sum().sqrt() / draws**0.5
     assert (drawn.mean(0) - expected).norm() < 1.2 * chance + 0.005 * len(x) ** 0.5
 

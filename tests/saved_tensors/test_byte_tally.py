@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_memsave.saved_tensors import Rank, Vault
+from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore
 from tests.saved_tensors.nets import data
 
 WIDTH, SHAPE = 64, (4, 6, 64)
 
 
 def class_of(function, **options):
-    vault = Vault(lossy=Rank.INT4, min_numel=1, **options)
-    with vault.scope():
+    store = SavedTensorStore(lossy=Fidelity.INT4, min_numel=1, **options)
+    with store.scope():
         out = function()
     out.sum().backward()
-    return vault.consequences
+    return store.consequences
 
 
 def linear():
@@ -81,12 +81,12 @@ def test_without_lossy_codes_nothing_is_lost():
 
 
 def test_what_one_scope_did_is_remembered():
-    vault = Vault(lossy=Rank.INT4, min_numel=1)
+    store = SavedTensorStore(lossy=Fidelity.INT4, min_numel=1)
     for function in (lambda: F.glu(data(*SHAPE)), lambda: data(*SHAPE).sin()):
-        with vault.scope():
+        with store.scope():
             out = function()
         out.sum().backward()
-    assert vault.consequences.loss_class == "approximate"
+    assert store.consequences.loss_class == "approximate"
 
 
 # ------------------------------------------------------------------------------- random networks
@@ -128,13 +128,13 @@ def network(seed):
     return layers, loss_of
 
 
-def gradients(layers, loss_of, vault=None):
+def gradients(layers, loss_of, store=None):
     for layer in layers:
         layer.zero_grad()
-    if vault is None:
+    if store is None:
         loss = loss_of()
     else:
-        with vault.scope():
+        with store.scope():
             loss = loss_of()
     loss.backward()
     return torch.cat([p.grad.flatten() for layer in layers for p in layer.parameters() if p.grad is not None]).double()
@@ -144,14 +144,17 @@ def check(seed, draws):
     """Whether a network was called unbiased; its mean error is then within chance."""
     for recompute in (False, True):
         layers, loss_of = network(seed)
-        plain, vault = gradients(layers, loss_of), Vault(lossy=Rank.INT4, recompute=recompute, min_numel=1, seed=seed)
-        gradients(layers, loss_of, vault)
-        if vault.consequences.loss_class != "unbiased":
+        plain, store = (
+            gradients(layers, loss_of),
+            SavedTensorStore(lossy=Fidelity.INT4, recompute=recompute, min_numel=1, seed=seed),
+        )
+        gradients(layers, loss_of, store)
+        if store.consequences.loss_class != "unbiased":
             return False
         total, squares = torch.zeros_like(plain), 0.0
         for step in range(draws):
-            vault.draw_for(step)
-            error = gradients(layers, loss_of, vault) - plain
+            store.draw_for(step)
+            error = gradients(layers, loss_of, store) - plain
             total += error
             squares += float(error.square().sum())
         assert (total / draws).norm() < 1.15 * (squares / draws) ** 0.5 / draws**0.5, seed

@@ -97,31 +97,31 @@ FORMS = {
 
 
 class Returns(nn.Module):
-    def __init__(self, form: str) -> None:
+    def __init__(self, encoding: str) -> None:
         super().__init__()
-        self.inner, self.form = Block(0.1), form
+        self.inner, self.encoding = Block(0.1), encoding
 
     def forward(self, *, x, z, scale=1.0, nothing=None):
         assert nothing is None
-        return FORMS[self.form][0](self.inner(x) * scale, z + x.sin())
+        return FORMS[self.encoding][0](self.inner(x) * scale, z + x.sin())
 
 
 class Passes(nn.Module):
-    def __init__(self, form: str) -> None:
+    def __init__(self, encoding: str) -> None:
         super().__init__()
-        self.blocks, self.form = nn.ModuleList([Returns(form) for _ in range(4)]), form
+        self.blocks, self.encoding = nn.ModuleList([Returns(encoding) for _ in range(4)]), encoding
 
     def forward(self, x):
         z = x
         for block in self.blocks:
-            x, z = FORMS[self.form][1](block(x=x, z=z, scale=0.5))
+            x, z = FORMS[self.encoding][1](block(x=x, z=z, scale=0.5))
         return x + z
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("form", FORMS)
-def test_keywords_in_and_structures_out(form, groups):
-    plain = Passes(form)
+@pytest.mark.parametrize("encoding", FORMS)
+def test_keywords_in_and_structures_out(encoding, groups):
+    plain = Passes(encoding)
     assert_same_steps(plain, with_regions(plain, GROUPS[groups]), samples())
 
 
@@ -129,29 +129,29 @@ class HandsOn(Passes):
     """Whole outputs are handed to the next block."""
 
     class Block(nn.Module):
-        def __init__(self, form: str) -> None:
+        def __init__(self, encoding: str) -> None:
             super().__init__()
-            self.inner, self.form = Block(0.1), form
+            self.inner, self.encoding = Block(0.1), encoding
 
         def forward(self, out):
-            y, z = FORMS[self.form][1](out)
-            return FORMS[self.form][0](self.inner(y), z + y.sin())
+            y, z = FORMS[self.encoding][1](out)
+            return FORMS[self.encoding][0](self.inner(y), z + y.sin())
 
-    def __init__(self, form: str) -> None:
-        super().__init__(form)
-        self.blocks = nn.ModuleList([self.Block(form) for _ in range(4)])
+    def __init__(self, encoding: str) -> None:
+        super().__init__(encoding)
+        self.blocks = nn.ModuleList([self.Block(encoding) for _ in range(4)])
 
     def forward(self, x):
-        out = FORMS[self.form][0](x, x)
+        out = FORMS[self.encoding][0](x, x)
         for block in self.blocks:
             out = block(out)
-        return FORMS[self.form][1](out)[0]
+        return FORMS[self.encoding][1](out)[0]
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("form", FORMS)
-def test_structures_in_and_out(form, groups):
-    plain = HandsOn(form)
+@pytest.mark.parametrize("encoding", FORMS)
+def test_structures_in_and_out(encoding, groups):
+    plain = HandsOn(encoding)
     assert_same_steps(plain, with_regions(plain, GROUPS[groups]), samples())
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_memsave import ActivationCompression
-from lightning_memsave.techniques.activation_compression import open_vault
+from lightning_memsave.techniques.activation_compression import open_store
 
 
 class Block(nn.Module):
@@ -48,13 +48,13 @@ def subject(width, std):
     return model, lambda: F.cross_entropy(model(images), labels)
 
 
-def gradients(model, loss_of, vault=None):
+def gradients(model, loss_of, store=None):
     """Of the token, and of all parameters."""
     model.zero_grad()
-    if vault is None:
+    if store is None:
         loss = loss_of()
     else:
-        with vault.scope():
+        with store.scope():
             loss = loss_of()
     loss.backward()
     return model.token.grad.flatten().clone(), torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -69,8 +69,8 @@ def off(found, plain):
 @pytest.mark.parametrize("width", [96, 192, 384, 768])
 def test_noise_is_bounded_at_every_width_and_size_of_the_token(width, std, codec, bound):
     model, loss_of = subject(width, std)
-    vault, _ = open_vault(model, ActivationCompression(codecs=(codec,)))
-    for found, plain in zip(gradients(model, loss_of, vault), gradients(model, loss_of), strict=True):
+    store, _ = open_store(model, ActivationCompression(codecs=(codec,)))
+    for found, plain in zip(gradients(model, loss_of, store), gradients(model, loss_of), strict=True):
         assert 0 < off(found, plain) < bound
 
 
@@ -78,11 +78,11 @@ def test_noise_is_bounded_at_every_width_and_size_of_the_token(width, std, codec
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_the_mean_of_256_gradients_is_the_plain_one_within_chance(codec, std):
     model, loss_of = subject(96, std)
-    vault, _ = open_vault(model, ActivationCompression(codecs=(codec,)))
+    store, _ = open_store(model, ActivationCompression(codecs=(codec,)))
     plain, draws = gradients(model, loss_of), 256
     sums, squares = [torch.zeros_like(p) for p in plain], [0.0, 0.0]
     for _ in range(draws):
-        for k, found in enumerate(gradients(model, loss_of, vault)):
+        for k, found in enumerate(gradients(model, loss_of, store)):
             sums[k] += found - plain[k]
             squares[k] += float((found - plain[k]).square().sum())
     for total, square, bound in zip(sums, squares, (1.4, 1.15), strict=True):  # the token is one row: chance varies
@@ -96,17 +96,17 @@ def test_training_goes_as_without_codes():
     def train(codec, seed):
         torch.manual_seed(seed)
         model, images, labels = ClassToken(192, 0.0, depth=4), torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))
-        vault = None
+        store = None
         if codec is not None:
-            vault, _ = open_vault(model, ActivationCompression(codecs=(codec,), seed=seed))
+            store, _ = open_store(model, ActivationCompression(codecs=(codec,), seed=seed))
         optimizer, norms, losses = torch.optim.AdamW(model.parameters(), 3e-4), [], []
         for step in range(40):
             optimizer.zero_grad()
-            if vault is None:
+            if store is None:
                 loss = F.cross_entropy(model(images), labels)
             else:
-                vault.draw_for(step)
-                with vault.scope():
+                store.draw_for(step)
+                with store.scope():
                     loss = F.cross_entropy(model(images), labels)
             loss.backward()
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 10.0)))

@@ -9,7 +9,7 @@ import torch
 
 from lightning_memsave.numerics.kbit import coded_bytes
 from lightning_memsave.saved_tensors.code_rows import Rows, rows_in_memory, rows_over
-from lightning_memsave.saved_tensors.encodings import Coded, Rank
+from lightning_memsave.saved_tensors.encodings import Fidelity, IntCodes
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def test_a_window_has_rows_where_they_end_in_memory():
     assert rows_over(overlapping, dims(overlapping, [0]), dims(overlapping, [1])) is None
 
 
-@pytest.mark.parametrize("rank", [Rank.INT8, Rank.INT4, Rank.INT2])
+@pytest.mark.parametrize("fidelity", [Fidelity.INT8, Fidelity.INT4, Fidelity.INT2])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("chunk", [100, 2**20])
-def test_codes_in_rows_decode_to_their_places(name, rank, chunk, monkeypatch):
+def test_codes_in_rows_decode_to_their_places(name, fidelity, chunk, monkeypatch):
     """Rows of very different sizes: each is off by a step of its own."""
     monkeypatch.setattr("lightning_memsave.saved_tensors.code_rows._CHUNK", chunk)
     make, inner = LAYOUTS[name]
@@ -104,18 +104,18 @@ def test_codes_in_rows_decode_to_their_places(name, rank, chunk, monkeypatch):
     sizes = 10.0 ** torch.randint(-6, 7, [tensor.shape[d] if d in outer else 1 for d in range(tensor.dim())])
     tensor.mul_(sizes)
     rows = rows_over(tensor, dims(tensor, outer), dims(tensor, inner))
-    coded = Coded.of(flat, rank, 3, False, rows)
+    coded = IntCodes.of(flat, fidelity, 3, False, rows)
     found = make(coded.flat())
     spread = tensor.amax(inner, keepdim=True) - tensor.amin(inner, keepdim=True)
-    step = 1.03 * spread / (2 ** {Rank.INT8: 8, Rank.INT4: 4, Rank.INT2: 2}[rank] - 1)
+    step = 1.03 * spread / (2 ** {Fidelity.INT8: 8, Fidelity.INT4: 4, Fidelity.INT2: 2}[fidelity] - 1)
     assert bool(((found - tensor).abs() <= step).all())
-    bits = {Rank.INT8: 8, Rank.INT4: 4, Rank.INT2: 2}[rank]
+    bits = {Fidelity.INT8: 8, Fidelity.INT4: 4, Fidelity.INT2: 2}[fidelity]
     assert sum(t.nbytes for t in coded.payload()) == coded_bytes(1440, bits, row=rows.length)
 
 
 def test_parts_of_one_code_draw_other_noise(monkeypatch):
     monkeypatch.setattr("lightning_memsave.saved_tensors.code_rows._CHUNK", 256)
     values = torch.rand(1).expand(1024).clone() + torch.linspace(0, 1, 256).repeat(4)
-    by_rows = Coded.of(values, Rank.INT4, 3, False, Rows(256, ((4, 256), (256, 1))))
+    by_rows = IntCodes.of(values, Fidelity.INT4, 3, False, Rows(256, ((4, 256), (256, 1))))
     errors = (by_rows.flat() - values).view(4, 256)
     assert len({tuple(row.tolist()) for row in errors}) == 4

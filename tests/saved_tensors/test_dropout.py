@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_memsave.saved_tensors.dropout import _Dropped
-from lightning_memsave.saved_tensors.store import Vault
+from lightning_memsave.saved_tensors.store import SavedTensorStore
 
 CALLS = {
     "functional": lambda h, p: F.dropout(h, p),
@@ -28,14 +28,14 @@ LEFT_TO_TORCH = {
 }
 
 
-def outcome(function, x, vault=None):
+def outcome(function, x, store=None):
     """Result, gradient, and the generator's next number."""
     torch.manual_seed(5)
     leaf = x.clone().requires_grad_()
-    if vault is None:
+    if store is None:
         out = function(leaf * 1.0)
     else:
-        with vault.scope():
+        with store.scope():
             out = function(leaf * 1.0)
     (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
     return out.detach(), leaf.grad, torch.rand(1), out.grad_fn.name()
@@ -53,7 +53,7 @@ def test_it_is_torchs_dropout_to_the_bit(name, p):
     x = torch.randn(37, 41)
     x[0, :4] = torch.tensor([0.0, -0.0, float("inf"), float("nan")])
     *plain, _ = outcome(lambda h: CALLS[name](h, p), x)
-    *ours, node = outcome(lambda h: CALLS[name](h, p), x, Vault(min_numel=1))
+    *ours, node = outcome(lambda h: CALLS[name](h, p), x, SavedTensorStore(min_numel=1))
     assert node == "_DroppedBackward"
     assert all(same(a, b) for a, b in zip(ours, plain, strict=True))
 
@@ -62,22 +62,22 @@ def test_it_is_torchs_dropout_to_the_bit(name, p):
 def test_the_rest_is_left_to_torch(name):
     x = torch.randn(37, 41)
     *plain, expected = outcome(LEFT_TO_TORCH[name], x)
-    *ours, node = outcome(LEFT_TO_TORCH[name], x, Vault(min_numel=1))
+    *ours, node = outcome(LEFT_TO_TORCH[name], x, SavedTensorStore(min_numel=1))
     assert node == expected != "_DroppedBackward"
     assert all(same(a, b) for a, b in zip(ours, plain, strict=True))
 
 
 def test_an_invalid_probability_is_torchs_error():
-    with Vault().scope(), pytest.raises(ValueError, match="between 0 and 1"):
+    with SavedTensorStore().scope(), pytest.raises(ValueError, match="between 0 and 1"):
         F.dropout(torch.randn(4, requires_grad=True), 1.5)
 
 
 def test_what_it_keeps_is_a_bit_per_element():
-    vault = Vault(min_numel=1)
-    with vault.scope():
+    store = SavedTensorStore(min_numel=1)
+    with store.scope():
         out = F.dropout(torch.randn(1000, requires_grad=True), 0.5)
-    assert vault.tally.entries == {"1-bit mask": 1}
-    assert vault.tally.held_bytes == 125
+    assert store.tally.entries == {"1-bit mask": 1}
+    assert store.tally.held_bytes == 125
     out.sum().backward()
 
 
@@ -87,16 +87,16 @@ def test_gradcheck():
     assert torch.autograd.gradgradcheck(lambda x: _Dropped.apply(x, mask, 1.25), x)
 
 
-def test_a_second_derivative_through_the_vault():
-    def second(vault):
+def test_a_second_derivative_through_the_store():
+    def second(store):
         torch.manual_seed(3)
         x = torch.linspace(-1, 1, 50).requires_grad_()
-        if vault is None:
+        if store is None:
             y = F.dropout(x**3, 0.4).sum()
         else:
-            with vault.scope():
+            with store.scope():
                 y = F.dropout(x**3, 0.4).sum()
         (first,) = torch.autograd.grad(y, x, create_graph=True)
         return torch.autograd.grad(first.sum(), x)[0]
 
-    assert torch.equal(second(Vault(min_numel=1)), second(None))
+    assert torch.equal(second(SavedTensorStore(min_numel=1)), second(None))

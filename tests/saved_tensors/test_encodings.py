@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_memsave.numerics.bits import bits_for
-from lightning_memsave.saved_tensors import Rank, Vault
+from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore
 from lightning_memsave.saved_tensors.code_rows import covers_its_storage
 from tests.saved_tensors.nets import Data, data, exact, int4, int8
 
 
-def round_trip(function, x, vault):
-    """Results and gradient in the vault and in plain torch, with what the vault kept."""
+def round_trip(function, x, store):
+    """Results and gradient in the store and in plain torch, with what the store kept."""
     both = []
-    for scope in (torch.enable_grad(), vault.scope()):
+    for scope in (torch.enable_grad(), store.scope()):
         torch.manual_seed(3)
         leaf = x.clone().requires_grad_()
         with scope:
@@ -31,7 +31,7 @@ def round_trip(function, x, vault):
     for a, b in zip(ours, plain, strict=True):
         assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
     assert torch.equal(grad.nan_to_num(7.0), plain_grad.nan_to_num(7.0))
-    return vault.tally
+    return store.tally
 
 
 # ------------------------------------------------------------------------------- one bit
@@ -45,36 +45,36 @@ def test_dropouts_mask_is_one_bit_per_element():
 def test_a_boolean_attention_mask_becomes_zero_and_infinity_and_gives_no_nan():
     q, mask = torch.randn(2, 2, 16, 8), torch.rand(2, 1, 16, 16) > 0.3
     mask[..., 0] = True
-    for vault in (int4(), exact()):
+    for store in (int4(), exact()):
         torch.manual_seed(0)
         leaf = q.clone().requires_grad_()
-        with vault.scope():
+        with store.scope():
             h = Data.apply(leaf)
             out = F.scaled_dot_product_attention(h, h * 1.5, h * 0.5, mask.clone())
         out.sum().backward()
         assert bool(leaf.grad.isfinite().all())
-        assert vault.tally.entries["1-bit mask"] == 1
+        assert store.tally.entries["1-bit mask"] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("values", [(0.0, -0.0), (float("-inf"), 0.0), (float("nan"), 1.0), (2.5, 2.5), (1e-40, 3.0)])
 def test_two_values_come_back_to_the_bit(values, dtype):
     pattern = torch.tensor(values, dtype=dtype)[torch.randint(2, (3000,))]
-    vault, leaf = int8(), torch.ones(3000, dtype=dtype, requires_grad=True)
-    with vault.scope():
+    store, leaf = int8(), torch.ones(3000, dtype=dtype, requires_grad=True)
+    with store.scope():
         out = Data.apply(leaf) * pattern.clone()
-    assert vault.tally.entries == {"1-bit mask": 1}
+    assert store.tally.entries == {"1-bit mask": 1}
     as_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     assert torch.equal(out.grad_fn._saved_other.view(as_integers), pattern.view(as_integers))
 
 
 def test_three_values_by_their_bits_stay_as_they_are():
     pattern = torch.tensor([0.0, -0.0, 1.0])[torch.randint(3, (3000,))]
-    vault, leaf = int8(), torch.ones(3000, requires_grad=True)
-    with vault.scope():
+    store, leaf = int8(), torch.ones(3000, requires_grad=True)
+    with store.scope():
         out = Data.apply(leaf) * pattern.clone()
     out.backward(torch.ones(3000))
-    assert vault.tally.entries == {"raw": 1}
+    assert store.tally.entries == {"raw": 1}
     assert torch.equal(leaf.grad.view(torch.int32), pattern.view(torch.int32))
 
 
@@ -100,12 +100,12 @@ def test_integers_take_the_narrowest_type(top, itemsize):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("rank", [Rank.BF16, Rank.INT8, Rank.INT4, Rank.INT2])
-def test_what_is_not_finite_stays_raw(value, rank):
+@pytest.mark.parametrize("fidelity", [Fidelity.BF16, Fidelity.INT8, Fidelity.INT4, Fidelity.INT2])
+def test_what_is_not_finite_stays_raw(value, fidelity):
     x = torch.randn(1000)
     x[500] = value
-    vault = Vault(lossy=rank, min_numel=1)
-    assert round_trip(lambda h: h * h, x, vault).entries == {"raw": 1}
+    store = SavedTensorStore(lossy=fidelity, min_numel=1)
+    assert round_trip(lambda h: h * h, x, store).entries == {"raw": 1}
 
 
 # ------------------------------------------------------------------------------- needs
@@ -113,18 +113,18 @@ def test_a_relu_alone_needs_a_bit_and_a_convolution_behind_it_needs_all():
     x, weight = torch.randn(2, 8, 16, 16), nn.Parameter(torch.randn(8, 8, 3, 3))
     tally = round_trip(lambda h: F.relu(h).add(1), x, exact())
     assert (tally.entries, tally.held_bytes) == ({"1-bit mask": 1}, x.numel() // 8)
-    tally = round_trip(lambda h: F.conv2d(F.relu(h), weight), x, Vault(min_numel=1))
+    tally = round_trip(lambda h: F.conv2d(F.relu(h), weight), x, SavedTensorStore(min_numel=1))
     assert (tally.entries, tally.held_bytes) == ({"raw": 1}, 4 * x.numel())
 
 
 def test_the_need_rises_when_another_consumer_comes_after_coding():
     """The ReLU's output was a bit already; its bytes are still there, as somebody holds them."""
-    vault, weight = Vault(min_numel=1), nn.Parameter(torch.randn(8, 8))
+    store, weight = SavedTensorStore(min_numel=1), nn.Parameter(torch.randn(8, 8))
     leaf = torch.randn(64, 8, requires_grad=True)
-    with vault.scope():
+    with store.scope():
         y = F.relu(Data.apply(leaf))
         rest = [F.relu(data(8)) for _ in range(5)]  # five later entries: y is coded by now
-        kinds = {entry.form.kind for entry in vault.entries() if entry.plain_bytes == 64 * 8 * 4}
+        kinds = {entry.encoding.kind for entry in store.entries() if entry.plain_bytes == 64 * 8 * 4}
         out = y @ weight
         del y, rest
     assert kinds == {"1-bit mask"}

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_memsave.saved_tensors import Rank, Vault
+from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore
 from tests.saved_tensors.nets import Data, int4
 
 SHAPE = (8, 16, 16, 16)
@@ -45,9 +45,9 @@ def negative(norm):
     return norm
 
 
-def run(model, x, vault=None, layout=torch.preserve_format):
+def run(model, x, store=None, layout=torch.preserve_format):
     leaf = x.clone(memory_format=layout).requires_grad_()
-    with vault.scope() if vault else torch.enable_grad():
+    with store.scope() if store else torch.enable_grad():
         out = Data.apply(model(Data.apply(leaf)))
     grads = torch.autograd.grad(
         (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum(), [leaf, *model.parameters()]
@@ -63,12 +63,12 @@ def fused(**options):
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", NORMS)
 def test_bytes_of_the_pair(name, layout, inplace):
-    vault = fused()
-    run(Chain(NORMS[name](), inplace), torch.randn(SHAPE), vault, layout)
-    assert vault.tally.entries["recomputed"] == 2
-    statistics = vault.tally.plain_bytes - 2 * 4 * 8 * 16 * 16 * 16  # are kept as they are
+    store = fused()
+    run(Chain(NORMS[name](), inplace), torch.randn(SHAPE), store, layout)
+    assert store.tally.entries["recomputed"] == 2
+    statistics = store.tally.plain_bytes - 2 * 4 * 8 * 16 * 16 * 16  # are kept as they are
     assert statistics <= 2 * 4 * 8 * 16
-    assert vault.tally.held_bytes == CHAIN_BYTES + statistics
+    assert store.tally.held_bytes == CHAIN_BYTES + statistics
     assert CHAIN_BYTES / (8 * 16 * 16 * 16) == 0.53125
 
 
@@ -88,15 +88,15 @@ def test_the_mask_is_exact(name):
     """A convolution of the identity, frozen: the gradient that passes the ReLU shows the mask alone."""
     norm, x = NORMS[name](), torch.randn(SHAPE)
     masks, weight = [], torch.eye(16).view(16, 16, 1, 1)
-    for vault in (None, fused()):
+    for store in (None, fused()):
         leaf = x.clone().requires_grad_()
-        with vault.scope() if vault else torch.enable_grad():
+        with store.scope() if store else torch.enable_grad():
             z = norm(Data.apply(leaf))
             z.register_hook(lambda grad: masks.append(grad.clone()))
             out = Data.apply(F.conv2d(F.relu(z), nn.Parameter(weight)))
             del z
         out.sum().backward()
-    assert vault.tally.entries["recomputed"] == 2
+    assert store.tally.entries["recomputed"] == 2
     assert torch.equal(masks[0], masks[1])
     assert set(masks[0].unique().tolist()) == {0.0, 1.0}
 
@@ -125,31 +125,31 @@ FALLBACKS = {
 
 @pytest.mark.parametrize("name", FALLBACKS)
 def test_falls_back_to_separate_codes(name):
-    model, x, vault = Chain(FALLBACKS[name]()), torch.randn(SHAPE), fused()
-    ours, plain = run(model, x, vault), run(model, x)
-    assert vault.tally.entries["recomputed"] == 0
-    assert vault.tally.entries["int4"] in (1, 2)  # a ReLU of constants has two values at most in a channel
+    model, x, store = Chain(FALLBACKS[name]()), torch.randn(SHAPE), fused()
+    ours, plain = run(model, x, store), run(model, x)
+    assert store.tally.entries["recomputed"] == 0
+    assert store.tally.entries["int4"] in (1, 2)  # a ReLU of constants has two values at most in a channel
     assert bool(ours.isfinite().all())
     assert float((ours - plain).norm() / plain.norm()) < 0.5
 
 
 def test_the_fallback_is_what_int4_keeps():
     model, x = Chain(with_weight(0.0)), torch.randn(SHAPE)
-    fallback, separate = (Vault(lossy=Rank.INT4, fuse=fuse) for fuse in (True, False))
-    for vault in (fallback, separate):  # other seeds are drawn: the same bytes, not the same bits
-        run(model, x, vault)
+    fallback, separate = (SavedTensorStore(lossy=Fidelity.INT4, fuse=fuse) for fuse in (True, False))
+    for store in (fallback, separate):  # other seeds are drawn: the same bytes, not the same bits
+        run(model, x, store)
     assert fallback.tally == separate.tally
     assert fallback.tally.held_bytes == SEPARATE_BYTES
 
 
 def test_without_a_consumer_behind_the_relu_the_chain_is_no_larger_than_its_parts():
     """A bit for the ReLU and 4 for the normalisation's input would be 0.64 B."""
-    norm, vault = randomized(nn.BatchNorm2d(16)), Vault(lossy=Rank.INT4, fuse=True)
+    norm, store = randomized(nn.BatchNorm2d(16)), SavedTensorStore(lossy=Fidelity.INT4, fuse=True)
     leaf = torch.randn(SHAPE, requires_grad=True)
-    with vault.scope():
+    with store.scope():
         out = Data.apply(F.relu(norm(Data.apply(leaf))))
     out.sum().backward()
-    assert vault.tally.held_bytes == CHAIN_BYTES
+    assert store.tally.held_bytes == CHAIN_BYTES
 
 
 def test_an_exact_consumer_of_the_input_forbids_the_chain():
@@ -160,12 +160,12 @@ def test_an_exact_consumer_of_the_input_forbids_the_chain():
         return conv(F.relu(norm(h))) + h.sin()
 
     grads = []
-    for vault in (None, fused()):
+    for store in (None, fused()):
         leaf = x.clone().requires_grad_()
-        with vault.scope() if vault else torch.enable_grad():
+        with store.scope() if store else torch.enable_grad():
             out = Data.apply(model(Data.apply(leaf)))
         grads.append(torch.autograd.grad(out[:, :, 0].sum(), leaf)[0])
     error = (grads[1] - grads[0]).norm() / grads[0].norm()
     assert float(error) < 0.3
-    rank = Vault(lossy=Rank.EXACT, fuse=True, min_numel=1)
-    assert torch.equal(run(Chain(norm), x, rank), run(Chain(norm), x)) or rank.tally.entries["recomputed"] == 0
+    fidelity = SavedTensorStore(lossy=Fidelity.EXACT, fuse=True, min_numel=1)
+    assert torch.equal(run(Chain(norm), x, fidelity), run(Chain(norm), x)) or fidelity.tally.entries["recomputed"] == 0

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_memsave import ActivationCompression, Ledger
 from lightning_memsave.saved_tensors import linear_cross_entropy as module
-from lightning_memsave.techniques.activation_compression import open_vault
+from lightning_memsave.techniques.activation_compression import open_store
 
 BATCH, TIME, WIDTH, CLASSES = 4, 16, 8, 400
 ROWS = {
@@ -82,7 +82,7 @@ def chunk_numel(request, monkeypatch):
     monkeypatch.setitem(module.CHUNK_NUMEL, "cpu", request.param)
 
 
-def step(model, x, rows, vault=None, **options):
+def step(model, x, rows, store=None, **options):
     """The loss and the gradients of one step."""
     model.zero_grad()
 
@@ -92,18 +92,18 @@ def step(model, x, rows, vault=None, **options):
         target[::5] = -100
         return F.cross_entropy(logits, target, **options)
 
-    if vault is None:
+    if store is None:
         loss = loss_of()
     else:
-        with vault.scope():
+        with store.scope():
             loss = loss_of()
     loss.sum().backward()
     return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
 def both(model, x, rows, **options):
-    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
-    return step(model, x, rows, **options), step(model, x, rows, vault, **options)
+    store, _ = open_store(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+    return step(model, x, rows, **options), step(model, x, rows, store, **options)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -144,9 +144,9 @@ def test_a_cast_loss_keeps_its_digits(reduction, is_weighted, calls):
 
 def test_arguments_that_do_not_fit_are_refused_in_torchs_words(calls):
     model, x = head()
-    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+    store, _ = open_store(model, ActivationCompression(codecs=("linear-cross-entropy",)))
     target = torch.zeros(BATCH * TIME, dtype=torch.int64)
-    with vault.scope():
+    with store.scope():
         logits = model(x)
         with pytest.raises(ValueError, match="batch_size"):
             F.cross_entropy(logits[:, :-1].flatten(0, 1), target)
@@ -171,7 +171,7 @@ def test_gradients_in_bfloat16_are_rounded_a_few_times_only(num_classes, calls):
     torch.manual_seed(0)
     x, target = torch.randn(1024, 16), torch.randint(num_classes, (1024,))
     model = nn.Sequential(nn.Linear(16, num_classes)).bfloat16()
-    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+    store, _ = open_store(model, ActivationCompression(codecs=("linear-cross-entropy",)))
 
     def gradient(model, x, scope):
         model.zero_grad()
@@ -181,7 +181,7 @@ def test_gradients_in_bfloat16_are_rounded_a_few_times_only(num_classes, calls):
         return model[0].weight.grad.double().clone()
 
     exact = gradient(copy.deepcopy(model).double(), x.bfloat16().double(), contextlib.nullcontext())
-    plain, ours = (gradient(model, x.bfloat16(), scope) for scope in (contextlib.nullcontext(), vault.scope()))
+    plain, ours = (gradient(model, x.bfloat16(), scope) for scope in (contextlib.nullcontext(), store.scope()))
     assert len(calls) == 1
     assert (ours - exact).norm() <= 2 * (plain - exact).norm()
 
@@ -199,10 +199,10 @@ def test_float16_takes_a_scaled_loss(calls):
         (loss * scale).backward()
         return model[2].weight.grad.double() / scale
 
-    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+    store, _ = open_store(model, ActivationCompression(codecs=("linear-cross-entropy",)))
     exact = gradient(exact_model, x.double(), contextlib.nullcontext(), 1.0)
     plain = gradient(model, x, contextlib.nullcontext(), scale).clone()
-    ours = gradient(model, x, vault.scope(), scale)
+    ours = gradient(model, x, store.scope(), scale)
     assert len(calls) == 1
     assert (ours - exact).norm() <= 1.1 * (plain - exact).norm()
 
@@ -227,7 +227,7 @@ def test_under_autocast(dtype, calls):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2000)).to(dtype)
     x, target = torch.randn(128, 64), torch.randint(2000, (128,))
-    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+    store, _ = open_store(model, ActivationCompression(codecs=("linear-cross-entropy",)))
 
     def found(model, x, scope, enabled=True):
         model.zero_grad()
@@ -238,7 +238,7 @@ def test_under_autocast(dtype, calls):
 
     _, exact = found(copy.deepcopy(model).double(), x.double(), contextlib.nullcontext(), enabled=False)
     plain_loss, plain = found(model, x, contextlib.nullcontext())
-    loss, ours = found(model, x, vault.scope())
+    loss, ours = found(model, x, store.scope())
     assert len(calls) == 1
     assert loss.dtype == plain_loss.dtype == torch.float32
     torch.testing.assert_close(loss, plain_loss, rtol=1e-5, atol=0)
@@ -247,8 +247,8 @@ def test_under_autocast(dtype, calls):
 
 def test_a_loss_of_no_sample_is_nan(calls):
     model, x = head()
-    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
-    with vault.scope():
+    store, _ = open_store(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+    with store.scope():
         loss = F.cross_entropy(model(x).flatten(0, 1), torch.full((BATCH * TIME,), -100))
     assert calls
     assert loss.isnan()
@@ -256,7 +256,7 @@ def test_a_loss_of_no_sample_is_nan(calls):
 
 def test_two_backwards_and_gradients_of_gradients(calls):
     model, x = head(torch.float64)
-    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+    store, _ = open_store(model, ActivationCompression(codecs=("linear-cross-entropy",)))
     target = torch.arange(BATCH * TIME) % CLASSES
     weights = [*model.parameters()]
 
@@ -268,9 +268,9 @@ def test_two_backwards_and_gradients_of_gradients(calls):
         first = torch.autograd.grad(loss_of(scope), weights, create_graph=True)
         return torch.autograd.grad(sum(g.square().sum() for g in first), weights)
 
-    for ours, plain in zip(second(vault.scope()), second(contextlib.nullcontext()), strict=True):
+    for ours, plain in zip(second(store.scope()), second(contextlib.nullcontext()), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-14)
-    loss = loss_of(vault.scope())
+    loss = loss_of(store.scope())
     once = torch.autograd.grad(loss, weights, retain_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(once, torch.autograd.grad(loss, weights), strict=True))
     assert len(calls) == 2
@@ -280,9 +280,9 @@ def test_what_is_kept_and_what_backward_makes(calls):
     """Log-sums are kept; backward makes the gradients and a few chunks, where plain torch makes 41 MB twice."""
     model, target = nn.Linear(16, 40_000, bias=False), torch.arange(256)
     h = torch.randn(256, 16, requires_grad=True)
-    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+    store, _ = open_store(model, ActivationCompression(codecs=("linear-cross-entropy",)))
     with Ledger().watching(model, batch=h) as ledger:
-        with vault.scope():
+        with store.scope():
             loss = F.cross_entropy(model(h), target, label_smoothing=0.1)
         kept = ledger.live_bytes - model.weight.nbytes - h.nbytes
     assert calls
@@ -313,12 +313,12 @@ def test_gradcheck(reduction, is_weighted, monkeypatch):
 
 @pytest.mark.parametrize("has_autocast", [False, True])
 def test_the_input_of_a_head_is_taken_before_it_is_coded(has_autocast, calls):
-    """A lossy vault codes what a normalisation before the head follows from; the head's gradient is exact still."""
+    """A lossy store codes what a normalisation before the head follows from; the head's gradient is exact still."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
     model, x = nn.Sequential(*blocks, nn.LayerNorm(64), nn.Linear(64, 1000)), torch.randn(32, 4, 64)
     target = torch.arange(128)
-    vault, _ = open_vault(model, ActivationCompression(codecs=("exact", "int4", "linear-cross-entropy")))
+    store, _ = open_store(model, ActivationCompression(codecs=("exact", "int4", "linear-cross-entropy")))
 
     def gradient(scope):
         model.zero_grad()
@@ -327,10 +327,10 @@ def test_the_input_of_a_head_is_taken_before_it_is_coded(has_autocast, calls):
         loss.backward()
         return model[-1].weight.grad.clone()
 
-    plain, ours = gradient(contextlib.nullcontext()), gradient(vault.scope())
+    plain, ours = gradient(contextlib.nullcontext()), gradient(store.scope())
     assert len(calls) == 1
     assert (ours - plain).norm() <= (1e-2 if has_autocast else 1e-6) * plain.norm()
-    assert vault._calls.latest_input is None
+    assert store._calls.latest_input is None
 
 
 class Tied(nn.Module):
@@ -345,10 +345,10 @@ class Tied(nn.Module):
         return F.linear(self.middle(self.table(tokens)), self.table.weight)
 
 
-def tied_gradients(vault, loss_of=None, model=None, **options):
+def tied_gradients(store, loss_of=None, model=None, **options):
     model = model or Tied()
     tokens = torch.arange(BATCH * TIME).view(BATCH, TIME) * 5 % CLASSES
-    with vault.scope() if vault else contextlib.nullcontext():
+    with store.scope() if store else contextlib.nullcontext():
         loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten().roll(-1), label_smoothing=0.1)
         loss = loss if loss_of is None else loss_of(model, tokens, loss)
     return torch.autograd.grad(loss, [*model.parameters()], **options), loss, model
@@ -368,8 +368,8 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_tied_table(name, calls):
-    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
-    ours, plain = (tied_gradients(v, LOSSES[name])[0] for v in (vault, None))
+    store, _ = open_store(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+    ours, plain = (tied_gradients(v, LOSSES[name])[0] for v in (store, None))
     assert calls
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-14)
@@ -377,23 +377,23 @@ def test_a_tied_table(name, calls):
 
 def test_a_tied_table_whose_embedding_has_no_backward(calls):
     """What is behind the head is frozen, or only the head's part is asked for."""
-    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+    store, _ = open_store(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
 
-    def gradients(vault):
+    def gradients(store):
         model, tokens = Tied(), torch.arange(BATCH * TIME)
-        with vault.scope() if vault else contextlib.nullcontext():
+        with store.scope() if store else contextlib.nullcontext():
             h = model.middle(model.table(tokens)).detach().requires_grad_()
             loss = F.cross_entropy(F.linear(h, model.table.weight), tokens)
         return torch.autograd.grad(loss, [model.table.weight, h])
 
-    for a, b in zip(gradients(vault), gradients(None), strict=True):
+    for a, b in zip(gradients(store), gradients(None), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-14)
     assert calls
 
 
 def test_a_tied_table_twice_backwards(calls):
-    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
-    first, loss, model = tied_gradients(vault, retain_graph=True)
+    store, _ = open_store(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+    first, loss, model = tied_gradients(store, retain_graph=True)
     second = torch.autograd.grad(loss, [*model.parameters()])
     assert calls
     for a, b in zip(first, second, strict=True):
@@ -401,21 +401,21 @@ def test_a_tied_table_twice_backwards(calls):
 
 
 def test_gradients_of_gradients_of_a_tied_table(calls):
-    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+    store, _ = open_store(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
 
-    def second(vault):
-        first, _, model = tied_gradients(vault, create_graph=True)
+    def second(store):
+        first, _, model = tied_gradients(store, create_graph=True)
         return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), [*model.parameters()])]
 
-    for ours, plain in zip(second(vault), second(None), strict=True):
+    for ours, plain in zip(second(store), second(None), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-14)
     assert calls
 
 
-def tied_parts(vault, embed=None, between=lambda e: e):
+def tied_parts(store, embed=None, between=lambda e: e):
     """A tied model's loss, another one of its embedding, and what they are made of."""
     model, tokens = Tied(), torch.arange(BATCH * TIME)
-    with vault.scope() if vault else contextlib.nullcontext():
+    with store.scope() if store else contextlib.nullcontext():
         e = (embed or F.embedding)(tokens, model.table.weight)
         h = model.middle(between(e))
         loss = F.cross_entropy(F.linear(h, model.table.weight), tokens.roll(-1))
@@ -428,8 +428,8 @@ def raises(_):
 
 
 def test_what_waited_in_a_pass_that_failed_is_not_added_to_another(calls):
-    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
-    weight, _, h, loss, other = tied_parts(vault)
+    store, _ = open_store(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+    weight, _, h, loss, other = tied_parts(store)
     h.register_hook(raises)
     with pytest.raises(KeyError):
         torch.autograd.grad(loss, weight, retain_graph=True)
@@ -441,10 +441,10 @@ def test_what_waited_in_a_pass_that_failed_is_not_added_to_another(calls):
 
 def test_passes_that_ask_for_parts_of_a_tied_graph(calls):
     """One after the other through one graph; none leaves something to the next."""
-    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+    store, _ = open_store(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
 
-    def passes(vault):
-        weight, e, h, loss, other = tied_parts(vault)
+    def passes(store):
+        weight, e, h, loss, other = tied_parts(store)
         asked = (
             (loss, e),
             (other, weight),
@@ -456,20 +456,20 @@ def test_passes_that_ask_for_parts_of_a_tied_graph(calls):
         )
         return [torch.autograd.grad(of, to, retain_graph=True)[0] for of, to in asked]
 
-    for ours, plain in zip(passes(vault), passes(None), strict=True):
+    for ours, plain in zip(passes(store), passes(None), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-14)
     assert calls
 
 
 @pytest.mark.parametrize("options", [{"sparse": True}, {"padding_idx": 3}, {"scale_grad_by_freq": True}])
 def test_kinds_of_embeddings_of_a_tied_table(options, calls):
-    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+    store, _ = open_store(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
 
-    def gradient(vault):
-        weight, *_, loss, other = tied_parts(vault, lambda tokens, weight: F.embedding(tokens, weight, **options))
+    def gradient(store):
+        weight, *_, loss, other = tied_parts(store, lambda tokens, weight: F.embedding(tokens, weight, **options))
         return torch.autograd.grad(loss + other, weight)[0]
 
-    torch.testing.assert_close(gradient(vault), gradient(None), rtol=1e-11, atol=1e-14)
+    torch.testing.assert_close(gradient(store), gradient(None), rtol=1e-11, atol=1e-14)
     assert calls
 
 
@@ -484,8 +484,8 @@ class NoGradient(torch.autograd.Function):
 
 
 def test_an_embedding_to_which_no_gradient_comes_is_told(calls):
-    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
-    weight, *_, loss, _ = tied_parts(vault, between=NoGradient.apply)
+    store, _ = open_store(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+    weight, *_, loss, _ = tied_parts(store, between=NoGradient.apply)
     with pytest.raises(RuntimeError, match=r"Leave .* out"):
         torch.autograd.grad(loss, weight)
     assert calls
@@ -493,12 +493,12 @@ def test_an_embedding_to_which_no_gradient_comes_is_told(calls):
 
 def test_heads_of_one_table_wait_together(calls):
     """Eight losses of one table hold no more tables than one."""
-    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+    store, _ = open_store(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
     model, tokens = Tied(torch.float32, 40_000), torch.arange(64)
 
     def peak(num_losses):
         model.zero_grad()
-        with vault.scope():
+        with store.scope():
             h = model.middle(model.table(tokens))
             losses = [F.cross_entropy(F.linear(h, model.table.weight), tokens + i) for i in range(num_losses)]
         with Ledger().watching(model) as ledger:
@@ -533,8 +533,8 @@ def with_other_data(head, h):
 def test_what_changes_between_head_and_loss_leaves_the_loss_to_torch(change, codecs, calls):
     torch.manual_seed(0)
     norm, head, x = nn.LayerNorm(64), nn.Linear(64, 1000), torch.randn(128, 64)
-    vault, _ = open_vault(nn.Sequential(norm, head), ActivationCompression(codecs=codecs))
-    with vault.scope():
+    store, _ = open_store(nn.Sequential(norm, head), ActivationCompression(codecs=codecs))
+    with store.scope():
         h = norm(x)
         logits = head(h)
         for _ in range(3):
@@ -545,12 +545,12 @@ def test_what_changes_between_head_and_loss_leaves_the_loss_to_torch(change, cod
 
 
 def test_a_graph_of_a_tied_table_dies(calls):
-    vault, _ = open_vault(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
+    store, _ = open_store(Tied(), ActivationCompression(codecs=("linear-cross-entropy",)))
     gc.disable()
     try:
         with Ledger() as ledger:
             before = ledger.live_bytes
-            tied_gradients(vault)
+            tied_gradients(store)
             assert ledger.live_bytes == before
     finally:
         gc.enable()
@@ -562,17 +562,17 @@ def test_gradients_of_a_tied_table_are_two_at_most(calls):
     model, tokens = Tied(torch.float32, 40_000), torch.arange(64)
     table_bytes = model.table.weight.nbytes
 
-    def peak(vault):
+    def peak(store):
         model.zero_grad()
-        with vault.scope() if vault else contextlib.nullcontext():
+        with store.scope() if store else contextlib.nullcontext():
             loss = F.cross_entropy(model(tokens), tokens)
         with Ledger().watching(model) as ledger:
             loss.backward()
         return ledger.measurement.peak_bytes
 
-    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+    store, _ = open_store(model, ActivationCompression(codecs=("linear-cross-entropy",)))
     assert peak(None) >= 4 * table_bytes  # the weight is one
-    assert 3 * table_bytes < peak(vault) < 3.1 * table_bytes + 3 * 4 * module.CHUNK_NUMEL["cpu"]
+    assert 3 * table_bytes < peak(store) < 3.1 * table_bytes + 3 * 4 * module.CHUNK_NUMEL["cpu"]
     assert calls
 
 
@@ -586,18 +586,18 @@ def test_transformers_own_loss_keeps_no_log_probabilities(dtype, is_tied, calls)
     )
     ids = torch.randint(0, 2000, (4, 64))
 
-    def peak(vault):
+    def peak(store):
         model.zero_grad()
         with Ledger().watching(model, []) as ledger:
-            if vault is None:
+            if store is None:
                 loss = model(input_ids=ids, labels=ids).loss
             else:
-                with vault.scope():
+                with store.scope():
                     loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
         return ledger.measurement.peak_bytes
 
-    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
-    saved = peak(None) - peak(vault)
+    store, _ = open_store(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+    saved = peak(None) - peak(store)
     assert calls
     assert saved >= 4 * 64 * 2000 * 4  # float32, as the loss casts

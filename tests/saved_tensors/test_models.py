@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave import ActivationCompression, Checkpointing, apply_activation_compression, apply_checkpointing
-from lightning_memsave.saved_tensors import DifferentiatedTwiceError, Rank, Vault
+from lightning_memsave.saved_tensors import DifferentiatedTwiceError, Fidelity, SavedTensorStore
 from tests.saved_tensors.nets import (
     Attention,
     Data,
@@ -99,8 +99,12 @@ MODELS = {
     "sparse": (Sparse, WORDS),
 }
 KEPT_RAW = ("complex", "sparse")
-LOSSY = {"int8": (Rank.INT8, False, 0.1), "int4": (Rank.INT4, False, 1.0), "int4-chain": (Rank.INT4, True, 1.5)}
-"""Rank, fused, and a bound on the relative error that a sign or a scale gone wrong would pass."""
+LOSSY = {
+    "int8": (Fidelity.INT8, False, 0.1),
+    "int4": (Fidelity.INT4, False, 1.0),
+    "int4-chain": (Fidelity.INT4, True, 1.5),
+}
+"""Fidelity, fused, and a bound on the relative error that a sign or a scale gone wrong would pass."""
 
 
 def make(name):
@@ -122,33 +126,33 @@ def test_exact_is_bit_equal(name, layout):
             pytest.skip("for images")
         model, x = (t.to(memory_format=torch.channels_last) for t in (model, x))
     plain = gradients(model, x, autocast=layout == "autocast")
-    for vault in (Vault(min_numel=1), exact()):
-        assert_same_bits(gradients(model, x, vault, autocast=layout == "autocast"), plain)
-    assert vault.tally.held_bytes < vault.tally.plain_bytes or name in KEPT_RAW
-    assert vault.tally.entries["recomputed"] > 0 or name in KEPT_RAW
+    for store in (SavedTensorStore(min_numel=1), exact()):
+        assert_same_bits(gradients(model, x, store, autocast=layout == "autocast"), plain)
+    assert store.tally.held_bytes < store.tally.plain_bytes or name in KEPT_RAW
+    assert store.tally.entries["recomputed"] > 0 or name in KEPT_RAW
 
 
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("name", MODELS)
 def test_lossy_is_near_and_repeats(name, codec):
     model, x = make(name)
-    rank, fuse, bound = LOSSY[codec]
+    fidelity, fuse, bound = LOSSY[codec]
     plain = gradients(model, x)
-    vaults = [Vault(lossy=rank, fuse=fuse, min_numel=1, seed=5) for _ in range(2)]
-    first, second = (gradients(model, x, vault) for vault in vaults)
-    assert_same_bits(first, second)  # two vaults, one seed
+    stores = [SavedTensorStore(lossy=fidelity, fuse=fuse, min_numel=1, seed=5) for _ in range(2)]
+    first, second = (gradients(model, x, store) for store in stores)
+    assert_same_bits(first, second)  # two stores, one seed
     assert torch.equal(first["loss"], plain["loss"]), "forward is untouched"
     assert relative_error(first, plain) < bound
-    assert vaults[0].tally.held_bytes < vaults[0].tally.plain_bytes or name in KEPT_RAW
+    assert stores[0].tally.held_bytes < stores[0].tally.plain_bytes or name in KEPT_RAW
 
 
 def test_draw_for_a_step_repeats_the_step():
     model, x = make("CNN")
-    vault = int4()
+    store = int4()
     runs = {}
     for step in (0, 0, 1, 2, 1):  # two scopes in step 0 go on in one stream
-        vault.draw_for(step)
-        runs.setdefault(step, []).append(gradients(model, x, vault))
+        store.draw_for(step)
+        runs.setdefault(step, []).append(gradients(model, x, store))
     assert_same_bits(*runs[1])
     for one, other in ((runs[0][0], runs[0][1]), (runs[0][0], runs[1][0]), (runs[1][0], runs[2][0])):
         assert relative_error(one, other) > 0
@@ -158,10 +162,10 @@ def test_draw_for_a_step_repeats_the_step():
 
 
 # ------------------------------------------------------------------------------- backward in other ways
-@pytest.mark.parametrize("vault", [exact, int8, int4], ids=lambda v: v.__name__)
-def test_a_second_backward_reads_the_same(vault):
+@pytest.mark.parametrize("store", [exact, int8, int4], ids=lambda v: v.__name__)
+def test_a_second_backward_reads_the_same(store):
     model, x = make("CNN")
-    with vault().scope():
+    with store().scope():
         loss = model(Data.apply(x.requires_grad_())).square().mean()
     first, second = (torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -175,8 +179,8 @@ def _bent(x):
 def test_a_code_of_a_derivative_refuses_to_be_differentiated_again(activation):
     w = torch.randn(16, 16, requires_grad=True)
 
-    def penalty(vault):
-        with vault.scope():
+    def penalty(store):
+        with store.scope():
             out = activation(data(8, 16) @ w).sum()
         (grad,) = torch.autograd.grad(out, w, create_graph=True)
         return torch.autograd.grad(grad.square().sum(), w)
@@ -184,11 +188,11 @@ def test_a_code_of_a_derivative_refuses_to_be_differentiated_again(activation):
     name = activation.__name__
     with pytest.raises(DifferentiatedTwiceError, match=rf"derivative of `{name}`, .*operations={{'{name}': 'int8'}}"):
         penalty(int8())
-    penalty(Vault(lossy=Rank.INT8, min_numel=1, overrides={name: Rank.INT8}))
+    penalty(SavedTensorStore(lossy=Fidelity.INT8, min_numel=1, overrides={name: Fidelity.INT8}))
 
 
-@pytest.mark.parametrize(("vault", "bound"), [(exact, 0.0), (int8, 0.1)], ids=["exact", "int8"])
-def test_double_backward(vault, bound):
+@pytest.mark.parametrize(("store", "bound"), [(exact, 0.0), (int8, 0.1)], ids=["exact", "int8"])
+def test_double_backward(store, bound):
     w1, w2 = (torch.randn(16, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
     x = torch.randn(8, 16, dtype=torch.float64)
 
@@ -199,7 +203,7 @@ def test_double_backward(vault, bound):
             norm = sum(g.square().sum() for g in grads)
         return torch.cat(torch.autograd.grad(norm, (w1, w2)))
 
-    plain, ours = second(torch.enable_grad()), second(vault().scope())
+    plain, ours = second(torch.enable_grad()), second(store().scope())
     assert float((ours - plain).norm() / plain.norm()) <= bound
 
 
@@ -239,11 +243,11 @@ def test_several_backward_calls_inside_one_scope():
 def test_backward_under_autocast():
     model, x = make("attention, causal")
     results = []
-    for vault in (None, exact()):
+    for store in (None, exact()):
         torch.manual_seed(0)
         leaf = x.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
-            with vault.scope() if vault else torch.enable_grad():
+            with store.scope() if store else torch.enable_grad():
                 loss = model(Data.apply(leaf)).float().square().mean()
             results.append(torch.autograd.grad(loss, [leaf, *model.parameters()]))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -263,8 +267,8 @@ class Cube(torch.autograd.Function):
 
 
 def test_a_custom_function_keeps_every_bit():
-    x, vault = torch.randn(1000, requires_grad=True), int4()
-    with vault.scope():
+    x, store = torch.randn(1000, requires_grad=True), int4()
+    with store.scope():
         Cube.apply(Data.apply(x)).sum().backward()
     expected = torch.ones(1000) * 3 * x.detach() * x.detach()
     assert torch.equal(x.grad, expected)
@@ -283,10 +287,10 @@ class Regions(nn.Module):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("vault", [exact, int4], ids=["exact", "int4"])
-def test_torchs_checkpointed_regions_are_left_to_themselves(vault, use_reentrant):
+@pytest.mark.parametrize("store", [exact, int4], ids=["exact", "int4"])
+def test_torchs_checkpointed_regions_are_left_to_themselves(store, use_reentrant):
     model, x = Regions(use_reentrant), torch.randn(WORDS)
-    assert_same_bits(gradients(model, x, vault()), gradients(model, x))
+    assert_same_bits(gradients(model, x, store()), gradients(model, x))
 
 
 @pytest.mark.parametrize("order", ["regions first", "compression first"])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_memsave.numerics.kbit import coded_bytes
-from lightning_memsave.saved_tensors import Rank, Vault
+from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore
 from tests.saved_tensors.nets import Data, data, gradients, relative_error
 
 
@@ -48,21 +48,21 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize(("rank", "bound"), [(Rank.INT8, 0.02), (Rank.INT4, 0.3)])
+@pytest.mark.parametrize(("fidelity", "bound"), [(Fidelity.INT8, 0.02), (Fidelity.INT4, 0.3)])
 @pytest.mark.parametrize("width", [16, 48, 64, 192, 320])
 @pytest.mark.parametrize("name", NORMS)
-def test_rows_of_any_size_get_gradients_of_their_own(name, width, rank, bound):
+def test_rows_of_any_size_get_gradients_of_their_own(name, width, fidelity, bound):
     """Each row's gradient as well: the small ones drown in the noise of large ones else."""
     torch.manual_seed(0)
     sizes = 10.0 ** torch.tensor([0.0, -6, 3, -3, 6, 0, -1, 2])[:, None]
     model = Scaled(width, sizes, NORMS[name])
     x = torch.randn(4, 8, width, requires_grad=True)
-    plain, vault = gradients(model, x), Vault(lossy=rank, min_numel=1)
-    found = gradients(model, x, vault)
+    plain, store = gradients(model, x), SavedTensorStore(lossy=fidelity, min_numel=1)
+    found = gradients(model, x, store)
     assert relative_error(found, plain) < bound
     errors = (found["x"] - plain["x"]).norm(dim=2) / plain["x"].norm(dim=2)  # [4, 8]
     assert bool((errors < 3 * bound).all())
-    assert vault.tally.num_guarded == 0
+    assert store.tally.num_guarded == 0
 
 
 @pytest.mark.parametrize("layout", ["planes", "small planes", "channels_last", "features"])
@@ -73,10 +73,10 @@ def test_channels_of_any_size_get_gradients_of_their_own(layout):
     kind = torch.channels_last if layout == "channels_last" else torch.contiguous_format
     sizes = 10.0 ** torch.randint(-6, 7, (32,)).view(1, 32, *[1] * (len(shape) - 2))
 
-    def run(vault=None):
+    def run(store=None):
         torch.manual_seed(1)
         x = torch.randn(shape, requires_grad=True)
-        scope = contextlib.nullcontext() if vault is None else vault.scope()
+        scope = contextlib.nullcontext() if store is None else store.scope()
         with scope:
             y = F.batch_norm(
                 (Data.apply(x) * sizes).contiguous(memory_format=kind), None, None, training=True, eps=1e-30
@@ -84,56 +84,56 @@ def test_channels_of_any_size_get_gradients_of_their_own(layout):
         (y * torch.randn(shape)).sum().backward()
         return x.grad
 
-    plain, vault = run(), Vault(lossy=Rank.INT4, min_numel=1)
-    found = run(vault)
+    plain, store = run(), SavedTensorStore(lossy=Fidelity.INT4, min_numel=1)
+    found = run(store)
     dims = [d for d in range(len(shape)) if d != 1]
     norm = functools.partial(torch.linalg.vector_norm, dim=dims)
     errors = norm(found - plain) / norm(plain)  # [32]
     assert 0 < errors.max() < 0.3
-    assert vault.tally.num_guarded == 0
+    assert store.tally.num_guarded == 0
 
 
 @pytest.mark.parametrize(
-    ("rank", "ratio", "kind"),
+    ("fidelity", "ratio", "kind"),
     [
-        (Rank.INT2, 150, "int2"),
-        (Rank.INT2, 250, "int8"),
-        (Rank.INT4, 900, "int4"),
-        (Rank.INT4, 1100, "int8"),
-        (Rank.INT8, 15_000, "int8"),
-        (Rank.INT8, 18_000, "raw"),
-        (Rank.BF16, 50, "bf16"),
-        (Rank.BF16, 80, "raw"),
+        (Fidelity.INT2, 150, "int2"),
+        (Fidelity.INT2, 250, "int8"),
+        (Fidelity.INT4, 900, "int4"),
+        (Fidelity.INT4, 1100, "int8"),
+        (Fidelity.INT8, 15_000, "int8"),
+        (Fidelity.INT8, 18_000, "raw"),
+        (Fidelity.BF16, 50, "bf16"),
+        (Fidelity.BF16, 80, "raw"),
     ],
 )
-def test_a_mean_far_above_the_deviation_takes_more_bits(rank, ratio, kind):
+def test_a_mean_far_above_the_deviation_takes_more_bits(fidelity, ratio, kind):
     """For each level, its mean may be 64 times a row's deviation."""
-    vault = Vault(lossy=rank, min_numel=1)
+    store = SavedTensorStore(lossy=fidelity, min_numel=1)
     x = torch.randn(8, 256)
     x = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True, correction=0)
     x[3] += ratio
-    with vault.scope():
+    with store.scope():
         y = F.layer_norm(Data.apply(x.requires_grad_()), (256,), eps=0.0)
-    assert vault.tally.entries[kind] >= 1
-    assert vault.tally.num_guarded == (kind != rank.name.lower())
+    assert store.tally.entries[kind] >= 1
+    assert store.tally.num_guarded == (kind != fidelity.name.lower())
     y.sum().backward()
 
 
 def test_the_guard_reads_running_statistics_in_eval_mode():
     def kept(mean):
-        vault = Vault(lossy=Rank.INT4, min_numel=1)
+        store = SavedTensorStore(lossy=Fidelity.INT4, min_numel=1)
         weight = nn.Parameter(torch.ones(4))
-        with vault.scope():
+        with store.scope():
             y = F.batch_norm(data(8, 4, 256), torch.full((4,), mean), torch.ones(4), weight, None, training=False)
         assert y.requires_grad
-        return vault.tally.entries
+        return store.tally.entries
 
     assert kept(0.0)["int4"] == 1
     assert kept(5000.0)["int8"] == 1
 
 
 def test_what_was_coded_before_a_normalisation_reads_it_is_coded_anew():
-    def run(vault=None):
+    def run(store=None):
         torch.manual_seed(0)
         first, second = nn.Linear(48, 48), nn.Linear(48, 48)
         sizes = 10.0 ** torch.tensor([0.0, -6, 3, -3])[:, None]
@@ -144,12 +144,12 @@ def test_what_was_coded_before_a_normalisation_reads_it_is_coded_anew():
 
     plain_first, _, loss = run()
     loss.backward()
-    vault = Vault(lossy=Rank.INT4, min_numel=1)
-    with vault.scope():
+    store = SavedTensorStore(lossy=Fidelity.INT4, min_numel=1)
+    with store.scope():
         first, _, loss = run()
     loss.backward()
     assert (first.weight.grad - plain_first.weight.grad).norm() < 0.3 * plain_first.weight.grad.norm()
-    assert vault.tally.held_bytes >= coded_bytes(6 * 4 * 48, 4, row=48)
+    assert store.tally.held_bytes >= coded_bytes(6 * 4 * 48, 4, row=48)
 
 
 def test_a_normalisation_never_reads_a_lossy_recipe():
@@ -169,8 +169,8 @@ def test_a_normalisation_never_reads_a_lossy_recipe():
     models, loss = run()
     loss.backward()
     plain = [model.weight.grad for model in models]
-    vault = Vault(lossy=Rank.INT4, recompute=True, min_numel=1)
-    with vault.scope():
+    store = SavedTensorStore(lossy=Fidelity.INT4, recompute=True, min_numel=1)
+    with store.scope():
         models, loss = run()
     loss.backward()
     for model, expected in zip(models, plain, strict=True):
@@ -179,26 +179,26 @@ def test_a_normalisation_never_reads_a_lossy_recipe():
 
 def test_weights_that_are_normalised_are_left_alone():
     """Weight standardisation: noise in a weight would go through every layer below."""
-    weight, vault = nn.Parameter(torch.randn(8, 3, 3, 3)), Vault(lossy=Rank.INT4, min_numel=1)
+    weight, store = nn.Parameter(torch.randn(8, 3, 3, 3)), SavedTensorStore(lossy=Fidelity.INT4, min_numel=1)
     images = torch.randn(2, 3, 8, 8, requires_grad=True)
-    with vault.scope():
+    with store.scope():
         standard = F.batch_norm(weight.view(1, 8, -1), None, None, training=True).view_as(weight)
         by_hand = (weight - weight.mean((1, 2, 3), keepdim=True)) / weight.std((1, 2, 3), keepdim=True)
         y = F.conv2d(Data.apply(images), standard) + F.conv2d(Data.apply(images), by_hand)
-    assert vault.tally.entries["int4"] == 2  # both inputs
-    assert vault.tally.plain_bytes - 2 * images.nbytes < weight.nbytes
+    assert store.tally.entries["int4"] == 2  # both inputs
+    assert store.tally.plain_bytes - 2 * images.nbytes < weight.nbytes
     y.sum().backward()
 
 
 def test_sharp_attention_keeps_bfloat16():
     def kept(change=lambda q: q, **options):
-        vault = Vault(lossy=Rank.INT4, min_numel=1)
-        with vault.scope():
+        store = SavedTensorStore(lossy=Fidelity.INT4, min_numel=1)
+        with store.scope():
             query, key, value = (data(2, 4, 16, 32) for _ in range(3))
             y = F.scaled_dot_product_attention(change(query), key, value, **options)
             del query, key, value
         y.sum().backward()
-        return vault.tally.entries
+        return store.tally.entries
 
     assert kept()["int8"] >= 3
     assert kept(scale=32**-0.5)["int8"] >= 3

@@ -1,4 +1,4 @@
-"""Uses of a step that are rare and right in plain torch: the same gradients with vault and regions."""
+"""Uses of a step that are rare and right in plain torch: the same gradients with store and regions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gradients(model, loss):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-# ------------------------------------------------------------------------------- the vault
+# ------------------------------------------------------------------------------- the store
 def both_modes(model, x):
     """A call in evaluation, whose graph waits while a call in training edits the statistics."""
     in_evaluation = model.eval()(x)
@@ -72,8 +72,8 @@ IN_PLACE = {
 
 
 @pytest.mark.parametrize("relu", IN_PLACE.values(), ids=IN_PLACE)
-@pytest.mark.parametrize("vault", [exact, int4], ids=["exact", "int4"])
-def test_a_relu_in_place_of_a_slice_is_closed_where_it_was(vault, relu):
+@pytest.mark.parametrize("store", [exact, int4], ids=["exact", "int4"])
+def test_a_relu_in_place_of_a_slice_is_closed_where_it_was(store, relu):
     torch.manual_seed(0)
     x, head = torch.randn(64, 32, requires_grad=True), nn.Linear(32, 8)
 
@@ -82,7 +82,7 @@ def test_a_relu_in_place_of_a_slice_is_closed_where_it_was(vault, relu):
         relu(h[:, :16])
         return head(h)
 
-    with vault().scope():
+    with store().scope():
         out = forward()
     out.sum().backward()
     expected = head.weight.sum(0).detach().expand(64, 32).clone()
@@ -101,11 +101,11 @@ class InFloat8(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0].float()
 
 
-@pytest.mark.parametrize("vault", [exact, int4], ids=["exact", "int4"])
+@pytest.mark.parametrize("store", [exact, int4], ids=["exact", "int4"])
 @pytest.mark.parametrize("make", [lambda: torch.randn(64, 32), lambda: torch.randint(0, 2, (64, 32)) * 2.0])
-def test_a_function_may_keep_float8(vault, make):
+def test_a_function_may_keep_float8(store, make):
     x = make().requires_grad_()
-    with vault().scope():
+    with store().scope():
         out = InFloat8.apply(x)
     out.sum().backward()
     assert torch.equal(x.grad, x.detach().to(torch.float8_e4m3fn).float())
@@ -202,7 +202,7 @@ class WithBias(nn.Module):
         return x if scale is None else x + scale
 
 
-@pytest.mark.parametrize("scope", [contextlib.nullcontext, lambda: exact().scope()], ids=["plain", "vault"])
+@pytest.mark.parametrize("scope", [contextlib.nullcontext, lambda: exact().scope()], ids=["plain", "store"])
 def test_regions_with_tensors_that_were_made_in_inference_mode(scope):
     torch.manual_seed(0)
     plain = nn.Sequential(WithBias(), nn.Linear(8, 8))

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memsave.saved_tensors import Rank, Vault, offload
-from lightning_memsave.saved_tensors.encodings import Coded, Mask, Raw, Recipe, TwoValues
+from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore, offload
+from lightning_memsave.saved_tensors.encodings import Identity, IntCodes, Mask, Recompute, TwoValues
 from lightning_memsave.saved_tensors.offload import Offloader
 from tests.saved_tensors.nets import Data, assert_same_bits, cnn, gradients, relative_error
 
@@ -28,8 +28,8 @@ def test_raw_tensors_come_back_to_the_bit(dtype):
     flat = torch.randn(4 * LARGE).to(dtype) if dtype.is_floating_point else torch.arange(4 * LARGE).to(dtype)
     if dtype.is_floating_point:
         flat[:3] = torch.tensor([float("nan"), float("-inf"), -0.0], dtype=dtype)
-    taken = Offloader().take(Raw(flat))
-    assert taken.rank is Rank.EXACT
+    taken = Offloader().take(Identity(flat))
+    assert taken.fidelity is Fidelity.EXACT
     assert list(taken.payload()) == []
     first, second = taken.flat(), taken.flat()
     assert equal_bits(first, flat)
@@ -38,47 +38,47 @@ def test_raw_tensors_come_back_to_the_bit(dtype):
 
 
 @pytest.mark.parametrize("make", [
-    lambda flat: Coded.of(flat, Rank.INT8, 7),
-    lambda flat: Coded.of(flat, Rank.INT4, 7),
-    lambda flat: Coded.of(flat, Rank.INT4, 7, True),
+    lambda flat: IntCodes.of(flat, Fidelity.INT8, 7),
+    lambda flat: IntCodes.of(flat, Fidelity.INT4, 7),
+    lambda flat: IntCodes.of(flat, Fidelity.INT4, 7, True),
     Mask.positive,
     lambda flat: TwoValues.of((flat > 0).float()),
 ], ids=["int8", "int4", "int4 signed", "mask", "two values"])  # fmt: skip
 def test_coded_tensors_decode_to_the_same(make):
     flat = torch.randn(64 * LARGE)
-    form = make(flat)
-    expected = form.flat()
-    taken = Offloader().take(form)
-    assert taken.rank is form.rank
-    assert sum(t.nbytes for t in form.payload()) == 0, "its bytes went"
+    encoding = make(flat)
+    expected = encoding.flat()
+    taken = Offloader().take(encoding)
+    assert taken.fidelity is encoding.fidelity
+    assert sum(t.nbytes for t in encoding.payload()) == 0, "its bytes went"
     for _ in range(2):
         assert equal_bits(taken.flat(), expected)
-        assert sum(t.nbytes for t in form.payload()) == 0, "and do not stay"
+        assert sum(t.nbytes for t in encoding.payload()) == 0, "and do not stay"
 
 
 def test_small_tensors_and_recipes_stay():
     offloader = Offloader()
-    assert offloader.take(Raw(torch.randn(LARGE - 1))) is None
-    assert offloader.take(Raw(torch.randn(LARGE))) is not None
+    assert offloader.take(Identity(torch.randn(LARGE - 1))) is None
+    assert offloader.take(Identity(torch.randn(LARGE))) is not None
     flat = torch.randn(LARGE)
-    assert offloader.take(Recipe(lambda: flat, flat, Rank.EXACT, (), 1)) is None
-    assert offloader.take(offloader.take(Raw(flat))) is None
+    assert offloader.take(Recompute(lambda: flat, flat, Fidelity.EXACT, (), 1)) is None
+    assert offloader.take(offloader.take(Identity(flat))) is None
 
 
 def test_places_in_the_file_are_used_again():
     offloader, size = Offloader(), 4 * LARGE
     gc.disable()
     try:
-        kept = [offloader.take(Raw(torch.randn(LARGE))) for _ in range(3)]
+        kept = [offloader.take(Identity(torch.randn(LARGE))) for _ in range(3)]
         file = offloader._file
         assert file._end == 3 * size
         for _ in range(5):  # while others stay
             del kept[1]
             flat = torch.randn(LARGE)
-            kept.append(offloader.take(Raw(flat)))
+            kept.append(offloader.take(Identity(flat)))
             assert torch.equal(kept[-1].flat(), flat)
         assert file._end == 3 * size
-        kept.append(offloader.take(Raw(torch.randn(2 * LARGE))))
+        kept.append(offloader.take(Identity(torch.randn(2 * LARGE))))
         assert file._end == 5 * size
     finally:
         gc.enable()
@@ -86,18 +86,18 @@ def test_places_in_the_file_are_used_again():
 
 def test_a_fake_tensor_leaves_no_place_behind():
     offloader = Offloader()
-    taken = offloader.take(Raw(torch.full((LARGE,), 1.0)))
+    taken = offloader.take(Identity(torch.full((LARGE,), 1.0)))
     with FakeTensorMode():
-        fake = offloader.take(Raw(torch.empty(LARGE)))
+        fake = offloader.take(Identity(torch.empty(LARGE)))
         assert fake.flat().shape == (LARGE,)
     del fake
-    other = offloader.take(Raw(torch.full((LARGE,), 2.0)))
+    other = offloader.take(Identity(torch.full((LARGE,), 2.0)))
     assert taken.flat().eq(1).all()
     assert other.flat().eq(2).all()
 
 
 def test_a_file_without_a_name_in_the_folder_that_was_given(tmp_path):
-    taken = Offloader(str(tmp_path)).take(Raw(torch.randn(LARGE)))
+    taken = Offloader(str(tmp_path)).take(Identity(torch.randn(LARGE)))
     assert list(tmp_path.iterdir()) == []
     assert taken.flat().numel() == LARGE
 
@@ -119,9 +119,9 @@ def test_the_collector_may_free_a_place_while_another_is_written(monkeypatch):
 
 def test_a_copy_opens_a_file_of_its_own(tmp_path):
     offloader, flat = Offloader(str(tmp_path)), torch.randn(LARGE)
-    taken = offloader.take(Raw(flat))
+    taken = offloader.take(Identity(flat))
     twin = copy.deepcopy(offloader)
-    other = twin.take(Raw(flat * 2))
+    other = twin.take(Identity(flat * 2))
     assert twin._file is not offloader._file
     assert torch.equal(taken.flat(), flat)
     assert torch.equal(other.flat(), flat * 2)
@@ -131,13 +131,13 @@ def test_a_copy_opens_a_file_of_its_own(tmp_path):
 def test_a_network_is_bit_equal_and_holds_nothing_large(recompute):
     model, x = cnn(), torch.randn(16, 3, 24, 24)
     model(x)
-    vault = Vault(recompute=recompute, offloader=Offloader())
+    store = SavedTensorStore(recompute=recompute, offloader=Offloader())
     ends = []
     for _ in range(3):
-        assert_same_bits(gradients(model, x, vault), gradients(model, x))
-        assert vault.tally.entries["offloaded"] >= 4
-        assert vault.tally.held_bytes <= 0.05 * vault.tally.plain_bytes
-        ends.append(vault.offloader._file._end)
+        assert_same_bits(gradients(model, x, store), gradients(model, x))
+        assert store.tally.entries["offloaded"] >= 4
+        assert store.tally.held_bytes <= 0.05 * store.tally.plain_bytes
+        ends.append(store.offloader._file._end)
     assert ends[0] == ends[1] == ends[2] > 0
 
 
@@ -145,7 +145,10 @@ def test_codes_are_offloaded_too():
     model, x = cnn(), torch.randn(32, 3, 48, 48)
     model(x)
     plain = gradients(model, x)
-    here, elsewhere = Vault(lossy=Rank.INT8), Vault(lossy=Rank.INT8, offloader=Offloader())
+    here, elsewhere = (
+        SavedTensorStore(lossy=Fidelity.INT8),
+        SavedTensorStore(lossy=Fidelity.INT8, offloader=Offloader()),
+    )
     assert_same_bits(gradients(model, x, elsewhere), gradients(model, x, here))
     assert elsewhere.tally.held_bytes < 0.2 * here.tally.held_bytes
     assert 0 < relative_error(gradients(model, x, elsewhere), plain) < 0.1
@@ -153,7 +156,7 @@ def test_codes_are_offloaded_too():
 
 def test_a_change_in_place_raises_though_the_bytes_are_away():
     weight = nn.Parameter(torch.randn(64, 64))
-    with Vault(offloader=Offloader()).scope():
+    with SavedTensorStore(offloader=Offloader()).scope():
         h = Data.apply(torch.randn(512, 64, requires_grad=True))
         out = h @ weight
         rest = [Data.apply(torch.randn(512, 64, requires_grad=True)).sin() for _ in range(5)]  # h is away by now
@@ -177,7 +180,7 @@ def test_cuda_tensors_come_back_to_the_bit_while_the_device_is_busy():
             busy = (busy @ busy).clamp(-1, 1)
         flat = busy.view(-1)[: 64 * LARGE] + index  # written late: the copy must wait for it
         expected.append(flat.clone())
-        taken.append(offloader.take(Raw(flat)))
+        taken.append(offloader.take(Identity(flat)))
         del flat  # its memory is given away to the next one, not before the copy is done
     for index in reversed(range(6)):
         assert torch.equal(taken[index].flat(), expected[index])
@@ -186,8 +189,8 @@ def test_cuda_tensors_come_back_to_the_bit_while_the_device_is_busy():
 @pytest.mark.gpu
 def test_cuda_fetches_ahead_of_backward():
     offloader = Offloader()
-    taken = [offloader.take(Raw(torch.randn(LARGE, device="cuda"))) for _ in range(5)]
-    places = [form._places[0] for form in taken]
+    taken = [offloader.take(Identity(torch.randn(LARGE, device="cuda"))) for _ in range(5)]
+    places = [encoding._places[0] for encoding in taken]
     taken[4].flat()
     assert [place._fetched is not None for place in places] == [False, False, True, True, False]
     taken[3].flat()
@@ -199,9 +202,9 @@ def test_cuda_holds_nothing_between_forward_and_backward():
     weights = [nn.Parameter(torch.randn(1024, 1024, device="cuda") / 32) for _ in range(8)]
     x = torch.randn(8192, 1024, device="cuda")
 
-    def step(vault):
+    def step(store):
         before = torch.cuda.memory_allocated()
-        with vault.scope() if vault else torch.enable_grad():
+        with store.scope() if store else torch.enable_grad():
             h = x
             for weight in weights:
                 h = torch.tanh(h @ weight)
@@ -212,7 +215,7 @@ def test_cuda_holds_nothing_between_forward_and_backward():
         return held, torch.autograd.grad(loss, weights)
 
     step(None)
-    (plain, expected), (ours, grads) = step(None), step(Vault(offloader=Offloader()))
+    (plain, expected), (ours, grads) = step(None), step(SavedTensorStore(offloader=Offloader()))
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
     assert ours < 0.3 * plain
 

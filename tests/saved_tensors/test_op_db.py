@@ -1,4 +1,4 @@
-"""Every differentiable operation of torch's own database inside a vault; the lists below are reviewed by eye.
+"""Every differentiable operation of torch's own database inside a store; the lists below are reviewed by eye.
 
 A change of torch or of the policy shows as an operation that moves from one list to another.
 """
@@ -140,8 +140,8 @@ def too_large(reports):
     return {name: report["error"] for name, report in reports.items() if report["error"] > LOOSE.get(name, BOUND)}
 
 
-def kinds(reports, vault):
-    return sum((Counter(report["kinds"][vault]) for report in reports.values()), Counter())
+def kinds(reports, store):
+    return sum((Counter(report["kinds"][store]) for report in reports.values()), Counter())
 
 
 def test_gradients_are_those_of_plain_autograd(reports):

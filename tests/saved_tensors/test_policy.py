@@ -5,13 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_memsave.saved_tensors.encodings import Rank
+from lightning_memsave.saved_tensors.encodings import Fidelity
 from lightning_memsave.saved_tensors.function_mode import Call
 from lightning_memsave.saved_tensors.policy import need
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cpu", Rank.SHAPE), ("cuda", Rank.SHAPE), ("mps", Rank.EXACT)])
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cpu", Fidelity.SHAPE), ("cuda", Fidelity.SHAPE), ("mps", Fidelity.EXACT)]
+)
 def test_pooling_looks_for_its_maxima_again_where_it_keeps_no_indices(device, expected):
     tensor = SimpleNamespace(requires_grad=True, device=torch.device(device))
-    assert need(tensor, Call("max_pool2d", (), {}), Rank.INT8, {}).rank == expected
-    assert need(tensor, Call("avg_pool2d", (), {}), Rank.INT8, {}).rank == Rank.SHAPE
+    assert need(tensor, Call("max_pool2d", (), {}), Fidelity.INT8, {}).fidelity == expected
+    assert need(tensor, Call("avg_pool2d", (), {}), Fidelity.INT8, {}).fidelity == Fidelity.SHAPE

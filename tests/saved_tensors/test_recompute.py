@@ -8,24 +8,24 @@ import torch.nn.functional as F
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from lightning_memsave.saved_tensors import Rank, Vault
+from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore
 from lightning_memsave.saved_tensors.recompute import MAX_DEPTH
 from lightning_memsave.saved_tensors.recompute_rules import RULES
-from lightning_memsave.saved_tensors.saved_storage import Handle
+from lightning_memsave.saved_tensors.saved_storage import SavedTensor
 from tests.saved_tensors.nets import Block, Data, assert_same_bits, data, exact, gradients
 
 
-def same_bits(function, x, *parameters, vault=None, autocast=False, layout=None):
-    """The vault's tally, after its gradients were found equal to plain autograd's, to the bit."""
-    vault, both = vault or exact(), []
-    for scope in (torch.enable_grad(), vault.scope()):
+def same_bits(function, x, *parameters, store=None, autocast=False, layout=None):
+    """The store's tally, after its gradients were found equal to plain autograd's, to the bit."""
+    store, both = store or exact(), []
+    for scope in (torch.enable_grad(), store.scope()):
         torch.manual_seed(3)
         leaf = x.clone(memory_format=layout or torch.preserve_format).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast), scope:
             out = Data.apply(function(Data.apply(leaf)))
         both.append(torch.autograd.grad(out.float().square().sum(), [leaf, *parameters]))
     assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
-    return vault.tally
+    return store.tally
 
 
 def parameter(*shape):
@@ -197,13 +197,13 @@ def test_the_depth_of_a_chain_is_bounded(monkeypatch):
             total = total + h @ weight  # keeps h, which follows from the one before
         return total
 
-    vault = exact()
+    store = exact()
     leaf = torch.randn(4, 8, requires_grad=True)
-    with vault.scope():
+    with store.scope():
         out = forward(Data.apply(leaf))
-    depths = {entry.form.depth for entry in _entries_of(out) if entry.form.kind == "recomputed"}
+    depths = {entry.encoding.depth for entry in _entries_of(out) if entry.encoding.kind == "recomputed"}
     assert max(depths) == MAX_DEPTH
-    assert vault.tally.entries["raw"] == -(-51 // (MAX_DEPTH + 1))
+    assert store.tally.entries["raw"] == -(-51 // (MAX_DEPTH + 1))
     monkeypatch.setitem(torch.nn.functional.__dict__, "gelu", lambda *a, **k: calls.append(1) or plain(*a, **k))
     (grad,) = torch.autograd.grad(out.sum(), leaf)
     out = forward(Data.apply(leaf))
@@ -230,8 +230,8 @@ def _entries_of(out):
 def test_nothing_is_kept_for_a_recipe_alone():
     """exp keeps its result; its input would have to be kept only to compute the result again."""
     weight = parameter(8, 8)
-    vault = exact()
-    tally = same_bits(lambda h: (h + 1.5) @ weight, torch.randn(15, 8), weight, vault=vault)
+    store = exact()
+    tally = same_bits(lambda h: (h + 1.5) @ weight, torch.randn(15, 8), weight, store=store)
     assert tally.entries == {"raw": 1}  # h itself is kept by nobody else
     assert tally.held_bytes == 15 * 8 * 4
 
@@ -245,41 +245,41 @@ def test_a_mask_is_no_source():
 
 def test_a_lossy_source_is_no_source_for_what_is_not_linear_in_it():
     weight = parameter(8, 8)
-    vault = Vault(lossy=Rank.INT4, recompute=True, min_numel=1)
-    with vault.scope():
+    store = SavedTensorStore(lossy=Fidelity.INT4, recompute=True, min_numel=1)
+    with store.scope():
         out = Data.apply(F.gelu(data(64, 8)) @ weight)
-    assert vault.tally.entries == {"int4": 2}
-    with vault.scope():
+    assert store.tally.entries == {"int4": 2}
+    with store.scope():
         h = data(64, 8)
         out = Data.apply((h @ weight) + (h * 2) @ weight)
         del h
-    assert vault.tally.entries == {"int4": 1, "recomputed": 1}
+    assert store.tally.entries == {"int4": 1, "recomputed": 1}
     out.sum().backward()
 
 
 @pytest.mark.parametrize("weight", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_layer_norm_from_a_lossy_input_is_that_of_the_input(weight, bias):
-    """The linear form, with the statistics of forward: 8 bits move the result by a few of its steps."""
+    """The linear encoding, with the statistics of forward: 8 bits move the result by a few of its steps."""
     w, b = parameter(64) if weight else None, parameter(64) if bias else None
     linear, x = parameter(8, 64), torch.randn(32, 64) * 2 + 1
     grads = []
-    for vault in (Vault(min_numel=1), Vault(lossy=Rank.INT8, recompute=True, min_numel=1)):
-        with vault.scope():
+    for store in (SavedTensorStore(min_numel=1), SavedTensorStore(lossy=Fidelity.INT8, recompute=True, min_numel=1)):
+        with store.scope():
             out = Data.apply(F.linear(F.layer_norm(Data.apply(x.clone().requires_grad_()), (64,), w, b), linear))
         grads.append(torch.autograd.grad(out.sum(), linear)[0])
-    assert vault.tally.entries["recomputed"] == 1
+    assert store.tally.entries["recomputed"] == 1
     assert float((grads[1] - grads[0]).norm() / grads[0].norm()) < 0.02
 
 
 def test_a_block_keeps_half():
     """Two convolutions and two normalisations keep one tensor each: the normalisations' inputs; plain torch keeps 4."""
     model, x = nn.Sequential(nn.Conv2d(8, 8, 1), Block()), torch.randn(2, 8, 16, 16)
-    plain, vault = gradients(model, x), exact()
-    assert_same_bits(gradients(model, x, vault), plain)
-    assert vault.tally.entries == {"raw": 2, "recomputed": 2}
-    assert vault.tally.held_bytes == 2 * x.nbytes
-    assert vault.tally.plain_bytes == 4 * x.nbytes
+    plain, store = gradients(model, x), exact()
+    assert_same_bits(gradients(model, x, store), plain)
+    assert store.tally.entries == {"raw": 2, "recomputed": 2}
+    assert store.tally.held_bytes == 2 * x.nbytes
+    assert store.tally.plain_bytes == 4 * x.nbytes
 
 
 # ------------------------------------------------------------------------------- torch's private names
@@ -331,7 +331,7 @@ def test_names_of_nodes_and_of_what_they_keep():
     assert (leaf * 2).grad_fn.next_functions[0][0].variable is leaf
     with exact().scope():
         node = x.sin().grad_fn
-    assert isinstance(node._raw_saved_self.data, Handle)
+    assert isinstance(node._raw_saved_self.data, SavedTensor)
     assert isinstance(torch._C._len_torch_function_stack(), int)
     assert callable(torch._C._get_function_stack_at)
     assert callable(torch._C._will_engine_execute_node)

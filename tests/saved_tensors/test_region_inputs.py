@@ -28,7 +28,7 @@ class Wide(Loop):
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("codecs", [("exact",), ("exact", "offload")])
-def test_exact_vault_has_the_same_bits(groups, codecs):
+def test_exact_store_has_the_same_bits(groups, codecs):
     plain, x = Wide(), torch.randn(128, 64, requires_grad=True)
     ours = with_regions(plain, GROUPS[groups])
     apply_activation_compression(ours, ActivationCompression(codecs=codecs, min_numel=16))
@@ -55,7 +55,7 @@ def gradients(model, x):
 
 
 @pytest.mark.parametrize("groups", ["one", "two", "three deep"])
-def test_a_lossy_vault_is_unbiased_and_lowers_the_peak_of_the_repetition(groups):
+def test_a_lossy_store_is_unbiased_and_lowers_the_peak_of_the_repetition(groups):
     plain, x = Gelus(), torch.randn(256, 64)
     region, lossy = with_regions(plain, GROUPS[groups]), with_regions(plain, GROUPS[groups])
     apply_activation_compression(lossy, ActivationCompression(codecs=("int4",), min_numel=16))

@@ -13,29 +13,29 @@ from tests.saved_tensors.nets import Attention, assert_same_bits, cnn, data, exa
 
 
 def test_a_scope_without_grad_keeps_nothing():
-    vault = int8()
-    with torch.no_grad(), vault.scope():
+    store = int8()
+    with torch.no_grad(), store.scope():
         nn.Linear(8, 8)(torch.randn(4, 8))
-    assert vault.tally.entries == {}
+    assert store.tally.entries == {}
 
 
 def test_nested_scopes_are_one():
-    vault, x = exact(), torch.randn(2, 3, 8, 8)
+    store, x = exact(), torch.randn(2, 3, 8, 8)
 
     class Nested(nn.Sequential):
         def forward(self, y):
             first, *rest = self
-            with vault.scope():
+            with store.scope():
                 y = first(y)
             return nn.Sequential(*rest)(y)
 
     model = Nested(*cnn())
     model(x)
-    assert_same_bits(gradients(model, x, vault), gradients(nn.Sequential(*model), x))
-    assert vault.tally.entries["recomputed"] >= 4
+    assert_same_bits(gradients(model, x, store), gradients(nn.Sequential(*model), x))
+    assert store.tally.entries["recomputed"] >= 4
 
 
-def test_two_vaults_nest_and_the_inner_one_keeps():
+def test_two_stores_nest_and_the_inner_one_keeps():
     outer, inner = int8(), int8()
     with outer.scope():
         with inner.scope():
@@ -45,14 +45,14 @@ def test_two_vaults_nest_and_the_inner_one_keeps():
     (a + b).sum().backward()
 
 
-def test_an_exception_inside_leaves_the_vault_usable():
-    vault, model, x = exact(), cnn(), torch.randn(2, 3, 8, 8)
+def test_an_exception_inside_leaves_the_store_usable():
+    store, model, x = exact(), cnn(), torch.randn(2, 3, 8, 8)
     model(x)
-    with pytest.raises(RuntimeError, match="channels"), vault.scope():
+    with pytest.raises(RuntimeError, match="channels"), store.scope():
         model(torch.randn(2, 4, 8, 8))
-    assert vault.entries() == []
+    assert store.entries() == []
     assert torch._C._len_torch_function_stack() == 0
-    assert_same_bits(gradients(model, x, vault), gradients(model, x))
+    assert_same_bits(gradients(model, x, store), gradients(model, x))
 
 
 def test_transforms_of_torch_func_refuse_and_are_told():
@@ -63,10 +63,10 @@ def test_transforms_of_torch_func_refuse_and_are_told():
 
 
 def test_another_thread_may_run_backward():
-    model, x, vault = cnn(), torch.randn(2, 3, 8, 8), exact()
+    model, x, store = cnn(), torch.randn(2, 3, 8, 8), exact()
     model(x)
     plain = gradients(model, x)
-    with vault.scope():
+    with store.scope():
         loss = model(x.requires_grad_()).square().mean()
 
     def step():
@@ -79,7 +79,7 @@ def test_another_thread_may_run_backward():
     assert all(torch.equal(p.grad, plain[name]) for name, p in model.named_parameters())
 
 
-def test_threads_with_vaults_of_their_own_do_not_meet():
+def test_threads_with_stores_of_their_own_do_not_meet():
     model, x = Attention(p=0.0), torch.randn(2, 8, 16)
     plain, found = gradients(model, x), []
 

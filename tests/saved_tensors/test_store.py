@@ -10,11 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_memsave.saved_tensors import Rank, Vault
-from lightning_memsave.saved_tensors.saved_storage import Handle, Passed
+from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore
+from lightning_memsave.saved_tensors.saved_storage import Passed, SavedTensor
 from tests.saved_tensors.nets import Attention, Data, cnn, data, exact, int4, int8
 
-VAULTS = {"raw": lambda: Vault(min_numel=1), "exact": exact, "int8": int8, "int4-chain": lambda: int4(fuse=True)}
+VAULTS = {
+    "raw": lambda: SavedTensorStore(min_numel=1),
+    "exact": exact,
+    "int8": int8,
+    "int4-chain": lambda: int4(fuse=True),
+}
 
 
 # ------------------------------------------------------------------------------- in-place changes
@@ -27,9 +32,9 @@ def three_ways(h, weight):
 @pytest.mark.parametrize("kept", ["raw", "coded", "recomputed"])
 @pytest.mark.parametrize("when", ["inside", "after"])
 def test_a_change_in_place_of_what_is_kept_raises(kept, when):
-    vault = exact() if kept == "recomputed" else int8()
+    store = exact() if kept == "recomputed" else int8()
     weight = torch.randn(16, 16, requires_grad=True)
-    with vault.scope():
+    with store.scope():
         h = data(16, 16)
         ways, a = three_ways(h, weight)
         out = ways[kept]()
@@ -69,10 +74,10 @@ def test_changing_a_parameter_that_a_recipe_reads_raises(kind, parameter):
     """Plain autograd keeps the result itself, so it need not: a wrong gradient would be silent here."""
     norm = nn.LayerNorm(4) if kind == "layer" else norms(4)[kind]
     weight = torch.randn(4, requires_grad=True)
-    vault = exact()
-    with vault.scope():
+    store = exact()
+    with store.scope():
         out = (norm(data(3, 4, 5, 4)) * weight).sum()
-    assert vault.tally.entries["recomputed"] == 1
+    assert store.tally.entries["recomputed"] == 1
     with torch.no_grad():
         getattr(norm, parameter).add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -92,10 +97,10 @@ def test_changing_a_weight_between_forward_and_backward_raises_as_in_plain_torch
 # ------------------------------------------------------------------------------- identity of storages
 @pytest.mark.parametrize("name", ["raw", "exact"])
 def test_an_address_that_is_used_again_is_another_tensor(name):
-    vault, weights = VAULTS[name](), [torch.randn(64, 64, requires_grad=True) for _ in range(3)]
+    store, weights = VAULTS[name](), [torch.randn(64, 64, requires_grad=True) for _ in range(3)]
     for step in range(40):
         results = []
-        for scope in (vault.scope(), torch.enable_grad()):
+        for scope in (store.scope(), torch.enable_grad()):
             torch.manual_seed(step)
             with scope:
                 h = data(64, 64)
@@ -106,19 +111,19 @@ def test_an_address_that_is_used_again_is_another_tensor(name):
 
 
 def test_views_of_one_storage_share_one_entry_and_keep_their_strides():
-    vault, found = int8(), {}
-    with vault.scope():
+    store, found = int8(), {}
+    with store.scope():
         qkv = data(2, 10, 48)
         parts = [p.view(2, 10, 2, 8).transpose(1, 2) for p in qkv.chunk(3, -1)]
         out = sum((p * p).sum() for p in parts)
         kept = [p.grad_fn for p in parts]
-        handles = [Handle(vault.entries()[0], p) for p in parts]
+        handles = [SavedTensor(store.entries()[0], p) for p in parts]
         found = [(p.shape, p.stride(), p.storage_offset()) for p in parts]
         values = [p.detach().clone() for p in parts]
-        assert len(vault.entries()) == 1
+        assert len(store.entries()) == 1
         del qkv, parts, kept
-    assert vault.tally.entries == {"int8": 1}
-    assert vault.tally.plain_bytes == 2 * 10 * 48 * 4
+    assert store.tally.entries == {"int8": 1}
+    assert store.tally.plain_bytes == 2 * 10 * 48 * 4
     decoded = [h.get() for h in handles]
     assert [(d.shape, d.stride(), d.storage_offset()) for d in decoded] == found
     assert len({d.untyped_storage()._cdata for d in decoded}) == 1, "decoded once"
@@ -129,14 +134,14 @@ def test_views_of_one_storage_share_one_entry_and_keep_their_strides():
 @pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
 def test_strides_are_restored(format):
     for make in (int8, exact):
-        vault, weight = make(), torch.randn(4, 3, 3, 3, requires_grad=True)
-        with vault.scope():
+        store, weight = make(), torch.randn(4, 3, 3, 3, requires_grad=True)
+        with store.scope():
             x = Data.apply(torch.randn(2, 3, 8, 8, requires_grad=True).contiguous(memory_format=format))
             y = F.conv2d(F.gelu(x), weight)
             expected = x.stride()
             del x
         handle = y.grad_fn._raw_saved_input.data
-        assert isinstance(handle, Handle)
+        assert isinstance(handle, SavedTensor)
         assert handle.stride == expected == handle.get().stride()
 
 
@@ -149,11 +154,11 @@ def no_gc():
     gc.enable()
 
 
-def forward(vault):
+def forward(store):
     model, x = nn.Sequential(nn.Flatten(2), Attention()), torch.randn(2, 8, 4, 4)
-    with vault.scope():
+    with store.scope():
         loss = model(Data.apply(x.requires_grad_())).square().mean()
-        entries = [weakref.ref(entry) for entry in vault.entries()]
+        entries = [weakref.ref(entry) for entry in store.entries()]
     assert sum(entry() is not None for entry in entries) > 5
     return loss, entries
 
@@ -170,23 +175,23 @@ def test_nothing_is_left_after_backward_or_without_it(name, end, no_gc):
 
 @pytest.mark.parametrize("name", VAULTS)
 def test_a_cnn_leaves_nothing_either(name, no_gc):
-    vault, model = VAULTS[name](), cnn()
+    store, model = VAULTS[name](), cnn()
     model(torch.randn(1, 3, 8, 8))
-    with vault.scope():
+    with store.scope():
         loss = model(torch.randn(2, 3, 8, 8)).sum()
-        entries = [weakref.ref(entry) for entry in vault.entries()]
+        entries = [weakref.ref(entry) for entry in store.entries()]
     del loss
     assert [entry() for entry in entries if entry() is not None] == []
 
 
 def test_a_payload_goes_with_the_last_of_its_consumers(no_gc):
-    vault, w1, w2 = int8(), *(torch.randn(16, 16, requires_grad=True) for _ in range(2))
-    with vault.scope():
+    store, w1, w2 = int8(), *(torch.randn(16, 16, requires_grad=True) for _ in range(2))
+    with store.scope():
         h = data(64, 16)
         a, b = h @ w1, h @ w2
         del h
-        entry = weakref.ref(vault.entries()[0])
-        assert len(vault.entries()) == 1
+        entry = weakref.ref(store.entries()[0])
+        assert len(store.entries()) == 1
     a.sum().backward()
     assert entry() is not None
     b.sum().backward()
@@ -194,34 +199,34 @@ def test_a_payload_goes_with_the_last_of_its_consumers(no_gc):
 
 
 def test_the_original_is_freed_as_soon_as_it_is_coded(no_gc):
-    vault, w = int8(), torch.randn(16, 16, requires_grad=True)
-    with vault.scope():
+    store, w = int8(), torch.randn(16, 16, requires_grad=True)
+    with store.scope():
         h = data(64, 16)
         storage = weakref.ref(h.untyped_storage())
         entry_of, out = weakref.WeakSet(), h @ w
-        entry_of.add(vault.entries()[0])
-        original = vault.entries()[0].original
+        entry_of.add(store.entries()[0])
+        original = store.entries()[0].original
         del h, storage
         assert original.is_alive
     assert not original.is_alive
-    assert vault.tally.held_bytes == 64 * 16 + 4 * 4  # a byte per element and a range per 256
+    assert store.tally.held_bytes == 64 * 16 + 4 * 4  # a byte per element and a range per 256
     assert len(entry_of) == 1
     out.sum().backward()
 
 
 # ------------------------------------------------------------------------------- what is left alone
-def managed(vault, call):
-    """Shapes of what the vault manages in `call`, and of what it passes."""
+def managed(store, call):
+    """Shapes of what the store manages in `call`, and of what it passes."""
     kept = {"managed": [], "passed": []}
-    pack = vault.pack
+    pack = store.pack
 
     def spy(tensor):
         packed = pack(tensor)
         kept["passed" if isinstance(packed, Passed) else "managed"].append(tuple(tensor.shape))
         return packed
 
-    vault.pack = spy
-    with vault.scope():
+    store.pack = spy
+    with store.scope():
         out = call()
     return out, kept
 
@@ -261,13 +266,13 @@ def test_an_embeddings_output_is_data_though_it_depends_on_weights_alone():
 
 def test_small_tensors_are_left_alone():
     for numel, is_managed in ((1023, False), (1024, True)):
-        _, kept = managed(Vault(lossy=Rank.INT8), lambda numel=numel: data(numel).sin())
+        _, kept = managed(SavedTensorStore(lossy=Fidelity.INT8), lambda numel=numel: data(numel).sin())
         assert bool(kept["managed"]) is is_managed
 
 
 def test_the_batch_and_returned_outputs_are_given_back():
-    vault, linear, x = int8(), nn.Linear(8, 8), torch.randn(64, 8)
-    with vault.scope():
+    store, linear, x = int8(), nn.Linear(8, 8), torch.randn(64, 8)
+    with store.scope():
         x = Data.apply(x.requires_grad_())
         y = linear(x)
         out = torch.exp(y * y)
@@ -275,8 +280,8 @@ def test_the_batch_and_returned_outputs_are_given_back():
     assert [handle.entry.is_raw for handle in held] == [True, True]
     assert held[0].get().untyped_storage()._cdata == out.untyped_storage()._cdata
     assert held[1].get().untyped_storage()._cdata == x.untyped_storage()._cdata
-    assert vault.tally.held_bytes == 0
-    assert vault.tally.num_held_elsewhere == 3
+    assert store.tally.held_bytes == 0
+    assert store.tally.num_held_elsewhere == 3
     plain = torch.autograd.grad(torch.exp(linear(x) ** 2).sum(), linear.weight)
     assert torch.equal(torch.autograd.grad(out.sum(), linear.weight)[0], plain[0])
 

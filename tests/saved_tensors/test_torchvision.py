@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_memsave import ActivationCompression, Checkpointing, apply_checkpointing, plan_checkpointing
-from lightning_memsave.techniques.activation_compression import open_vault
+from lightning_memsave.techniques.activation_compression import open_store
 from tests import zoo
 
 torchvision = pytest.importorskip("torchvision", exc_type=ImportError)
@@ -72,9 +72,9 @@ def built(request):
 def test_recomputing_gives_the_bits_of_plain_autograd(built):
     model, loss_of = built
     plain = zoo.gradients(model, loss_of)
-    vault, applied = open_vault(model, ActivationCompression(codecs=("exact",)))
-    assert torch.equal(zoo.gradients(model, loss_of, vault.scope), plain)
-    assert vault.tally.held_bytes < vault.tally.plain_bytes
+    store, applied = open_store(model, ActivationCompression(codecs=("exact",)))
+    assert torch.equal(zoo.gradients(model, loss_of, store.scope), plain)
+    assert store.tally.held_bytes < store.tally.plain_bytes
     applied.undo()
 
 
@@ -101,8 +101,8 @@ def test_regions_give_the_bits_and_the_statistics_of_plain_autograd(built, plan)
 def test_codes_of_4_bits_are_within_their_bound(built):
     model, loss_of = built
     plain = zoo.gradients(model, loss_of)
-    vault, applied = open_vault(model, ActivationCompression(codecs=("int4",)))
-    error = float((zoo.gradients(model, loss_of, vault.scope) - plain).norm() / plain.norm())
+    store, applied = open_store(model, ActivationCompression(codecs=("int4",)))
+    error = float((zoo.gradients(model, loss_of, store.scope) - plain).norm() / plain.norm())
     assert 0 < error < BOUND
-    assert vault.tally.held_bytes < vault.tally.plain_bytes / 2
+    assert store.tally.held_bytes < store.tally.plain_bytes / 2
     applied.undo()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from lightning_memsave import Checkpointing, apply_checkpointing
-from lightning_memsave.saved_tensors import Rank, Vault
+from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore
 
 
 def jvp(net, x):
@@ -35,9 +35,9 @@ def vmap(net, x):
 
 USES = {f.__name__: f for f in (jvp, dual, zero_tangent, vmap)}
 VAULTS = {
-    "exact": lambda: Vault(recompute=True, min_numel=1),
-    "int8": lambda: Vault(lossy=Rank.INT8, min_numel=1),
-    "exact and int4": lambda: Vault(lossy=Rank.INT4, recompute=True, fuse=True, min_numel=1),
+    "exact": lambda: SavedTensorStore(recompute=True, min_numel=1),
+    "int8": lambda: SavedTensorStore(lossy=Fidelity.INT8, min_numel=1),
+    "exact and int4": lambda: SavedTensorStore(lossy=Fidelity.INT4, recompute=True, fuse=True, min_numel=1),
 }
 
 
@@ -53,7 +53,7 @@ def gradients(use, scope, change=lambda net: None):
 
 @pytest.mark.parametrize("name", USES)
 @pytest.mark.parametrize("kind", VAULTS)
-def test_a_vault_leaves_transforms_alone(name, kind):
+def test_a_store_leaves_transforms_alone(name, kind):
     plain = gradients(USES[name], contextlib.nullcontext())
     for found, expected in zip(gradients(USES[name], VAULTS[kind]().scope()), plain, strict=True):
         assert (found is None) == (expected is None)

@@ -11,19 +11,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave import Checkpointing, apply_checkpointing
-from lightning_memsave.saved_tensors import Rank, Vault
+from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore
 from lightning_memsave.saved_tensors.offload import Offloader
 
 
 def exact():
-    return Vault(recompute=True, min_numel=1)
+    return SavedTensorStore(recompute=True, min_numel=1)
 
 
 def int4(**options):
-    return Vault(lossy=Rank.INT4, min_numel=1, **options)
+    return SavedTensorStore(lossy=Fidelity.INT4, min_numel=1, **options)
 
 
-def gradient(function, vault=None, seed=0):
+def gradient(function, store=None, seed=0):
     """Of `function(h)` by the input behind h, [32, 64], and the weight that it is given."""
     torch.manual_seed(seed)
     x, w = torch.randn(32, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
@@ -32,10 +32,10 @@ def gradient(function, vault=None, seed=0):
         h = (x @ w).exp().log()  # not a view of a leaf, not cheap
         return function(h, w).square().mean()
 
-    if vault is None:
+    if store is None:
         total = loss()
     else:
-        with vault.scope():
+        with store.scope():
             total = loss()
     total.backward()
     return torch.cat([x.grad, w.grad])
@@ -116,13 +116,13 @@ def test_changes_without_gradient_are_kept(function):
 
 
 def test_in_place_functions_are_still_recomputed():
-    vault = exact()
+    store = exact()
 
     def function(h, w):
         return F.silu(F.gelu(h).mul_(2.0)) @ w
 
-    assert torch.equal(gradient(function), gradient(function, vault))
-    assert vault.tally.entries["recomputed"]
+    assert torch.equal(gradient(function), gradient(function, store))
+    assert store.tally.entries["recomputed"]
 
 
 @pytest.mark.parametrize("ends", [(0.0, float("inf")), (float("-inf"), 0.5), (-0.3, 0.7), (-3.1, 3.1), (0.1, 0.6)])
@@ -131,15 +131,15 @@ def test_intervals_with_ends_of_any_kind(ends, dtype):
     def function(h, w):
         return F.hardtanh(h.to(dtype), *ends) @ w.to(dtype)
 
-    assert torch.equal(gradient(function), gradient(function, Vault(min_numel=1)))
+    assert torch.equal(gradient(function), gradient(function, SavedTensorStore(min_numel=1)))
 
 
 @pytest.mark.parametrize("sign_reader", [torch.abs, F.leaky_relu])
 def test_signs_survive_whoever_keeps_the_tensor_first(sign_reader):
     torch.manual_seed(0)
     x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
-    vault, h = int4(), None
-    with vault.scope():
+    store, h = int4(), None
+    with store.scope():
         h = (x @ w).exp().log()
         first = h @ w.clone().requires_grad_()
         for _ in range(3):
@@ -155,9 +155,9 @@ def test_a_square_of_a_code_is_not_taken_for_linear():
         y = h @ w
         return (y * y) @ w
 
-    for vault, num in ((exact(), 1), (int4(recompute=True), 0)):
-        gradient(function, vault)
-        assert vault.tally.entries["recomputed"] == num
+    for store, num in ((exact(), 1), (int4(recompute=True), 0)):
+        gradient(function, store)
+        assert store.tally.entries["recomputed"] == num
 
 
 def test_a_copy_is_not_an_alias():
@@ -239,7 +239,7 @@ def test_custom_operators_are_not_taken_for_torchs():
     def function(h, w):
         return torch.ops.memsave_test.max_pool2d(h) @ w
 
-    assert torch.equal(gradient(function), gradient(function, Vault(min_numel=1)))
+    assert torch.equal(gradient(function), gradient(function, SavedTensorStore(min_numel=1)))
     library._destroy()
 
 
@@ -256,21 +256,21 @@ def hooked(logits):
 def test_a_loss_on_logits_that_somebody_touched_is_not_chunked(change):
     head, x, target = nn.Linear(16, 400), torch.randn(64, 16), torch.randint(10, 400, (64,))
 
-    def run(vault):
+    def run(store):
         head.zero_grad()
-        with vault.scope():
+        with store.scope():
             logits = head(x)
             change(logits)
             loss = F.cross_entropy(logits, target)
         loss.backward()
         return head.weight.grad.clone()
 
-    assert torch.equal(run(Vault()), run(Vault(chunk_loss=True)))
+    assert torch.equal(run(SavedTensorStore()), run(SavedTensorStore(chunk_loss=True)))
 
 
 def test_all_targets_ignored():
     head, x = nn.Linear(16, 400), torch.randn(64, 16)
-    with Vault(chunk_loss=True).scope():
+    with SavedTensorStore(chunk_loss=True).scope():
         loss = F.cross_entropy(head(x), torch.full((64,), -100))
     loss.backward()
     assert bool((head.weight.grad.nan_to_num() == 0).all())
@@ -282,21 +282,21 @@ def test_nan_under_a_relu_passes_its_gradient():
         h[0, 0] = float("nan")
         return F.relu(h).sum(0, keepdim=True)
 
-    plain, ours = gradient(function), gradient(function, Vault(min_numel=1))
+    plain, ours = gradient(function), gradient(function, SavedTensorStore(min_numel=1))
     assert torch.equal(plain.isnan(), ours.isnan())
 
 
-def test_a_dropped_vault_closes_its_file_at_once():
+def test_a_dropped_store_closes_its_file_at_once():
     gc.collect()
     gc.disable()
     try:
-        vault = Vault(offloader=Offloader())
+        store = SavedTensorStore(offloader=Offloader())
         w = torch.randn(200, 200, requires_grad=True)
-        with vault.scope():
+        with store.scope():
             loss = ((torch.randn(200, 200) @ w) @ w).sum()
-        file = vault.offloader._file._file
+        file = store.offloader._file._file
         loss.backward()
-        del vault, loss
+        del store, loss
         assert file.closed
     finally:
         gc.enable()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_memsave import ActivationCompression, Checkpointing, apply_checkpointing, plan_checkpointing
-from lightning_memsave.techniques.activation_compression import open_vault
+from lightning_memsave.techniques.activation_compression import open_store
 from lightning_memsave.techniques.checkpointing.region_selection import select_regions
 from tests import zoo
 
@@ -32,9 +32,9 @@ def errors(kind, name):
     plain = zoo.gradients(model, loss_of)
     found = {}
     for codec in BOUNDS:
-        vault, applied = open_vault(model, ActivationCompression(codecs=(codec,)))
-        found[codec] = float((zoo.gradients(model, loss_of, vault.scope) - plain).norm() / plain.norm())
-        assert vault.tally.held_bytes < vault.tally.plain_bytes
+        store, applied = open_store(model, ActivationCompression(codecs=(codec,)))
+        found[codec] = float((zoo.gradients(model, loss_of, store.scope) - plain).norm() / plain.norm())
+        assert store.tally.held_bytes < store.tally.plain_bytes
         applied.undo()
     return found
 
@@ -76,8 +76,8 @@ def differences(kind, name, caches=True):
     plain, found = zoo.gradients(model, loss_of), {}
     for plan in PLANS:
         if plan == "exact":
-            vault, applied = open_vault(model, ActivationCompression(codecs=("exact",)))
-            ours = zoo.gradients(model, loss_of, vault.scope)
+            store, applied = open_store(model, ActivationCompression(codecs=("exact",)))
+            ours = zoo.gradients(model, loss_of, store.scope)
         else:
             config = Checkpointing(method=plan)
             if config.needs_a_plan:

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import MemSave, Microbatching
-from lightning_memsave.loops.out_of_memory import OutOfMeasuresError
+from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError
 
 
 class Record(list):
@@ -132,7 +132,7 @@ def main() -> None:
     # A step that exchanges something cannot be run again by one process alone.
     module = make(ranks=(0, 1))
     module.exchanges = True
-    with pytest.raises(OutOfMeasuresError, match="processes have exchanged something"):
+    with pytest.raises(OutOfMemoryUnrecoverableError, match="processes have exchanged something"):
         train(module, auto())
 
     # By default it stays off, as averaging late costs time; asked for, it is refused where it cannot work.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSave, OptimizerState
-from lightning_memsave.techniques.optimizer_state.quantized import is_coded
+from lightning_memsave.techniques.optimizer_state.quantized import is_quantized
 from tests.harness import Net, WeightAveraging, fit
 
 INTO = OptimizerState(format="32bit", gradients="into-state")
@@ -125,7 +125,7 @@ def test_resume_is_bit_equal_and_plain_lightning_goes_on(state, precision, tmp_p
 def test_the_model_is_given_back_and_trains_again():
     memsave = MemSave(optimizer_state=INTO)
     trainer, module = train(memsave)
-    assert is_coded(trainer.optimizers[0])
+    assert is_quantized(trainer.optimizers[0])
     nn.functional.cross_entropy(module.net(batches()[0][0]), batches()[0][1]).backward()
     assert all(p.grad is not None for p in module.parameters())
     module.zero_grad()

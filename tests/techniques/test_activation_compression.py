@@ -20,7 +20,7 @@ from lightning_memsave.demo.model import WideResNet
 from lightning_memsave.techniques.activation_compression import (
     CODECS,
     estimate_activation_compression,
-    open_vault,
+    open_store,
 )
 from tests.contracts.spec import Spec
 
@@ -105,14 +105,14 @@ def make(name, dtype=torch.float32):
         torch.set_default_dtype(torch.float32)
 
 
-def gradients(model, loss_of, vault=None):
+def gradients(model, loss_of, store=None):
     """Of one step, with the same dropout masks each time."""
     model.zero_grad()
     torch.manual_seed(1)
-    if vault is None:
+    if store is None:
         loss = loss_of()
     else:
-        with vault.scope():
+        with store.scope():
             loss = loss_of()
     loss.backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -120,32 +120,32 @@ def gradients(model, loss_of, vault=None):
 
 def tally(name, config):
     model, loss_of = make(name)
-    vault, _ = open_vault(model, config)
-    gradients(model, loss_of, vault)
-    return vault.tally
+    store, _ = open_store(model, config)
+    gradients(model, loss_of, store)
+    return store.tally
 
 
 # ---------------------------------------------------------------------------------------------------- exact
 @pytest.mark.parametrize("name", MODELS)
 def test_exact_gradients_are_the_same_bits(name):
     model, loss_of = make(name)
-    vault, _ = open_vault(model, EXACT)
+    store, _ = open_store(model, EXACT)
     buffers = [b.clone() for b in model.buffers()]
     plain = gradients(model, loss_of)
     after = [b.clone() for b in model.buffers()]
     for buffer, value in zip(model.buffers(), buffers, strict=True):
         buffer.data.copy_(value)
-    assert torch.equal(plain, gradients(model, loss_of, vault))
+    assert torch.equal(plain, gradients(model, loss_of, store))
     assert all(torch.equal(a, b) for a, b in zip(after, model.buffers(), strict=True))
-    assert vault.tally.entries["recomputed"] >= 6
+    assert store.tally.entries["recomputed"] >= 6
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("name", ["llama", "gpt"])
 def test_linear_cross_entropy_is_exact_up_to_rounding(name, dtype, bound):
     model, loss_of = make(name, dtype)
-    vault, _ = open_vault(model, ActivationCompression(codecs=("linear-cross-entropy",)))
-    plain, ours = gradients(model, loss_of), gradients(model, loss_of, vault)
+    store, _ = open_store(model, ActivationCompression(codecs=("linear-cross-entropy",)))
+    plain, ours = gradients(model, loss_of), gradients(model, loss_of, store)
     assert (ours - plain).norm() <= bound * plain.norm()
 
 
@@ -186,12 +186,12 @@ def test_bytes_kept_of_a_wide_resnet():
 def test_estimate_is_the_measured_size(codec):
     config = ActivationCompression(codecs=(codec,))
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 32))
-    vault, _ = open_vault(model, config)
+    store, _ = open_store(model, config)
     x = torch.randn(100, 64)
-    with vault.scope():
+    with store.scope():
         loss = model(x).sum()
-    assert vault.tally.num_held_elsewhere == 1  # the batch
-    assert vault.tally.held_bytes == sum(
+    assert store.tally.num_held_elsewhere == 1  # the batch
+    assert store.tally.held_bytes == sum(
         estimate_activation_compression(100 * width, config, row=width) for width in (128, 64)
     )
     loss.backward()
@@ -206,10 +206,10 @@ def test_lossy_gradients_are_right_on_average(name, config):
     """The mean of N gradients is off by no more than their noise over the root of N: what bias there is, is smaller."""
     num = 8
     model, loss_of = make(name)
-    vault, applied = open_vault(model, config)
+    store, applied = open_store(model, config)
     assert applied.loss_class == "approximate"
     plain = gradients(model, loss_of)
-    drawn = torch.stack([gradients(model, loss_of, vault) for _ in range(num)])
+    drawn = torch.stack([gradients(model, loss_of, store) for _ in range(num)])
     noise = (drawn - drawn.mean(0)).square().sum(1).sum().div(num - 1).sqrt()
     assert 0 < noise < 0.4 * plain.norm()
     assert (drawn.mean(0) - plain).norm() < 1.3 * noise / num**0.5
@@ -234,8 +234,8 @@ def test_gradients_of_sharp_attention_are_unbiased(attend, codec):
         return (F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape) * weights).sum()
 
     plain = gradients(model, loss_of)
-    vault, _ = open_vault(model, ActivationCompression(codecs=(codec,), min_numel=1))
-    mean = torch.stack([gradients(model, loss_of, vault) for _ in range(32)]).mean(0)
+    store, _ = open_store(model, ActivationCompression(codecs=(codec,), min_numel=1))
+    mean = torch.stack([gradients(model, loss_of, store) for _ in range(32)]).mean(0)
     assert 0 < (mean - plain).norm() < 0.03 * plain.norm()
     assert (mean @ plain / plain.square().sum() - 1).abs() < 0.01
 
@@ -270,10 +270,10 @@ def test_activations_bear_the_noise(name):
 
     plain, num = gradients(model, loss_of), 64
     for codecs in (("exact",), ("offload",)):
-        vault, _ = open_vault(model, ActivationCompression(codecs=codecs))
-        assert torch.equal(plain, gradients(model, loss_of, vault))
-    vault, _ = open_vault(model, INT4)
-    drawn = torch.stack([gradients(model, loss_of, vault) for _ in range(num)])
+        store, _ = open_store(model, ActivationCompression(codecs=codecs))
+        assert torch.equal(plain, gradients(model, loss_of, store))
+    store, _ = open_store(model, INT4)
+    drawn = torch.stack([gradients(model, loss_of, store) for _ in range(num)])
     noise = (drawn - drawn.mean(0)).square().sum(1).sum().div(num - 1).sqrt()
     assert (drawn.mean(0) - plain).norm() < 1.4 * noise / num**0.5
 
@@ -283,7 +283,7 @@ def test_the_noise_grows_by_the_step_between_codes():
     plain = gradients(model, loss_of)
     errors = []
     for codec in ("int8", "int4", "int2"):
-        vault, _ = open_vault(model, ActivationCompression(codecs=(codec,)))
-        errors.append(float((gradients(model, loss_of, vault) - plain).norm()))
+        store, _ = open_store(model, ActivationCompression(codecs=(codec,)))
+        errors.append(float((gradients(model, loss_of, store) - plain).norm()))
     assert 8 < errors[1] / errors[0] < 34  # 17 times coarser
     assert 2 < errors[2] / errors[1] < 10  # 5 times coarser

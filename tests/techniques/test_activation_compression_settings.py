@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 from lightning_memsave import ActivationCompression, apply_activation_compression
 from lightning_memsave.saved_tensors import Tally
-from lightning_memsave.techniques.activation_compression import open_vault, summarize, what_happened
+from lightning_memsave.techniques.activation_compression import open_store, summarize, what_happened
 
 
 class Block(nn.Module):
@@ -120,24 +120,24 @@ def test_copies_and_pickles_compute_with_their_own_weights(codecs):
 
 def test_modules_choose_their_codec():
     model = stack()
-    vault, _ = open_vault(model, ActivationCompression(codecs=("int8",), modules={"1": "exact", "*.down": "int4"}))
-    with vault.scope():
+    store, _ = open_store(model, ActivationCompression(codecs=("int8",), modules={"1": "exact", "*.down": "int4"}))
+    with store.scope():
         loss = model(X).sum()
-    assert vault.tally.entries["int4"] == 3  # what the three `down` keep, in block 1 as well: the innermost decides
-    assert vault.tally.entries["int8"] == 1 + 2  # inputs of norm and up in blocks 0 and 2, but for the batch
-    assert vault.tally.entries["int8 derivative"] == 2
+    assert store.tally.entries["int4"] == 3  # what the three `down` keep, in block 1 as well: the innermost decides
+    assert store.tally.entries["int8"] == 1 + 2  # inputs of norm and up in blocks 0 and 2, but for the batch
+    assert store.tally.entries["int8 derivative"] == 2
     loss.backward()
-    assert vault.within == []
+    assert store.within == []
 
 
 def test_a_module_that_raises_leaves_nothing_behind():
     model = stack()
-    vault, applied = open_vault(model, ActivationCompression(modules={"1": "int8"}))
-    with pytest.raises(RuntimeError), vault.scope():
+    store, applied = open_store(model, ActivationCompression(modules={"1": "int8"}))
+    with pytest.raises(RuntimeError), store.scope():
         model(torch.randn(4, 5))
-    with pytest.raises(RuntimeError), vault.scope():
+    with pytest.raises(RuntimeError), store.scope():
         model[1](torch.randn(4, 5))
-    assert vault.within == []
+    assert store.within == []
     applied.undo()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
@@ -145,17 +145,17 @@ def test_a_module_that_raises_leaves_nothing_behind():
 def test_a_pattern_that_matches_nothing_is_refused():
     model = stack()
     with pytest.raises(ValueError, match=r"`ActivationCompression.modules` must match modules, got 'haed'.*LayerNorm"):
-        open_vault(model, ActivationCompression(modules={"0": "exact", "haed": "exact"}))
+        open_store(model, ActivationCompression(modules={"0": "exact", "haed": "exact"}))
     assert not any(m._forward_hooks for m in model.modules())
 
 
 def test_operations_go_before_the_table():
     model = nn.Linear(32, 32)
     for operations, kind in (({}, "raw"), ({"sin": "int8"}, "int8")):
-        vault, _ = open_vault(model, ActivationCompression(codecs=("int4",), operations=operations))
-        with vault.scope():
+        store, _ = open_store(model, ActivationCompression(codecs=("int4",), operations=operations))
+        with store.scope():
             loss = torch.sin(model(X)).sum()
-        assert dict(vault.tally.entries) == {kind: 1}
+        assert dict(store.tally.entries) == {kind: 1}
         loss.backward()
 
 
@@ -163,16 +163,16 @@ def test_summary_says_what_was_kept():
     config = ActivationCompression(codecs=("exact", "int8"))
     assert summarize(config, Tally()) == "exact, int8"
     model = stack()
-    vault, _ = open_vault(model, config)
-    with vault.scope():
+    store, _ = open_store(model, config)
+    with store.scope():
         model(X).sum()
-        told = summarize(config, vault.tally)
+        told = summarize(config, store.tally)
     assert told == "exact, int8"
     loss = None
-    with vault.scope():
+    with store.scope():
         loss = model(X).sum()
-    assert summarize(config, vault.tally).startswith("exact, int8: ")
-    assert "recomputed" in summarize(config, vault.tally)
+    assert summarize(config, store.tally).startswith("exact, int8: ")
+    assert "recomputed" in summarize(config, store.tally)
     del loss
 
 
@@ -238,11 +238,11 @@ def test_a_guard_that_fires_is_told_of():
     with torch.no_grad():
         layer.bias.fill_(3000.0)
     model, config = nn.Sequential(layer, nn.LayerNorm(64), nn.Linear(64, 64)), ActivationCompression(codecs=("int4",))
-    vault, applied = open_vault(model, config)
-    with vault.scope():
+    store, applied = open_store(model, config)
+    with store.scope():
         loss = model(X).square().mean()
-    assert vault.tally.num_guarded == 1
-    found = what_happened(applied, config, vault)
+    assert store.tally.num_guarded == 1
+    found = what_happened(applied, config, store)
     assert "; 1 of 3 tensors keep more bits: a normalisation would multiply their noise" in found.summary
     assert found.loss_class == "approximate"
     loss.backward()

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from lightning_memsave import Ledger, LowPrecision, apply_low_precision
 from lightning_memsave.core.errors import NoEffectWarning
 from lightning_memsave.techniques.optimizer_state import OptimizerState, apply_optimizer_state, estimate_optimizer_state
-from lightning_memsave.techniques.optimizer_state.moment_codecs import Coded
+from lightning_memsave.techniques.optimizer_state.moment_codecs import QuantizedMoment
 from lightning_memsave.techniques.optimizer_state.quantized import MOMENTS
 
 from .optimizer_state_subjects import PLAIN, Lion, big_model, flat, run_steps, set_gradients, through_disk
@@ -41,7 +41,7 @@ def changed(name, model=None, config=ALL, **settings):
 def state_bytes(optimizer):
     steps = ("step", "mu_product", "eta")
     moments = (v for state in optimizer.state.values() for k, v in state.items() if k not in steps)
-    return sum(sum(t.nbytes for t in v) if isinstance(v, Coded) else v.nbytes for v in moments)
+    return sum(sum(t.nbytes for t in v) if isinstance(v, QuantizedMoment) else v.nbytes for v in moments)
 
 
 def assert_same(model, optimizer, other_model, other):
@@ -93,7 +93,7 @@ def test_bytes_equal_the_estimate(name):
     apply_optimizer_state(optimizer, CONFIG, model)
     run_steps(model, optimizer, range(2))
     assert state_bytes(optimizer) == estimate
-    coded = [isinstance(optimizer.state[p][MOMENTS[name][0]], Coded) for p in model.parameters()]
+    coded = [isinstance(optimizer.state[p][MOMENTS[name][0]], QuantizedMoment) for p in model.parameters()]
     assert coded == [True, False, False, False]
 
 
@@ -162,7 +162,7 @@ def test_a_checkpoint_continues_bit_for_bit(name, lowered):
     second.load_state_dict(saved[0])
     resumed = build(second)
     resumed.load_state_dict(saved[1])
-    assert any(isinstance(v, Coded) for state in resumed.state.values() for v in state.values())
+    assert any(isinstance(v, QuantizedMoment) for state in resumed.state.values() for v in state.values())
     run_steps(model, optimizer, range(4, 8))
     run_steps(second, resumed, range(4, 8))
     assert_same(model, optimizer, second, resumed)
@@ -221,7 +221,7 @@ def test_undo_and_schedulers(name):
     applied.undo()
     assert type(optimizer) is plain_class
     assert set(vars(optimizer)) - {"_opt_called"} == attributes - {"_opt_called"}
-    assert not any(isinstance(v, Coded) for state in optimizer.state.values() for v in state.values())
+    assert not any(isinstance(v, QuantizedMoment) for state in optimizer.state.values() for v in state.values())
     run_steps(model, optimizer, range(3, 5))
 
 

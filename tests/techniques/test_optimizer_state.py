@@ -23,7 +23,7 @@ from lightning_memsave.techniques.optimizer_state import (
 )
 from lightning_memsave.techniques.optimizer_state.bitsandbytes_backend import become_8bit
 from lightning_memsave.techniques.optimizer_state.conversion import load_plain_state
-from lightning_memsave.techniques.optimizer_state.optimizer_mapping import KINS, find_kin
+from lightning_memsave.techniques.optimizer_state.optimizer_mapping import OPTIMIZER_MAPPINGS, find_mapping
 from lightning_memsave.techniques.optimizer_state.state_dict_layout import move_counts
 from lightning_memsave.torch_internals.optimizer_class import SCALES_ITSELF
 from tests.contracts.spec import Spec
@@ -50,7 +50,7 @@ SPEC = Spec(config=OptimizerState(min_size=256), loss_class="changed", bit_equal
 
 
 def test_the_tests_know_every_kin():
-    assert set(PLAIN) == set(KINS)
+    assert set(PLAIN) == set(OPTIMIZER_MAPPINGS)
 
 
 # ---------------------------------------------------------------------- the same steps
@@ -251,7 +251,7 @@ def test_apply_keeps_the_object_and_undo_restores_it(name):
     assert type(optimizer) is plain_class
     assert set(vars(optimizer)) == attributes
     assert optimizer.state is state
-    assert set(optimizer.state[model[0].weight]) >= set(KINS[name].moments)
+    assert set(optimizer.state[model[0].weight]) >= set(OPTIMIZER_MAPPINGS[name].moments)
     before = flat(model)
     applied.undo()
     assert type(optimizer) is plain_class
@@ -304,10 +304,10 @@ def test_apply_in_the_middle_converts_the_state(name):
     apply_optimizer_state(ours, CONFIG, second)
     moments = to_plain(ours)["state"]
     for number, p in enumerate(model.parameters()):
-        for key in KINS[name].moments:
+        for key in OPTIMIZER_MAPPINGS[name].moments:
             exact = plain.state[p][key]
             assert (moments[number][key] - exact).norm() < 0.05 * exact.norm()
-    if KINS[name].has_step:
+    if OPTIMIZER_MAPPINGS[name].has_step:
         assert {float(s["step"]) for s in moments.values()} == {5.0}
     start = flat(model)
     expected, found = run_steps(model, plain, range(5, 10)) - start, run_steps(second, ours, range(5, 10)) - start
@@ -415,7 +415,7 @@ def test_parameters_without_a_kernel_are_refused(build):
         optimizer = build([p])
     has_kernel = isinstance(optimizer, torch.optim.AdamW)
     with nullcontext() if has_kernel else pytest.raises(ValueError, match="bfloat16 under SGD on cuda"):
-        find_kin(optimizer)
+        find_mapping(optimizer)
     assert uses_bitsandbytes(optimizer, OptimizerState()) is has_kernel
 
 
@@ -452,7 +452,7 @@ def test_paged_state_is_paged_after_it_was_moved_to_its_device(monkeypatch):
     p = nn.Parameter(torch.ones(64))
     optimizer = torch.optim.AdamW([p])
     plain = {p: {"step": torch.tensor(3.0), "exp_avg": torch.full((64,), 2.0), "exp_avg_sq": torch.ones(64)}}
-    become_8bit(optimizer, find_kin(optimizer), set(), is_paged=True)
+    become_8bit(optimizer, find_mapping(optimizer), set(), is_paged=True)
     with pages_kept([optimizer]):
         load_plain_state(optimizer, plain)  # of a checkpoint
         pages = [optimizer.state[p][name] for name in ("state1", "state2")]
@@ -483,7 +483,7 @@ def test_an_unknown_optimizer_is_refused_and_the_error_lists_the_known():
     model = big_model()
     with pytest.raises(ValueError, match="Rprop") as error:
         apply_optimizer_state(torch.optim.Rprop(model.parameters()), CONFIG, model)
-    assert all(name in str(error.value) for name in KINS)
+    assert all(name in str(error.value) for name in OPTIMIZER_MAPPINGS)
 
 
 def test_adam_with_decoupled_weight_decay_is_taken():

@@ -18,8 +18,8 @@ from lightning_memsave.techniques.optimizer_state import (
     estimate_optimizer_state,
     host_offload,
 )
-from lightning_memsave.techniques.optimizer_state.moment_codecs import CODECS, Coded, Elsewhere, Factored
-from lightning_memsave.techniques.optimizer_state.quantized import is_coded
+from lightning_memsave.techniques.optimizer_state.moment_codecs import CODECS, Elsewhere, Factored, QuantizedMoment
+from lightning_memsave.techniques.optimizer_state.quantized import is_quantized
 from lightning_memsave.techniques.optimizer_state.state_dict_layout import decoded, read
 
 from .optimizer_state_subjects import PLAIN, big_model, flat, run_steps, set_gradients, state_bytes, through_disk
@@ -313,14 +313,14 @@ def test_pickles_copies_and_undo(name, optimizer_name):
     run_steps(model, optimizer, range(3))
     for twin_model, twin in (copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))):
         assert type(twin) is type(optimizer)
-        assert is_coded(twin)
+        assert is_quantized(twin)
         twin_steps = run_steps(twin_model, twin, range(3, 5))
         again_model, again = pickle.loads(pickle.dumps((model, optimizer)))
         assert torch.equal(twin_steps, run_steps(again_model, again, range(3, 5)))
     applied.undo()
     assert type(optimizer) is type(OPTIMIZERS[optimizer_name](big_model().parameters()))
     held = [v for state in optimizer.state.values() for v in state.values()]
-    assert not any(isinstance(v, (Coded, Factored, Elsewhere)) for v in held)
+    assert not any(isinstance(v, (QuantizedMoment, Factored, Elsewhere)) for v in held)
     run_steps(model, optimizer, range(3, 5))
     assert flat(model).isfinite().all()
 
@@ -420,7 +420,7 @@ def test_what_stands_on_a_format_is_not_pulled_away():
     apply_optimizer_state(sgd, FORMATS["8bit"], model)
     with pytest.raises(ValueError, match="first and second moments"):
         apply_optimizer_state(sgd, FORMATS["factored"], model)
-    assert is_coded(sgd)
+    assert is_quantized(sgd)
 
 
 @pytest.mark.parametrize("value", [None, (0,), nn.Linear(1, 1), (nn.Linear(1, 1),), "", int])

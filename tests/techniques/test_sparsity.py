@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_memsave import Ledger, Sparsity, apply_sparsity
 from lightning_memsave.demo.model import WideResNet
-from lightning_memsave.saved_tensors import Rank, Vault
+from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore
 from lightning_memsave.techniques.sparsity import estimate_sparsity, sparse_layers
 from tests.contracts.spec import Spec
 from tests.techniques.sparsity_subjects import tiny
@@ -123,24 +123,24 @@ def test_the_dense_weight_is_not_kept():
     plain = kept_bytes(copy.deepcopy(model), x)
     apply_sparsity(model, tiny(0.9))
     assert kept_bytes(model, x) == plain == 2 * 64 * 4 + 4  # one activation, and the loss
-    with Vault(recompute=True, min_numel=1).scope():
+    with SavedTensorStore(recompute=True, min_numel=1).scope():
         loss = model(x).sum()
     loss.backward()
 
 
-@pytest.mark.parametrize("scope", ["alone", "vault"])
-def test_a_vault_changes_nothing(scope):
+@pytest.mark.parametrize("scope", ["alone", "store"])
+def test_a_store_changes_nothing(scope):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
     plain, ids = copy.deepcopy(model), torch.randint(0, 50, (4, 6))
     apply_sparsity(model, tiny())
     plain.load_state_dict(model.state_dict())
-    vault = Vault(recompute=True, min_numel=1)
-    if scope == "vault":
-        with vault.scope():
+    store = SavedTensorStore(recompute=True, min_numel=1)
+    if scope == "store":
+        with store.scope():
             loss = model(ids).square().sum()
         # Two activations; the ReLU's mask is read off its result.
-        assert vault.tally.plain_bytes >= vault.tally.held_bytes
+        assert store.tally.plain_bytes >= store.tally.held_bytes
     else:
         loss = model(ids).square().sum()
     loss.backward()
@@ -149,25 +149,25 @@ def test_a_vault_changes_nothing(scope):
         assert torch.equal(layer.values.grad, layer.layout.compact(plain.get_submodule(name).weight.grad))
 
 
-def test_weights_that_a_model_uses_by_itself_are_recipes_in_a_vault():
+def test_weights_that_a_model_uses_by_itself_are_recipes_in_a_store():
     """A model that calls functions on `layer.weight` outside of the layer's own forward."""
     layer = nn.Linear(64, 64)
     apply_sparsity(nn.Sequential(layer), tiny(0.9))
-    x, vault = torch.randn(2, 64, requires_grad=True), Vault(min_numel=1)
-    with vault.scope():
+    x, store = torch.randn(2, 64, requires_grad=True), SavedTensorStore(min_numel=1)
+    with store.scope():
         loss = F.linear(x, layer.weight).sum()
-    assert vault.tally.held_bytes == 0  # `x` is the caller's, the weight is made again
+    assert store.tally.held_bytes == 0  # `x` is the caller's, the weight is made again
     loss.backward()
     expected = torch.autograd.grad(F.linear(x, layer.layout.dense(layer.values.detach())).sum(), x)[0]
     assert torch.equal(x.grad, expected)
 
 
-def test_a_lossy_vault_keeps_weights_exact():
+def test_a_lossy_store_keeps_weights_exact():
     layer = nn.Linear(64, 64, bias=False)
     apply_sparsity(nn.Sequential(layer), tiny(0.5))
     x = torch.randn(32, 64, requires_grad=True)
     expected = torch.autograd.grad(layer(x.tanh() * 1.0).sum(), [x, layer.values])
-    with Vault(lossy=Rank.INT4, min_numel=1).scope():
+    with SavedTensorStore(lossy=Fidelity.INT4, min_numel=1).scope():
         loss = layer(x.tanh() * 1.0).sum()
     gradients = torch.autograd.grad(loss, [x, layer.values])
     assert torch.equal(gradients[0], expected[0])

@@ -16,7 +16,7 @@ from transformers import BertConfig, BertForTokenClassification, GPT2Config, GPT
 from lightning_memsave import LabelCount, MemSave, Microbatching, microbatches
 from lightning_memsave.core.errors import MicrobatchWarning, NotLosslessWarning
 from lightning_memsave.techniques.microbatching import active_microbatching
-from lightning_memsave.techniques.microbatching.reduction import Rule
+from lightning_memsave.techniques.microbatching.reduction import ReductionRule
 
 TINY = {"vocab_size": 30, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
 DROPLESS = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
@@ -104,7 +104,7 @@ def test_the_wrong_weights_are_noticed():
 
 def test_a_batch_without_labels_weighs_its_parts_alike():
     parts = [({"labels": torch.full((2, 3), -100)}, 2.0)] * 2
-    assert Rule("mean", LabelCount()).weights(parts) == [0.5, 0.5]
+    assert ReductionRule("mean", LabelCount()).weights(parts) == [0.5, 0.5]
 
 
 class Masked(L.LightningModule):

@@ -44,7 +44,7 @@ SETTINGS = {
 def parts():
     """The table, without importing the package whose names are to go."""
     root = Path(importlib.util.find_spec("lightning_memsave").origin).parent
-    code = (root / "core" / "private_names.py").read_text()
+    code = (root / "torch_internals" / "private_names.py").read_text()
     names = {"PARTS": None}
     head = code[: code.index("class Gone")].replace("from lightning_memsave", "#")
     exec(compile(head, "private_names", "exec"), names)

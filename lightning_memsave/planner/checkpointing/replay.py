@@ -123,7 +123,7 @@ class Replay:
     def _dropped(self, made: Sequence[int], run: Sequence[CallRecord]) -> list[int]:
         """Of what a region makes, that which backward waits for and nobody else reads.
 
-        What no member returns cannot be seen outside (a vault may look at it later than the region's end).
+        What no member returns cannot be seen outside (a store may look at it later than the region's end).
         """
         returned = {number for call in run for number in call.outputs}
         ends = run[-1].last_event

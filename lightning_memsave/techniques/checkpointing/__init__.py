@@ -38,7 +38,7 @@ from lightning_memsave.saved_tensors.offload import Offloader
 from lightning_memsave.saved_tensors.region_call import ChangesAttributeError, EditsInputError
 from lightning_memsave.saved_tensors.region_inputs import keeping_inputs_in
 from lightning_memsave.saved_tensors.region_members import Group, Member, Membership
-from lightning_memsave.saved_tensors.store import Vault
+from lightning_memsave.saved_tensors.store import SavedTensorStore
 from lightning_memsave.techniques.checkpointing.region_selection import Region, repeated_blocks, select_regions
 from lightning_memsave.torch_internals.autograd_graph import is_inside_transform
 from lightning_memsave.torch_internals.private_names import require
@@ -229,20 +229,20 @@ def _refusal(module: nn.Module, what: str, where: str) -> ValueError:
 
 
 # ---------------------------------------------------------------------------------------------------- offload
-def input_vault() -> Vault:
-    """A vault that moves the inputs of regions out of the device's memory."""
-    return Vault(offloader=Offloader())
+def input_store() -> SavedTensorStore:
+    """A store that moves the inputs of regions out of the device's memory."""
+    return SavedTensorStore(offloader=Offloader())
 
 
 class _OffloadedInputs:
-    """Opens a vault for the inputs of regions around each forward pass of a model, unless one is open already."""
+    """Opens a store for the inputs of regions around each forward pass of a model, unless one is open already."""
 
     def __init__(self) -> None:
-        self._vault = input_vault()
+        self._store = input_store()
         self._scopes: list[contextlib.AbstractContextManager[None]] = []
 
     def enter(self, *_: object) -> None:
-        self._scopes.append(keeping_inputs_in(self._vault))
+        self._scopes.append(keeping_inputs_in(self._store))
         self._scopes[-1].__enter__()
 
     def leave(self, *_: object) -> None:

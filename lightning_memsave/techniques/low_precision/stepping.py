@@ -36,7 +36,7 @@ _LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(kw_only=True)
-class _Memory(Counts):
+class _LowPrecisionState(Counts):
     plain_class: type[torch.optim.Optimizer]
     weights: Weights
 
@@ -60,7 +60,7 @@ def step_in_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> None:
         )
     plain_class: Any = type(optimizer)
     change_class(optimizer, _in_float32(plain_class))
-    vars(optimizer)[_MEMORY] = _Memory(plain_class=plain_class, weights=weights)
+    vars(optimizer)[_MEMORY] = _LowPrecisionState(plain_class=plain_class, weights=weights)
     for p in weights:
         state = optimizer.state.get(p, {})  # Adagrad's is made with the optimizer, in the dtype of its parameter
         state.update({k: v.float() for k, v in state.items() if isinstance(v, Tensor) and v.dtype == torch.bfloat16})
@@ -73,7 +73,7 @@ def step_plainly(optimizer: torch.optim.Optimizer) -> None:
         RuntimeError: the optimizer was changed again since.
     """
     check_latest(optimizer, _MEMORY)
-    memory: _Memory = vars(optimizer).pop(_MEMORY)
+    memory: _LowPrecisionState = vars(optimizer).pop(_MEMORY)
     for state in optimizer.state.values():
         _lengthen(state)
     change_class(optimizer, memory.plain_class)
@@ -85,7 +85,7 @@ def _in_float32(plain: Any) -> Any:
         made_by, made_from, memory_name = _in_float32, plain, _MEMORY
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            memory: _Memory = vars(self)[_MEMORY]
+            memory: _LowPrecisionState = vars(self)[_MEMORY]
             one = functools.partial(_step_in_float32, bare_step(memory.plain_class), self, memory)
             return step_each(self, closure, one, lambda: _unscale(memory.weights, self.param_groups))
 
@@ -98,7 +98,7 @@ def _in_float32(plain: Any) -> Any:
             return with_counter(self, super().state_dict())
 
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-            memory: _Memory = vars(self)[_MEMORY]
+            memory: _LowPrecisionState = vars(self)[_MEMORY]
             with _seemingly_float32(self, memory.weights):
                 super().load_state_dict(state_dict)
             for p, state in self.state.items():
@@ -115,7 +115,7 @@ def _in_float32(plain: Any) -> Any:
 
 
 def _step_in_float32(
-    step: Callable[[Any], Any], optimizer: Any, memory: _Memory, group: dict[str, Any], p: Tensor
+    step: Callable[[Any], Any], optimizer: Any, memory: _LowPrecisionState, group: dict[str, Any], p: Tensor
 ) -> None:
     if original(p) not in memory.weights:
         if p.dtype != torch.float16:
@@ -153,7 +153,7 @@ def _unscale(weights: Weights, groups: list[dict[str, Any]]) -> bool:
 
 # SGD's momentum is of the size of gradients, and as short as they are. Squares of them would leave float16's range.
 # Rounded stochastically: to the nearest, a small one would never decay. What float16 has already stays as it is.
-def _shorten(state: dict[str, Any], memory: _Memory, p: Tensor) -> None:
+def _shorten(state: dict[str, Any], memory: _LowPrecisionState, p: Tensor) -> None:
     momentum = state.get("momentum_buffer")
     if memory.weights.scaling is not None and memory.plain_class is torch.optim.SGD and momentum is not None:
         within = momentum.clamp(-_LARGEST, _LARGEST)
@@ -186,7 +186,7 @@ def _seemingly_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> It
 
 def with_counter(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict of `optimizer` with the number of its steps, from which the noise is made; torch ignores the key."""
-    memory: _Memory | None = vars(optimizer).get(_MEMORY)
+    memory: _LowPrecisionState | None = vars(optimizer).get(_MEMORY)
     if memory is None:
         return state_dict
     side: dict[str, Any] = {"version": 1, "num_steps": memory.num_steps}
@@ -197,7 +197,7 @@ def with_counter(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 
 def load_counter(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Go on with the noise where the run that wrote `state_dict` stopped."""
-    memory: _Memory | None = vars(optimizer).get(_MEMORY)
+    memory: _LowPrecisionState | None = vars(optimizer).get(_MEMORY)
     if memory is not None and SIDE_KEY in state_dict:
         memory.num_steps = state_dict[SIDE_KEY]["num_steps"]
         if memory.weights.scaling is not None:

@@ -29,7 +29,7 @@ from torch import nn
 from lightning_memsave.core.errors import check_unused, setting_error
 from lightning_memsave.core.units import parse_bytes
 from lightning_memsave.techniques.microbatching.batchnorm import PooledBatchNorms, pooled_batchnorm
-from lightning_memsave.techniques.microbatching.reduction import LabelCount, Rule, infer_reduction
+from lightning_memsave.techniques.microbatching.reduction import LabelCount, ReductionRule, infer_reduction
 from lightning_memsave.techniques.microbatching.split import (
     UnsplittableBatchError,
     batch_size,
@@ -308,7 +308,7 @@ def microbatches(batch: Any, size: int | None = None) -> Iterator[tuple[Any, flo
         refuse_list_of_alike(batch)
     parts = config.parts(batch)
     on_use(len(parts))
-    rule = Rule("sum" if config.reduction == "sum" else "mean", config.weight_fn)
+    rule = ReductionRule("sum" if config.reduction == "sum" else "mean", config.weight_fn)
     for (part, _), weight in zip(parts, rule.weights(parts), strict=True):
         if weight:
             yield part, weight

@@ -62,14 +62,14 @@ class LabelCount:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ReductionRule:
     """How the losses of microbatches add up to the loss of their batch.
 
     Args:
         reduction: whether they average to it or add up.
         weight_fn: the weight of a microbatch in a mean; `None`: its number of samples.
 
-    >>> str(Rule("mean")), str(Rule("mean", LabelCount(shifted=True)))
+    >>> str(ReductionRule("mean")), str(ReductionRule("mean", LabelCount(shifted=True)))
     ('mean over samples', 'mean over `LabelCount(shifted=True)`')
     """
 
@@ -101,7 +101,7 @@ class Rule:
 _OF_LABELS = (torch.int64, torch.int32, torch.bool)
 
 
-def rules_for(batch: Any, ignored: Iterable[int] = ()) -> list[Rule]:
+def rules_for(batch: Any, ignored: Iterable[int] = ()) -> list[ReductionRule]:
     """The rules that a batch allows: means over samples, labels or unmasked tokens, and a sum.
 
     Args:
@@ -123,7 +123,7 @@ def rules_for(batch: Any, ignored: Iterable[int] = ()) -> list[Rule]:
         shifts = (False, True) if value.dim() > 1 else (False,)
         counts += [LabelCount(key=key, ignore_index=v, shifted=shifted) for v in values for shifted in shifts]
     counts.sort(key=lambda count: count.ignore_index == 0)  # labels before masks
-    return [Rule("mean"), Rule("sum"), *(Rule("mean", count) for count in counts)]
+    return [ReductionRule("mean"), ReductionRule("sum"), *(ReductionRule("mean", count) for count in counts)]
 
 
 def _entries(batch: Any) -> Iterable[tuple[str | int, Any]]:
@@ -188,7 +188,9 @@ class Losses:
         rounding = _COARSE * self._size if self.tolerance is None else self._rounding
         return abs(self.whole - sum(self.parts)) <= rounding
 
-    def best(self, rules: Sequence[Rule], shares: Callable[[Rule], Sequence[float]]) -> list[Rule]:
+    def best(
+        self, rules: Sequence[ReductionRule], shares: Callable[[ReductionRule], Sequence[float]]
+    ) -> list[ReductionRule]:
         """The means that fit. Of 16-bit losses those that fit best: others may be as far off as rounding is allowed."""
         off = {rule: self.off_mean(shares(rule)) for rule in rules if rule.reduction == "mean"}
         fitting = {rule: distance for rule, distance in off.items() if distance <= self._rounding}

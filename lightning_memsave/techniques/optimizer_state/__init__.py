@@ -53,15 +53,15 @@ from lightning_memsave.techniques.optimizer_state.gradient_release import (
 )
 from lightning_memsave.techniques.optimizer_state.moment_codecs import codec_of
 from lightning_memsave.techniques.optimizer_state.optimizer_accumulation import check_into_state
-from lightning_memsave.techniques.optimizer_state.optimizer_mapping import check_paged, find_kin, is_8bit
+from lightning_memsave.techniques.optimizer_state.optimizer_mapping import check_paged, find_mapping, is_8bit
 from lightning_memsave.techniques.optimizer_state.paged import pages_kept
 from lightning_memsave.techniques.optimizer_state.param_filter import parameters_kept_32bit
 from lightning_memsave.techniques.optimizer_state.quantized import (
-    become_coded,
-    check_coded,
-    leave_coded,
+    check_quantizable,
+    dequantize_state,
     memory_of,
     moments_of,
+    quantize_state,
 )
 from lightning_memsave.techniques.optimizer_state.reapply import (
     as_plain,
@@ -146,7 +146,7 @@ def uses_bitsandbytes(optimizer: torch.optim.Optimizer, config: OptimizerState) 
     if not on_cuda or find_spec("bitsandbytes") is None:
         return False
     try:
-        find_kin(optimizer)
+        find_mapping(optimizer)
     except ValueError:
         return False
     return True
@@ -227,7 +227,7 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
         backend, is_paged = "bitsandbytes", config.format == "paged"
         become_8bit(
             optimizer,
-            find_kin(optimizer),
+            find_mapping(optimizer),
             kept,
             min_size=config.min_size,
             is_paged=is_paged,
@@ -235,8 +235,10 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
         )
         keeps, restore = "paged state" if is_paged else _NAMES[config.format], become_plain
     else:
-        backend, keeps, restore = "own codes", _NAMES[config.format], leave_coded
-        become_coded(optimizer, config.format, kept, min_size=config.min_size, rank=config.rank, is_compact=is_compact)
+        backend, keeps, restore = "own codes", _NAMES[config.format], dequantize_state
+        quantize_state(
+            optimizer, config.format, kept, min_size=config.min_size, rank=config.rank, is_compact=is_compact
+        )
     num_changed = sum(_is_changed(p, config, kept) for p in parameters)
     made = memory(optimizer)
 
@@ -316,9 +318,9 @@ def _check_format(optimizer: torch.optim.Optimizer, config: OptimizerState) -> N
     if config.format == "paged":
         check_paged(optimizer)
     elif uses_bitsandbytes(optimizer, config):
-        find_kin(optimizer)
+        find_mapping(optimizer)
     else:
-        check_coded(optimizer, config.format)
+        check_quantizable(optimizer, config.format)
 
 
 def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> int:
@@ -328,7 +330,7 @@ def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: Optimizer
     of_bitsandbytes = uses_bitsandbytes(optimizer, config)
     total, any_code = 0, False
     for group in optimizer.param_groups:
-        moments = find_kin(optimizer).moments if of_bitsandbytes else moments_of(optimizer, group)
+        moments = find_mapping(optimizer).moments if of_bitsandbytes else moments_of(optimizer, group)
         for p in group["params"]:
             if not p.requires_grad and not optimizer.state.get(p):
                 continue

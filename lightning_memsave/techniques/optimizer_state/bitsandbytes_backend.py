@@ -11,7 +11,12 @@ from torch import Tensor
 
 from lightning_memsave.techniques.optimizer_state.conversion import from_plain, load_plain_state, plain_state, to_plain
 from lightning_memsave.techniques.optimizer_state.lamb import lamb_config, lamb_step
-from lightning_memsave.techniques.optimizer_state.optimizer_mapping import MEMORY, Kin, Memory, memory_of
+from lightning_memsave.techniques.optimizer_state.optimizer_mapping import (
+    MEMORY,
+    BitsandbytesState,
+    OptimizerMapping,
+    memory_of,
+)
 from lightning_memsave.techniques.optimizer_state.state_dict_layout import move_counts
 from lightning_memsave.torch_internals.optimizer_class import (
     IN_BACKWARD,
@@ -41,7 +46,7 @@ def _class_8bit(names: tuple[str, str]) -> Any:
         is_kept = original(p) in memory.kept or original(p).numel() < memory.min_size
         weight_decay, lr = float(group["weight_decay"]), float(group["lr"])
         return {
-            "betas": memory.kin.betas(group),
+            "betas": memory.mapping.betas(group),
             "eps": float(group.get("eps", 0.0)),
             "weight_decay": weight_decay,
             "lr": lr,
@@ -86,7 +91,7 @@ def _class_8bit(names: tuple[str, str]) -> Any:
 
 def become_8bit(
     optimizer: torch.optim.Optimizer,
-    kin: Kin,
+    mapping: OptimizerMapping,
     kept: set[Tensor],
     *,
     min_size: int = 0,
@@ -94,18 +99,18 @@ def become_8bit(
     is_compact: bool = False,
 ) -> None:
     """Change the class of `optimizer`, so that every reference to it (schedulers, the trainer) stays good."""
-    class_name = kin.paged_name if is_paged else kin.class_name
+    class_name = mapping.paged_name if is_paged else mapping.class_name
     assert class_name is not None, "checked by `check_paged`"
-    kin_class = _class_8bit((class_name, type(optimizer).__name__))
+    mapped_class = _class_8bit((class_name, type(optimizer).__name__))
     placeholder = torch.nn.Parameter(torch.zeros(1))
-    arguments = {"momentum": 0.9} if kin.class_name == "SGD8bit" else {}
-    donor = kin_class([placeholder], lr=1e-3, **arguments)
-    if kin.class_name == "LAMB8bit":  # for which CUDA has no kernel of 8 bits; what `lamb_step` takes is Adam's
+    arguments = {"momentum": 0.9} if mapping.class_name == "SGD8bit" else {}
+    donor = mapped_class([placeholder], lr=1e-3, **arguments)
+    if mapping.class_name == "LAMB8bit":  # for which CUDA has no kernel of 8 bits; what `lamb_step` takes is Adam's
         donor.optimizer_name = "adam"
     scales_itself = vars(optimizer).pop(SCALES_ITSELF, None)
     plain_attributes = frozenset(vars(optimizer))
     plain_state = dict(optimizer.state)
-    memory = Memory(
+    memory = BitsandbytesState(
         plain_class=type(optimizer),
         plain_attributes=plain_attributes,
         kept=kept,
@@ -114,7 +119,7 @@ def become_8bit(
         is_compact=is_compact,
         min_size=min_size,
     )
-    change_class(optimizer, kin_class)
+    change_class(optimizer, mapped_class)
     vars(optimizer).update({k: v for k, v in vars(donor).items() if k not in plain_attributes})
     vars(optimizer)[MEMORY] = memory
     load_plain_state(optimizer, plain_state)

@@ -14,18 +14,18 @@ from torch import Tensor
 
 from lightning_memsave.numerics.blockwise import dequantize_blockwise, quantize_blockwise
 from lightning_memsave.techniques.optimizer_state import state_checks, state_dict_layout
-from lightning_memsave.techniques.optimizer_state.optimizer_mapping import Kin, memory_of
+from lightning_memsave.techniques.optimizer_state.optimizer_mapping import OptimizerMapping, memory_of
 from lightning_memsave.techniques.optimizer_state.paged import note_pages
 
 SIDE_KEY = "memsave_8bit"
 _VERSION = 1
 
 
-def _plain_moments(state: Mapping[str, Any], kin: Kin, is_compact: bool = False) -> dict[str, Any]:
+def _plain_moments(state: Mapping[str, Any], mapping: OptimizerMapping, is_compact: bool = False) -> dict[str, Any]:
     plain: dict[str, Any] = {}
-    if kin.has_step:
+    if mapping.has_step:
         plain["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)
-    for number, name in enumerate(kin.moments, start=1):
+    for number, name in enumerate(mapping.moments, start=1):
         moment = state[f"state{number}"]
         if moment.dtype == torch.uint8:
             code_map, absmax = state[f"qmap{number}"], state[f"absmax{number}"]
@@ -39,8 +39,8 @@ def _plain_moments(state: Mapping[str, Any], kin: Kin, is_compact: bool = False)
 
 def plain_state(optimizer: torch.optim.Optimizer, is_compact: bool = False) -> dict[Any, dict[str, Any]]:
     """The state of an 8-bit optimizer as its plain self would hold it, by parameter."""
-    kin = memory_of(optimizer).kin
-    return {p: _plain_moments(state, kin, is_compact) for p, state in optimizer.state.items()}
+    mapping = memory_of(optimizer).mapping
+    return {p: _plain_moments(state, mapping, is_compact) for p, state in optimizer.state.items()}
 
 
 def load_plain_state(
@@ -56,14 +56,16 @@ def load_plain_state(
             if not state.get(p):
                 continue
             optimizer.init_state(group, p, gindex, pindex)  # type: ignore[attr-defined]  # a bitsandbytes optimizer
-            _fill(optimizer.state[p], state[p], memory.kin, (absmax or {}).get(p, {}))
+            _fill(optimizer.state[p], state[p], memory.mapping, (absmax or {}).get(p, {}))
     note_pages(optimizer)
 
 
-def _fill(target: dict[str, Any], plain: Mapping[str, Any], kin: Kin, absmax: Mapping[str, Tensor]) -> None:
+def _fill(
+    target: dict[str, Any], plain: Mapping[str, Any], mapping: OptimizerMapping, absmax: Mapping[str, Tensor]
+) -> None:
     # bitsandbytes starts its momentum at step 1; a loaded one has taken at least one step.
     target["step"] = int(plain.get("step", 1))
-    for number, name in enumerate(kin.moments, start=1):
+    for number, name in enumerate(mapping.moments, start=1):
         moment, stored = plain.get(name), target[f"state{number}"]
         if moment is None:
             continue
@@ -103,7 +105,7 @@ def to_plain(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     absmax = {
         numbers[p]: {
             name: state[f"absmax{number}"]
-            for number, name in enumerate(memory.kin.moments, start=1)
+            for number, name in enumerate(memory.mapping.moments, start=1)
             if f"absmax{number}" in state
         }
         for p, state in optimizer.state.items()
@@ -122,7 +124,7 @@ def from_plain(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) 
         ValueError: parameter groups differ, or the state is of another optimizer or of a newer version.
     """
     memory = memory_of(optimizer)
-    state_checks.check_state_dict(optimizer, state_dict, lambda group: memory.kin.moments)
+    state_checks.check_state_dict(optimizer, state_dict, lambda group: memory.mapping.moments)
     side = state_dict.get(SIDE_KEY, {"version": _VERSION, "absmax": {}})
     by_number = state_checks.numbered(optimizer, state_dict)
     state_checks.check_scales(SIDE_KEY, side, _VERSION, by_number)

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.saved_tensors.checkpoint_regions import before_change, expect_changes, expect_no_changes
 from lightning_memsave.techniques.optimizer_state import optimizer_accumulation
-from lightning_memsave.techniques.optimizer_state.quantized import is_coded, memory_of
+from lightning_memsave.techniques.optimizer_state.quantized import is_quantized, memory_of
 from lightning_memsave.torch_internals.optimizer_class import IN_BACKWARD, PENDING, bare_step, step_one
 
 
@@ -140,7 +140,7 @@ class GradientRelease(InBackward):
 
 
 class GradientsIntoState(InBackward):
-    """Adds gradients to the moments of optimizers that `become_coded` has changed.
+    """Adds gradients to the moments of optimizers that `quantize_state` has changed.
 
     Raises:
         ValueError: an optimizer whose step needs the gradient itself.
@@ -160,5 +160,5 @@ class GradientsIntoState(InBackward):
         """Backward only computes gradients again."""
         super().remove()
         for optimizer in filter(None, (reference() for reference in self._optimizers)):
-            if is_coded(optimizer):
+            if is_quantized(optimizer):
                 memory_of(optimizer).takes_gradients = False

@@ -20,7 +20,7 @@ element goes from step to step by the golden ratio, so that it is spread evenly,
 the error after 200 steps of fixed gradients falls by a fifth to a third. Each rounding is right on average over the
 elements, but no longer independent of the last: a moment that follows slowly is off by a part of a code's distance.
 
-Sources: Dettmers et al., 2021 (https://arxiv.org/abs/2110.02861) for blocks; Li, Chen, Zhu, "Memory Efficient
+Sources: Dettmers et al., 2021 (https://arxiv.org/abs/2110.02861) for blocks; Li, Chen, Zhu, "QuantizedState Efficient
 Optimizers with 4-bit States", 2023 (https://arxiv.org/abs/2309.01507) for leaving out zero, and for 4 bits beside means
 ("4-bit Factor"); Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (https://arxiv.org/abs/2209.05433);
 Shazeer, Stern, "Adafactor", 2018 (https://arxiv.org/abs/1804.04235) for the means, of which the second moment is their
@@ -50,28 +50,28 @@ SIGNED = ("exp_avg", "momentum_buffer")
 POSITIVE = ("exp_avg_sq", "square_avg", "sum")
 
 
-class Coded(NamedTuple):
+class QuantizedMoment(NamedTuple):
     """A moment as codes."""
 
     codes: Tensor
     absmax: Tensor
 
-    def part(self, span: slice, num_elements: int) -> Coded:
+    def part(self, span: slice, num_elements: int) -> QuantizedMoment:
         """A view of the codes of the elements `span` of all, which are whole blocks."""
         bits = self.codes.numel() * 8 // num_elements
-        return Coded(
+        return QuantizedMoment(
             self.codes[span.start * bits // 8 : -(-span.stop * bits // 8)],
             self.absmax[span.start // BLOCK_SIZE : num_blocks(span.stop)],
         )
 
-    def made_for(self, num_elements: int) -> Coded:
+    def made_for(self, num_elements: int) -> QuantizedMoment:
         """As these, which are of whole blocks, for more elements and not filled yet."""
         bits = self.codes.numel() * 8 // (self.absmax.numel() * BLOCK_SIZE)
-        return Coded(
+        return QuantizedMoment(
             self.codes.new_empty(-(-num_elements * bits // 8)), self.absmax.new_empty(num_blocks(num_elements))
         )
 
-    def joined(self, part: Coded, span: slice, num_elements: int) -> Coded:
+    def joined(self, part: QuantizedMoment, span: slice, num_elements: int) -> QuantizedMoment:
         """With the codes of `part` where `span` is."""
         for value, place in zip(part, self.part(span, num_elements), strict=True):
             put(value, place)
@@ -105,10 +105,10 @@ class Factored(NamedTuple):
         return slice(span.start // len(self.columns), span.stop // len(self.columns))
 
 
-Stored = Tensor | Coded | Factored | Elsewhere
+Stored = Tensor | QuantizedMoment | Factored | Elsewhere
 
 
-class Noise(NamedTuple):
+class RoundingNoise(NamedTuple):
     """Of stochastic rounding: see `quantize_stochastically`."""
 
     seed: int
@@ -118,7 +118,7 @@ class Noise(NamedTuple):
 class Codec(Protocol):
     """How one moment is kept between steps."""
 
-    def encode(self, value: Tensor, noise: Noise | None) -> Stored:
+    def encode(self, value: Tensor, noise: RoundingNoise | None) -> Stored:
         """Keep `value`; rounded stochastically with `noise`, or to the nearest, which finds codes again exactly."""
 
     def decode(self, stored: Any, shape: torch.Size) -> Tensor:
@@ -132,21 +132,21 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class BlockMap:
     """Codes of a map."""
 
     code_map: Tensor
     bits: int
 
-    def encode(self, value: Tensor, noise: Noise | None) -> Coded:
+    def encode(self, value: Tensor, noise: RoundingNoise | None) -> QuantizedMoment:
         """Codes and scales."""
         flat, code_map = value.detach().reshape(-1), self._map(value.device)
         if noise is not None:
-            return Coded(*quantize_to_map(flat, code_map, self.bits, *noise))
+            return QuantizedMoment(*quantize_to_map(flat, code_map, self.bits, *noise))
         codes, absmax = quantize_blockwise(flat, code_map)
-        return Coded(pack(codes, self.bits), absmax)
+        return QuantizedMoment(pack(codes, self.bits), absmax)
 
-    def decode(self, stored: Coded, shape: torch.Size) -> Tensor:
+    def decode(self, stored: QuantizedMoment, shape: torch.Size) -> Tensor:
         """`map[code]` times the scale of its block."""
         code_map = self._map(stored.codes.device)
         return dequantize_from_map(stored.codes, code_map, stored.absmax, self.bits, math.prod(shape)).view(shape)
@@ -203,7 +203,7 @@ class Means:
 
     otherwise: Codec
 
-    def encode(self, value: Tensor, noise: Noise | None) -> Stored:
+    def encode(self, value: Tensor, noise: RoundingNoise | None) -> Stored:
         """The means."""
         if value.dim() < 2:
             return self.otherwise.encode(value, noise)
@@ -231,7 +231,7 @@ class Means:
 class Away:
     """In host memory; exact."""
 
-    def encode(self, value: Tensor, noise: Noise | None) -> Elsewhere:
+    def encode(self, value: Tensor, noise: RoundingNoise | None) -> Elsewhere:
         """A copy elsewhere."""
         return Elsewhere(value.detach())
 
@@ -264,13 +264,13 @@ def _powers(num: int, exponent: float) -> Tensor:
     return (torch.arange(1, num + 1) / num) ** exponent
 
 
-_IN_4BIT = Blocks(_both_signs(_powers(7, 2)), 4), Blocks(_powers(16, 2), 4)
-_IN_5BIT = Blocks(_both_signs(_powers(15, 2)), 5), Blocks(_powers(32, 2), 5)
-_IN_8BIT = Blocks(_both_signs(_powers(127, 2.5)), 8), Blocks(_powers(256, 5), 8)
+_IN_4BIT = BlockMap(_both_signs(_powers(7, 2)), 4), BlockMap(_powers(16, 2), 4)
+_IN_5BIT = BlockMap(_both_signs(_powers(15, 2)), 5), BlockMap(_powers(32, 2), 5)
+_IN_8BIT = BlockMap(_both_signs(_powers(127, 2.5)), 8), BlockMap(_powers(256, 5), 8)
 CODECS: Mapping[str, tuple[Codec, Codec]] = {
     "4bit": _IN_4BIT,
     "8bit": _IN_8BIT,
-    "fp8": (Blocks(_both_signs(_float_map(4, 3, 448.0)), 8), Blocks(_powers(256, 8), 8)),
+    "fp8": (BlockMap(_both_signs(_float_map(4, 3, 448.0)), 8), BlockMap(_powers(256, 8), 8)),
     "factored": (_IN_8BIT[0], Means(_IN_8BIT[1])),
     "4bit-factored": (_IN_4BIT[0], Means(_IN_4BIT[1])),
     "5bit-factored": (_IN_5BIT[0], Means(_IN_5BIT[1])),
@@ -313,30 +313,30 @@ def unit_of(state_format: str, shape: torch.Size) -> int:
 
 def decode(state_format: str, moment: str, stored: Any, shape: torch.Size) -> Any:
     """What `encode` kept, as a tensor; anything else as it is."""
-    if isinstance(stored, (Coded, Factored, Elsewhere)):
+    if isinstance(stored, (QuantizedMoment, Factored, Elsewhere)):
         codec = codec_of(state_format, moment)
         assert codec is not None
         return codec.decode(stored, shape)
     return stored
 
 
-def encode(state_format: str, moment: str, value: Any, shape: torch.Size, noise: Noise | None) -> Any:
+def encode(state_format: str, moment: str, value: Any, shape: torch.Size, noise: RoundingNoise | None) -> Any:
     """Keep a moment of a parameter of `shape`; anything else stays as it is."""
     codec = codec_of(state_format, moment)
     if codec is None or not isinstance(value, Tensor) or value.shape != shape:
         return value
     if noise is None:
         return codec.encode(value, None)
-    return codec.encode(value, Noise(mix(noise.seed ^ (*SIGNED, *POSITIVE).index(moment)), noise.shift))
+    return codec.encode(value, RoundingNoise(mix(noise.seed ^ (*SIGNED, *POSITIVE).index(moment)), noise.shift))
 
 
-def put_back(state_format: str, before: Any, moment: str, value: Any, shape: torch.Size, noise: Noise) -> Any:
+def put_back(state_format: str, before: Any, moment: str, value: Any, shape: torch.Size, noise: RoundingNoise) -> Any:
     """Encode what `before` was decoded to and has changed since; it goes where it was, in the same memory."""
     if isinstance(before, Elsewhere) and isinstance(value, Tensor):
         before.put(value)
         return before
     found = encode(state_format, moment, value, shape, noise)
-    if not isinstance(found, (Coded, Factored)) or type(before) is not type(found):
+    if not isinstance(found, (QuantizedMoment, Factored)) or type(before) is not type(found):
         return found
     if any((old.shape, old.device) != (new.shape, new.device) for old, new in zip(before, found, strict=True)):
         return found  # sparse weights, or the parameter, have moved

@@ -23,11 +23,11 @@ then only moves the parameters. What that changes, with microbatch gradients g_1
 
 Low-bit moments are rounded once per microbatch (and second ones once more) instead of once per step, stochastically.
 
-Sources: Zhang et al., "Adam Accumulation to Reduce Memory Footprints of both Activations and Gradients for Large-scale
-DNN Training", 2023 (https://arxiv.org/abs/2305.19982) for moments instead of gradients; Alon, Matias, Szegedy, "The
-Space Complexity of Approximating the Frequency Moments", 1996 (https://doi.org/10.1145/237814.237823) for the signs;
-Deming, Stephan, 1940 (https://doi.org/10.1214/aoms/1177731829) for the fitting. Ours: signs for the second moment of a
-gradient that nobody has; low-bit moments; SGD.
+Sources: Zhang et al., "Adam Accumulation to Reduce QuantizedState Footprints of both Activations and Gradients for
+Large-scale DNN Training", 2023 (https://arxiv.org/abs/2305.19982) for moments instead of gradients; Alon, Matias,
+Szegedy, "The Space Complexity of Approximating the Frequency Moments", 1996 (https://doi.org/10.1145/237814.237823) for
+the signs; Deming, Stephan, 1940 (https://doi.org/10.1214/aoms/1177731829) for the fitting. Ours: signs for the second
+moment of a gradient that nobody has; low-bit moments; SGD.
 """
 
 from __future__ import annotations
@@ -43,7 +43,13 @@ from torch.utils._pytree import tree_map_only
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.numerics.blockwise import BLOCK_SIZE, num_blocks
 from lightning_memsave.numerics.kbit import mix, random_bits
-from lightning_memsave.techniques.optimizer_state.moment_codecs import Factored, Noise, bound_step, decode, put_back
+from lightning_memsave.techniques.optimizer_state.moment_codecs import (
+    Factored,
+    RoundingNoise,
+    bound_step,
+    decode,
+    put_back,
+)
 from lightning_memsave.torch_internals.optimizer_class import PENDING, in_parts, original, put, span_of
 
 _MOMENTS = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq")}
@@ -81,12 +87,12 @@ def on_device(saved: Sequence[Any], p: Tensor) -> Pending:
     return Pending(factor, num_parts, tree_map_only(Tensor, lambda t: t.to(p.device, copy=True), found))
 
 
-class _Memory(Protocol):
+class _AccumulationState(Protocol):
     plain_class: type[torch.optim.Optimizer]
 
     def format_of(self, p: Tensor) -> str: ...
 
-    def noise_of(self, p: Tensor, draw: int = 0) -> Noise: ...
+    def noise_of(self, p: Tensor, draw: int = 0) -> RoundingNoise: ...
 
 
 def check_into_state(optimizer: torch.optim.Optimizer, name: str) -> None:
@@ -128,7 +134,7 @@ def check_into_state(optimizer: torch.optim.Optimizer, name: str) -> None:
             )
 
 
-def add(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor) -> None:
+def add(optimizer: Any, memory: _AccumulationState, group: Mapping[str, Any], p: Tensor) -> None:
     """Put the gradient of `p` into its moments."""
     assert p.grad is not None
     pending: dict[Tensor, Pending] = vars(optimizer)[PENDING]
@@ -142,7 +148,7 @@ def add(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor) ->
     pending[p] = now
 
 
-def _add(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, now: Pending) -> None:
+def _add(optimizer: Any, memory: _AccumulationState, group: Mapping[str, Any], p: Tensor, now: Pending) -> None:
     """For `p`, or for what stands in for it."""
     assert p.grad is not None
     dtype, is_first = torch.promote_types(p.dtype, torch.float32), now.num_parts == 1
@@ -185,7 +191,7 @@ def _add_to_moments(
     group: Mapping[str, Any],
     p: Tensor,
     now: Pending,
-    memory: _Memory,
+    memory: _AccumulationState,
     state: Mapping[str, Any],
 ) -> None:
     """Leaves of `moments` what has changed, or was not there."""
@@ -229,7 +235,7 @@ def _is_matrix(p: Tensor) -> bool:
     return is_wide and math.lcm(BLOCK_SIZE, length) <= _LARGEST_UNIT
 
 
-def _has_sum(p: Tensor, memory: _Memory) -> bool:
+def _has_sum(p: Tensor, memory: _AccumulationState) -> bool:
     """Not beside coarser first moments: what these are off by would be divided by roots of far smaller squares."""
     is_fine = not memory.format_of(p).startswith(("4bit", "5bit"))
     return is_fine and p.numel() <= _LARGEST_SUM and not _is_matrix(p)
@@ -262,7 +268,7 @@ def _sides(matrix: Tensor, p: Tensor) -> tuple[Tensor, ...]:
     return (matrix, matrix.T) if _is_matrix(original(p)) else (matrix,)
 
 
-def _signs(num: int, noise: Noise, axis: int, like: Tensor) -> Tensor:
+def _signs(num: int, noise: RoundingNoise, axis: int, like: Tensor) -> Tensor:
     """-1 and 1, [q, num]; the same in one step, so that nothing need keep them."""
     seed = mix(noise.seed ^ mix(noise.shift ^ axis))
     bits = random_bits(seed, 0, num_blocks(num), like.device).view(1, -1)[:, :num]
@@ -270,7 +276,7 @@ def _signs(num: int, noise: Noise, axis: int, like: Tensor) -> Tensor:
 
 
 def _with_signed_sums(
-    gradient: Tensor, second: Tensor, p: Tensor, beta2: float, noise: Noise, known: tuple[Any, ...] | None
+    gradient: Tensor, second: Tensor, p: Tensor, beta2: float, noise: RoundingNoise, known: tuple[Any, ...] | None
 ) -> tuple[Any, ...]:
     """With one microbatch more, of which nothing is in `second` yet."""
     sides = _sides(_rows(gradient, p), p)
@@ -321,7 +327,7 @@ def _square_sum(second: Tensor, state: dict[str, Any], p: Tensor, pending: Pendi
     state[AGREEMENT] = torch.lerp(state.get(AGREEMENT, torch.zeros_like(now)), now, 1 - beta1)
 
 
-def move(optimizer: Any, memory: _Memory, group: Mapping[str, Any], p: Tensor, pending: Pending) -> None:
+def move(optimizer: Any, memory: _AccumulationState, group: Mapping[str, Any], p: Tensor, pending: Pending) -> None:
     """The step of `p`, or of what stands in for it, whose gradients are in its moments."""
     state, lr = optimizer.state[p], float(group["lr"])
     names = _MOMENTS[memory.plain_class.__name__]

@@ -21,7 +21,7 @@ _MAX_NUMEL = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kin:
+class OptimizerMapping:
     """A plain optimizer and the bitsandbytes optimizer that does the same with 8-bit state."""
 
     class_name: str
@@ -31,7 +31,7 @@ class Kin:
     betas: Callable[[Mapping[str, Any]], tuple[float, float]]
     """The two coefficients of bitsandbytes from a torch param group."""
     required: Mapping[str, tuple[Any, ...]]
-    """Settings of the plain optimizer that the kin does not have: the values under which they do nothing."""
+    """Settings of the plain optimizer that the mapping does not have: the values under which they do nothing."""
     has_step: bool = True
     """Whether the plain optimizer keeps a step count in its state."""
     paged_name: str | None = None
@@ -47,12 +47,12 @@ def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
 _OFF = (False, None, 0, 0.0)
 _COMMON = {"maximize": _OFF, "differentiable": _OFF, "capturable": _OFF}
 _ADAM = {**_COMMON, "amsgrad": _OFF}
-KINS: Mapping[str, Kin] = {
-    "AdamW": Kin(class_name="AdamW8bit", moments=("exp_avg", "exp_avg_sq"), betas=_betas, required=_ADAM,
+OPTIMIZER_MAPPINGS: Mapping[str, OptimizerMapping] = {
+    "AdamW": OptimizerMapping(class_name="AdamW8bit", moments=("exp_avg", "exp_avg_sq"), betas=_betas, required=_ADAM,
                  paged_name="PagedAdamW32bit"),
-    "Adam": Kin(class_name="Adam8bit", moments=("exp_avg", "exp_avg_sq"), betas=_betas, required=_ADAM,
+    "Adam": OptimizerMapping(class_name="Adam8bit", moments=("exp_avg", "exp_avg_sq"), betas=_betas, required=_ADAM,
                 paged_name="PagedAdam32bit"),
-    "SGD": Kin(
+    "SGD": OptimizerMapping(
         class_name="SGD8bit",
         moments=("momentum_buffer",),
         betas=lambda group: (float(group["momentum"]), float(group["dampening"])),
@@ -60,7 +60,7 @@ KINS: Mapping[str, Kin] = {
         has_step=False,
         has_bfloat16=False,
     ),
-    "Lion": Kin(
+    "Lion": OptimizerMapping(
         class_name="Lion8bit",
         moments=("exp_avg",),
         betas=_betas,
@@ -68,21 +68,21 @@ KINS: Mapping[str, Kin] = {
         has_step=False,
         paged_name="PagedLion32bit",
     ),
-    "RMSprop": Kin(
+    "RMSprop": OptimizerMapping(
         class_name="RMSprop8bit",
         moments=("square_avg",),
         betas=lambda group: (float(group["alpha"]), 0.0),
         required={**_COMMON, "momentum": _OFF, "centered": _OFF},
         has_bfloat16=False,
     ),
-    "Adagrad": Kin(
+    "Adagrad": OptimizerMapping(
         class_name="Adagrad8bit",
         moments=("sum",),
         betas=lambda group: (0.0, 0.0),
         required={**_COMMON, "lr_decay": _OFF},
         has_bfloat16=False,
     ),
-    "LAMB": Kin(
+    "LAMB": OptimizerMapping(
         class_name="LAMB8bit",
         moments=("exp_avg", "exp_avg_sq"),
         betas=_betas,
@@ -93,23 +93,23 @@ KINS: Mapping[str, Kin] = {
 _ALIASES = {"Lamb": "LAMB"}
 
 
-def find_kin(optimizer: torch.optim.Optimizer) -> Kin:
-    """The 8-bit kin of `optimizer`, by the name of its class.
+def find_mapping(optimizer: torch.optim.Optimizer) -> OptimizerMapping:
+    """The 8-bit mapping of `optimizer`, by the name of its class.
 
     Raises:
-        ValueError: there is none, or a setting that the kin does not have.
+        ValueError: there is none, or a setting that the mapping does not have.
     """
     name = name_of(type(optimizer))
-    kin = KINS.get(_ALIASES.get(name, name))
-    if kin is None:
+    mapping = OPTIMIZER_MAPPINGS.get(_ALIASES.get(name, name))
+    if mapping is None:
         raise setting_error(
             "optimizer_state",
-            f"needs an optimizer that has an 8-bit kin ({', '.join(KINS)})",
+            f"needs an optimizer that has an 8-bit mapping ({', '.join(OPTIMIZER_MAPPINGS)})",
             name,
             "Use one of these, or `optimizer_state=False`.",
         )
     for group in optimizer.param_groups:
-        for key, neutral in kin.required.items():
+        for key, neutral in mapping.required.items():
             value = group.get(key, getattr(optimizer, key, neutral[0]))
             if value not in neutral:
                 raise setting_error(
@@ -119,7 +119,7 @@ def find_kin(optimizer: torch.optim.Optimizer) -> Kin:
                     f"Use `{key}={neutral[0]}`, or `optimizer_state=False`.",
                 )
         for p in group["params"]:
-            _check_parameter(p, name, kin)
+            _check_parameter(p, name, mapping)
         if name == "Adam" and group["weight_decay"] and not group.get("decoupled_weight_decay"):
             raise setting_error(
                 "optimizer_state",
@@ -134,11 +134,11 @@ def find_kin(optimizer: torch.optim.Optimizer) -> Kin:
                 0,
                 "Use `optimizer_state=False`.",
             )
-    return kin
+    return mapping
 
 
-def _check_parameter(p: Tensor, name: str, kin: Kin) -> None:
-    if p.dtype not in _DTYPES or (p.is_cuda and p.dtype == torch.bfloat16 and not kin.has_bfloat16):
+def _check_parameter(p: Tensor, name: str, mapping: OptimizerMapping) -> None:
+    if p.dtype not in _DTYPES or (p.is_cuda and p.dtype == torch.bfloat16 and not mapping.has_bfloat16):
         found = f"{p.dtype} under {name} on {p.device.type}"
     elif p.numel() > _MAX_NUMEL:
         found = f"{p.numel()} elements"
@@ -158,10 +158,10 @@ def check_paged(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: an optimizer, a setting of it, or parameters that are not on CUDA.
     """
-    if find_kin(optimizer).paged_name is None:
+    if find_mapping(optimizer).paged_name is None:
         raise setting_error(
             "optimizer_state",
-            f"is paged for {', '.join(name for name, kin in KINS.items() if kin.paged_name)} alone",
+            f"is paged for {', '.join(name for name, each in OPTIMIZER_MAPPINGS.items() if each.paged_name)} alone",
             type(optimizer).__name__,
             'Use one of these, or `optimizer_state="offload"`.',
         )
@@ -181,7 +181,7 @@ def is_8bit(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @dataclass(kw_only=True)
-class Memory:
+class BitsandbytesState:
     """What an 8-bit optimizer remembers of its plain self."""
 
     plain_class: type[torch.optim.Optimizer]
@@ -198,13 +198,13 @@ class Memory:
     """Elements below which a parameter that comes later keeps float32 state."""
 
     @property
-    def kin(self) -> Kin:
+    def mapping(self) -> OptimizerMapping:
         """What bitsandbytes has for the plain class."""
         name = self.plain_class.__name__
-        return KINS[_ALIASES.get(name, name)]
+        return OPTIMIZER_MAPPINGS[_ALIASES.get(name, name)]
 
 
-def memory_of(optimizer: torch.optim.Optimizer) -> Memory:
+def memory_of(optimizer: torch.optim.Optimizer) -> BitsandbytesState:
     """The plain self of an 8-bit optimizer."""
-    memory: Memory = vars(optimizer)[MEMORY]
+    memory: BitsandbytesState = vars(optimizer)[MEMORY]
     return memory

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.techniques.optimizer_state import apollo, galore
-from lightning_memsave.techniques.optimizer_state.moment_codecs import Noise
+from lightning_memsave.techniques.optimizer_state.moment_codecs import RoundingNoise
 from lightning_memsave.torch_internals.optimizer_class import stand_in, state_moved, step_one
 
 PROJECTION = "projection"
@@ -37,12 +37,12 @@ METHODS: Mapping[str, _Method] = {"lowrank": galore, "apollo": apollo}
 """By format of state."""
 
 
-class _Memory(Protocol):
+class _ProjectionState(Protocol):
     state_format: str
     rank: int
     num_steps: int
 
-    def noise_of(self, p: Tensor) -> Noise: ...
+    def noise_of(self, p: Tensor) -> RoundingNoise: ...
 
 
 def _matrix(values: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def project_state(state: dict[str, Any], p: Tensor, state_format: str, rank: int
 
 
 def step_projected(
-    step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any], p: Tensor, memory: _Memory
+    step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any], p: Tensor, memory: _ProjectionState
 ) -> None:
     """Take `step` for `p` in its subspace."""
     assert p.grad is not None

@@ -28,7 +28,7 @@ from lightning_memsave.techniques.optimizer_state.moment_codecs import (
     POSITIVE,
     SIGNED,
     Factored,
-    Noise,
+    RoundingNoise,
     bound_step,
     decode,
     encode,
@@ -68,7 +68,7 @@ _MUST_BE_OFF = ("amsgrad", "centered", "capturable", "differentiable")
 
 
 @dataclass(kw_only=True)
-class Memory(Counts):
+class QuantizedState(Counts):
     """What such an optimizer remembers besides its state."""
 
     plain_class: type[torch.optim.Optimizer]
@@ -99,30 +99,30 @@ class Memory(Counts):
         unit = unit_of(self.format_of(p), p.shape)
         return math.lcm(unit, accumulation.row_length(p)) if self.takes_gradients else unit
 
-    def noise_of(self, p: Tensor, draw: int = 0) -> Noise:
+    def noise_of(self, p: Tensor, draw: int = 0) -> RoundingNoise:
         """Of this step for `p`; `draw` tells several of one step apart."""
         number = self.numbers.setdefault(original(p), len(self.numbers))
         seed = mix(8 * number + 1)
         if start := span_of(p).start:
             seed = mix(seed ^ start)
-        return Noise(seed, (self.num_steps * _GOLDEN + draw * _ROOT_OF_2) & 0xFFFFFFFF)
+        return RoundingNoise(seed, (self.num_steps * _GOLDEN + draw * _ROOT_OF_2) & 0xFFFFFFFF)
 
 
-def _subspaces_of(memory: Memory) -> tuple[str, int] | None:
+def _subspaces_of(memory: QuantizedState) -> tuple[str, int] | None:
     return (memory.state_format, memory.rank) if memory.state_format in projection.METHODS else None
 
 
-def _is_projected(memory: Memory, p: Tensor) -> bool:
+def _is_projected(memory: QuantizedState, p: Tensor) -> bool:
     return memory.format_of(p) in projection.METHODS
 
 
-def memory_of(optimizer: torch.optim.Optimizer) -> Memory:
-    """What an optimizer remembers that `become_coded` has changed."""
-    memory: Memory = vars(optimizer)[MEMORY]
+def memory_of(optimizer: torch.optim.Optimizer) -> QuantizedState:
+    """What an optimizer remembers that `quantize_state` has changed."""
+    memory: QuantizedState = vars(optimizer)[MEMORY]
     return memory
 
 
-def check_coded(optimizer: torch.optim.Optimizer, state_format: str) -> None:
+def check_quantizable(optimizer: torch.optim.Optimizer, state_format: str) -> None:
     """Refuse what cannot have such state.
 
     Raises:
@@ -164,17 +164,17 @@ def check_coded(optimizer: torch.optim.Optimizer, state_format: str) -> None:
 
 def moments_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the moments that `optimizer` keeps for the parameters of one of its groups."""
-    name = memory_of(optimizer).plain_class.__name__ if is_coded(optimizer) else type(optimizer).__name__
+    name = memory_of(optimizer).plain_class.__name__ if is_quantized(optimizer) else type(optimizer).__name__
     has_momentum = name == "RMSprop" and group["momentum"]
     return (*MOMENTS[name], "momentum_buffer") if has_momentum else MOMENTS[name]
 
 
-def is_coded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `become_coded` has changed this optimizer."""
+def is_quantized(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `quantize_state` has changed this optimizer."""
     return MEMORY in vars(optimizer)
 
 
-def become_coded(
+def quantize_state(
     optimizer: torch.optim.Optimizer,
     state_format: str,
     kept: set[Tensor],
@@ -186,7 +186,7 @@ def become_coded(
     """Change the class of `optimizer`, so that every reference to it stays good; state that exists is encoded."""
     plain_class: Any = type(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    memory = Memory(
+    memory = QuantizedState(
         plain_class=plain_class,
         state_format=state_format,
         kept=kept,
@@ -198,14 +198,14 @@ def become_coded(
     )
     if state_format in projection.METHODS:  # they read gradients outside of the fused step
         memory.scales_itself = vars(optimizer).pop(SCALES_ITSELF, None)
-    change_class(optimizer, _class_coded(plain_class))
+    change_class(optimizer, _quantized_class(plain_class))
     vars(optimizer)[MEMORY] = memory
     for p, state in optimizer.state.items():
         load_state(optimizer, p, state)
 
 
-def leave_coded(optimizer: torch.optim.Optimizer) -> None:
-    """Undo `become_coded`; moments keep the rounding that they have suffered, and the dtype of their parameter.
+def dequantize_state(optimizer: torch.optim.Optimizer) -> None:
+    """Undo `quantize_state`; moments keep the rounding that they have suffered, and the dtype of their parameter.
 
     Raises:
         RuntimeError: the optimizer was changed again since.
@@ -233,7 +233,7 @@ def load_state(optimizer: torch.optim.Optimizer, p: Tensor, state: dict[str, Any
         state[name] = encode(memory.format_of(p), name, value, p.shape, None)
 
 
-def _decoded(memory: Memory, name: str, stored: Any, p: Tensor) -> Any:
+def _decoded(memory: QuantizedState, name: str, stored: Any, p: Tensor) -> Any:
     """As the optimizer itself would hold it."""
     value = decode(memory.format_of(p), name, stored, p.shape)
     if value is stored and (name not in (*SIGNED, *POSITIVE) or value.dtype == p.dtype):
@@ -264,7 +264,7 @@ def _step_one(step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any],
         state[name] = put_back(memory.format_of(p), before.get(name), name, value, p.shape, noise)
 
 
-def _next(memory: Memory, p: Tensor) -> Iterator[Tensor]:
+def _next(memory: QuantizedState, p: Tensor) -> Iterator[Tensor]:
     """The parameter that steps after `p`: backward goes from the last to the first."""
     number = memory.numbers.get(original(p), 0)
     goes_up = number == memory.last_number + 1 or (number == 0 and memory.last_number != 1)
@@ -274,9 +274,9 @@ def _next(memory: Memory, p: Tensor) -> Iterator[Tensor]:
 
 
 @functools.cache
-def _class_coded(plain: Any) -> Any:
+def _quantized_class(plain: Any) -> Any:
     class Coded(plain, metaclass=MadeClass):  # type: ignore[misc]  # a base known at run time
-        made_by, made_from, memory_name = _class_coded, plain, MEMORY
+        made_by, made_from, memory_name = _quantized_class, plain, MEMORY
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             memory = memory_of(self)

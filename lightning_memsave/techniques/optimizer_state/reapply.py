@@ -21,12 +21,12 @@ _EXACT = ("32bit", "offload", "paged")
 
 def is_ours(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its class was changed here."""
-    return quantized.is_coded(optimizer) or optimizer_mapping.is_8bit(optimizer)
+    return quantized.is_quantized(optimizer) or optimizer_mapping.is_8bit(optimizer)
 
 
 def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its state is something smaller already: ours, or one of bitsandbytes' own."""
-    if quantized.is_coded(optimizer):
+    if quantized.is_quantized(optimizer):
         return format_of(optimizer) != "32bit"
     return optimizer_mapping.is_8bit(optimizer) or type(optimizer).__module__.startswith("bitsandbytes")
 
@@ -38,7 +38,7 @@ def memory(optimizer: torch.optim.Optimizer) -> Any:
 
 def format_of(optimizer: torch.optim.Optimizer) -> str:
     """The format of one of ours."""
-    if quantized.is_coded(optimizer):
+    if quantized.is_quantized(optimizer):
         return quantized.memory_of(optimizer).state_format
     return "paged" if optimizer_mapping.memory_of(optimizer).is_paged else "8bit"
 
@@ -87,7 +87,7 @@ def check_replaceable(optimizer: torch.optim.Optimizer, config: OptimizerState) 
 
 def leave(optimizer: torch.optim.Optimizer) -> None:
     """Back to the plain class, with the rounding that the state has suffered."""
-    (quantized.leave_coded if quantized.is_coded(optimizer) else become_plain)(optimizer)
+    (quantized.dequantize_state if quantized.is_quantized(optimizer) else become_plain)(optimizer)
 
 
 def inherited(optimizer: torch.optim.Optimizer, *, was_asked: bool) -> Applied:

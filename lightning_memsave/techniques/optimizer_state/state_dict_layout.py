@@ -30,10 +30,10 @@ from lightning_memsave.techniques.optimizer_state.host_offload import Elsewhere
 from lightning_memsave.techniques.optimizer_state.moment_codecs import (
     POSITIVE,
     SIGNED,
-    Blocks,
-    Coded,
+    BlockMap,
     Factored,
     Means,
+    QuantizedMoment,
     codec_of,
     decode,
 )
@@ -52,7 +52,7 @@ def compact_codes(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: int, sh
 
 def write(state_format: str, name: str, stored: Any, *, shape: torch.Size, is_compact: bool) -> Any:
     """What a checkpoint has of one entry of a parameter's state."""
-    if is_compact and isinstance(stored, Coded):
+    if is_compact and isinstance(stored, QuantizedMoment):
         codec = _blocks_of(state_format, name)
         return compact_codes(stored.codes, codec.code_map, stored.absmax, codec.bits, shape)
     if is_compact and isinstance(stored, Factored):
@@ -60,15 +60,15 @@ def write(state_format: str, name: str, stored: Any, *, shape: torch.Size, is_co
         return {"layout": MEANS, "version": VERSION, "shape": list(shape), **means}
     if isinstance(stored, Elsewhere):
         return stored.host()
-    if isinstance(stored, (Coded, Factored)):
+    if isinstance(stored, (QuantizedMoment, Factored)):
         return decode(state_format, name, stored, shape).cpu()  # one after the other: the device has no room for all
     return stored
 
 
-def _blocks_of(state_format: str, name: str) -> Blocks:
+def _blocks_of(state_format: str, name: str) -> BlockMap:
     codec = codec_of(state_format, name)
     codec = codec.otherwise if isinstance(codec, Means) else codec
-    assert isinstance(codec, Blocks)
+    assert isinstance(codec, BlockMap)
     return codec
 
 
@@ -105,15 +105,17 @@ def read(state_format: str, name: str, value: Any, *, p: Tensor, means: Mapping[
     return _to(value, p, name, dtype)
 
 
-def _as_kept(state_format: str, name: str, value: Mapping[str, Any], device: torch.device) -> Coded | Factored | None:
+def _as_kept(
+    state_format: str, name: str, value: Mapping[str, Any], device: torch.device
+) -> QuantizedMoment | Factored | None:
     """What a compact entry holds, if that is how this format keeps it."""
     codec = codec_of(state_format, name)
     if value["layout"] == MEANS:
         tensors = (value["rows"], value["columns"])
         return Factored(*(_copied(t, device) for t in tensors)) if isinstance(codec, Means) else None
     codec = codec.otherwise if isinstance(codec, Means) and len(value["shape"]) < 2 else codec
-    if isinstance(codec, Blocks) and codec.bits == value["bits"] and torch.equal(codec.code_map, value["map"].cpu()):
-        return Coded(_copied(value["codes"], device), _copied(value["absmax"], device))
+    if isinstance(codec, BlockMap) and codec.bits == value["bits"] and torch.equal(codec.code_map, value["map"].cpu()):
+        return QuantizedMoment(_copied(value["codes"], device), _copied(value["absmax"], device))
     return None
 
 
@@ -161,8 +163,10 @@ def move_counts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def decoded(value: Any) -> Any:
-    """The float32 moment that a compact entry stands for, which is sound (`state_checks.py`); anything else as it
-    is.
+    """Return the float32 moment that a compact entry stands for; anything else as it is.
+
+    Args:
+        value: was checked (`state_checks.py`).
     """
     if not isinstance(value, Mapping) or value.get("layout") not in (CODES, MEANS):
         return value
