@@ -29,11 +29,9 @@ from lightning_memsave.planner.plan import Plan  # noqa: E402
 from lightning_memsave.planner.recipes import Recipe  # noqa: E402
 from lightning_memsave.reporting.wandb_run import wandb_logger  # noqa: E402
 from lightning_memsave.simulation.predicted_step import Prediction  # noqa: E402
-from lightning_memsave.strategies.lightning_pytorch import (  # noqa: E402
-    MemSaveDDPStrategy,
-    MemSaveFSDPStrategy,
-    MemSaveStrategy,
-)
+from lightning_memsave.strategies.ddp import MemSaveDDPStrategy  # noqa: E402
+from lightning_memsave.strategies.fsdp import MemSaveFSDPStrategy  # noqa: E402
+from lightning_memsave.strategies.memsave_strategy import MemSaveStrategy  # noqa: E402
 from lightning_memsave.strategies.registration import register_strategies  # noqa: E402
 from lightning_memsave.techniques.activation_compression import (  # noqa: E402
     ActivationCompression,

@@ -1,21 +1,32 @@
-"""Lightning exists under two names, `lightning.pytorch` and `pytorch_lightning`, with unrelated classes.
+"""What is private in Lightning, and its two names: `lightning.pytorch` and `pytorch_lightning`, with unrelated classes.
 
-This file finds the one that an object belongs to, and is the one place that touches Lightning's private names (seen in
-2.6); `tests/strategies/test_lightning_compat.py` fails when one of them moves.
+The package's classes are written against `lightning.pytorch`. `counterpart` makes the same classes for the other name,
+from the same code; nothing else in the package tells the two apart. Private names were seen in Lightning 2.5 and 2.6;
+`tests/strategies/test_lightning_compat.py` fails when one of them moves.
 """
 
 from __future__ import annotations
 
-import functools
+import abc
+import sys
+from collections.abc import Mapping
 from importlib import import_module
-from types import SimpleNamespace
+from types import CellType, FunctionType
 from typing import Any
 
+from lightning_memsave.torch_internals.private_names import find
+
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+_WRITTEN_FOR = NAMESPACES[0]
+
+AutomaticOptimization = find("lightning.pytorch.loops.optimization.automatic._AutomaticOptimization")
+Closure = find("lightning.pytorch.loops.optimization.automatic.Closure")
+ClosureResult = find("lightning.pytorch.loops.optimization.automatic.ClosureResult")
+block_sync = find("lightning.pytorch.loops.utilities._block_parallel_sync_behavior")
 
 
 def namespace_of(obj: object) -> str:
-    """The namespace that the class of `obj` comes from.
+    """Return the namespace that the class of `obj` comes from.
 
     Raises:
         TypeError: none of its classes is Lightning's.
@@ -27,21 +38,8 @@ def namespace_of(obj: object) -> str:
     raise TypeError(f"{type(obj).__name__} is not a Lightning object")
 
 
-@functools.cache
-def internals(namespace: str) -> SimpleNamespace:
-    """Lightning's private names that the loop needs, by the names used here."""
-    automatic = import_module(f"{namespace}.loops.optimization.automatic")
-    return SimpleNamespace(
-        AutomaticOptimization=automatic._AutomaticOptimization,
-        Closure=automatic.Closure,
-        ClosureResult=automatic.ClosureResult,
-        block_sync=import_module(f"{namespace}.loops.utilities")._block_parallel_sync_behavior,
-        ResultCollection=import_module(f"{namespace}.trainer.connectors.logger_connector.result")._ResultCollection,
-    )
-
-
 def loaders_of(trainer: Any) -> Any:
-    """What the source of a trainer's training data returns, as Lightning asks for it: a loader, or a nest of them."""
+    """Return what the source of a trainer's training data returns: a loader, or a nest of them."""
     connector = import_module(f"{namespace_of(trainer.strategy)}.trainer.connectors.data_connector")
     return connector._request_dataloader(trainer.fit_loop._data_source)
 
@@ -56,3 +54,73 @@ def is_overridden(owner: Any, hook: str) -> bool:
     defined_in = next((cls for cls in type(owner).__mro__ if hook in vars(cls)), None)  # a mock has none
     ours = ("lightning.", "pytorch_lightning.", "lightning_memsave.")
     return defined_in is not None and not defined_in.__module__.startswith(ours)
+
+
+# ------------------------------------------------------------------------------- one class, for either namespace
+_COUNTERPARTS: dict[tuple[type, str], type] = {}
+_NOT_COPIED = {"__dict__", "__weakref__", "_abc_impl"}
+
+
+def counterpart(cls: Any, namespace: str) -> Any:
+    """Return the class that `cls` would be if it was written against `namespace`.
+
+    Its bases and the names that its functions read are those of the namespace, where they are Lightning's or have
+    counterparts themselves; the code of its functions is the same.
+
+    Args:
+        cls: of this package, derived from a class of `lightning.pytorch`.
+        namespace: one of `NAMESPACES`.
+    """
+    if namespace == _WRITTEN_FOR:
+        return cls
+    if (cls, namespace) not in _COUNTERPARTS:
+        bases = tuple(_translated(base, namespace) for base in cls.__bases__)
+        made = type(cls)(cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+        _COUNTERPARTS[cls, namespace] = made  # before its functions, which may read its own name
+        names = _Names(vars(sys.modules[cls.__module__]), namespace)
+        for name, value in vars(cls).items():
+            if name not in _NOT_COPIED:
+                setattr(made, name, _rebound(value, cls, made, names))
+        abc.update_abstractmethods(made)
+    return _COUNTERPARTS[cls, namespace]
+
+
+class _Names(dict[str, Any]):
+    """The names of a module; what has a counterpart is looked for when it is read."""
+
+    def __init__(self, module: Mapping[str, Any], namespace: str) -> None:
+        super().__init__(module)
+        for name, value in module.items():
+            if isinstance(value, (type, FunctionType)):
+                self[name] = _translated(value, namespace)
+
+
+def _translated(value: Any, namespace: str) -> Any:
+    """What stands for a class or a function in a namespace."""
+    if value.__module__.startswith(f"{_WRITTEN_FOR}."):
+        module = import_module(value.__module__.replace(_WRITTEN_FOR, namespace, 1))
+        return getattr(module, value.__name__)
+    is_ours = isinstance(value, type) and value.__module__.startswith("lightning_memsave.")
+    if is_ours and any(base.__module__.startswith(f"{_WRITTEN_FOR}.") for base in value.__mro__):
+        return counterpart(value, namespace)
+    return value
+
+
+def _rebound(value: Any, cls: type, made: type, names: _Names) -> Any:
+    """A function, or what holds some, with `made` in place of `cls` for `super()`, and with other names."""
+    if isinstance(value, property):
+        return property(*(_rebound(each, cls, made, names) for each in (value.fget, value.fset, value.fdel)))
+    if isinstance(value, (staticmethod, classmethod)):
+        return type(value)(_rebound(value.__func__, cls, made, names))
+    if not isinstance(value, FunctionType):
+        return value
+    cells = [CellType(_in_cell(cell.cell_contents, cls, made, names)) for cell in value.__closure__ or ()]
+    namespace = names if value.__module__ == cls.__module__ else value.__globals__
+    function = FunctionType(value.__code__, namespace, value.__name__, value.__defaults__, tuple(cells) or None)
+    for attribute in ("__kwdefaults__", "__qualname__", "__doc__", "__module__"):
+        setattr(function, attribute, getattr(value, attribute))
+    return function
+
+
+def _in_cell(value: Any, cls: type, made: type, names: _Names) -> Any:
+    return made if value is cls else _rebound(value, cls, made, names)

@@ -40,9 +40,9 @@ def pytest_collection_modifyitems(items):
 def lines(monkeypatch):
     """What is told to people."""
     from lightning_memsave.loops import recovery
-    from lightning_memsave.strategies import memsave_strategy
+    from lightning_memsave.strategies import memsave_mixin
 
     told = []
-    monkeypatch.setattr(memsave_strategy, "rank_zero_info", told.append)
+    monkeypatch.setattr(memsave_mixin, "rank_zero_info", told.append)
     monkeypatch.setattr(recovery, "_tell", told.append)
     return told

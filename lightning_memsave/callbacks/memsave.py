@@ -15,7 +15,7 @@ from lightning_memsave.planner.recipes import Recipe, resolve
 from lightning_memsave.prediction.budgeted_run import BudgetedRun
 from lightning_memsave.reporting.loggers import log_metrics
 from lightning_memsave.reporting.messages import outcome
-from lightning_memsave.strategies.memsave_strategy import adopt, release
+from lightning_memsave.strategies.memsave_mixin import adopt, release
 from lightning_memsave.strategies.session import Session
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing

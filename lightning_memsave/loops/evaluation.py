@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from lightning_memsave.lightning_compat import internals, namespace_of
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.deferred_logs import DeferredLogs, KeptLogs
 from lightning_memsave.loops.loop_state import LoopState
@@ -66,10 +65,13 @@ def _parts(state: LoopState, batch: Any) -> list[tuple[Any, float]]:
 
 def _run(trainer: Any, step: Callable[..., Any], args: tuple[Any, ...], parts: list[tuple[Any, float]]) -> Any:
     results, outputs = trainer._results, []
-    log = internals(namespace_of(trainer)).ResultCollection.log
     logs: Any = None  # prediction logs nothing
     if results is not None:
-        logs = KeptLogs(results) if len(parts) == 1 and trainer.world_size == 1 else DeferredLogs(results, log)
+        logs = (
+            KeptLogs(results)
+            if len(parts) == 1 and trainer.world_size == 1
+            else DeferredLogs(results, type(results).log)
+        )
     total = sum(n for _, n in parts) or 1.0
     with logs or nullcontext(), MergedMetrics(trainer.lightning_module, len(parts)) as metrics:
         for part, num_samples in parts:

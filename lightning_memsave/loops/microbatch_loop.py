@@ -8,7 +8,6 @@ right.
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,13 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.core.errors import RefusedRegionError
-from lightning_memsave.lightning_compat import internals
+from lightning_memsave.lightning_compat import (
+    NAMESPACES,
+    AutomaticOptimization,
+    Closure,
+    ClosureResult,
+    block_sync,
+)
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.deferred_logs import DeferredLogs, KeptLogs
 from lightning_memsave.loops.late_reduction import LateReduction
@@ -37,246 +42,243 @@ from lightning_memsave.measuring.allocator import free_memory, read_current, res
 from lightning_memsave.measuring.ledger import Ledger
 from lightning_memsave.torch_internals.private_names import missing
 
+_PRECISION_PLUGINS = tuple(f"{namespace}.plugins.precision" for namespace in NAMESPACES)
 
-@functools.cache
-def loop_class(namespace: str) -> Any:  # noqa: C901  # two classes, counted as one function
-    """The optimization loop for one Lightning namespace; the bases exist once in each."""
-    pl = internals(namespace)
 
-    class MicrobatchClosure(pl.Closure):  # type: ignore[misc, name-defined]  # a base known at run time
-        def __init__(self, loop: Any, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> None:
-            super().__init__(
-                step_fn=loop._make_step_fn(kwargs),
-                backward_fn=loop._make_backward_fn(optimizer),
-                zero_grad_fn=loop._make_zero_grad_fn(batch_idx, optimizer),
-            )
-            self._loop, self._kwargs, self._optimizer = loop, kwargs, optimizer
-            self._zero_grad_fn: Callable[[], None] | None
-            self._has_zeroed = self._has_called_hooks = False
+class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be missing
+    """Lightning's closure, for one microbatch after the other."""
 
-        @torch.enable_grad()
-        def closure(self, *args: Any, **kwargs: Any) -> Any:
-            state: LoopState = self._loop.state
-            zero_grad = self._zero_grad_fn
-            try:
-                if state.recovery is not None:
-                    return self._run_until_it_fits(state, state.recovery)
-                parts = state.microbatches(self._loop.trainer, self._kwargs)
-                self._free_first(state)
-                return self._run(parts, state) if state.runs_in_parts(parts) else super().closure(*args, **kwargs)
-            finally:
-                self._zero_grad_fn = zero_grad  # LBFGS calls again
+    def __init__(self, loop: Any, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> None:
+        super().__init__(
+            step_fn=loop._make_step_fn(kwargs),
+            backward_fn=loop._make_backward_fn(optimizer),
+            zero_grad_fn=loop._make_zero_grad_fn(batch_idx, optimizer),
+        )
+        self._loop, self._kwargs, self._optimizer = loop, kwargs, optimizer
+        self._zero_grad_fn: Callable[[], None] | None
+        self._has_zeroed = self._has_called_hooks = False
 
-        def _free_first(self, state: LoopState) -> None:
-            """Free the gradients of the last step; Lightning's own `zero_grad` and its hooks follow where they do."""
-            self._has_zeroed = state.zero_grad_first and self._zero_grad_fn is not None
-            self._has_called_hooks = False
-            if self._has_zeroed:
-                for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
-                    parameter.grad = None
-
-        def _run_until_it_fits(self, state: LoopState, recovery: Recovery) -> Any:
-            trainer, batch = self._loop.trainer, self._kwargs["batch"]
-            device = trainer.strategy.root_device
-            accumulates = self._zero_grad_fn is None
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward and backward of the batch: whole, in microbatches, or until it fits."""
+        state: LoopState = self._loop.state
+        zero_grad = self._zero_grad_fn
+        try:
+            if state.recovery is not None:
+                return self._run_until_it_fits(state, state.recovery)
+            parts = state.microbatches(self._loop.trainer, self._kwargs)
             self._free_first(state)
-            ddp = trainer.strategy.model if trainer.world_size > 1 else None
-            exchange = LateReduction(ddp, self._loop.steps) if ddp is not None else None
-            while True:
-                gradients = "made" if not accumulates else "added to" if state.keeps_gradients else "watched"
-                noise = trainer.strategy.memsave.noise
-                start = BatchStart(trainer.lightning_module, recovery.changing, gradients, batch, noise)
-                held = read_current(device)
-                try:
-                    parts = state.microbatches(trainer, self._kwargs)
-                    result = self._run(parts, state, exchange)
-                except Exception as error:
-                    # Only the text is kept: the error itself holds the tensors of the frames that it came through.
-                    failure = self._failure(error, start, exchange)
-                else:
-                    recovery.learn_changing(start)
-                    recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
-                    return result
-                start.restore(gradients=accumulates or self._has_zeroed)
-                if self._has_called_hooks:
-                    self._zero_grad_fn = self._zero_gradients_made_since
-                free_memory()
-                reset_peak(device)  # of the try that does not count
-                what = f"batch {trainer.fit_loop.batch_idx}"
-                if failure is None:
-                    continue
-                if not recovery.shrink(trainer, batch, state.can_cut(batch), what):
-                    return self._try_a_last_time(state, start, exchange, failure)
+            return self._run(parts, state) if state.runs_in_parts(parts) else super().closure(*args, **kwargs)
+        finally:
+            self._zero_grad_fn = zero_grad  # LBFGS calls again
 
-        def _failure(self, error: Exception, start: BatchStart, exchange: LateReduction | None) -> str | None:
-            """What to say about memory that ran out; `None` to run the batch again as it is.
+    def _free_first(self, state: LoopState) -> None:
+        """Free the gradients of the last step; Lightning's own `zero_grad` and its hooks follow where they do."""
+        self._has_zeroed = state.zero_grad_first and self._zero_grad_fn is not None
+        self._has_called_hooks = False
+        if self._has_zeroed:
+            for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
+                parameter.grad = None
 
-            That is once without being measured, which takes memory itself, and without regions that the model refuses.
-
-            A model shows in many ways that a region cannot be repeated (a cache that has grown, a compiler that meets
-            it), so each error in the first batch of new regions counts: one of the user's comes again without them.
-
-            Raises:
-                Exception: `error` is another one, or nothing can be undone.
-            """
-            state: LoopState = self._loop.state
-            assert state.recovery is not None
-            why_final = start.why_final()
-            if exchange is not None and exchange.has_begun:
-                why_final = "gradients are on their way to other processes"
-            if not is_out_of_memory(error):
-                may_be_regions = state.recovery.has_new_regions and why_final is None
-                if (isinstance(error, RefusedRegionError) or may_be_regions) and state.recovery.withdraw():
-                    return None
-                raise error
-            if why_final is not None:
-                raise OutOfMemoryUnrecoverableError(
-                    f"Memory ran out and the batch cannot be run again: {why_final}. The error was: {error}"
-                ) from error
-            if state.recovery.leave_ledger(f"batch {self._loop.trainer.fit_loop.batch_idx}"):
-                return None
-            return f"{error}{fragmentation(self._loop.trainer.strategy.root_device)}"
-
-        def _try_a_last_time(
-            self, state: LoopState, start: BatchStart, exchange: LateReduction | None, failure: str
-        ) -> Any:
-            """Nothing is left to be done: run the batch under the ledger, to say what it is that takes the memory.
-
-            Raises:
-                OutOfMemoryUnrecoverableError: with that.
-            """
-            if missing("autograd"):
-                raise OutOfMemoryUnrecoverableError(
-                    f"Memory runs out after every exact measure. The error was: {failure}"
-                )
-            trainer, batch = self._loop.trainer, self._kwargs["batch"]
-            ledger = Ledger(trainer.strategy.root_device).watching(trainer.strategy.model, trainer.optimizers, batch)
+    def _run_until_it_fits(self, state: LoopState, recovery: Recovery) -> Any:
+        trainer, batch = self._loop.trainer, self._kwargs["batch"]
+        device = trainer.strategy.root_device
+        accumulates = self._zero_grad_fn is None
+        self._free_first(state)
+        ddp = trainer.strategy.model if trainer.world_size > 1 else None
+        exchange = LateReduction(ddp, self._loop.steps) if ddp is not None else None
+        while True:
+            gradients = "made" if not accumulates else "added to" if state.keeps_gradients else "watched"
+            noise = trainer.strategy.memsave.noise
+            start = BatchStart(trainer.lightning_module, recovery.changing, gradients, batch, noise)
+            held = read_current(device)
             try:
-                with ledger:
-                    return self._run(state.microbatches(trainer, self._kwargs), state, exchange)
+                parts = state.microbatches(trainer, self._kwargs)
+                result = self._run(parts, state, exchange)
             except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-            start.restore()
-            assert ledger.measurement is not None, "it has been left"
-            module, can_cut, applied = trainer.lightning_module, state.can_cut(batch), state.recipe.rows()
-            fixed = {*state.recipe.fixed_rows(), *ways_of_training(trainer)}
-            raise OutOfMemoryUnrecoverableError(
-                nothing_left(module, ledger.measurement, can_cut, applied, failure, fixed)
-            )
-
-        def _zero_gradients_made_since(self) -> None:
-            """Lightning drops what a `training_step` that calls backward itself leaves behind; its hooks have run."""
-            if any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"]):
-                self._optimizer.zero_grad()
-
-        def _run(self, parts: list[tuple[Any, float]], state: LoopState, exchange: LateReduction | None = None) -> Any:
-            trainer = self._loop.trainer
-            config = state.microbatching
-            assert config is not None
-            weights = state.weights(parts)
-            reduction = state.rules.known[0].reduction if state.rules.known else "mean"
-            last = max(i for i, weight in enumerate(weights) if weight)
-            num_all = sum(n for _, n in parts) or 1.0
-            losses: list[Tensor | None] = []  # as training_step returned them
-            outputs: list[dict[str, Any]] = []
-            sizes: list[float] = []
-            total: Tensor | None = None
-            results, log = trainer._results, pl.ResultCollection.log
-            module = trainer.lightning_module
-            watch = state.watch(module, trainer.strategy.root_device) if len(parts) > 1 else unwatched
-            # Under DDP a process that has not cut its batch logs when the others do.
-            is_whole = len(parts) == 1 and exchange is None
-            with (
-                KeptLogs(results) if is_whole else DeferredLogs(results, log) as logs,
-                MergedMetrics(module, len(parts)) as metrics,
-                config.pooled_batchnorm(module, len(parts)) as batchnorm,
-            ):
-                for i, ((part, num_samples), weight) in enumerate(zip(parts, weights, strict=True)):
-                    is_last = i == last
-                    logs.begin(part, num_samples, weight)
-                    metrics.weight = weight if reduction == "mean" else num_samples / num_all
-                    with pl.block_sync(trainer.strategy, block=exchange is not None or not is_last):
-                        with batchnorm.microbatch(), watch(i):
-                            out = self._loop._training_step(OrderedDict(self._kwargs, batch=part))
-                        if i == 0 and self._zero_grad_fn is not None:
-                            self._zero_grad_fn()
-                            self._has_zeroed = self._has_called_hooks = True
-                        losses.append(out.loss)
-                        if out.closure_loss is None:
-                            continue
-                        outputs.append(out.extra if len(parts) == 1 else detached(out.extra))
-                        sizes.append(num_samples)
-                        if not weight:  # no labels: a mean over none, and 0 times that is no number either
-                            continue
-                        loss = out.closure_loss * weight
-                        total = loss.detach().clone() if total is None else total + loss.detach()
-                        if self._backward_fn is not None:
-                            self._backward(loss, is_last, exchange)
-                        del out, loss  # the next microbatch must not meet this one's graph
-            if exchange is not None:
-                exchange.finish()  # where the last microbatch had no loss
-            logs.flush(self._kwargs["batch"], losses, reduction, trainer.accumulate_grad_batches)
-            state.note_losses(losses)
-            if total is None:
-                self.warning_cache.warn("`training_step` returned `None` for every microbatch; the step is skipped.")
-                return pl.ClosureResult(None)
-            return pl.ClosureResult(total, extra=merge_outputs(outputs, sizes))
-
-        def _backward(self, loss: Tensor, is_last: bool, exchange: LateReduction | None) -> None:
-            """`on_before_backward` and `on_after_backward` belong to the batch: they fire for the last microbatch."""
-            strategy = self._loop.trainer.strategy
-            plugin, module = strategy.precision_plugin, strategy.lightning_module
-            self._loop.state.rules.note(loss)
-            known = type(plugin).pre_backward.__module__.startswith(f"{namespace}.plugins.precision")
-            if is_last and exchange is not None:
-                strategy.pre_backward(loss)
-                loss = plugin.pre_backward(loss, module)
-                plugin.backward(loss, module, self._optimizer)
-                exchange.finish()
-                strategy.post_backward(plugin.post_backward(loss, module))
-            elif is_last or not known:  # an unknown plugin may scale in its own `pre_backward`: it gets every call
-                self._backward_fn(loss)
+                # Only the text is kept: the error itself holds the tensors of the frames that it came through.
+                failure = self._failure(error, start, exchange)
             else:
-                strategy.pre_backward(loss)
-                scaler = getattr(plugin, "scaler", None)
-                plugin.backward(loss if scaler is None else scaler.scale(loss), module, self._optimizer)
-                strategy.post_backward(loss.detach())
+                recovery.learn_changing(start)
+                recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
+                return result
+            start.restore(gradients=accumulates or self._has_zeroed)
+            if self._has_called_hooks:
+                self._zero_grad_fn = self._zero_gradients_made_since
+            free_memory()
+            reset_peak(device)  # of the try that does not count
+            what = f"batch {trainer.fit_loop.batch_idx}"
+            if failure is None:
+                continue
+            if not recovery.shrink(trainer, batch, state.can_cut(batch), what):
+                return self._try_a_last_time(state, start, exchange, failure)
 
-    class MicrobatchLoop(pl.AutomaticOptimization):  # type: ignore[misc, name-defined]  # a base known at run time
-        def __init__(self, parent: Any, state: LoopState) -> None:
-            super().__init__(parent.trainer)
-            self.optim_progress = parent.optim_progress  # `trainer.global_step` is computed from it
-            self._skip_backward = parent._skip_backward
-            self._replaced, self.state = (parent,), state  # in a tuple: Lightning saves the loops that it finds
+    def _failure(self, error: Exception, start: BatchStart, exchange: LateReduction | None) -> str | None:
+        """What to say about memory that ran out; `None` to run the batch again as it is.
+
+        That is once without being measured, which takes memory itself, and without regions that the model refuses.
+
+        A model shows in many ways that a region cannot be repeated (a cache that has grown, a compiler that meets
+        it), so each error in the first batch of new regions counts: one of the user's comes again without them.
+
+        Raises:
+            Exception: `error` is another one, or nothing can be undone.
+        """
+        state: LoopState = self._loop.state
+        assert state.recovery is not None
+        why_final = start.why_final()
+        if exchange is not None and exchange.has_begun:
+            why_final = "gradients are on their way to other processes"
+        if not is_out_of_memory(error):
+            may_be_regions = state.recovery.has_new_regions and why_final is None
+            if (isinstance(error, RefusedRegionError) or may_be_regions) and state.recovery.withdraw():
+                return None
+            raise error
+        if why_final is not None:
+            raise OutOfMemoryUnrecoverableError(
+                f"Memory ran out and the batch cannot be run again: {why_final}. The error was: {error}"
+            ) from error
+        if state.recovery.leave_ledger(f"batch {self._loop.trainer.fit_loop.batch_idx}"):
+            return None
+        return f"{error}{fragmentation(self._loop.trainer.strategy.root_device)}"
+
+    def _try_a_last_time(
+        self, state: LoopState, start: BatchStart, exchange: LateReduction | None, failure: str
+    ) -> Any:
+        """Nothing is left to be done: run the batch under the ledger, to say what it is that takes the memory.
+
+        Raises:
+            OutOfMemoryUnrecoverableError: with that.
+        """
+        if missing("autograd"):
+            raise OutOfMemoryUnrecoverableError(f"Memory runs out after every exact measure. The error was: {failure}")
+        trainer, batch = self._loop.trainer, self._kwargs["batch"]
+        ledger = Ledger(trainer.strategy.root_device).watching(trainer.strategy.model, trainer.optimizers, batch)
+        try:
+            with ledger:
+                return self._run(state.microbatches(trainer, self._kwargs), state, exchange)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        start.restore()
+        assert ledger.measurement is not None, "it has been left"
+        module, can_cut, applied = trainer.lightning_module, state.can_cut(batch), state.recipe.rows()
+        fixed = {*state.recipe.fixed_rows(), *ways_of_training(trainer)}
+        raise OutOfMemoryUnrecoverableError(nothing_left(module, ledger.measurement, can_cut, applied, failure, fixed))
+
+    def _zero_gradients_made_since(self) -> None:
+        """Lightning drops what a `training_step` that calls backward itself leaves behind; its hooks have run."""
+        if any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"]):
+            self._optimizer.zero_grad()
+
+    def _run(self, parts: list[tuple[Any, float]], state: LoopState, exchange: LateReduction | None = None) -> Any:
+        trainer = self._loop.trainer
+        config = state.microbatching
+        assert config is not None
+        weights = state.weights(parts)
+        reduction = state.rules.known[0].reduction if state.rules.known else "mean"
+        last = max(i for i, weight in enumerate(weights) if weight)
+        num_all = sum(n for _, n in parts) or 1.0
+        losses: list[Tensor | None] = []  # as training_step returned them
+        outputs: list[dict[str, Any]] = []
+        sizes: list[float] = []
+        total: Tensor | None = None
+        results = trainer._results
+        module = trainer.lightning_module
+        watch = state.watch(module, trainer.strategy.root_device) if len(parts) > 1 else unwatched
+        # Under DDP a process that has not cut its batch logs when the others do.
+        is_whole = len(parts) == 1 and exchange is None
+        with (
+            KeptLogs(results) if is_whole else DeferredLogs(results, type(results).log) as logs,
+            MergedMetrics(module, len(parts)) as metrics,
+            config.pooled_batchnorm(module, len(parts)) as batchnorm,
+        ):
+            for i, ((part, num_samples), weight) in enumerate(zip(parts, weights, strict=True)):
+                is_last = i == last
+                logs.begin(part, num_samples, weight)
+                metrics.weight = weight if reduction == "mean" else num_samples / num_all
+                with block_sync(trainer.strategy, block=exchange is not None or not is_last):
+                    with batchnorm.microbatch(), watch(i):
+                        out = self._loop._training_step(OrderedDict(self._kwargs, batch=part))
+                    if i == 0 and self._zero_grad_fn is not None:
+                        self._zero_grad_fn()
+                        self._has_zeroed = self._has_called_hooks = True
+                    losses.append(out.loss)
+                    if out.closure_loss is None:
+                        continue
+                    outputs.append(out.extra if len(parts) == 1 else detached(out.extra))
+                    sizes.append(num_samples)
+                    if not weight:  # no labels: a mean over none, and 0 times that is no number either
+                        continue
+                    loss = out.closure_loss * weight
+                    total = loss.detach().clone() if total is None else total + loss.detach()
+                    if self._backward_fn is not None:
+                        self._backward(loss, is_last, exchange)
+                    del out, loss  # the next microbatch must not meet this one's graph
+        if exchange is not None:
+            exchange.finish()  # where the last microbatch had no loss
+        logs.flush(self._kwargs["batch"], losses, reduction, trainer.accumulate_grad_batches)
+        state.note_losses(losses)
+        if total is None:
+            self.warning_cache.warn("`training_step` returned `None` for every microbatch; the step is skipped.")
+            return ClosureResult(None)
+        return ClosureResult(total, extra=merge_outputs(outputs, sizes))
+
+    def _backward(self, loss: Tensor, is_last: bool, exchange: LateReduction | None) -> None:
+        """`on_before_backward` and `on_after_backward` belong to the batch: they fire for the last microbatch."""
+        strategy = self._loop.trainer.strategy
+        plugin, module = strategy.precision_plugin, strategy.lightning_module
+        self._loop.state.rules.note(loss)
+        known = type(plugin).pre_backward.__module__.startswith(_PRECISION_PLUGINS)
+        if is_last and exchange is not None:
+            strategy.pre_backward(loss)
+            loss = plugin.pre_backward(loss, module)
+            plugin.backward(loss, module, self._optimizer)
+            exchange.finish()
+            strategy.post_backward(plugin.post_backward(loss, module))
+        elif is_last or not known:  # an unknown plugin may scale in its own `pre_backward`: it gets every call
+            self._backward_fn(loss)
+        else:
+            strategy.pre_backward(loss)
+            scaler = getattr(plugin, "scaler", None)
+            plugin.backward(loss if scaler is None else scaler.scale(loss), module, self._optimizer)
+            strategy.post_backward(loss.detach())
+
+
+class MicrobatchLoop(AutomaticOptimization):  # type: ignore[misc]  # untyped, as it may be missing
+    """Lightning's optimization loop, with the closure above in place of its own."""
+
+    def __init__(self, parent: Any, state: LoopState) -> None:
+        super().__init__(parent.trainer)
+        self.optim_progress = parent.optim_progress  # `trainer.global_step` is computed from it
+        self._skip_backward = parent._skip_backward
+        self._replaced, self.state = (parent,), state  # in a tuple: Lightning saves the loops that it finds
+        self.steps = False
+        """Whether the optimizer steps after the batch that runs now, instead of gradients being accumulated."""
+
+    @property
+    def parent(self) -> Any:
+        """The loop that this one stands in for."""
+        return self._replaced[0]
+
+    def _optimizer_step(self, batch_idx: int, closure: Any) -> None:
+        self.steps = True
+        try:
+            super()._optimizer_step(batch_idx, closure)
+        except Exception as error:
+            if (
+                self.state.recovery is None
+                or isinstance(error, OutOfMemoryUnrecoverableError)
+                or not is_out_of_memory(error)
+            ):
+                raise
+            raise OutOfMemoryUnrecoverableError(
+                "Memory ran out in the optimizer's update. Parameters may be half new, so the batch is not run "
+                "again: resume from the last checkpoint, with `foreach=False` in the optimizer or "
+                f'`optimizer_state="8bit"`. The error was: {error}'
+            ) from error
+        finally:
             self.steps = False
-            """Whether the optimizer steps after the batch that runs now, instead of gradients being accumulated."""
 
-        @property
-        def parent(self) -> Any:
-            """The loop that this one stands in for."""
-            return self._replaced[0]
-
-        def _optimizer_step(self, batch_idx: int, closure: Any) -> None:
-            self.steps = True
-            try:
-                super()._optimizer_step(batch_idx, closure)
-            except Exception as error:
-                if (
-                    self.state.recovery is None
-                    or isinstance(error, OutOfMemoryUnrecoverableError)
-                    or not is_out_of_memory(error)
-                ):
-                    raise
-                raise OutOfMemoryUnrecoverableError(
-                    "Memory ran out in the optimizer's update. Parameters may be half new, so the batch is not run "
-                    "again: resume from the last checkpoint, with `foreach=False` in the optimizer or "
-                    f'`optimizer_state="8bit"`. The error was: {error}'
-                ) from error
-            finally:
-                self.steps = False
-
-        def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
-            return MicrobatchClosure(self, kwargs, optimizer, batch_idx)
-
-    return MicrobatchLoop
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
+        return MicrobatchClosure(self, kwargs, optimizer, batch_idx)

@@ -24,7 +24,7 @@ from lightning_memsave.measuring.module_attribution import Breakdown, BreakdownL
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.prediction.simulated_process_group import on_paper
 from lightning_memsave.saved_tensors.randomness import Randomness
-from lightning_memsave.strategies.memsave_strategy import adopt
+from lightning_memsave.strategies.memsave_mixin import adopt
 from lightning_memsave.strategies.session import Session
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.split import cloned

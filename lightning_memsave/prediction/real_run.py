@@ -34,7 +34,7 @@ from lightning_memsave.prediction.microbatch_extrapolation import as_if_whole, r
 from lightning_memsave.saved_tensors.randomness import Randomness
 from lightning_memsave.simulation.global_state_guard import names_kept
 from lightning_memsave.simulation.predicted_step import Prediction
-from lightning_memsave.strategies.memsave_strategy import adopt
+from lightning_memsave.strategies.memsave_mixin import adopt
 from lightning_memsave.strategies.session import Session
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
 from lightning_memsave.techniques.microbatching.split import take

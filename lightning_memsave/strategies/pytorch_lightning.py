@@ -1,8 +1,16 @@
-"""The strategy classes for `pytorch_lightning`; importing this module registers their names there."""
+"""The strategies for `pytorch_lightning`; importing this module registers their names there."""
 
-from lightning_memsave.strategies.registration import strategy_classes
+from __future__ import annotations
 
-_CLASSES = strategy_classes("pytorch_lightning", __name__)
-MemSaveStrategy = _CLASSES["MemSaveStrategy"]
-MemSaveDDPStrategy = _CLASSES["MemSaveDDPStrategy"]
-MemSaveFSDPStrategy = _CLASSES["MemSaveFSDPStrategy"]
+from lightning_memsave.lightning_compat import counterpart
+from lightning_memsave.strategies import ddp, fsdp, memsave_strategy
+from lightning_memsave.strategies.registration import register
+
+MemSaveStrategy, MemSaveDDPStrategy, MemSaveFSDPStrategy = (
+    counterpart(cls, "pytorch_lightning")
+    for cls in (memsave_strategy.MemSaveStrategy, ddp.MemSaveDDPStrategy, fsdp.MemSaveFSDPStrategy)
+)
+for _cls in (MemSaveStrategy, MemSaveDDPStrategy, MemSaveFSDPStrategy):
+    _cls.__module__ = __name__  # spawned processes look them up here
+
+register("pytorch_lightning")

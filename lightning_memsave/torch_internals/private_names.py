@@ -112,7 +112,6 @@ PARTS: Mapping[str, Part] = {
             "lightning.pytorch.loops.optimization.automatic.Closure",
             "lightning.pytorch.loops.optimization.automatic.ClosureResult",
             "lightning.pytorch.loops.utilities._block_parallel_sync_behavior",
-            "lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection",
         ),
         "microbatching, out-of-memory recovery and early zeroing of gradients",
         "tests/strategies/test_lightning_compat.py",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
+from types import FunctionType, SimpleNamespace
 
 import lightning as L
 import pytest
@@ -11,10 +13,12 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
-import lightning_memsave  # noqa: F401
-from lightning_memsave import MemSave, MemSaveDDPStrategy, MemSaveStrategy
-from lightning_memsave.lightning_compat import NAMESPACES, internals, namespace_of
+from lightning_memsave import MemSave, MemSaveDDPStrategy, MemSaveStrategy, lightning_compat
+from lightning_memsave.lightning_compat import NAMESPACES, counterpart, namespace_of
+from lightning_memsave.lightning_compat import _translated as translated
+from lightning_memsave.loops.microbatch_loop import MicrobatchClosure, MicrobatchLoop
 from lightning_memsave.planner.recipes import RECIPES
+from lightning_memsave.strategies.memsave_mixin import MemSaveMixin
 
 QUIET = {
     "accelerator": "cpu",
@@ -37,14 +41,30 @@ def fours() -> DataLoader:
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_private_names_of_lightning(namespace):
-    pl = internals(namespace)
+    pl = SimpleNamespace(
+        AutomaticOptimization=translated(lightning_compat.AutomaticOptimization, namespace),
+        Closure=translated(lightning_compat.Closure, namespace),
+    )
     for name in ("_training_step", "_make_step_fn", "_make_backward_fn", "_make_zero_grad_fn", "_make_closure"):
         assert callable(getattr(pl.AutomaticOptimization, name)), f"_AutomaticOptimization.{name} has moved"
     loop = pl.AutomaticOptimization(L.Trainer(**QUIET))
     assert {"optim_progress", "_skip_backward", "trainer"} <= set(vars(loop)), "attributes of the loop have moved"
     closure = pl.Closure(lambda: None)
     assert {"_step_fn", "_backward_fn", "_zero_grad_fn"} <= set(vars(closure)), "attributes of Closure have moved"
-    assert {"batch", "batch_size"} <= set(vars(pl.ResultCollection(True))), "attributes of the results have moved"
+    results = import_module(f"{namespace}.trainer.connectors.logger_connector.result")._ResultCollection(True)
+    assert {"batch", "batch_size"} <= set(vars(results)), "attributes of the results have moved"
+    assert callable(translated(lightning_compat.block_sync, namespace))
+
+
+@pytest.mark.parametrize("cls", [MicrobatchLoop, MicrobatchClosure, MemSaveMixin, MemSaveStrategy, MemSaveDDPStrategy])
+def test_a_counterpart_derives_from_the_other_namespace_alone(cls):
+    other = counterpart(cls, "pytorch_lightning")
+    assert counterpart(cls, "lightning.pytorch") is cls
+    assert counterpart(cls, "pytorch_lightning") is other
+    assert not any(base.__module__.startswith("lightning.pytorch.") for base in other.__mro__)
+    for name, value in vars(cls).items():
+        if isinstance(value, FunctionType):
+            assert vars(other)[name].__code__ is value.__code__
 
 
 def test_private_attributes_of_the_trainer():
@@ -56,7 +76,7 @@ def test_private_attributes_of_the_trainer():
     assert hasattr(module, "_current_fx_name")
     assert hasattr(trainer._logger_connector, "_current_fx")
     assert hasattr(module, "_trainer")
-    assert isinstance(epoch_loop.automatic_optimization, internals("lightning.pytorch").AutomaticOptimization)
+    assert isinstance(epoch_loop.automatic_optimization, lightning_compat.AutomaticOptimization)
 
 
 @pytest.mark.parametrize("callbacks", [[], [MemSave(microbatch=1)]], ids=["alone", "with the callback"])
@@ -131,6 +151,7 @@ def test_a_fit_that_fails_gives_the_strategy_back(where, error):
 def test_the_other_namespace(order):
     """In a process of its own, because importing `pytorch_lightning` cannot be undone."""
     imports = ["import lightning_memsave", "import pytorch_lightning as pl"]
+    by_name = "import lightning_memsave.strategies.pytorch_lightning" if order == "memsave first" else ""
     program = "\n".join(
         [
             *(imports if order == "memsave first" else reversed(imports)),
@@ -138,6 +159,7 @@ def test_the_other_namespace(order):
             "from pytorch_lightning.demos.boring_classes import BoringModel, RandomDataset",
             "from torch.utils.data import DataLoader",
             f"quiet = {QUIET!r}",
+            by_name,
             "trainer = pl.Trainer(strategy='memsave', **quiet)",
             "trainer.fit(BoringModel())",
             "assert [a.technique for a in trainer.strategy.memsave.applied] == ['early_zero_grad']",

@@ -1,0 +1,282 @@
+"""The mixin of every strategy with memory saving: the registered ones, and whichever strategy the user chose.
+
+It derives from Lightning's `Strategy`, because Python only lets an object change its class between classes of the same
+layout.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_memsave.core.compatibility import check_compatibility
+from lightning_memsave.lightning_compat import counterpart, is_overridden, namespace_of
+from lightning_memsave.loops.evaluation import evaluate
+from lightning_memsave.loops.loop_state import LoopState
+from lightning_memsave.loops.microbatch_loop import MicrobatchLoop
+from lightning_memsave.loops.optimizer_changes import change_optimizers, readable
+from lightning_memsave.loops.trainer_features import ways_of_training
+from lightning_memsave.planner.recipes import RECIPES, Recipe
+from lightning_memsave.strategies.session import Session
+from lightning_memsave.strategies.sparse_training import Sparsifying
+from lightning_memsave.techniques.activation_compression import ActivationCompression
+from lightning_memsave.techniques.checkpointing import Checkpointing
+from lightning_memsave.techniques.low_precision import LowPrecision
+from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
+from lightning_memsave.techniques.optimizer_state import OptimizerState, pages_kept
+from lightning_memsave.techniques.sparsity import Sparsity
+
+
+class MemSaveMixin(Strategy):
+    """Adds a session to a strategy of Lightning's: what it sets up, runs and checkpoints is as the recipe says."""
+
+    _memsave: Session | None = None
+    _memsave_before: Session | None = None
+    _has_fitted = False
+    _is_down = False
+    _sparsifying: Sparsifying | None = None  # outlives the callback, as checkpoints may still be written
+
+    @property
+    def memsave(self) -> Session:
+        """The recipe and what came of it; the lossless recipe unless the callback says otherwise."""
+        if self._memsave is None:
+            self._memsave = Session(RECIPES["lossless"])
+        return self._memsave
+
+    @property
+    def _running_trainer(self) -> Any:
+        module: Any = self.lightning_module
+        return module.trainer
+
+    def setup(self, trainer: Any) -> None:
+        """Set up model and optimizers with what the recipe says."""
+        fitting = self._has_fitted = trainer.state.fn == "fit"
+        self._is_down = False
+        if not fitting and not self.memsave.recipe.stepping_aside(ways_of_training(trainer))[0].get(Microbatching):
+            self.memsave.loop.evaluation = None
+        if fitting:
+            self._begin(trainer)
+            _install_loop(trainer, self.memsave.loop)
+            self.memsave.keep_weights_of_tuning(trainer)
+            self._sparsifying = self.memsave.with_config(Sparsity, self.memsave.sparsify, trainer)
+            self.memsave.with_config(LowPrecision, self.memsave.lower_precision, trainer)
+        with pages_kept(self.optimizers if fitting else ()):
+            super().setup(trainer)
+        if fitting:
+            self.memsave.with_config(Checkpointing, self.memsave.make_regions, trainer)
+            self.memsave.with_config(ActivationCompression, self.memsave.open_scope, trainer)
+
+    def _begin(self, trainer: Any) -> None:
+        """Take up the recipe, as far as this way of training allows; a second fit starts with a clean record."""
+        ways = ways_of_training(trainer)
+        decided = self.memsave.decided(trainer)
+        recipe, reasons = decided.stepping_aside(ways)
+        check_compatibility([*recipe.rows(), *ways])
+        for reason in reasons:
+            rank_zero_info(f"memsave: {reason}")
+        if self.memsave.started:
+            self._memsave = Session(decided, self.memsave.budgeted).after(self.memsave)
+        self.memsave.begin(recipe)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers, and change those that the recipe is about."""
+        super().setup_optimizers(trainer)
+        state = self.memsave
+        state.with_config(OptimizerState, state.check_optimizers, trainer)
+        if self.model is self.lightning_module:  # DDP's buckets have the dtype that weights had when it was made
+            state.with_config(LowPrecision, state.check_steps, trainer)
+        if state.weights is not None and state.recipe.get(LowPrecision) is None:
+            state.raise_precision()
+        done, state.release = change_optimizers(trainer, state.recipe, state.weights)
+        state.changes.extend(done)
+        if self._sparsifying is not None:
+            self._sparsifying.follow(trainer, self.optimizers)
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step, and move sparse patterns that are due."""
+        output = super().optimizer_step(optimizer, *args, **kwargs)
+        if self._sparsifying is not None:
+            self._sparsifying.stepped(self._running_trainer, optimizer)
+        return output
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step in the scopes of the session."""
+        on_use = functools.partial(self.memsave.loop.used_by_hand, self.lightning_module)
+        step = functools.partial(super().training_step, *args, **kwargs)
+        with active_microbatching(self.memsave.recipe.get(Microbatching), on_use):
+            return self.memsave.run(self._running_trainer, step, args)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the batch, in parts where it has to be cut."""
+        return self._evaluate(super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the batch, in parts where it has to be cut."""
+        return self._evaluate(super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the batch, in parts where it has to be cut."""
+        return self._evaluate(super().predict_step, args, kwargs)
+
+    def _evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        trainer = self._running_trainer
+        return evaluate(trainer, self.memsave.loop, functools.partial(step, **kwargs), args)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state for a checkpoint, in the layout of the dense model."""
+        state = super().optimizer_state(optimizer)
+        plain = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer wraps
+        return state if self._sparsifying is None else self._sparsifying.to_disk(plain, state)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Load states that plain Lightning or another format has written."""
+        checkpoint = readable(self.optimizers, checkpoint)
+        if self._sparsifying is not None:
+            checkpoint = self._sparsifying.from_disk(self.optimizers, checkpoint)
+        with pages_kept(self.optimizers):
+            super().load_optimizer_state_dict(checkpoint)
+
+    def teardown(self) -> None:
+        """Give back what was changed, and tear down."""
+        module = self.lightning_module
+        try:  # first: what gives the model back takes memory, and the device may be full
+            with pages_kept(self.optimizers):
+                super().teardown()
+        finally:
+            self.memsave.finish()
+            _remove_loop(module)
+            self._is_down = True
+        trainer = getattr(module, "_trainer", None)  # none yet where the fit was refused before it began
+        if trainer is None or trainer.interrupted:
+            release(self)  # callbacks are not torn down then
+            return
+        if self._has_fitted:
+            self.memsave.loop.tell_cost()
+            self.memsave.loop.warn_if_unused(module)
+        _give_class_back(self)
+
+
+def _install_loop(trainer: Any, state: LoopState) -> None:
+    if (
+        not trainer.lightning_module.automatic_optimization
+    ):  # Lightning bypasses the loop, and the user zeroes gradients
+        state.zero_grad_first = False
+    if state.microbatching is None and not state.zero_grad_first:
+        return
+    if state.zero_grad_first and (hook := _reader_of_gradients(trainer)):
+        state.zero_grad_first = False
+        rank_zero_info(f"memsave: gradients are freed after the forward pass, as {hook} may read them.")
+    epoch_loop = trainer.fit_loop.epoch_loop
+    loop = counterpart(MicrobatchLoop, namespace_of(trainer))
+    epoch_loop.automatic_optimization = loop(epoch_loop.automatic_optimization, state)
+
+
+def _reader_of_gradients(trainer: Any) -> str | None:
+    """What of a user's may read the gradients of the last step before they are zeroed, after the forward pass."""
+    hooks = [(owner, "on_before_zero_grad") for owner in (trainer.lightning_module, *trainer.callbacks)]
+    for owner, hook in (*hooks, (trainer.lightning_module, "optimizer_zero_grad")):
+        if is_overridden(owner, hook):
+            return f"{type(owner).__name__}.{hook}"
+    return _reader_in_forward(trainer.lightning_module)
+
+
+_AFTER_BACKWARD = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "on_train_batch_end",
+)
+
+
+def _reader_in_forward(module: Any) -> str | None:
+    """A method of the module's own that says `.grad`, before backward as far as its name tells."""
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith(("lightning.", "pytorch_lightning.", "torch.", "builtins")):
+            continue
+        for name, method in vars(cls).items():
+            code = getattr(method, "__code__", None)
+            if code is not None and name not in _AFTER_BACKWARD and _says_grad(code):
+                return f"{cls.__name__}.{name}"
+    return None
+
+
+def _says_grad(code: types.CodeType) -> bool:
+    inside = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return ("grad" in code.co_names and "autograd" not in code.co_names) or any(map(_says_grad, inside))
+
+
+def _remove_loop(module: Any) -> None:
+    trainer = getattr(module, "_trainer", None)
+    epoch_loop = trainer.fit_loop.epoch_loop if trainer is not None else None
+    if epoch_loop is not None and hasattr(epoch_loop.automatic_optimization, "parent"):
+        epoch_loop.automatic_optimization = epoch_loop.automatic_optimization.parent
+
+
+_ADOPTED: dict[type, Any] = {}
+
+
+def _adopted_class(cls: type, namespace: str) -> Any:
+    if cls not in _ADOPTED:
+        own = {
+            "__module__": __name__,
+            "adopted_from": cls,
+            "__reduce_ex__": lambda self, _: (_unpickled, (cls, namespace), self.__getstate__()),
+        }
+        _ADOPTED[cls] = type(f"MemSave{cls.__name__}", (counterpart(MemSaveMixin, namespace), cls), own)
+    return _ADOPTED[cls]
+
+
+def _unpickled(cls: type, namespace: str) -> Any:
+    """An adopted strategy, as yet without attributes."""
+    adopted = _adopted_class(cls, namespace)
+    return adopted.__new__(adopted)
+
+
+def adopt(strategy: Any, state: Session) -> None:
+    """Give a live strategy the mixin, as Lightning does with optimizers.
+
+    Args:
+        strategy: the trainer's.
+        state: has the recipe, and is where the strategy will record what it did. It holds neither model nor trainer
+            once the run is over.
+
+    Raises:
+        TypeError: `strategy` is not a Lightning strategy.
+    """
+    namespace = namespace_of(strategy)
+    if not isinstance(strategy, counterpart(MemSaveMixin, namespace)):
+        strategy.__class__ = _adopted_class(type(strategy), namespace)
+    elif strategy._memsave is None:
+        strategy._memsave = strategy.memsave  # one of ours by name: lossless
+    if strategy._memsave_before is None:
+        strategy._memsave_before = strategy._memsave or Session(Recipe("adopted"))
+    strategy._memsave = state
+
+
+def release(strategy: Any) -> None:
+    """Undo `adopt`: the strategy has the recipe that it had before; once it is torn down, its class if it was not ours.
+
+    A strategy that has trained sparse weights keeps ours, which writes and reads their checkpoints.
+    """
+    if getattr(strategy, "_memsave_before", None) is not None:
+        strategy._memsave, strategy._memsave_before = strategy._memsave_before, None
+        _give_class_back(strategy)
+
+
+_OWN = {"_memsave", "_memsave_before", "_has_fitted", "_is_down", "_sparsifying"}
+
+
+def _give_class_back(strategy: Any) -> None:
+    """Where callback and strategy are both torn down, which may be in either order."""
+    is_over = strategy._is_down and strategy._memsave_before is None and strategy._sparsifying is None
+    if is_over and (plain := getattr(type(strategy), "adopted_from", None)) is not None:
+        for name in _OWN & vars(strategy).keys():
+            delattr(strategy, name)
+        strategy.__class__ = plain
