@@ -221,7 +221,7 @@ def _subject(
     slots: dict[str, Any],
     given: dict[str, Any],
 ) -> tuple[Any, Any, dict[str, Any], Any]:
-    """The model or what makes it, the same of the batch, arguments of `Trainer`, and what is switched on."""
+    """Return the model or what makes it, the same of the batch, arguments of `Trainer`, and what is switched on."""
     from lightning_memsave.api import plan_training
     from lightning_memsave.callbacks import MemSave
     from lightning_memsave.prediction.simulated_process_group import num_processes_of
@@ -257,7 +257,7 @@ def _subject(
 
 
 def _besides(memsave: Any, slots: dict[str, Any]) -> Any:
-    """What a file has set, and what is set besides."""
+    """Return what a file has set, and what is set besides."""
     if all(value is None for value in slots.values()):
         return memsave
     own = None if memsave.budgeted is None else memsave.budgeted.budget_text
@@ -265,7 +265,7 @@ def _besides(memsave: Any, slots: dict[str, Any]) -> Any:
 
 
 def _made(found: Any) -> Any:
-    """Called if it can be, and the first batch of a loader."""
+    """Return the value, called if it can be; of a loader, its first batch."""
     from torch import nn
     from torch.utils.data import DataLoader
 
@@ -275,7 +275,7 @@ def _made(found: Any) -> Any:
 
 
 def _maker(found: Any) -> Any:
-    """What makes a batch, with the arguments of `found`; the batch itself where nothing makes it."""
+    """Return what makes a batch, with the arguments of `found`; the batch itself where nothing makes it."""
     from torch import nn
 
     if not callable(found) or isinstance(found, nn.Module):
@@ -289,7 +289,7 @@ def _maker(found: Any) -> Any:
 
 
 def _named(name: str) -> Any:
-    """What `package.module:name` names."""
+    """Return what `package.module:name` names."""
     where, _, attribute = name.partition(":")
     try:
         return getattr(import_module(where), attribute)
@@ -310,7 +310,7 @@ def _current_folder() -> Iterator[None]:
 
 
 def _value(text: str) -> Any:
-    """A number, a name, names with commas, true or false, as a slot of `MemSave` takes it.
+    """Return a number, a name, names with commas, true or false, as a slot of `MemSave` takes it.
 
     >>> _value("8"), _value("0.9"), _value("int4"), _value("exact,int4"), _value("false")
     (8, 0.9, 'int4', ['exact', 'int4'], False)

@@ -45,12 +45,12 @@ def loaders_of(trainer: Any) -> Any:
 
 
 def is_compiled(module: object) -> bool:
-    """Whether a LightningModule was compiled as a whole before it was handed to the trainer."""
+    """Return whether a LightningModule was compiled as a whole before it was handed to the trainer."""
     return getattr(module, "_compiler_ctx", None) is not None
 
 
 def is_overridden(owner: Any, hook: str) -> bool:
-    """Whether a user's class of a module or callback defines a hook of Lightning's; none of ours counts."""
+    """Return whether a user's class of a module or callback defines a hook of Lightning's; none of ours counts."""
     defined_in = next((cls for cls in type(owner).__mro__ if hook in vars(cls)), None)  # a mock has none
     ours = ("lightning.", "pytorch_lightning.", "lightning_memsave.")
     return defined_in is not None and not defined_in.__module__.startswith(ours)
@@ -96,7 +96,7 @@ class _Names(dict[str, Any]):
 
 
 def _translated(value: Any, namespace: str) -> Any:
-    """What stands for a class or a function in a namespace."""
+    """Return what stands for a class or a function in a namespace."""
     if value.__module__.startswith(f"{_WRITTEN_FOR}."):
         module = import_module(value.__module__.replace(_WRITTEN_FOR, namespace, 1))
         return getattr(module, value.__name__)
@@ -107,7 +107,7 @@ def _translated(value: Any, namespace: str) -> Any:
 
 
 def _rebound(value: Any, cls: type, made: type, names: _Names) -> Any:
-    """A function, or what holds some, with `made` in place of `cls` for `super()`, and with other names."""
+    """Return a function, or what holds some, with `made` in place of `cls` for `super()`, and with other names."""
     if isinstance(value, property):
         return property(*(_rebound(each, cls, made, names) for each in (value.fget, value.fset, value.fdel)))
     if isinstance(value, (staticmethod, classmethod)):

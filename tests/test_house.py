@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -230,3 +230,29 @@ def test_a_version_inside_the_range_is_silent(monkeypatch, package):
 
 def test_package_version_is_a_release_number():
     assert re.fullmatch(r"\d+\.\d+\.\d+", lightning_memsave.__version__)
+
+
+_FRAGMENT = re.compile(
+    r"(After|As|At|Before|Beside|Between|By|For|From|In|Inside|Of|On|Per|Since|Than|To|Under|Until|With|Within|Without"
+    r"|Both|He|It|One of|Our|That|Them|These|They|This|Those|Who|Whoever|Whose|Which"
+    r"|Called|Done|Found|Given|Held|Kept|Known|Made|Seen|Taken|Told|Where)\b"
+)
+"""Begins of a sentence that needs another one above it: a preposition, a pronoun, a participle."""
+
+
+def _documented(tree):
+    """The docstrings of a module, its classes and functions, and the texts below attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            yield node.lineno if hasattr(node, "lineno") else 1, ast.get_docstring(node) or ""
+        statements = getattr(node, "body", None)
+        for first, second in pairwise(statements if isinstance(statements, list) else []):
+            is_text = isinstance(second, ast.Expr) and isinstance(second.value, ast.Constant)
+            if isinstance(first, (ast.Assign, ast.AnnAssign)) and is_text and isinstance(second.value.value, str):
+                yield second.lineno, second.value.value
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_a_docstring_begins_with_a_verb_or_a_noun(path):
+    found = [(line, text) for line, text in _documented(ast.parse(path.read_text())) if _FRAGMENT.match(text)]
+    assert found == []

@@ -133,7 +133,7 @@ def _is_memsave(callback: Any) -> bool:
 
 
 def _namespace(model_class: Any, config: Mapping[str, Any]) -> str:
-    """Of the Lightning that the model is made for."""
+    """Return the namespace of the Lightning that the model is made for."""
     if model_class is None and isinstance(config.get("model"), Mapping):
         module, _, last = str(config["model"].get("class_path", "")).rpartition(".")
         with contextlib.suppress(ImportError):  # LightningCLI will say so, with the setting's name
@@ -144,7 +144,7 @@ def _namespace(model_class: Any, config: Mapping[str, Any]) -> str:
 
 
 def _first_of(data: Any) -> Any:
-    """The first batch, of each loader where there are several."""
+    """Return the first batch, of each loader where there are several."""
     data.prepare_data()
     data.setup("fit")
     return tree_map(lambda loader: next(iter(loader)), data.train_dataloader())

@@ -103,7 +103,7 @@ class _FirstStep(L.Callback):
         pl_module.configure_optimizers = watched
 
     def _keep(self, trainer: Any, name: str, p: Tensor) -> None:
-        """The latest is the sum over microbatches; kept here, as gradients may be released in backward."""
+        """Keep a gradient, the latest of which is the sum over microbatches: it may be released in backward."""
         if trainer.global_step == 0 and p.grad is not None:
             self.gradients[name] = p.grad.clone()
 
@@ -117,7 +117,7 @@ class _FirstStep(L.Callback):
 
 @contextlib.contextmanager
 def _seeds_kept() -> Iterator[None]:
-    """The environment variables by which Lightning seeds workers and samplers are as before."""
+    """Restore the environment variables by which Lightning seeds workers and samplers."""
     before = {name: os.environ.pop(name, None) for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
     try:
         yield
@@ -146,7 +146,7 @@ def _one_run(module: L.LightningModule, batch: Any, memsave: MemSave, seed: int)
 
 
 def _by_module(ours: dict[str, Tensor], plain: dict[str, Tensor], is_exact: bool) -> dict[str, float]:
-    """The relative difference of all tensors of each module together; the largest first.
+    """Return the relative difference of all tensors of each module together; the largest first.
 
     What changes the model may have other tensors (values instead of weights, corrections): those are left out.
     """
@@ -161,7 +161,7 @@ def _by_module(ours: dict[str, Tensor], plain: dict[str, Tensor], is_exact: bool
 
 
 def _joined(tensors: list[Tensor | None]) -> Tensor:
-    """A tensor that is missing on one side is a difference of its own."""
+    """Return a tensor that is missing on one side is a difference of its own."""
     return torch.cat([torch.full((1,), math.inf) if t is None else t.double().flatten().cpu() for t in tensors])
 
 

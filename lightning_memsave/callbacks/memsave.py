@@ -161,7 +161,10 @@ class MemSave(MemoryMonitor):
             self.budgeted.check(trainer, meter.tracked, has_changed)
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan, and what was learned about this machine's memory: a resumed run starts where this one stopped."""
+        """Return the plan, and what was learned about this machine's memory.
+
+        A resumed run starts where this one stopped.
+        """
         planned = {} if self.budgeted is None else self.budgeted.state_dict()
         return planned if self._state is None else {**self._state.state_dict(), **planned}
 
@@ -195,7 +198,7 @@ class MemSave(MemoryMonitor):
 
 
 def _check_alone(budget: object, slots: Mapping[str, object]) -> None:
-    """A plan is complete: what it was made for does not hold with other settings."""
+    """Refuse settings beside a plan: what it was made for does not hold with others."""
     given = [name for name, value in {"budget": budget, **slots}.items() if value is not None]
     if given:
         raise setting_error(

@@ -246,7 +246,7 @@ class MemoryMonitor(Callback):
             rank_zero_info(text)
 
     def _outcome(self) -> str | None:
-        """The line for people, of what this callback was told to expect."""
+        """Return the line for people, of what this callback was told to expect."""
         return None if self._prediction is None else miss_text(self.report)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -282,7 +282,7 @@ class MemoryMonitor(Callback):
         )
 
     def _settings_on(self) -> tuple[set[str], set[str]]:
-        """What is on, by the names of the compatibility table, and what of it does not step aside for others."""
+        """Return what is on, by the names of the compatibility table, and what of it does not step aside for others."""
         return set(), set()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

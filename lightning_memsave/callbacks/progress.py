@@ -86,7 +86,7 @@ class MemoryProgressBar(RichProgressBar):
         return [*super().configure_columns(trainer), _MemoryColumn(self)]
 
     def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
-        """The user's metrics; ours have their own column."""
+        """Return the user's metrics; ours have their own column."""
         metrics = super().get_metrics(trainer, pl_module)
         return {name: value for name, value in metrics.items() if not name.startswith("memsave/")}
 

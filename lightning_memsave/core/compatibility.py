@@ -420,13 +420,13 @@ def check_compatibility(present: Iterable[str]) -> None:
 
 
 def is_refused(first: str, second: str) -> bool:
-    """Whether these two do not work together."""
+    """Return whether these two do not work together."""
     pair = {first, second}
     return any(row.refused_because is not None and {row.first, row.second} == pair for row in COMPATIBILITY)
 
 
 def costs_of(present: Iterable[str]) -> list[str]:
-    """What the pairs of `present` cost besides; a default is not worth that."""
+    """Return what the pairs of `present` cost besides; a default is not worth that."""
     names = set(present)
     return [
         f"{row.first} stays off with {row.second} unless it is asked for: {row.cost}"

@@ -37,7 +37,7 @@ def check_unused(config: Any, names: str, needed: str) -> None:
 
 
 def defaults_of(config: Any) -> dict[str, Any]:
-    """What the fields of a dataclass are by default, by name."""
+    """Return what the fields of a dataclass are by default, by name."""
     return {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(config)

@@ -16,7 +16,7 @@ _LARGEST = 2**63  # no counter has more
 
 
 def from_data(kind: type[T], values: Any, setting: str, remedy: str, **ready: Any) -> T:
-    """The dataclass whose fields `values` are: lists are tuples where it says so, dictionaries dataclasses.
+    """Return the dataclass whose fields `values` are: lists are tuples where it says so, dictionaries dataclasses.
 
     Args:
         kind: the dataclass.

@@ -49,11 +49,11 @@ REMEDIES: Mapping[str, Sequence[tuple[tuple[str, ...], str]]] = {
     ),
     "data": (((), "a smaller `batch_size` in the DataLoader"),),
 }
-"""By category, what helps first: its names in the compatibility table, and what a user writes."""
+"""Remedies by category, what helps first: names in the compatibility table, and what a user writes."""
 
 
 def remedies_for(category: str, applied: Collection[str], fixed: Collection[str] = ()) -> list[str]:
-    """Those that are not on yet, and would not be refused.
+    """Return the remedies that are not on yet, and would not be refused.
 
     Args:
         category: one of `CATEGORIES`.

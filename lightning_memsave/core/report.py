@@ -11,8 +11,8 @@ from lightning_memsave.core.units import format_bytes
 
 LossClass = Literal["exact", "unbiased", "approximate", "changed"]
 LOSS_CLASSES: tuple[LossClass, ...] = ("exact", "unbiased", "approximate", "changed")
-"""From harmless to not: equal up to rounding; noise that is zero on average; noise with a small bias, whose size is
-written down; optimises something else."""
+"""Loss classes, from harmless to not: equal up to rounding; noise that is zero on average; noise with a small bias,
+whose size is written down; optimises something else."""
 
 CATEGORIES = ("weights", "gradients", "optimizer_state", "activations", "temporary", "data")
 """What a byte can be. Buffers and masks are weights, DDP buckets are gradients; `data` is the batch and whatever else
@@ -20,7 +20,7 @@ was alive before the step; `temporary` is all that none of the others claims."""
 
 
 def worst_loss_class(classes: Iterable[LossClass]) -> LossClass:
-    """The most harmful of `classes`; `"exact"` for none.
+    """Return the most harmful of `classes`; `"exact"` for none.
 
     >>> worst_loss_class(["exact", "changed", "unbiased"])
     'changed'
@@ -29,7 +29,7 @@ def worst_loss_class(classes: Iterable[LossClass]) -> LossClass:
 
 
 def _nothing() -> None:
-    """The way back of what need not be undone."""
+    """Do nothing: the way back of what need not be undone."""
 
 
 @dataclass(kw_only=True)
@@ -61,7 +61,7 @@ class Timeline:
     """Live bytes through one step, at no more than a few hundred of its allocations and frees, the peak among them."""
 
     events: tuple[int, ...]
-    """Which allocation or free, counted from the step's start. That is an order, not a time."""
+    """Number of the allocation or free, counted from the step's start. That is an order, not a time."""
     by_category: Mapping[str, tuple[int, ...]]
     """Bytes alive after each of `events`; has every name of `CATEGORIES`."""
 
@@ -75,11 +75,11 @@ class Miss(NamedTuple):
     """How far a prediction was from what was measured."""
 
     fraction: float
-    """Of the predicted peak; above 0 where more was measured."""
+    """Fraction of the predicted peak; above 0 where more was measured."""
     category: str
     """The one that was missed most."""
     category_bytes: int
-    """By how much, with the same sign."""
+    """Difference in bytes, with the same sign."""
 
     @classmethod
     def between(
@@ -89,7 +89,7 @@ class Miss(NamedTuple):
         measured_bytes: int,
         measured: Mapping[str, int],
     ) -> Miss:
-        """Of a predicted peak from a measured one, both with their categories."""
+        """Return the miss of a predicted peak from a measured one, both with their categories."""
         misses = {name: size - predicted.get(name, 0) for name, size in measured.items()}
         category = max(misses, key=lambda name: abs(misses[name]), default="")
         return cls(measured_bytes / predicted_bytes - 1, category, misses.get(category, 0))
@@ -106,7 +106,7 @@ class Miss(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """Where the bytes of a training run went.
+    """Report of where the bytes of a training run went.
 
     `peak_bytes` is the highest total of any measured step and `by_category` its split at that moment, so the categories
     add up to `peak_bytes`. On CPU that is the sum of live tensor storages, each counted once; on CUDA it is the
@@ -174,7 +174,7 @@ class MemoryReport:
         return tuple(reason for a in self.applied for reason in a.reasons)
 
     def metrics(self) -> dict[str, float]:
-        """Everything measured, under the names that every logger sees.
+        """Return everything measured, under the names that every logger sees.
 
         >>> MemoryReport(peak_bytes=3, by_category={"weights": 3}).metrics()
         {'memsave/peak_bytes': 3, 'memsave/peak_weights_bytes': 3}
@@ -195,7 +195,7 @@ class MemoryReport:
         return {name: value for name, value in named.items() if value is not None}
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as data that JSON can hold; `from_dict` is the way back, but for the techniques' `undo`.
+        """Return everything as data that JSON can hold; `from_dict` is the way back, but for the techniques' `undo`.
 
         >>> report = MemoryReport(peak_bytes=3, by_category={"weights": 3})
         >>> MemoryReport.from_dict(report.as_dict()) == report
@@ -209,7 +209,7 @@ class MemoryReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MemoryReport:
-        """The report that `as_dict` wrote.
+        """Return the report that `as_dict` wrote.
 
         Raises:
             ValueError: the values are not those of a report.

@@ -1,4 +1,4 @@
-"""Which modules a setting means: a pattern, a class, or a callable that is asked."""
+"""Selection of the modules that a setting means: a pattern, a class, or a callable that is asked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Selector = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 
 
 def is_selected(selector: Selector, name: str, module: nn.Module) -> bool:
-    """Whether a module of that name is meant.
+    """Return whether a module of that name is meant.
 
     >>> is_selected("Lin*", "head", nn.Linear(1, 1)), is_selected("head", "head", nn.Linear(1, 1))
     (True, True)
@@ -29,7 +29,7 @@ def is_selected(selector: Selector, name: str, module: nn.Module) -> bool:
 
 
 def select(setting: str, selectors: tuple[Selector, ...], model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of `model` that any of the selectors means.
+    """Yield the modules of `model` that any of the selectors means.
 
     Args:
         setting: what they are called in errors.
@@ -54,7 +54,9 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it is a normalisation layer: of a class of torch's, or one named so whose own parameters are vectors.
+    """Return whether it is a normalisation layer.
+
+    Of a class of torch's, or one named so whose own parameters are vectors.
 
     >>> is_norm(nn.LayerNorm(2)), is_norm(nn.Linear(2, 2))
     (True, False)
@@ -65,7 +67,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Whether TorchScript runs `module`, scripted or traced: it takes no hooks.
+    """Return whether TorchScript runs `module`, scripted or traced: it takes no hooks.
 
     >>> is_scripted(nn.Linear(2, 2))
     False
@@ -74,7 +76,7 @@ def is_scripted(module: nn.Module) -> bool:
 
 
 def scripted_in(module: nn.Module) -> str | None:
-    """The name of a TorchScript module in `module`, `""` for that itself, `None` without any.
+    """Return the name of a TorchScript module in `module`, `""` for that itself, `None` without any.
 
     A checkpointed region cannot hold one: what such a module keeps for backward changes after its first calls, when
     TorchScript has compiled it, so that a repetition would keep something else.
@@ -83,7 +85,7 @@ def scripted_in(module: nn.Module) -> str | None:
 
 
 def as_selectors(setting: str, value: object) -> tuple[Selector, ...]:
-    """A setting that takes one selector or several.
+    """Return a setting that takes one selector or several.
 
     Raises:
         ValueError: something is no selector.

@@ -10,7 +10,7 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 def format_bytes(num_bytes: int | None) -> str:
-    """Bytes as text in binary units.
+    """Return bytes as text in binary units.
 
     >>> format_bytes(400_257_000), format_bytes(512), format_bytes(3 * GIB), format_bytes(None)
     ('381.7 MiB', '512 B', '3.0 GiB', 'n/a')
@@ -27,7 +27,7 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": KIB, "mib
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things, as a person would write it.
+    """Return a number of things, as a person would write it.
 
     >>> counted(1, "region"), counted(2, "region")
     ('1 region', '2 regions')
@@ -36,7 +36,9 @@ def counted(number: int, noun: str) -> str:
 
 
 def parse_bytes(name: str, value: object) -> int:
-    """A number of bytes, or a text with a unit: `KiB`, `MiB`, `GiB` (powers of 1024), `kB`, `MB`, `GB` (of 1000).
+    """Return a number of bytes, or a text with a unit.
+
+    `KiB`, `MiB`, `GiB` (powers of 1024), `kB`, `MB`, `GB` (of 1000).
 
     Args:
         name: what the setting is called in errors.

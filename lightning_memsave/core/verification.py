@@ -19,9 +19,9 @@ class Verification:
     loss_difference: float
     """Relative."""
     gradient_differences: dict[str, float] = field(default_factory=dict)
-    """For each module with parameters, the norm of the difference over the norm of the plain gradients."""
+    """Norm of the difference over the norm of the plain gradients, for each module with parameters."""
     buffer_differences: dict[str, float] = field(default_factory=dict)
-    """For each module with floating-point buffers, likewise."""
+    """The same for each module with floating-point buffers."""
     tolerance: float
 
     @property

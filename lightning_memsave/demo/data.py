@@ -15,7 +15,7 @@ _RECORD_BYTES = 1 + 3 * 32 * 32  # one label, then the red, green and blue plane
 
 
 def load_digits_32(seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """The 1,797 scans of handwritten digits (UCI, bundled with scikit-learn), resized to 3x32x32; 1,437 / 360.
+    """Return the 1,797 scans of handwritten digits (UCI, bundled with scikit-learn), resized to 3x32x32; 1,437 / 360.
 
     The split is stratified by class and drawn with `seed`.
     """

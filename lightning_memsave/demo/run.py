@@ -51,7 +51,7 @@ class DemoConfig:
     """
 
     out: Path = Path("memsave-demo")
-    """Where the table, the picture and the W&B runs are written."""
+    """Folder of the table, the picture and the W&B runs."""
     data_dir: Path | None = None
     """A folder with CIFAR-10's binary version; without, scikit-learn's bundled digits."""
     epochs: int = 3
@@ -206,7 +206,7 @@ def _progress(console: Console) -> Progress:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The table says what Lightning's banners and our warning about BatchNorm would say five times."""
+    """Silence Lightning's banners and our warning about BatchNorm, which the table says once."""
     import logging
 
     names = [

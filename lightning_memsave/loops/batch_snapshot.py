@@ -95,11 +95,11 @@ class BatchStart:
         return self._buffers.changed() | self._buffers.moved()
 
     def moved_buffers(self) -> set[str]:
-        """The names of the buffers that were edited, of which no copy was kept."""
+        """Return the names of the buffers that were edited, of which no copy was kept."""
         return self._buffers.moved()
 
     def why_final(self) -> str | None:
-        """Why what has happened since cannot be undone; `None` if it can."""
+        """Return why what has happened since cannot be undone; `None` if it can."""
         edited = next((what for tensor, version, what in self._watched if tensor._version != version), None)
         if any(p.grad is not gradient for p, gradient in self._summed):  # summed out of place, for higher derivatives
             edited = "gradients"
@@ -151,12 +151,12 @@ _IMMUTABLE = (Number, str, bytes, type(None))
 
 
 def _is_plain(key: str, value: Any) -> bool:
-    """Whether an attribute of a module is put back: exact types, as others may mind being copied."""
+    """Return whether an attribute of a module is put back: exact types, as others may mind being copied."""
     return key not in OF_LIGHTNING and (type(value) in CONTAINERS or isinstance(value, (*_IMMUTABLE, Tensor)))
 
 
 def _containers(batch: Any, seen: set[int] | None = None) -> Iterator[list[Any] | dict[Any, Any]]:
-    """The lists and dictionaries of a batch, those of dataclasses and `BatchEncoding` as well; each once."""
+    """Yield the lists and dictionaries of a batch, those of dataclasses and `BatchEncoding` as well; each once."""
     seen = set() if seen is None else seen
     if id(batch) in seen:
         return

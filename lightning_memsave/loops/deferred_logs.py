@@ -40,7 +40,7 @@ class DeferredLogs:
         del self._results.log
 
     def begin(self, microbatch: Any, num_samples: float, weight: float) -> None:
-        """The next calls belong to this microbatch, whose loss has this weight among them."""
+        """Begin a microbatch, whose loss has this weight in its batch."""
         self._microbatch += 1
         self._num_samples, self._weight = num_samples, weight
         self._results.batch, self._results.batch_size = microbatch, None
@@ -105,12 +105,12 @@ class KeptLogs:
             vars(self._results[key]).update(attributes)
 
     def begin(self, microbatch: Any, num_samples: float, weight: float) -> None:
-        """The batch is the microbatch."""
+        """Begin the only microbatch, which is the batch."""
 
     def flush(
         self, batch: Any, losses: list[Tensor | None], reduction: Literal["mean", "sum"], num_accumulated: int = 1
     ) -> None:
-        """Everything is there."""
+        """Do nothing: everything is logged."""
 
 
 def _merge(
@@ -150,5 +150,5 @@ def _is_loss(call: _Call, losses: list[Tensor | None], num_accumulated: int) -> 
 
 
 def _comparable(value: Tensor) -> Tensor:
-    """With a number for what is none, which equals nothing: the loss of a microbatch without labels."""
+    """Return a value that can be compared: a number in place of NaN, the loss of a microbatch without labels."""
     return value.reshape(()).float().nan_to_num(nan=-1.2345e-12)

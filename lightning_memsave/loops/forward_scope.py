@@ -65,7 +65,7 @@ class ForwardScope:
 
     @property
     def noise(self) -> NoiseSeeds:
-        """Of the codes."""
+        """Seeds of the codes' noise."""
         return self._store.noise
 
     @property

@@ -44,7 +44,7 @@ class LateReduction:
 
 
 def bytes_on_top(module: nn.Module, peak_bytes: int, lasting_bytes: int) -> int:
-    """What a process of DDP takes more than one alone, which has a peak of `peak_bytes`.
+    """Return what a process of DDP takes more than one alone, which has a peak of `peak_bytes`.
 
     Its buckets, one copy of all gradients; or more, where the exchange after backward becomes the peak: a flat copy of
     as many gradients as are exchanged at once, beside what lasts (`lasting_bytes`: weights, optimizer state, data).
@@ -55,7 +55,7 @@ def bytes_on_top(module: nn.Module, peak_bytes: int, lasting_bytes: int) -> int:
 
 
 def num_collectives() -> int:
-    """How many collectives this process has taken part in; 0 where no other process waits in them."""
+    """Return how many collectives this process has taken part in; 0 where no other process waits in them."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
         return 0
     world: Any = dist.group.WORLD

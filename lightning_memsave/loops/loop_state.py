@@ -52,7 +52,7 @@ class LoopState:
         self.why_whole = ""
         """What of the loss forbids to cut its batches, once one was to be cut."""
         self._summary: str | None = None
-        """Of what was cut, once something was."""
+        """Microbatch size of what was cut, once something was."""
         self._reasons: list[str] = []
         """Why microbatches change the result."""
         self._given_up = self._warned = self._warned_of_parts = self._has_tried = self._makes_gradients = False
@@ -79,7 +79,10 @@ class LoopState:
         return getattr(self.recovery or self.microbatching, "size", None)
 
     def microbatches(self, trainer: Any, kwargs: dict[str, Any]) -> list[tuple[Any, float]]:
-        """The microbatches of `kwargs["batch"]`, each with its number of samples; the batch alone where it is whole."""
+        """Return the microbatches of `kwargs["batch"]`, each with its number of samples.
+
+        The batch alone where it is whole.
+        """
         batch = kwargs.get("batch")
         whole: list[tuple[Any, float]] = [(batch, 0)]
         if self.microbatching is None:
@@ -104,7 +107,7 @@ class LoopState:
         return parts
 
     def weights(self, parts: list[tuple[Any, float]]) -> list[float]:
-        """What the loss of each microbatch is multiplied by."""
+        """Return what the loss of each microbatch is multiplied by."""
         if len(parts) == 1:
             return [1.0]
         weights = self.rules.weights(parts)
@@ -112,7 +115,7 @@ class LoopState:
         return weights
 
     def _check_agreed(self, trainer: Any, num_parts: int) -> None:
-        """Where processes wait for each other in every forward, they must make as many: else they would wait for ever.
+        """Refuse different numbers of microbatches where processes wait for each other in every forward.
 
         Raises:
             ValueError: on every process, they do not.
@@ -134,21 +137,21 @@ class LoopState:
         return trainer.world_size > 1 and not _WAITING.isdisjoint(ways_of_training(trainer))
 
     def runs_in_parts(self, parts: list[tuple[Any, float]]) -> bool:
-        """Whether a batch is not run as without microbatching."""
+        """Return whether a batch is not run as without microbatching."""
         return len(parts) > 1 or (self.microbatching is not None and self.microbatching.batchnorm == "running")
 
     def sized_for(self, batch: Any, recovery: Recovery | None) -> Microbatching:
-        """The settings, with a number of samples that suits this batch where one has been learned."""
+        """Return the settings, with a number of samples that suits this batch where one has been learned."""
         assert self.microbatching is not None
         size = None if recovery is None else recovery.size_for(batch)
         return self.microbatching if size is None else self.microbatching.of_size(size)
 
     def can_cut(self, batch: Any) -> bool:
-        """Whether smaller microbatches of this batch are possible, as far as is known."""
+        """Return whether smaller microbatches of this batch are possible, as far as is known."""
         return not self._given_up and self.has_samples(batch)
 
     def has_samples(self, batch: Any) -> bool:
-        """Whether a batch has more than one sample, and tells which they are."""
+        """Return whether a batch has more than one sample, and tells which they are."""
         try:
             return self.microbatching is not None and self.microbatching.num_samples(batch) > 1
         except UnsplittableBatchError:
@@ -176,7 +179,7 @@ class LoopState:
     def _knows_rule(
         self, trainer: Any, kwargs: dict[str, Any], config: Microbatching, parts: list[tuple[Any, float]]
     ) -> bool:
-        """Whether it is known how the losses of these parts add up; asks the module where it is time to."""
+        """Return whether it is known how the losses of these parts add up; asks the module where it is time to."""
         rules, batch = self.rules, kwargs["batch"]
         if trainer.current_epoch:
             self.tell_cost()
@@ -208,12 +211,12 @@ class LoopState:
         return False
 
     def tell_cost(self) -> None:
-        """The first epoch is over: say what the questions have cost, where it was much."""
+        """Say what the questions have cost, where it was much, when the first epoch is over."""
         if (text := self.rules.cost_of_first_epoch()) is not None:
             rank_zero_info(text)
 
     def _compare(self, before: tuple[ReductionRule, ...], answer: Answer, batch_idx: int) -> None:
-        """With the rules by which earlier batches were cut."""
+        """Compare with the rules by which earlier batches were cut."""
         if answer.why_not:
             self._changes(f"batches before batch {batch_idx} were cut, and in that one {answer.why_not}")
         elif answer.rules and not set(before) & set(answer.rules):
@@ -223,7 +226,7 @@ class LoopState:
             )
 
     def _takes_given(self, answer: Answer, config: Microbatching, *, is_first: bool) -> bool:
-        """The rule that the user gave is used in any case; where the loss has another one, that is said."""
+        """Use the rule that the user gave in any case; where the loss has another one, say so."""
         given = ReductionRule("sum" if config.reduction == "sum" else "mean", config.weight_fn)
         self.rules.known = (given,)
         why_not = "" if answer.has_failed else answer.why_not
@@ -271,7 +274,9 @@ class LoopState:
             warnings.warn(warning, MicrobatchWarning, stacklevel=2)
 
     def watch(self, module: Any, device: torch.device) -> Callable[[int], AbstractContextManager[None]]:
-        """What is to be around `training_step` for each part of a batch, by its number: sees what it does besides.
+        """Return what is to be around `training_step` for each part of a batch, by its number.
+
+        Sees what it does besides.
 
         Looked at are the first two batches that are cut, and later the fourth, the eighth and so on. What a step sets
         once, a cache or the number of the batch, does not change in the second part.
@@ -299,13 +304,13 @@ class LoopState:
             self._changes(f"hooks get the gradients of each microbatch, of {_listed(hooked)}")
 
     def note_losses(self, losses: Sequence[Tensor | None]) -> None:
-        """What `training_step` has returned for the parts of a batch, all of which have been run."""
+        """Note what `training_step` has returned for the parts of a batch, all of which have been run."""
         self._num_cut += len(losses) > 1
         if any(loss is None for loss in losses) and any(loss is not None for loss in losses):
             self._changes("training_step returned None for some microbatches, of which others have a loss")
 
     def _begin(self, module: Any, what: str) -> None:
-        """The first batch is cut."""
+        """Begin when the first batch is cut."""
         if self._summary is not None:
             return
         if modules := why_not_exact(module):

@@ -60,7 +60,7 @@ _MODES = (_Mode(True, True), _Mode(False, True), _Mode(False, False))
 
 
 def ask(trainer: Any, kwargs: dict[str, Any], num_samples: int, config: Microbatching) -> Answer:
-    """Which rules the loss obeys: means and a sum, with the weights that `config` gives or the batch allows.
+    """Return which rules the loss obeys: means and a sum, with the weights that `config` gives or the batch allows.
 
     Args:
         trainer: Lightning's trainer, inside its fit loop.
@@ -120,12 +120,12 @@ class _Subject(NamedTuple):
         return cls(whole, [(take(whole, first, last, num_used), last - first) for first, last in spans])
 
     def weights(self, rule: ReductionRule) -> list[float]:
-        """Of the parts, which need not add up to 1."""
+        """Return the weights of the parts, which need not add up to 1."""
         return [n if rule.weight_fn is None else float(rule.weight_fn(part)) for part, n in self.parts]
 
 
 def _telling(batch: Any, num_samples: int, rules: list[ReductionRule]) -> list[int]:
-    """Samples to which two rules give the most different shares, for each of the rules that count labels."""
+    """Return samples to which two rules give the most different shares, for each of the rules that count labels."""
     few = range(min(num_samples, _MOST_COUNTED))
     counts = {
         rule: [float(rule.weight_fn(take(batch, i, i + 1, num_samples))) for i in few]
@@ -193,7 +193,7 @@ class _Evaluation:
         return Losses(losses[0], tuple(losses[1:]), self._tolerance())
 
     def rules(self, batch: Any, config: Microbatching) -> list[ReductionRule]:
-        """Those that come into question."""
+        """Return the rules that come into question."""
         if config.weight_fn is not None:
             return [ReductionRule("mean", config.weight_fn)]
         return rules_for(batch, self._seen.ignored)
@@ -222,7 +222,10 @@ class _Evaluation:
         return float(loss.detach())
 
     def _tolerance(self) -> float | None:
-        """For losses of these dtypes, of which transformers' are float32 even where the model is float64."""
+        """Return the tolerance for losses of these dtypes.
+
+        Transformers' are float32 even where the model is float64.
+        """
         if not self._is_wide or not self._dtypes <= _TOLERANCE.keys():
             return None
         return max((_TOLERANCE[dtype] for dtype in self._dtypes), default=_TOLERANCE[torch.float32])
@@ -243,7 +246,10 @@ def _set_mode(module: Any, is_training: bool) -> None:
 
 
 def _without_graph(loss_of: Callable[[], float]) -> float:
-    """Without gradients, unless that fails. Beyond this stance a compiled region that a mode met would stay eager."""
+    """Run without gradients, unless that fails.
+
+    Beyond this stance a compiled region that a mode met would stay eager.
+    """
     with torch.compiler.set_stance("force_eager"):
         try:
             with torch.no_grad():
@@ -323,7 +329,7 @@ def _wide(value: Any) -> Any:
 
 
 def _loss_in(output: Any) -> Tensor:
-    """The loss that `training_step` returned; not a number where Lightning skips the batch."""
+    """Return the loss that `training_step` returned; not a number where Lightning skips the batch."""
     loss = output["loss"] if isinstance(output, dict) else output
     if loss is None:
         return torch.tensor(math.nan)

@@ -1,4 +1,4 @@
-"""Which rules the losses of a run have obeyed so far, and when the LightningModule is asked again.
+"""Rules that the losses of a run have obeyed so far, and when the LightningModule is asked again.
 
 A loss may change in the middle of a run: a term that sets in after a warm-up, another epoch, a batch of another
 structure, labels that are ragged for the first time. So it is asked again in the fourth batch that is cut, the eighth,
@@ -43,7 +43,7 @@ class LossRules:
         self._is_due = self._is_noted = self._hold_here_alone = False
 
     def is_due(self, batch: Any, epoch: int, *, may_differ: bool = True) -> bool:
-        """Whether to ask, now that another batch is to be cut.
+        """Return whether to ask, now that another batch is to be cut.
 
         Args:
             batch: it.
@@ -65,7 +65,10 @@ class LossRules:
         return due
 
     def cost_of_first_epoch(self) -> str | None:
-        """A line for people, once: what asking has taken of the time since the first batch, where that is much."""
+        """Return a line for people, once.
+
+        What asking has taken of the time since the first batch, where that is much.
+        """
         start, self._start = self._start, None
         elapsed = math.inf if start is None else time.perf_counter() - start
         if self.seconds <= _MUCH * elapsed:
@@ -76,7 +79,7 @@ class LossRules:
         )
 
     def ask(self, asked: Callable[[], Answer]) -> Answer:
-        """What is found now; the rules that hold in this batch as well stay."""
+        """Return what is found now; the rules that hold in this batch as well stay."""
         start = time.perf_counter()
         answer = asked()
         self.seconds += time.perf_counter() - start
@@ -88,14 +91,14 @@ class LossRules:
         return answer
 
     def weights(self, parts: Sequence[tuple[Any, float]]) -> list[float] | None:
-        """Of the parts of a batch; `None` where the rules that are known do not agree on them."""
+        """Return the weights of the parts of a batch; `None` where the rules that are known do not agree on them."""
         found = [rule.weights(parts) for rule in self.known]
         first = found[0]
         agree = all(abs(a - b) <= _SAME * abs(b) for others in found[1:] for a, b in zip(first, others, strict=True))
         return first if agree else None
 
     def note(self, loss: Tensor) -> None:
-        """The loss of a part: where that of the first comes from operations that are new, the next batch asks."""
+        """Note the loss of a part: where that of the first comes from operations that are new, the next batch asks."""
         if not self.known or self._is_noted:
             return
         self._is_noted, path = True, _path(loss)
@@ -111,14 +114,14 @@ def _are_equal(batch: Any) -> bool:
 
 
 def _structure(batch: Any) -> Any:
-    """What a batch is made of, without its sizes."""
+    """Return what a batch is made of, without its sizes."""
     leaves, tree = tree_flatten(batch)
     kinds = tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
     return str(tree), kinds
 
 
 def _path(loss: Tensor) -> int:
-    """The operations behind a loss, the last of them."""
+    """Return the operations behind a loss, the last of them."""
     names: list[str] = []
     todo = [loss.grad_fn]
     while todo and len(names) < _NUM_NODES:

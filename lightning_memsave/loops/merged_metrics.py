@@ -14,7 +14,7 @@ _MERGEABLE = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}
 
 
 def is_mergeable(metric: Metric) -> bool:
-    """Whether two states of a metric can be merged as if one had seen all."""
+    """Return whether two states of a metric can be merged as if one had seen all."""
     names = {getattr(reduction, "__name__", None) for reduction in metric._reductions.values()}
     return bool(names) and names <= _MERGEABLE and type(metric).reset is Metric.reset
 
@@ -31,7 +31,7 @@ class _Saved:
 
     @classmethod
     def of(cls, metric: Metric, starts_anew: bool) -> _Saved:
-        """Without a copy of what is gathered in lists, which may be large; nor of tensors that `reset` leaves alone."""
+        """Note a state without copying gathered lists, which may be large, or tensors that `reset` leaves alone."""
         state = {name: getattr(metric, name) for name in metric._defaults}
         for name, value in state.items():
             if isinstance(value, list):
@@ -59,7 +59,10 @@ def _of_this_process(metric: Metric) -> Any:
 
 
 def _composite_value(metric: CompositionalMetric) -> Any:
-    """A composite (`accuracy + recall`) has no state: its value for the batch is made from those of its parts."""
+    """Return the value of a composite (`accuracy + recall`), which has no state.
+
+    Its value for the batch is made from those of its parts.
+    """
     parts = (part._forward_cache if isinstance(part, Metric) else part for part in (metric.metric_a, metric.metric_b))
     return metric.op(*(part for part in parts if part is not None))
 
@@ -76,7 +79,7 @@ class MergedMetrics:
     """
 
     weight = 1.0
-    """Of the microbatch that is run, among those of its batch; 0: its mean is over nothing, and is left out."""
+    """Weight of the running microbatch in its batch; 0: its mean is over nothing, and is left out."""
 
     def __init__(self, module: nn.Module, num_parts: int = 1) -> None:
         self._merges = num_parts > 1

@@ -16,7 +16,7 @@ def detached(value: Any) -> Any:
 
 
 def merge_outputs(outputs: list[dict[str, Any]], sizes: list[float]) -> dict[str, Any]:
-    """Per-sample tensors, arrays and lists are joined, floating-point scalars averaged over samples, equal values kept.
+    """Join per-sample tensors, arrays and lists, average floating-point scalars over samples, keep equal values.
 
     What cannot be merged becomes the list of what each microbatch returned.
 
@@ -51,7 +51,7 @@ def _merge(values: list[Any], sizes: list[float]) -> Any:
 
 
 def _has_parts(value: Any) -> bool:
-    """Whether it is a tuple or a named one; a `torch.Size`, for example, is a value of its own."""
+    """Return whether it is a tuple or a named one; a `torch.Size`, for example, is a value of its own."""
     return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
 
 
@@ -71,7 +71,7 @@ def _merge_leaf(values: list[Any], sizes: list[float]) -> Any:
 
 
 def _merge_arrays(values: list[Any], sizes: list[float]) -> Any:
-    """As tensors; of texts and objects, which no tensor holds, only what has an entry for each sample is joined."""
+    """Join arrays as tensors; texts and objects, which no tensor holds, only where each sample has an entry."""
     first = values[0]
     if first.dtype.kind in "biufc":
         joined = _merge_leaf([torch.as_tensor(v) for v in values], sizes)

@@ -114,7 +114,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                 return self._try_a_last_time(state, start, exchange, failure)
 
     def _failure(self, error: Exception, start: BatchStart, exchange: LateReduction | None) -> str | None:
-        """What to say about memory that ran out; `None` to run the batch again as it is.
+        """Return what to say about memory that ran out; `None` to run the batch again as it is.
 
         That is once without being measured, which takes memory itself, and without regions that the model refuses.
 

@@ -96,7 +96,7 @@ def _name_readers(trainer: Any) -> None:
 
 
 def ways_of_stepping(trainer: Any) -> dict[str, bool]:
-    """The names, of `core.compatibility`, of what Lightning does with gradients between backward and step."""
+    """Return the names, of `core.compatibility`, of what Lightning does with gradients between backward and step."""
     module = trainer.lightning_module
     by_value = trainer.gradient_clip_algorithm == "value"
     return {
@@ -121,7 +121,10 @@ def most_accumulated(trainer: Any) -> int:
 
 
 def readable(optimizers: Sequence[torch.optim.Optimizer], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint whose optimizer states these can read: others than ours know neither codes nor another's moments."""
+    """Return a checkpoint whose optimizer states these can read.
+
+    Others than ours know neither codes nor another's moments.
+    """
     states = list(checkpoint["optimizer_states"])
     for number, optimizer in enumerate(optimizers[: len(states)]):  # Lightning leaves the others alone as well
         if not is_low_bit(optimizer):

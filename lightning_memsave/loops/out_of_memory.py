@@ -34,7 +34,9 @@ _FRAGMENTED_FRACTION = 0.1  # of the reserved bytes
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: torch's class, Python's, or the texts of CUDA, cuDNN, XPU and CPU.
+    """Return whether an error says that memory ran out.
+
+    Torch's class, Python's, or the texts of CUDA, cuDNN, XPU and CPU.
 
     >>> is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."))
     True
@@ -60,7 +62,9 @@ class OutOfMemoryUnrecoverableError(torch.OutOfMemoryError):
 
 
 def fragmentation(device: torch.device) -> str:
-    """What the allocator of `device` holds, and what to do when much of that is in pieces; empty where it is unknown.
+    """Return what the allocator of `device` holds, and what to do when much of that is in pieces.
+
+    Empty where it is unknown.
 
     Call it while the failed step is still alive: what was allocated then says how much was in use.
     """
@@ -85,7 +89,7 @@ def nothing_left(
     error: str,
     fixed: Collection[str] = (),
 ) -> str:
-    """The message when every measure is taken.
+    """Return the message when every measure is taken.
 
     Args:
         module: the model.

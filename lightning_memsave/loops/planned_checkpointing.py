@@ -160,12 +160,18 @@ def _planned(trace: Trace, config: Checkpointing, extra_bytes: int) -> tuple[Pla
 
 
 def has_room() -> bool:
-    """Whether a rehearsal on fake tensors has the addresses that it needs: where they end, torch aborts the process."""
+    """Return whether a rehearsal on fake tensors has the addresses that it needs.
+
+    Where they end, torch aborts the process.
+    """
     return address_space_left() >= _ROOM
 
 
 def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[], Any]], Any] | None) -> Trace:
-    """One step on fake tensors, which takes no memory; on real ones where it reads values, or a store codes them."""
+    """Return one step on fake tensors, which takes no memory.
+
+    On real ones where it reads values, or a store codes them.
+    """
     module = trainer.lightning_module
 
     def trace(args: tuple[Any, ...], scope: Callable[[Callable[[], Any]], Any] | None) -> Trace:
@@ -195,12 +201,12 @@ def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[],
 
 
 def _adds_up_gradients(trainer: Any) -> bool:
-    """Whether a backward pass may find gradients of an earlier one."""
+    """Return whether a backward pass may find gradients of an earlier one."""
     return most_accumulated(trainer) > 1 or trainer.strategy.memsave.loop.size is not None
 
 
 def _bring_gradients(trainer: Any, module: nn.Module) -> None:
-    """What a later batch finds: the rehearsal is of the step at its highest, not of the first one."""
+    """Give parameters the gradients that a later batch finds: the rehearsal is of the step at its highest."""
     is_freed_first = trainer.strategy.memsave.loop.zero_grad_first and not _adds_up_gradients(trainer)
     for parameter in module.parameters():
         is_there = parameter.requires_grad and not is_freed_first

@@ -70,7 +70,7 @@ class Recovery:
         hold_addresses_back()
 
     def size_for(self, batch: Any) -> int | None:
-        """Samples per microbatch of this batch; `None` for all of them."""
+        """Return samples per microbatch of this batch; `None` for all of them."""
         if self._start is not None and self.limit_elements is None:
             self.limit_elements = self._start * self._elements_per_sample(batch)
         if self.limit_elements is not None:
@@ -78,7 +78,7 @@ class Recovery:
         return self.size
 
     def learn_changing(self, start: BatchStart) -> None:
-        """Which buffers change is found out in the first batch that went well; later ones add to that."""
+        """Learn which buffers change, in the first batch that went well; later ones add to that."""
         if self.changing is None:
             self.changing = start.changed_buffers()
         else:
@@ -114,7 +114,7 @@ class Recovery:
         return True
 
     def leave_ledger(self, what: str) -> bool:
-        """The step was being measured, which takes memory itself: run it again without; `False` if it was not."""
+        """Stop measuring the step, which takes memory itself, to run it again; `False` if it was not measured."""
         if not stop_measuring():
             return False
         self.num_recovered += 1
@@ -122,7 +122,7 @@ class Recovery:
         return True
 
     def withdraw(self) -> bool:
-        """The model refuses the regions that were taken: undo them; `False` if they were not taken here."""
+        """Return the model refuses the regions that were taken: undo them; `False` if they were not taken here."""
         if self._ladder is None or not self._ladder.withdraw():
             return False
         self.has_new_regions = False
@@ -153,7 +153,7 @@ class Recovery:
         return max(1.0, num_elements / max(1, self._config.num_samples(batch)))
 
     def succeed(self, batch: Any, num_parts: int, device: torch.device, held_bytes: int | None) -> None:
-        """A batch went well: try larger microbatches after many of them.
+        """Count a batch that went well: after many of them, larger microbatches are tried.
 
         Args:
             batch: it.
@@ -174,7 +174,10 @@ class Recovery:
             _tell(f"{self.interval} batches went well; trying {_sizes(self.size_for(batch))}.")
 
     def _has_room(self, device: torch.device, held_bytes: int | None) -> bool:
-        """Whether twice of what a step added to the bytes before it would fit; where nothing tells, it is tried."""
+        """Return whether twice of what a step added to the bytes before it would fit.
+
+        Where nothing tells, it is tried.
+        """
         peak, total = read_peak(device), total_bytes(device)
         if peak is not None and total is not None and held_bytes is not None:
             limit = (1 - self._headroom_fraction) * total
@@ -220,7 +223,7 @@ _OF_THE_MODEL = ("weights", "gradients", "optimizer_state")
 
 
 def _tell(message: str) -> None:
-    """A line from whichever process it is: each one recovers on its own."""
+    """Print a line from whichever process it is: each one recovers on its own."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else None
     rank_zero.log.info(rank_zero.rank_prefixed_message(f"memsave: {message}", rank))
 

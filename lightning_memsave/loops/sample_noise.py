@@ -14,7 +14,7 @@ _INTEGERS = frozenset(("randperm", "randint", "multinomial", "bernoulli"))
 
 
 class SampleNoise(TorchDispatchMode):
-    """Inside, each sample of a batch has noise of its own, which is the same when the sample is in a part of the batch.
+    """Noise of each sample's own, which is the same when the sample is in a part of the batch.
 
     So a loss that draws noise (dropout, diffusion, variational autoencoders) can be compared between a batch and its
     parts. What is drawn with one entry per sample, or a multiple of that, is drawn for the whole batch, of which a part
@@ -69,13 +69,19 @@ class SampleNoise(TorchDispatchMode):
         return args[0].copy_(drawn) if func._schema.is_mutable else drawn.clone()
 
     def _is_equal_in_parts(self, func: Any, args: Any, tensors: list[Tensor]) -> bool:
-        """Whether a draw that is no sample's own has the size that it has in every part: that of a few numbers."""
+        """Return whether a draw that is no sample's own has the size that it has in every part.
+
+        That of a few numbers.
+        """
         name = func._schema.name.partition("::")[2]
         sizes = [tensor.numel() for tensor in tensors] or [_num_elements(args)]
         return name not in _INTEGERS and max(sizes) <= 1
 
     def _times(self, value: Any) -> int:
-        """How many entries each sample has in a size, or in a tensor that gives one; 0 if samples have no share."""
+        """Return how many entries each sample has in a size, or in a tensor that gives one.
+
+        0 if samples have no share.
+        """
         if isinstance(value, Tensor):
             first = len(value) if value.dim() else 0
         else:
@@ -84,7 +90,7 @@ class SampleNoise(TorchDispatchMode):
         return int(first // self._num_samples) if first % self._num_samples == 0 else 0
 
     def _of_all(self, value: Any, times: int) -> Any:
-        """A size, or a tensor that gives one, of the whole batch instead of the part."""
+        """Return a size, or a tensor that gives one, of the whole batch instead of the part."""
         if self._times(value) != times:
             return value
         first = times * self._num_all

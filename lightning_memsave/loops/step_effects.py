@@ -46,7 +46,7 @@ class StepEffects:
         )
 
     def changes(self) -> list[str]:
-        """What the step has changed, by name."""
+        """Return what the step has changed, by name."""
         attributes = (f"`{name}`" for name in self._attributes.differences() if name not in _OF_LIGHTNING)
         tensors = (f"`{name}`" for name, tensor, version in self._tensors if version_of(tensor) != version)
         return [*attributes, *tensors]
@@ -67,13 +67,13 @@ def _tensors(owners: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]
 
 
 def unwatched(part: int) -> AbstractContextManager[None]:
-    """What is around `training_step` for a batch that is not cut."""
+    """Yield what is around `training_step` for a batch that is not cut."""
     return nullcontext()
 
 
 @contextmanager
 def nothing_added(module: nn.Module) -> Iterator[None]:
-    """What a step's own backward makes inside is dropped, as Lightning's zero_grad drops it for a whole batch."""
+    """Drop what a step's own backward makes inside, as Lightning's zero_grad does for a whole batch."""
     gradients = [(p, p.grad) for p in module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None

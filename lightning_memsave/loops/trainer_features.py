@@ -17,7 +17,7 @@ _OF_PROCESSES = {"DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "DeepSp
 
 
 def ways_of_training(trainer: Any) -> list[str]:
-    """The names, of `core.compatibility`, that describe how this trainer trains."""
+    """Return the names, of `core.compatibility`, that describe how this trainer trains."""
     strategy, kinds = trainer.strategy, {cls.__name__ for cls in type(trainer.strategy).__mro__}
     is_ddp = "DDPStrategy" in kinds
     ddp_options = getattr(strategy, "_ddp_kwargs", {}) if is_ddp else {}

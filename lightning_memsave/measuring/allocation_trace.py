@@ -34,12 +34,12 @@ class Allocations:
     """Category and module of each number."""
 
     def is_like(self, other: Allocations) -> bool:
-        """Whether both do the same in the same order, sizes aside."""
+        """Return whether both do the same in the same order, sizes aside."""
         numbers = [[number for _, number in step.changes] for step in (self, other)]
         return len(self.held) == len(other.held) and numbers[0] == numbers[1] and self.labels == other.labels
 
     def peak(self) -> Peak:
-        """Where the total is highest.
+        """Return the highest total and what it is made of.
 
         >>> step = Allocations((4,), ((8, 1), (-8, 1)), (("weights", "head"), ("activations", "body")))
         >>> step.peak().peak_bytes, step.peak().by_module
@@ -59,7 +59,7 @@ class Allocations:
         return Peak(highest, dict(by_category), {name: size for name, size in by_module.most_common() if size})
 
     def timeline(self) -> Timeline:
-        """The step as a line."""
+        """Return the step as a line."""
         return timeline(
             ((size, self.labels[number][0]) for number, size in enumerate(self.held)),
             [(change, self.labels[number][0]) for change, number in self.changes],
@@ -67,7 +67,7 @@ class Allocations:
 
 
 def extended(steps: Sequence[Allocations], wanted: Fraction) -> Allocations | None:
-    """A step of `wanted` times as many samples: every size on the line, or the parabola, through three steps.
+    """Return a step of `wanted` times as many samples: every size on the line, or the parabola, through three steps.
 
     Args:
         steps: of some samples, and of twice and three times as many.
@@ -96,7 +96,7 @@ def extended(steps: Sequence[Allocations], wanted: Fraction) -> Allocations | No
 
 
 def _extended(sizes: tuple[int, ...], wanted: Fraction) -> int | None:
-    """A size, of those at once, twice and three times as many samples."""
+    """Return a size, of those at once, twice and three times as many samples."""
     one, two, three = sizes
     bend = abs(three) - 2 * abs(two) + abs(one)
     if abs(bend) <= _ROUNDING_BYTES + abs(three) // 1000:

@@ -26,7 +26,7 @@ class AllocatorBytes:
 
 
 def counts_peaks(device: torch.device) -> bool:
-    """Whether the allocator of `device` keeps peak counters."""
+    """Return whether the allocator of `device` keeps peak counters."""
     return device.type not in ("cpu", "meta") and hasattr(torch.get_device_module(device), "reset_peak_memory_stats")
 
 
@@ -37,7 +37,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def read_peak(device: torch.device) -> AllocatorBytes | None:
-    """The maxima since the last reset, or `None` where the allocator keeps none."""
+    """Return the maxima since the last reset, or `None` where the allocator keeps none."""
     if not counts_peaks(device):
         return None
     module = torch.get_device_module(device)
@@ -47,7 +47,7 @@ def read_peak(device: torch.device) -> AllocatorBytes | None:
 
 
 def read_current(device: torch.device) -> AllocatorBytes | None:
-    """What is allocated and reserved now, or `None` where the allocator keeps no count."""
+    """Return what is allocated and reserved now, or `None` where the allocator keeps no count."""
     if not counts_peaks(device):
         return None
     module = torch.get_device_module(device)
@@ -57,14 +57,14 @@ def read_current(device: torch.device) -> AllocatorBytes | None:
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """The memory of the device, or `None` where it is not told."""
+    """Return the memory of the device, or `None` where it is not told."""
     if not counts_peaks(device):
         return None
     return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
 def address_space_left() -> float:
-    """Bytes of addresses that this process may still take; infinite without a limit (`ulimit -v`)."""
+    """Return bytes of addresses that this process may still take; infinite without a limit (`ulimit -v`)."""
     if sys.platform != "linux":
         return math.inf
     import resource  # of Unix
@@ -80,7 +80,7 @@ _held_back: list[mmap.mmap] = []
 
 
 def hold_addresses_back() -> None:
-    """Under a limit of addresses, keep some for what runs once memory has run out: threads, kernels compiled then.
+    """Keep some addresses, under a limit, for what runs once memory has run out: threads, kernels compiled then.
 
     They take no memory, and are there again for everybody after `free_memory`.
     """

@@ -26,7 +26,7 @@ _HOLDERS, _STORAGE_HOLDERS = 4, 2
 
 
 def replaces_first(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a run may put the result of this operation where its first operand is.
+    """Return whether a run may put the result of this operation where its first operand is.
 
     It does if another node has made that: sums inside of one node's formula look alike. To be asked in
     `__torch_dispatch__`, before the operation.
@@ -48,7 +48,10 @@ def replaces_first(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _is_of_the_engine() -> bool:
-    """Whether no function in Python asked for this operation. The engine's threads for devices have no other frames."""
+    """Return whether no function in Python asked for this operation.
+
+    The engine's threads for devices have no other frames.
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals.get("__name__") in _BETWEEN):
         frame = frame.f_back

@@ -47,7 +47,7 @@ class Growth:
 
 
 class GrowthWatch:
-    """Told of each measured step, it says once for each figure that it grows."""
+    """Watch that is told of each measured step, and says once for each figure that it grows."""
 
     def __init__(self) -> None:
         self._kept: list[Survivor] = []
@@ -56,7 +56,7 @@ class GrowthWatch:
         self._said: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process can know: not the tensors of this one."""
+        """Return what another process can know: not the tensors of this one."""
         return {**self.__dict__, "_kept": []}
 
     def observe(self, measured: Measurement) -> Growth | None:

@@ -114,7 +114,10 @@ class Ledger(TorchDispatchMode):
                         self._hold(storage, category)
 
     def _is_there(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is on the device; a fake tensor's is nowhere, and the tensor says for which device."""
+        """Return whether a storage is on the device.
+
+        A fake tensor's is nowhere, and the tensor says for which device.
+        """
         return (tensor if self._fake else storage).device.type == self._device_type
 
     def _hold(self, storage: torch.UntypedStorage, category: str) -> None:
@@ -126,7 +129,7 @@ class Ledger(TorchDispatchMode):
         entry.category = category
 
     def booked(self) -> Iterator[torch.UntypedStorage]:
-        """The storages that are booked and alive now."""
+        """Yield the storages that are booked and alive now."""
         references = (entry.reference for entry in list(self._live.values()))
         return (found for reference in references if reference is not None and (found := reference()) is not None)
 
@@ -159,7 +162,10 @@ class Ledger(TorchDispatchMode):
         return entry
 
     def _end(self, storage: torch.UntypedStorage, before: int | None = None) -> LedgerEntry | None:
-        """What a storage has is over, although it is there; with `before`, if another node than that has made it."""
+        """End a storage that is still there.
+
+        With `before`, if another node than that has made it.
+        """
         entry = self._live.get(storage._cdata)
         if entry is not None and entry.node != before:
             entry.reference = None  # with its callback
@@ -220,7 +226,7 @@ class Ledger(TorchDispatchMode):
             self._change(entry.num_bytes, entry)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """What a storage had ends, what it has begins. FSDP2 keeps gathered parameters without memory."""
+        """Book a storage that was resized. FSDP2 keeps gathered parameters without memory."""
         if storage.device.type != ("meta" if self._fake else self._device_type):
             return
         entry = self._end(storage)
@@ -230,7 +236,10 @@ class Ledger(TorchDispatchMode):
         self._change(again.num_bytes, again)
 
     def _came_in(self, storage: torch.UntypedStorage, inputs: Any) -> bool:
-        """Whether an operation returned memory that it was given: a view or an update of a tensor not booked yet."""
+        """Return whether an operation returned memory that it was given.
+
+        A view or an update of a tensor not booked yet.
+        """
         address = storage._cdata
         given: list[Any] = [a for a in tree_leaves(inputs) if isinstance(a, Tensor)]
         # Real numbers that became a fake tensor are the same memory, too.

@@ -29,7 +29,7 @@ class Alive:
     """Tensors of one kind."""
 
     category: str
-    """One of `CATEGORIES`, or `"other"`: neither the model's nor in a graph."""
+    """Category: one of `CATEGORIES`, or `"other"` (neither the model's nor in a graph)."""
     where: str
     """The module of a parameter; the operation that keeps an activation, and its module."""
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Alive:
 def alive(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], batch: object, device: torch.device
 ) -> list[Alive]:
-    """Every tensor on `device`, each storage once, largest kind first."""
+    """Return every tensor on `device`, each storage once, largest kind first."""
     found: dict[tuple[str, str, tuple[int, ...], torch.dtype], list[int]] = {}
     seen: set[int] = set()
     for category, where, tensor in _everything(model, optimizers, batch):
@@ -89,13 +89,13 @@ def _of_model(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """By name; numbered siblings have one name."""
+    """Return the modules by name; numbered siblings have one name."""
     for name, module in model.named_modules():
         yield re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or type(model).__name__, module
 
 
 class _Places:
-    """Where in the model the nodes of a graph are."""
+    """Places in the model of the nodes of a graph."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {
@@ -133,7 +133,7 @@ _OF_A_WEIGHT = frozenset(("TBackward0", "ToCopyBackward0", "ViewBackward0", "Tra
 
 
 def _nodes(starts: Iterable[Node]) -> Iterator[Node]:
-    """Every node of the graphs that end in `starts`, once."""
+    """Yield every node of the graphs that end in `starts`, once."""
     waiting, seen = list(starts), set()
     while waiting:
         node = waiting.pop()

@@ -125,7 +125,10 @@ class Meter:
         self._stop = _stopwatch(device)
 
     def _leave_to_allocator(self, ledger: Ledger) -> Measurement | None:
-        """What there is when the step begins. `None` on CPU while somebody else profiles: there can be one profiler."""
+        """Return what there is when the step begins.
+
+        `None` on CPU while somebody else profiles: there can be one profiler.
+        """
         if not allocator.counts_peaks(self._device):
             profile = AllocationProfile(ledger.booked())
             try:
@@ -248,7 +251,7 @@ class Meter:
         return self._peak
 
     def report(self) -> MemoryReport:
-        """The highest peak so far, as the part of a report that the meter knows.
+        """Return the highest peak so far, as the part of a report that the meter knows.
 
         Times are medians of the steps that were not measured; samples per second only where each batch told its own.
         """
@@ -321,7 +324,7 @@ def _stopwatch(device: torch.device) -> Callable[[], Seconds]:
 def _with_allocator(
     tracked: Measurement, peak: allocator.AllocatorBytes | None, rest: str = "temporary"
 ) -> Measurement:
-    """On an accelerator the allocator's peak is the peak; what the ledger did not see goes under `rest`."""
+    """Replace the peak by the allocator's on an accelerator; what the ledger did not see goes under `rest`."""
     if peak is None:
         return tracked
     untracked = peak.allocated_bytes - tracked.peak_bytes

@@ -30,12 +30,12 @@ class TopTensor:
     """Tensors of one kind that are alive at the peak."""
 
     num_bytes: int
-    """Of all of them."""
+    """Number of all operations."""
     count: int
     shape: tuple[int, ...]
     dtype: str
     category: str
-    """One of `CATEGORIES`."""
+    """Category: one of `CATEGORIES`."""
     line: str
     """The line of code that made them; empty for what was there before the step."""
     module: str
@@ -49,9 +49,9 @@ class Breakdown:
     top: tuple[TopTensor, ...]
     """The largest kinds of tensors."""
     seconds: float
-    """Of the whole step, modelled (`measuring.operation_cost`)."""
+    """Seconds of the whole step, modelled (`measuring.operation_cost`)."""
     num_operations: int
-    """Of modules and of backward, without views: each microbatch has as many."""
+    """Number of operations of modules and of backward, without views: each microbatch has as many."""
     allocations: Allocations
     """All of the step."""
 
@@ -70,7 +70,7 @@ class BreakdownLedger(Ledger):
     def watching(
         self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), batch: object = ()
     ) -> Ledger:
-        """As the ledger's; modules are told by their names in `model`."""
+        """Watch as the ledger does; modules are told by their names in `model`."""
         super().watching(model, optimizers, batch)
         for name, module in model.named_modules():
             where = name or type(module).__name__

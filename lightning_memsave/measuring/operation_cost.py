@@ -42,7 +42,7 @@ def cost_of(
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """What an operation reads or writes of a tensor; sparse ones have no `nbytes`."""
+    """Return what an operation reads or writes of a tensor; sparse ones have no `nbytes`."""
     return tensor.nbytes if tensor.layout is torch.strided else sum(s.nbytes() for s in storages(tensor))
 
 
@@ -56,7 +56,7 @@ class Speed:
 
 @functools.cache
 def measure_speed(device_type: str) -> Speed:
-    """Of a matrix product and of a copy, in float32; measured once."""
+    """Measure the speed of a matrix product and of a copy, in float32, once."""
     return with_values(lambda: _measure_speed(device_type))
 
 

@@ -58,7 +58,7 @@ class AllocationProfile:
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         self._held = [weakref.ref(each, functools.partial(self._mark, -each.nbytes())) for each in held]
         self._marks: list[int | None] = []
-        """In order: the change in bytes that stands for each, `None` for a start."""
+        """Changes in bytes that the marks stand for, in order; `None` for a start."""
         self.peak_bytes = 0
 
     def mark(self) -> None:
@@ -83,7 +83,7 @@ class AllocationProfile:
         self.peak_bytes = peak_of_changes(self._changes())
 
     def _changes(self) -> list[int]:
-        """In bytes, from the latest start on."""
+        """Return the changes in bytes, from the latest start on."""
         found, marks = list[int](), iter(self._marks)
         for size in _allocation_sizes(self._profile):
             if size == -_MARK_BYTES:
@@ -98,7 +98,7 @@ class AllocationProfile:
 
 
 def peak_of_changes(changes: Iterable[int]) -> int:
-    """The highest running sum of signed byte counts, at least 0.
+    """Return the highest running sum of signed byte counts, at least 0.
 
     >>> peak_of_changes([5, -2, 4, -7])
     7

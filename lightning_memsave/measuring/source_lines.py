@@ -1,4 +1,4 @@
-"""Where a tensor was made: the line of the user's code, told from the running frames, and what it looked like."""
+"""Origins of tensors: the lines of the user's code that made them, told from the running frames."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Line = tuple[CodeType, int]
 
 
 def user_line(depth: int = 1) -> Line | None:
-    """The innermost running line that belongs neither to torch nor to Lightning nor to this package.
+    """Return the innermost running line that belongs neither to torch nor to Lightning nor to this package.
 
     Args:
         depth: frames to skip.
@@ -38,7 +38,7 @@ def user_line(depth: int = 1) -> Line | None:
 
 
 def line_text(line: Line | None) -> str:
-    """A line for people: the file's last two names, the number, and the function."""
+    """Return a line for people: the file's last two names, the number, and the function."""
     if line is None:
         return "the backward pass, the optimizer, or a library"
     code, number = line

@@ -70,7 +70,7 @@ class CallRecord:
     inputs: tuple[int, ...]
     """Storages of the tensors among its arguments."""
     passed: frozenset[int]
-    """Of these, the ones whose tensors an earlier call returned, not views of them."""
+    """Numbers among these whose tensors an earlier call returned, not views of them."""
     last_event: int = -1
     last_op: int = -1
     outputs: tuple[int, ...] = ()
@@ -81,7 +81,7 @@ class CallRecord:
     side_effect: str | None = None
     """What it changed and a repetition would find changed, its own or of a module inside: mostly an attribute."""
     buffer_bytes: int = 0
-    """Of the buffers that it changed, its own or of modules inside."""
+    """Bytes of the buffers that it changed, its own or of modules inside."""
     backward_event: int | None = None
     """How many events there were when backward reached an output."""
 
@@ -110,7 +110,7 @@ class Trace:
         return peak
 
     def kept_before(self, op: int) -> int:
-        """Bytes that wait for backward and were made by operations before number `op`."""
+        """Return bytes that wait for backward and were made by operations before number `op`."""
         return self._kept_before[op]
 
     @functools.cached_property
@@ -160,7 +160,10 @@ class _Open:
 
 
 def _parts_of(module: nn.Module) -> list[object]:
-    """What a module consists of: some build that in their first forward pass, which then cannot be made again."""
+    """Return what a module consists of.
+
+    Some build that in their first forward pass, which then cannot be made again.
+    """
     named = (
         part
         for inner in module.modules()

@@ -12,7 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Every storage behind a tensor: one for a plain tensor, several for sparse ones and for wrapper subclasses."""
+    """Yield every storage behind a tensor.
+
+    One for a plain tensor, several for sparse ones and for wrapper subclasses.
+    """
     any_tensor: Any = tensor
     if is_traceable_wrapper_subclass(any_tensor):
         for inner in (getattr(any_tensor, name) for name in any_tensor.__tensor_flatten__()[0]):

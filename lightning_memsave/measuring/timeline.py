@@ -10,7 +10,9 @@ MAX_POINTS = 256
 
 
 def timeline(start: Iterable[tuple[int, str]], changes: Sequence[tuple[int, str]]) -> Timeline:
-    """Live bytes by category after some of `changes`: the highest total of each stretch, so that no peak is lost.
+    """Return live bytes by category after some of `changes`.
+
+    The highest total of each stretch, so that no peak is lost.
 
     Args:
         start: bytes and category of what is alive at the start.

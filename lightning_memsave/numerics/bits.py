@@ -12,7 +12,7 @@ from lightning_memsave.torch_internals.fake_tensors import has_two_values, is_fa
 
 
 def bits_for(num_values: int) -> int:
-    """The fewest of 1, 2, 4, 8 bits that tell `num_values` values apart; 0 when a byte does not.
+    """Return the fewest of 1, 2, 4, 8 bits that tell `num_values` values apart; 0 when a byte does not.
 
     >>> [bits_for(n) for n in (2, 4, 9, 49, 257)]
     [1, 2, 4, 8, 0]
@@ -21,7 +21,7 @@ def bits_for(num_values: int) -> int:
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """Bytes (uint8, [ceil(n * bits / 8)]) of integers (uint8 or bool, [n]) below 2**bits.
+    """Return bytes (uint8, [ceil(n * bits / 8)]) of integers (uint8 or bool, [n]) below 2**bits.
 
     >>> pack(torch.tensor([1, 0, 0, 1, 1], dtype=torch.uint8), 1)
     tensor([25], dtype=torch.uint8)
@@ -39,7 +39,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, num_values: int) -> Tensor:
-    """The integers (uint8, [num_values]) that `pack` was given."""
+    """Return the integers (uint8, [num_values]) that `pack` was given."""
     if 8 % bits == 0:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
         values: Tensor = (packed[:, None] >> shifts) & (2**bits - 1)
@@ -63,7 +63,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def pack_two(flat: Tensor) -> tuple[Tensor, Tensor] | None:
-    """One bit per element, and the two values, of a tensor [n] that holds at most two bit patterns; else `None`.
+    """Return one bit per element, and the two values, of a tensor [n] that holds at most two bit patterns; else `None`.
 
     >>> packed, values = pack_two(torch.tensor([0.0, 2.0, 2.0]))
     >>> unpack_two(packed, values, 3)
@@ -86,5 +86,5 @@ def _are_two(patterns: Tensor, low: Tensor, high: Tensor) -> bool:
 
 
 def unpack_two(packed: Tensor, values: Tensor, size: int) -> Tensor:
-    """The values that `pack_two` was given, [size]."""
+    """Return the values that `pack_two` was given, [size]."""
     return torch.where(unpack(packed, 1, size).view(torch.bool), values[1], values[0])

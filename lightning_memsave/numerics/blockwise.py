@@ -43,7 +43,7 @@ def blockwise_absmax(values: Tensor) -> Tensor:
 
 
 def quantize_blockwise(values: Tensor, code_map: Tensor, absmax: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes (uint8, shape of `values`) and absmax (float32, [num_blocks]).
+    """Return codes (uint8, shape of `values`) and absmax (float32, [num_blocks]).
 
     Args:
         values: floating point, any shape.
@@ -59,7 +59,7 @@ def quantize_blockwise(values: Tensor, code_map: Tensor, absmax: Tensor | None =
 
 
 def quantize_stochastically(values: Tensor, code_map: Tensor, seed: int, shift: int = 0) -> tuple[Tensor, Tensor]:
-    """As `quantize_blockwise`, to one of the two values next to each element, right on average.
+    """Quantize as `quantize_blockwise` does, to one of the two values next to each element, right on average.
 
     Elements below the map become its lowest value. The error is below the map's largest gap, times the block's absmax.
     What is rounded again and again, a little changed, gains from the same seed with shifts that are multiples of the
@@ -94,7 +94,7 @@ def dequantize_blockwise(codes: Tensor, code_map: Tensor, absmax: Tensor) -> Ten
 
 
 def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift: int = 0) -> tuple[Tensor, Tensor]:
-    """As `quantize_stochastically`, of [n], with codes of `bits` (4, 5 or 8) that are packed, [ceil(n * bits / 8)]."""
+    """Quantize [n] as `quantize_stochastically` does, with packed codes of `bits` (4, 5 or 8), [ceil(n * bits / 8)]."""
     codes, absmax = quantize_stochastically(flat, code_map, seed, shift)
     return pack(codes, bits), absmax
 

@@ -69,27 +69,30 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of_rows(cls, row: int) -> Blocks:
-        """The fewest blocks of one size, at most 256, that fill a row."""
+        """Return the fewest blocks of one size, at most 256, that fill a row."""
         per_row = -(-row // BLOCK_SIZE)
         return cls(row, -(-row // per_row), per_row)
 
     def num_bytes(self, bits: int) -> int:
-        """Bytes of a block's codes: byte i holds elements i, i + num_bytes, ..."""
+        """Return bytes of a block's codes: byte i holds elements i, i + num_bytes, ..."""
         return -(-self.size * bits // 8)
 
     def count(self, num_elements: int) -> int:
-        """How many blocks a tensor of whole rows has."""
+        """Return how many blocks a tensor of whole rows has."""
         return num_elements // self.row * self.per_row
 
     def positions(self, first: int, last: int, device: torch.device) -> Tensor:
-        """Where the elements of some blocks are, int64, [blocks, size]; a short block repeats its last one."""
+        """Return the positions of the elements of some blocks, int64, [blocks, size].
+
+        A short block repeats its last one.
+        """
         block = torch.arange(first, last, device=device)[:, None]
         within = block % self.per_row * self.size + torch.arange(self.size, device=device)
         return block // self.per_row * self.row + within.clamp_max(self.row - 1)
 
 
 def coded_bytes(num_elements: int, bits: int, signed: bool = False, row: int | None = None) -> int:
-    """Bytes of codes and ranges.
+    """Return bytes of codes and ranges.
 
     >>> coded_bytes(1024, 4), coded_bytes(1024, 4, signed=True), coded_bytes(1024, 4, row=64), coded_bytes(1, 8)
     (528, 544, 576, 5)
@@ -236,7 +239,7 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 
 # ------------------------------------------------------------------------------- the dither
 def mix(value: int) -> int:
-    """The hash, of one 32-bit integer."""
+    """Return the hash, of one 32-bit integer."""
     value ^= value >> 16
     value = value * 0x7FEB352D & 0xFFFFFFFF
     value ^= value >> 15
@@ -245,7 +248,7 @@ def mix(value: int) -> int:
 
 
 def _mix(value: Tensor) -> Tensor:
-    """The hash, of 32-bit integers held in int64."""
+    """Return the hash, of 32-bit integers held in int64."""
     value = value ^ value >> 16
     value = value * 0x7FEB352D & 0xFFFFFFFF
     value = value ^ value >> 15

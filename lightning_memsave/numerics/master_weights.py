@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def join(rounded: Tensor, correction: Tensor | None) -> Tensor:
-    """The weights (float32, new) that `split` was given, as far as they were kept."""
+    """Return the weights (float32, new) that `split` was given, as far as they were kept."""
     whole = rounded.to(torch.float32, copy=True)
     if correction is None:
         return whole
@@ -29,7 +29,7 @@ def join(rounded: Tensor, correction: Tensor | None) -> Tensor:
 
 
 def split(whole: Tensor, correction_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The bfloat16 part and the correction (int8 or bfloat16) of float32 weights.
+    """Return the bfloat16 part and the correction (int8 or bfloat16) of float32 weights.
 
     >>> rounded, correction = split(torch.tensor([1.001, -3.0]), torch.int8)
     >>> join(rounded, correction)

@@ -43,7 +43,7 @@ def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
 
 
 def round_to_float16(flat: Tensor, seed: int) -> Tensor | None:
-    """As `round_to_bfloat16`, to float16."""
+    """Round as `round_to_bfloat16` does, to float16."""
     out, is_finite = (
         torch.empty(flat.shape, dtype=torch.float16, device=flat.device),
         flat.new_ones((), dtype=torch.bool),
@@ -63,6 +63,6 @@ def round_to_float16(flat: Tensor, seed: int) -> Tensor | None:
 
 
 def _spans(flat: Tensor) -> Iterator[slice]:
-    """Elements at a time, which bounds the temporaries; the device is asked once for all of them."""
+    """Yield elements at a time, which bounds the temporaries; the device is asked once for all of them."""
     size = _CHUNK if flat.device.type == "cpu" else CHUNK_ELSEWHERE
     return (slice(start, start + size) for start in range(0, flat.numel(), size))

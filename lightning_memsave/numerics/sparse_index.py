@@ -22,7 +22,7 @@ BLOCK = 2**16
 
 
 def index_bytes(num_live: int, size: int) -> int:
-    """Bytes of the packed positions of `num_live` out of `size` elements.
+    """Return bytes of the packed positions of `num_live` out of `size` elements.
 
     >>> index_bytes(100, 1000), index_bytes(10, 1000)
     (125, 24)
@@ -43,7 +43,7 @@ def _is_bitmask(index: Tensor, size: int) -> bool:
 
 
 def pack_positions(positions: Tensor, size: int) -> Tensor:
-    """The index of ascending positions (int64, [k]) in a tensor of `size` elements.
+    """Return the index of ascending positions (int64, [k]) in a tensor of `size` elements.
 
     >>> pack_positions(torch.tensor([0, 3, 4]), 8)
     tensor([25], dtype=torch.uint8)
@@ -60,7 +60,7 @@ def pack_positions(positions: Tensor, size: int) -> Tensor:
 
 
 def unpack_positions(index: Tensor, size: int) -> Tensor:
-    """The positions that `pack_positions` was given."""
+    """Return the positions that `pack_positions` was given."""
     if _is_bitmask(index, size):
         return kernels.set_bits(index)
     num_blocks = -(-size // BLOCK)
@@ -71,17 +71,17 @@ def unpack_positions(index: Tensor, size: int) -> Tensor:
 
 
 def scatter(values: Tensor, index: Tensor, size: int) -> Tensor:
-    """The dense tensor, [size], of live values, [k]; zero elsewhere."""
+    """Return the dense tensor, [size], of live values, [k]; zero elsewhere."""
     return values.new_zeros(size).scatter_(0, unpack_positions(index, size), values)
 
 
 def gather(dense: Tensor, index: Tensor) -> Tensor:
-    """The live values, [k], of a dense tensor, [size]."""
+    """Return the live values, [k], of a dense tensor, [size]."""
     return dense.index_select(0, unpack_positions(index, dense.numel()))
 
 
 def entries_of_rows(index: Tensor, shape: torch.Size, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The live elements in some rows of a sparse matrix.
+    """Return the live elements in some rows of a sparse matrix.
 
     Args:
         index: of the matrix.

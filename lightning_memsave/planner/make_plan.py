@@ -40,7 +40,7 @@ class Situation:
     """What a planner has to know besides predictions."""
 
     num_samples: int | None = None
-    """Of the batch; `None` when it cannot be cut."""
+    """Number of samples of the batch; `None` when it cannot be cut."""
     why_whole: str = ""
     """Why it will not be, where its samples can be told."""
     is_cut_exact: bool = True
@@ -49,13 +49,13 @@ class Situation:
     device_bytes: int | None = None
     """The memory of the device; `None` where it is not told."""
     ways: tuple[str, ...] = ()
-    """Of training, in the words of `core.compatibility`."""
+    """Ways of training, in the words of `core.compatibility`."""
     noted_bytes: int = 0
     """What recovery notes of a batch's start, which is in no prediction."""
     overhead: float = OVERHEAD
     """The part of a plain step's time that goes into starting operations."""
     num_blocks: int = MANY_BLOCKS
-    """That the model repeats."""
+    """Number of blocks that the model repeats."""
 
 
 def make_plan(
@@ -66,7 +66,7 @@ def make_plan(
     predict: Predict,
     confirm: Predict | None = None,
 ) -> Plan:
-    """The cheapest settings with which a step fits.
+    """Return the cheapest settings with which a step fits.
 
     Args:
         budget: what it has to fit into.
@@ -98,7 +98,7 @@ def make_plan(
 def _open_knobs(
     sizes: tuple[int, int], recipe: Recipe, situation: Situation, tier: str
 ) -> dict[type[Config], Dimension]:
-    """What a tier may choose from besides what the recipe has fixed."""
+    """Return what a tier may choose from besides what the recipe has fixed."""
     table = dimensions(
         *sizes,
         tier=tier if tier in TIERS else TIERS[0],
@@ -116,7 +116,10 @@ def _open_knobs(
 
 
 def _is_open(recipe: Recipe, config: Config) -> bool:
-    """Whether a planner may choose this setting: a default of a dimension, or microbatches whose size is open."""
+    """Return whether a planner may choose this setting.
+
+    A default of a dimension, or microbatches whose size is open.
+    """
     if isinstance(config, Microbatching):
         return config.size == "auto"
     return type(config) in recipe.by_default and technique_of(config).slot is not None
@@ -131,7 +134,7 @@ def _like(option: Option, own: Microbatching) -> Option:
 
 
 def _fit(search: Search, budget_bytes: int, confirm: Predict | None) -> tuple[Found | None, Found | None]:
-    """The choice, as confirmed; without one, the smallest that there is."""
+    """Return the choice, as confirmed; without one, the smallest that there is."""
     limit, found = budget_bytes, search.cheapest(budget_bytes)
     if confirm is None:
         return found, None
@@ -257,7 +260,7 @@ def _next_step(search: Search, found: Found, free_bytes: int) -> str:
 def _techniques(
     search: Search, found: Found, recipe: Recipe, situation: Situation, budget_bytes: int
 ) -> tuple[Config, ...]:
-    """The choice, with microbatches that shrink where a measured step goes beyond the budget.
+    """Return the choice, with microbatches that shrink where a measured step goes beyond the budget.
 
     That needs recovery: it steps aside where training does not allow it, or where it would cost something.
     """
@@ -298,7 +301,7 @@ def _infeasible(
     search: Search,
     smallest: Found | None,
 ) -> ValueError:
-    """The error that names the smallest peak, what dominates it, and what the later recipes come to.
+    """Return the error that names the smallest peak, what dominates it, and what the later recipes come to.
 
     The last of them first: where that is too much, so are those before it, and they are not searched.
     """

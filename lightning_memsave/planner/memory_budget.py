@@ -63,7 +63,7 @@ class Budget:
         return (found := self._match) is not None and found[2] == "x"
 
     def in_bytes(self, baseline_bytes: int, device_bytes: int | None) -> int:
-        """The budget in bytes.
+        """Return the budget in bytes.
 
         Args:
             baseline_bytes: what the plain step takes.
@@ -90,7 +90,7 @@ class Budget:
 
 
 def machine_bytes() -> int | None:
-    """The memory of this machine, or `None` where the system does not tell."""
+    """Return the memory of this machine, or `None` where the system does not tell."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
@@ -98,7 +98,10 @@ def machine_bytes() -> int | None:
 
 
 def needed_bytes(prediction: Prediction) -> int:
-    """What a step needs of a budget: what CUDA's allocator reserves; else tracked tensors, and what kernels take."""
+    """Return what a step needs of a budget.
+
+    What CUDA's allocator reserves; else tracked tensors, and what kernels take.
+    """
     if prediction.cuda is not None:
         return prediction.cuda.reserved_bytes
     return prediction.peak_bytes + prediction.workspace_bytes

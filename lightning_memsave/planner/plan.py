@@ -29,7 +29,7 @@ class PlanStep:
     technique: str
     """The stem."""
     setting: str
-    """As a user would write it."""
+    """The setting as a user would write it."""
     saves_bytes: int | None
     """What the predicted peak would be higher by without it, all others kept; `None` where that cannot be run."""
     time_factor: float
@@ -56,7 +56,7 @@ class Plan:
     techniques: tuple[Config, ...]
     """What is switched on, in the order in which it is applied."""
     budget: int | str
-    """As it was asked for."""
+    """The budget as it was asked for."""
     budget_bytes: int
     meaning: str = ""
     """What a byte of the budget is on this device."""
@@ -72,7 +72,7 @@ class Plan:
     next_step: str = ""
     """What would have come next, and why it was not needed."""
     measured_time_factor: float | None = None
-    """Of real steps on CPU, where it was planned with such: the time of the planned step over that of the plain one."""
+    """Time of the planned step over that of the plain one, of real steps on CPU where it was planned with such."""
     source: str = "fake"
     """How it was predicted: `"fake"` for shapes alone, `"measured"` from real steps."""
     flags: tuple[str, ...] = ()
@@ -103,12 +103,15 @@ class Plan:
         return {"early_zero_grad", *(["microbatching"] if waits else [])}
 
     def as_recipe(self) -> Recipe:
-        """The settings, for `MemSave`. Recovery in case that a step takes more than its budget may step aside."""
+        """Return the settings, for `MemSave`.
+
+        Recovery in case that a step takes more than its budget may step aside.
+        """
         own = next((t for t in self.techniques if isinstance(t, Microbatching) and t.size == "auto"), None)
         return Recipe(self.recipe, self.techniques, by_default=() if own is None else (Microbatching,))
 
     def __str__(self) -> str:
-        """The plan for people."""
+        """Return the plan for people."""
         how = "about" if self.measured_time_factor is None else "measured"
         chosen = {step.technique for step in self.steps}
         fixed = [stem for t in self.techniques if (stem := technique_of(t).stem) not in chosen]
@@ -131,7 +134,7 @@ class Plan:
 
     # ------------------------------------------------------------------ data
     def as_dict(self) -> dict[str, Any]:
-        """Everything as data that JSON can hold.
+        """Return everything as data that JSON can hold.
 
         Raises:
             ValueError: a setting is a function or a class, which data cannot hold.
@@ -144,7 +147,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
-        """The plan that `as_dict` wrote.
+        """Return the plan that `as_dict` wrote.
 
         Raises:
             ValueError: the values are not those of a plan, or a setting in it is wrong.
@@ -165,7 +168,7 @@ class Plan:
         return from_data(cls, found, "plan", remedy, techniques=techniques)
 
     def to_json(self) -> str:
-        """Everything as JSON, to keep or to send.
+        """Return everything as JSON, to keep or to send.
 
         Raises:
             ValueError: as `as_dict`.
@@ -174,7 +177,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote.
+        """Return the plan that `to_json` wrote.
 
         Raises:
             ValueError: it is no JSON; as `from_dict`.
@@ -202,7 +205,7 @@ def _step_lines(step: PlanStep) -> list[str]:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """What of a Config is not as by default, as plain values."""
+    """Return what of a Config is not as by default, as plain values."""
     return {
         name: _plain(f"{type(config).__name__}.{name}", getattr(config, name))
         for name, default in defaults_of(config).items()

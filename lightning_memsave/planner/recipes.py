@@ -42,15 +42,15 @@ class Recipe:
         check_compatibility(self.rows())
 
     def get(self, kind: type[C]) -> C | None:
-        """The settings of one technique, or `None` when it is off."""
+        """Return the settings of one technique, or `None` when it is off."""
         return next((config for config in self.techniques if isinstance(config, kind)), None)
 
     def leaves_open(self, kind: type[Config]) -> bool:
-        """Whether a technique is neither on nor switched off."""
+        """Return whether a technique is neither on nor switched off."""
         return self.get(kind) is None and kind not in self.switched_off
 
     def stepping_aside(self, ways: Sequence[str]) -> tuple[Recipe, list[str]]:
-        """This recipe without the defaults that do not work in these ways of training, and why each is left out.
+        """Return the recipe without the defaults that do not work in these ways of training, and why each is left out.
 
         Of microbatches that a plan has, only the recovery is: they keep the planned size.
         """
@@ -66,19 +66,22 @@ class Recipe:
         return replace(self, techniques=tuple(kept)), reasons
 
     def without(self, kind: type[object]) -> Recipe:
-        """This recipe without one technique."""
+        """Return the recipe without one technique."""
         return replace(self, techniques=tuple(t for t in self.techniques if type(t) is not kind))
 
     def stems(self) -> tuple[str, ...]:
-        """The names of what is on."""
+        """Return the names of what is on."""
         return tuple(technique_of(config).stem for config in self.techniques)
 
     def rows(self) -> tuple[str, ...]:
-        """What the compatibility table knows of it: the names of what is on, and settings with rows of their own."""
+        """Return what the compatibility table knows of it.
+
+        The names of what is on, and settings with rows of their own.
+        """
         return tuple(row for config in self.techniques for row in _rows(config))
 
     def fixed_rows(self) -> tuple[str, ...]:
-        """Those of `rows` that do not step aside for anything."""
+        """Return those of `rows` that do not step aside for anything."""
         return tuple(row for config in self.techniques if type(config) not in self.by_default for row in _rows(config))
 
     def as_dict(self) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def _rows(config: Config) -> tuple[str, ...]:
 
 
 def _why_not(config: Config, ways: Sequence[str]) -> str | None:
-    """Why a default is left out in these ways of training, or beside these settings."""
+    """Return why a default is left out in these ways of training, or beside these settings."""
     names = [*_rows(config), *ways]
     try:
         check_compatibility(names)
@@ -146,7 +149,7 @@ RECIPES = {
 
 
 def resolve(recipe: str | Recipe, slots: Mapping[str, object]) -> Recipe:
-    """A recipe with the slots of `MemSave` applied.
+    """Return a recipe with the slots of `MemSave` applied.
 
     `None` keeps the recipe's choice, `False` removes a technique, a shorthand or a Config adds or replaces it.
 

@@ -34,9 +34,9 @@ MAX_PREDICTIONS = 100
 
 _MAX_LEAST = 3  # budgets of regions, each of which the one before has named
 _SCATTER = 0.05
-"""Of measured times: what is faster by less is not known to be."""
+"""Fraction of measured times: what is faster by less is not known to be."""
 _MODEL_SCATTER = 0.1
-"""Of the model's: what is slower by less may be faster."""
+"""Fraction of the model's times: what is slower by less may be faster."""
 
 Choice = tuple[Option, ...]
 """A setting for each dimension."""
@@ -88,7 +88,7 @@ class Search:
         self.refusals: dict[str, str] = {}
         """Why settings could not be used, by their text."""
         self._least_budgets: dict[str, int] = {}
-        """Of regions that cannot meet the budget, what they could meet, by the text of the settings."""
+        """Least budgets that regions can meet where they cannot meet this one, by the text of the settings."""
         self.num_predictions = 0
         """How many have been made, those that ended in a refusal among them."""
 
@@ -110,7 +110,7 @@ class Search:
         return {type(config) for config in self._fixed}
 
     def options(self) -> Iterator[Option]:
-        """Every setting of every dimension."""
+        """Yield every setting of every dimension."""
         return itertools.chain.from_iterable(self._knobs)
 
     @property
@@ -119,15 +119,18 @@ class Search:
         return tuple(dimension[0] for dimension in self._knobs)
 
     def techniques(self, choice: Choice) -> tuple[Config, ...]:
-        """The Configs of a choice, in the order of the registry."""
+        """Return the Configs of a choice, in the order of the registry."""
         return in_order([*self._fixed, *(option.config for option in choice if option.config is not None)])
 
     def changed(self, choice: Choice, option: Option) -> Choice:
-        """The choice with `option` at its dimension."""
+        """Return the choice with `option` at its dimension."""
         return _with(choice, next(i for i, dimension in enumerate(self._knobs) if option in dimension), option)
 
     def predict(self, choice: Choice) -> Prediction | None:
-        """The prediction, made once; `None` where the settings cannot be used, or no more predictions are made."""
+        """Return the prediction, made once.
+
+        `None` where the settings cannot be used, or no more predictions are made.
+        """
         key = describe(choice)
         if key in self._known:
             return self._known[key][1]
@@ -140,7 +143,7 @@ class Search:
         return self._known[key][1]
 
     def refuse(self, choice: Choice, error: ValueError) -> None:
-        """These settings cannot be used after all."""
+        """Take note that these settings cannot be used after all."""
         key = describe(choice)
         self._known[key], self.refusals[key] = (choice, None), str(error)
         if isinstance(error, BudgetTooSmallError):
@@ -152,7 +155,7 @@ class Search:
         return self._predict(techniques)
 
     def peak(self, choice: Choice) -> float:
-        """Bytes that are needed; infinite where there is no prediction."""
+        """Return bytes that are needed; infinite where there is no prediction."""
         prediction = self.predict(choice)
         return math.inf if prediction is None else needed_bytes(prediction)
 
@@ -166,13 +169,13 @@ class Search:
 
     @staticmethod
     def _is_weaker(choice: Choice, other: Choice) -> bool:
-        """Whether `choice` is no stronger than `other` in any dimension, as far as that is known."""
+        """Return whether `choice` is no stronger than `other` in any dimension, as far as that is known."""
         settings = zip(choice, other, strict=True)
         return all(mine == theirs or mine.is_no_stronger_than(theirs) for mine, theirs in settings)
 
     # ------------------------------------------------------------------ the search
     def cheapest(self, limit_bytes: int) -> Found | None:
-        """The cheapest choice within `limit_bytes`; `None` when there is none."""
+        """Return the cheapest choice within `limit_bytes`; `None` when there is none."""
         if self._fits(self.nothing, limit_bytes):
             return self._found(self.nothing, limit_bytes)
         for level in self._levels:
@@ -183,7 +186,7 @@ class Search:
         return None
 
     def _fastest(self, level: tuple[int, int], best: Choice, limit_bytes: int) -> Choice:
-        """Of all that is known to fit, what was measured to be faster than the choice by the model: twice.
+        """Return what was measured to be faster than the choice by the model, twice, of all that is known to fit.
 
         The least of many times is often one by chance, so it is timed again, and the choice by the model as well.
         """
@@ -203,7 +206,10 @@ class Search:
         return best
 
     def _useful(self, level: tuple[int, int], limit_bytes: int) -> list[Choice]:
-        """All that is known to fit, but for what takes no less than with fewer settings: its time is only luck."""
+        """Return all that is known to fit, but for what takes no less than with fewer settings.
+
+        Its time is only luck.
+        """
         known = [choice for choice, _ in self._known.values() if all(option.level <= level for option in choice)]
         fitting = [choice for choice in known if self.peak(choice) <= limit_bytes]
         return [choice for choice in fitting if not any(self._has_more(choice, other) for other in fitting)]
@@ -231,11 +237,11 @@ class Search:
         return Found(choice, prediction, limit_bytes, not self.is_exhausted)
 
     def lowest(self, tier_level: tuple[int, int] | None = None) -> Choice:
-        """The choice with the smallest peak, up to a level (by default of all)."""
+        """Return the choice with the smallest peak, up to a level (by default of all)."""
         return self._least(self._lowest(tier_level or self._levels[-1], lambda choice: self.peak(self._least(choice))))
 
     def _least(self, choice: Choice) -> Choice:
-        """With regions for the smallest budget that they can meet, where that is above the one at hand."""
+        """The choice with regions for the smallest budget that they can meet, where that is above the one at hand."""
         for _ in range(_MAX_LEAST):
             if self.predict(choice) is None and (least := self._least_budgets.get(describe(choice))) is not None:
                 choice = with_regions_for(choice, least)
@@ -243,14 +249,14 @@ class Search:
 
     @property
     def _position(self) -> int | None:
-        """Of microbatches among the dimensions."""
+        """Return the position of microbatches among the dimensions."""
         return self._kinds.index(Microbatching) if Microbatching in self._kinds else None
 
     def _allowed(self, level: tuple[int, int]) -> list[Dimension]:
         return [tuple(option for option in dimension if option.level <= level) for dimension in self._knobs]
 
     def _lowest(self, level: tuple[int, int], peak: Peak, enough_bytes: int = 0) -> Choice:
-        """The smallest peak, from two starts; ends as soon as `enough_bytes` are met."""
+        """Return the smallest peak, from two starts; ends as soon as `enough_bytes` are met."""
         allowed, best = self._allowed(level), self.nothing
         for order in self._orders():
             found = self._descend(self._strongest(allowed, order, peak), allowed, peak, enough_bytes)
@@ -269,7 +275,7 @@ class Search:
             yield [*reversed(others), position]
 
     def _strongest(self, allowed: Sequence[Dimension], order: Sequence[int], peak: Peak) -> Choice:
-        """Of each dimension in turn, the strongest setting that works beside the ones before."""
+        """Return the strongest setting of each dimension in turn that works beside the ones before."""
         best = self.nothing
         for number in order:
             for option in reversed(allowed[number][1:]):
@@ -280,7 +286,7 @@ class Search:
         return best
 
     def _descend(self, best: Choice, allowed: Sequence[Dimension], peak: Peak, enough_bytes: int) -> Choice:
-        """One dimension after the other, until none lowers the peak."""
+        """Return one dimension after the other, until none lowers the peak."""
         improved = True
         while improved:
             improved = False
@@ -312,14 +318,17 @@ class Search:
         return best
 
     def _is_worth_asking(self, choice: Choice, best: Choice) -> bool:
-        """Whether it may be faster; with real steps, also where the model has it a little slower."""
+        """Return whether it may be faster; with real steps, also where the model has it a little slower."""
         if _cost(choice) < _cost(best):
             return True
         plain = self.predict(self.nothing)
         return plain is not None and plain.is_timed and time_factor(choice) < (1 + _MODEL_SCATTER) * time_factor(best)
 
     def _first_that_fits(self, tries: Sequence[Choice], limit_bytes: int) -> Choice | None:
-        """Whole batches, else by bisection: more microbatches need no more memory than two, which hold gradients."""
+        """Find the fewest microbatches: none, else by bisection.
+
+        More microbatches need no more memory than two, which hold gradients.
+        """
         if not tries:
             return None
         if self._fits(tries[0], limit_bytes):
@@ -335,7 +344,7 @@ class Search:
 
 
 def in_order(techniques: Sequence[Config]) -> tuple[Config, ...]:
-    """In the order of the registry."""
+    """Return the settings in the order of the registry."""
     kinds = [technique.config for technique in TECHNIQUES]
     return tuple(sorted(techniques, key=lambda config: kinds.index(type(config))))
 

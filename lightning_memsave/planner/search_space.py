@@ -30,14 +30,14 @@ class Option:
     """One setting of one dimension."""
 
     text: str
-    """As a user would write it."""
+    """The setting as a user would write it."""
     config: Config | None = None
     """`None`: the dimension is off."""
     loss_class: LossClass = "exact"
     tier: str = "lossless"
     """The first recipe that may use it."""
     time_factor: float = 1.0
-    """Of a step's time."""
+    """Factor of a step's time."""
     strength: int | None = None
     """Settings of one dimension with a higher strength need no more memory, and 0 most of all; `None`: that is not
     known. Microbatches hold gradients where whole batches do not, so whole batches have none."""
@@ -48,7 +48,7 @@ class Option:
         return LOSS_CLASSES.index(self.loss_class), TIERS.index(self.tier)
 
     def is_no_stronger_than(self, other: Option) -> bool:
-        """Whether it is known to save no more than another setting of its dimension."""
+        """Return whether it is known to save no more than another setting of its dimension."""
         if self.strength is None:
             return False
         return self.strength == 0 or (other.strength is not None and self.strength <= other.strength)
@@ -60,18 +60,21 @@ OVERHEAD = 0.006
 _OPERATION_SECONDS = 3.5e-6
 """What one operation of modules and backward takes besides its kernel (CPU, from what a second microbatch adds)."""
 _BLOCKS = 1.27
-"""Of the time of a step with regions over blocks. Those for a budget, which may be the same, are never slower."""
+"""Time of a step with regions over blocks. Those for a budget, which may be the same, are never slower."""
 _SQRT = 1.35
 _HALVING = 0.17
 """What groups inside of groups add per halving of the blocks (chains of 64 to 1024)."""
 MANY_BLOCKS = 256
-"""Where their number is not known."""
+"""Number of blocks where it is not known."""
 _VAULT_OVERHEAD = 3
 """What a store adds, in such overheads."""
 
 
 def overhead_of(num_operations: int | None, seconds: float | None) -> float:
-    """The part of a step's time that goes into starting operations, to a power of two: plans are to stay the same."""
+    """Return the part of a step's time that goes into starting operations, to a power of two.
+
+    Plans are to stay the same.
+    """
     if not num_operations or not seconds:
         return OVERHEAD
     share = min(1.0, _OPERATION_SECONDS * num_operations / seconds)
@@ -89,7 +92,7 @@ def dimensions(
     overhead: float = OVERHEAD,
     num_blocks: int = MANY_BLOCKS,
 ) -> dict[type[Config], Dimension]:
-    """Every dimension with its settings, off first.
+    """Return every dimension with its settings, off first.
 
     Args:
         budget_bytes: for regions that are chosen to fit.
@@ -166,7 +169,7 @@ def regions_for(budget_bytes: int, time_factor: float) -> Option:
 
 
 def with_regions_for(options: Sequence[Option], budget_bytes: int) -> tuple[Option, ...]:
-    """The same settings, with regions that are chosen to fit another budget."""
+    """Return the same settings, with regions that are chosen to fit another budget."""
     return tuple(
         regions_for(budget_bytes, option.time_factor) if isinstance(option.config, Checkpointing) else option
         for option in options
@@ -189,7 +192,7 @@ def _coded(codec: str, time_factor: float, strength: int) -> Option:
 
 
 def _parts(num_samples: int | None, is_exact: bool, overhead: float) -> Iterator[Option]:
-    """Whole batches, then ever smaller microbatches: 2, 3, 4, 6, 8, 12, ... of them, down to single samples."""
+    """Yield whole batches, then ever smaller microbatches: 2, 3, 4, 6, 8, 12, ... of them, down to single samples."""
     yield Option(text="whole batches")
     sizes = [] if num_samples is None else [-(-num_samples // n) for n in _counts(num_samples)]
     for size in dict.fromkeys(size for size in sizes if num_samples is not None and size < num_samples):
@@ -213,7 +216,7 @@ def _counts(num_samples: int) -> list[int]:
 
 
 def levels(table: Mapping[type[Config], Sequence[Option]]) -> list[tuple[int, int]]:
-    """The levels that occur, harmless first."""
+    """Return the levels that occur, harmless first."""
     return sorted({option.level for options in table.values() for option in options})
 
 
@@ -223,5 +226,5 @@ def time_factor(choice: Sequence[Option]) -> float:
 
 
 def describe(choice: Sequence[Option]) -> str:
-    """What is on, as a user would write it."""
+    """Return what is on, as a user would write it."""
     return ", ".join(option.text for option in choice if option.config is not None) or "nothing"

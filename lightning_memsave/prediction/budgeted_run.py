@@ -93,7 +93,7 @@ class BudgetedRun:
         return re.sub(r" at 0x[0-9a-f]+", "", repr((self._recipe.techniques, self._recipe.switched_off)))
 
     def decide(self, trainer: Any) -> Recipe:
-        """The settings of this run; planned from its first batch unless a plan for such a run is there.
+        """Return the settings of this run; planned from its first batch unless a plan for such a run is there.
 
         Raises:
             ValueError: the budget cannot be met, or this way of training cannot be planned.
@@ -112,13 +112,13 @@ class BudgetedRun:
         return self.plan.as_recipe()
 
     def _is_planned(self, kind: Sequence[Any]) -> bool:
-        """Whether the plan that is there is for such a run, as far as both are known."""
+        """Return whether the plan that is there is for such a run, as far as both are known."""
         made_for = self._made_for or [None] * len(kind)
         is_same = all(None in (a, b) or a == b for a, b in zip(made_for, kind, strict=True))
         return self.plan is not None and is_same
 
     def plan_for(self, module: Any, batch: Any) -> Plan:
-        """The plan for a module and a batch outside of a run; with a plan instead of a budget, that."""
+        """Return the plan for a module and a batch outside of a run; with a plan instead of a budget, that."""
         if self._budget is not None:
             module = _with_all_layers(module)
             self.plan = plan_for(module, batch, self._budget, self._recipe)
@@ -156,7 +156,7 @@ class BudgetedRun:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan, for a checkpoint; empty where it cannot be written as data."""
+        """Return the plan, for a checkpoint; empty where it cannot be written as data."""
         try:
             made = {"plan_asked": self._asked, "plan_made_for": list(self._made_for or ())}
             return {} if self.plan is None else {"plan": self.plan.to_json(), **made}
@@ -179,12 +179,12 @@ class BudgetedRun:
             )
 
     def may_cut(self, module: Any) -> bool:
-        """Whether a measured step beyond the budget may lead to smaller microbatches."""
+        """Return whether a measured step beyond the budget may lead to smaller microbatches."""
         return self.plan is None or self.plan.recipe != "lossless" or not why_not_exact(module)
 
 
 def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: Any = None) -> Plan:
-    """The plan for one module and batch, in the situation of a trainer that is being set up, or of none.
+    """Return the plan for one module and batch, in the situation of a trainer that is being set up, or of none.
 
     Raises:
         ValueError: as `make_plan`; the plain step cannot be run; parameters have no shape yet, or are not there.
@@ -220,7 +220,10 @@ def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: A
 
 
 def _with_all_layers(module: Any) -> Any:
-    """A copy on which `configure_model` was called, as in a run before it is planned; without that hook the module."""
+    """Return a copy on which `configure_model` was called, as in a run before it is planned.
+
+    Without that hook the module.
+    """
     if not is_overridden("configure_model", module, import_module(namespace_of(module)).LightningModule):
         return module
     module = copied(module)
@@ -235,7 +238,7 @@ def _with_all_layers(module: Any) -> Any:
 
 
 def _predictors(module: Any, batch: Any, trainer: Any, stays_whole: bool) -> tuple[Predict, Predict]:
-    """What predicts, for shapes alone where that is possible; and what confirms a choice, by real steps.
+    """Return what predicts, for shapes alone where that is possible; and what confirms a choice, by real steps.
 
     Args:
         module: the LightningModule.
@@ -265,7 +268,10 @@ def _predictors(module: Any, batch: Any, trainer: Any, stays_whole: bool) -> tup
 
 
 def _agreed(trainer: Any, predict: Predict) -> Predict:
-    """Every process asks, as a step may wait for the others; rank 0's answer holds, with what DDP takes on top."""
+    """Ask on every process, as a step may wait for the others.
+
+    Rank 0's answer holds, with what DDP takes on top.
+    """
 
     def agreed(techniques: Sequence[Config]) -> Prediction:
         answer: Prediction | ValueError
@@ -320,7 +326,7 @@ def _options_of(trainer: Any) -> dict[str, Any]:
 
 
 def _kind_of(trainer: Any) -> Sequence[Any]:
-    """What another run must have in common for a plan to be taken again; `None` where that is not known."""
+    """Return what another run must have in common for a plan to be taken again; `None` where that is not known."""
     return (
         _shapes(trainer.lightning_module),
         samples_per_batch(trainer),

@@ -19,7 +19,10 @@ _NOTED_BYTES = 64  # losses and logs of a microbatch, more than they are
 
 
 def two_microbatches(techniques: Sequence[Config], batch: Any) -> int | None:
-    """How many samples show the peak of a cut batch: later microbatches meet what the second meets. `None`: all."""
+    """Return how many samples show the peak of a cut batch.
+
+    Later microbatches meet what the second meets. `None`: all.
+    """
     config = next((t for t in techniques if isinstance(t, Microbatching)), None)
     if config is None or config.size == "auto" or config.split_fn is not None:
         return None
@@ -32,7 +35,9 @@ def two_microbatches(techniques: Sequence[Config], batch: Any) -> int | None:
 
 
 def rest_bytes(batch: Any, num_used: int) -> int:
-    """What the samples of a batch that are not used would add: their bytes, and what is noted of their microbatches.
+    """Return what the samples of a batch that are not used would add.
+
+    Their bytes, and what is noted of their microbatches.
 
     Args:
         batch: all of it.

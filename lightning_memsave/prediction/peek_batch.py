@@ -19,7 +19,7 @@ _REMEDY = "Plan before with `plan_training(module, batch, MemSave(budget=...))` 
 
 
 def first_batch(trainer: Any) -> Any:
-    """What the first `training_step` of this run will get, or one like it, on the CPU.
+    """Return what the first `training_step` of this run will get, or one like it, on the CPU.
 
     Loaders are asked for once more, and read by one worker where they have some; random states come back.
 
@@ -35,7 +35,7 @@ def first_batch(trainer: Any) -> Any:
 
 
 def samples_per_batch(trainer: Any) -> int | None:
-    """As the loaders of this run say; else as the first batch does, where it can be read."""
+    """Return the samples that the loaders of this run name; else those of the first batch, where it can be read."""
     with Randomness.untouched():
         found = loaders_of(trainer)
     loaders, _ = tree_flatten(getattr(found, "iterables", found))
@@ -48,7 +48,7 @@ def samples_per_batch(trainer: Any) -> int | None:
 
 
 def samples_of(batch: Any) -> int | None:
-    """As many as a batch has; `None` where it does not tell."""
+    """Return the number of samples of a batch; `None` where it does not tell."""
     with contextlib.suppress(UnsplittableBatchError):
         return batch_size(batch)
     return None
@@ -67,7 +67,9 @@ def _first_of(loader: Any) -> Any:
 
 
 def _iterator_of(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Of a copy, as persistent workers would stay with the loader, with one worker where items have indices.
+    """Return the iterator of a copy, as persistent workers would stay with the loader.
+
+    One worker where items have indices.
 
     A worker, as a dataset may need one: a file that this process had opened would be shared by all that it starts.
     """
@@ -84,7 +86,7 @@ def _iterator_of(loader: DataLoader[Any]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _generators_of(loader: Any) -> Iterator[None]:
-    """The generators that a loader and its samplers hold leave as they came."""
+    """Restore the generators that a loader and its samplers hold."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners) if g is not None}

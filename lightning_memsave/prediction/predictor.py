@@ -89,7 +89,7 @@ class Predictor:
         self._why: str | None = None  # not on fake tensors
 
     def _made_of_fakes(self, make: Callable[[], Any]) -> Any:
-        """What `make` makes, without memory; a constructor that reads values gets real ones."""
+        """Return what `make` makes, without memory; a constructor that reads values gets real ones."""
         with Randomness.untouched():
             with contextlib.suppress(Exception), self._mode, FactsMode(), Copying():
                 return make()
@@ -97,7 +97,7 @@ class Predictor:
 
     @property
     def num_samples(self) -> int | None:
-        """Of the batch; `None` where they cannot be told."""
+        """Number of samples of the batch; `None` where they cannot be told."""
         try:
             return batch_size(self._batch)
         except UnsplittableBatchError:
@@ -230,7 +230,7 @@ class Predictor:
 
     @contextlib.contextmanager
     def _as_on_target(self) -> Iterator[None]:
-        """On CUDA dropout keeps a byte per element, on CPU a float."""
+        """Replace what dropout keeps: a byte per element on CUDA, a float on CPU."""
         if self._target == "cpu":
             yield
             return
@@ -249,7 +249,7 @@ class Predictor:
 
 
 def largest_batch(predictor: Predictor, device_bytes: int, techniques: Recipe | Sequence[Any] = ()) -> int:
-    """The largest number of samples that fits; 0 where one does not.
+    """Return the largest number of samples that fits; 0 where one does not.
 
     Args:
         predictor: of the step, with a batch whose samples can be told.
@@ -272,7 +272,7 @@ def largest_value(
     techniques: Recipe | Sequence[Any] = (),
     **settings: Any,
 ) -> int:
-    """The largest value of an argument with which a step fits; 0 where 1 does not.
+    """Return the largest value of an argument with which a step fits; 0 where 1 does not.
 
     Args:
         name: of an integer argument of `module`, of `batch`, or of both: a length, a depth, a width.
@@ -310,7 +310,7 @@ def largest_value(
 
 
 def _arguments(make: Any) -> dict[str, Any]:
-    """Those that can be given by name, and their defaults."""
+    """Return the arguments that can be given by name, and their defaults."""
     if not callable(make) or isinstance(make, nn.Module):
         return {}
     parameters = inspect.signature(make).parameters.values()
@@ -318,7 +318,7 @@ def _arguments(make: Any) -> dict[str, Any]:
 
 
 def _largest(needed_bytes: Callable[[int], int], limit: int, start: int = 1) -> int:
-    """By doubling, then along the line between the two nearest, in turn with halves, as needs may bend."""
+    """Search exponentially, then by secant and bisection alternately, as needs may bend."""
     low, high, above = 0, start, needed_bytes(start)
     below = 0
     while above <= limit:

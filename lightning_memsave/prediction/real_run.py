@@ -65,7 +65,7 @@ class Trial:
         self._module, self._batch, self._trainer = module, batch, trainer
 
     def __call__(self, techniques: Sequence[Config]) -> Prediction:
-        """The peak under these settings."""
+        """Return the peak under these settings."""
         try:
             return self._measured(techniques)
         finally:
@@ -84,7 +84,7 @@ class Trial:
         return self._too_large() if steps is None else steps.result(missing_bytes)
 
     def why_whole(self, config: Microbatching) -> str:
-        """Why the run will not cut its batches, as far as a few samples tell; empty where it will, or may.
+        """Return why the run will not cut its batches, as far as a few samples tell; empty where it will, or may.
 
         Args:
             config: what is set besides a number of samples.
@@ -267,7 +267,7 @@ class _Steps(_OneStep):
             self._profile.__exit__(None, None, None)
 
     def result(self, missing_bytes: int) -> Prediction:
-        """What was measured, with bytes of the batch that were left out."""
+        """Return what was measured, with bytes of the batch that were left out."""
         measured, latest = self._highest, self._latest
         assert measured is not None, "a fit without an error has measured"
         assert latest is not None, "and so has its last step"

@@ -56,7 +56,7 @@ def on_paper(namespace: str, settings: Mapping[str, Any]) -> Iterator[dict[str, 
 
 
 def num_processes_of(settings: Mapping[str, Any]) -> int:
-    """On all nodes together.
+    """Return the number of processes on all nodes together.
 
     Raises:
         ValueError: `devices` or `num_nodes` is no number.
@@ -118,7 +118,7 @@ def _lonely(base: Any) -> Any:
             pass
 
         def _setup_model(self, model: nn.Module) -> nn.Module:
-            """Called for DDP only; `init_sync` would compare numbers of all processes."""
+            """Wrap the model; called for DDP only, where `init_sync` would compare numbers of all processes."""
             ddp = _LonelyDDP(model, **{**self._ddp_kwargs, "init_sync": False})
             ddp.register_comm_hook(None, noop_hook)  # the "fake" group would not hand it the result
             return ddp

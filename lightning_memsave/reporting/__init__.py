@@ -1,1 +1,1 @@
-"""From a `MemoryReport` to what people see: loggers, the terminal, pictures. The only room that imports wandb."""
+"""Show a `MemoryReport` to people: loggers, the terminal, pictures. The only room that imports wandb."""

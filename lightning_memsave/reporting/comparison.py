@@ -50,11 +50,11 @@ class ComparisonRow:
     """One figure of every run."""
 
     key: str
-    """For programs, with the unit."""
+    """Name for programs, with the unit."""
     heading: str
-    """For people."""
+    """Name for people."""
     values: tuple[float | str | None, ...]
-    """As measured, nothing rounded; `None` where a run has none."""
+    """Values as measured, nothing rounded; `None` where a run has none."""
     texts: tuple[str, ...]
     """Rounded."""
 
@@ -67,13 +67,13 @@ class Quality:
     lower_is_better: bool
 
     def of(self, run: Run) -> float | None:
-        """Its last value in a run; `None` where it is no number."""
+        """Return its last value in a run; `None` where it is no number."""
         value = run.metrics.get(self.name)
         return value if value is not None and math.isfinite(value) else None
 
     @property
     def direction(self) -> str:
-        """Which way is better, in words."""
+        """Direction that is better, in words."""
         return "lower is better" if self.lower_is_better else "higher is better"
 
 
@@ -90,7 +90,7 @@ class Comparison:
     """Settings that are not the same in all runs."""
 
     def to_json(self) -> str:
-        """Every figure as measured, for programs."""
+        """Return every figure as measured, for programs."""
         runs = [
             {
                 "name": run.name,
@@ -140,7 +140,7 @@ def _against(run: Run, peak_bytes: int) -> Run:
 
 # ------------------------------------------------------------------ quality
 def is_better_when_lower(metric: str) -> bool:
-    """Whether a metric's name says that less of it is better.
+    """Return whether a metric's name says that less of it is better.
 
     >>> [is_better_when_lower(name) for name in ("val/loss", "valLoss", "val/cross_entropy", "val/accuracy")]
     [True, True, True, False]

@@ -17,7 +17,7 @@ _LONGEST_WORD = 16  # of a name; longer ones go on in the next line
 
 
 def comparison_tables(comparison: Comparison, width: int = 80, title: str = "") -> Iterator[Table]:
-    """One column per run, one row per figure; as many tables as it takes for no figure to be cut off.
+    """Yield one column per run, one row per figure; as many tables as it takes for no figure to be cut off.
 
     Args:
         comparison: the runs.

@@ -24,7 +24,7 @@ _BY_CATEGORY = [f"memsave/peak_{category}_bytes" for category in CATEGORIES]
 
 
 def build_workspace(target: str, metric: str = "test/accuracy") -> Workspace:
-    """The workspace of a project, without asking anybody.
+    """Return the workspace of a project, without asking anybody.
 
     Args:
         target: `ENTITY/PROJECT`.

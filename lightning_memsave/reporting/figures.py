@@ -29,7 +29,7 @@ _NAME_COLUMNS = 20
 
 
 def draw(comparison: Comparison) -> Mapping[str, Figure]:
-    """Every picture that the runs have the figures for, by its name in the page."""
+    """Return every picture that the runs have the figures for, by its name in the page."""
     figures = {
         "tradeoff": _tradeoff(comparison, comparison.quality) if comparison.front and comparison.quality else None,
         "breakdown": _breakdown(comparison) if any(run.report.by_category for run in comparison.runs) else None,
@@ -40,12 +40,12 @@ def draw(comparison: Comparison) -> Mapping[str, Figure]:
 
 
 def _text(name: str, columns: int = 10_000) -> str:
-    """A user's text for plotly, which reads tags: as it is, in lines of at most so many columns."""
+    """Return a user's text for plotly, which reads tags: as it is, in lines of at most so many columns."""
     return "<br>".join(map(html.escape, textwrap.wrap(name, columns) or [""]))
 
 
 def new_figure(x: str, y: str, **layout: Any) -> Figure:
-    """An empty figure with the titles of its axes."""
+    """Return an empty figure with the titles of its axes."""
     from plotly.graph_objects import Figure
 
     figure = Figure()
@@ -153,7 +153,7 @@ def _size_and_factor(report: MemoryReport) -> str:
 
 
 def _timelines(comparison: Comparison) -> Figure:
-    """Live bytes through the step with the highest peak."""
+    """Return live bytes through the step with the highest peak."""
     figure = new_figure("allocations and frees of one step, first to last", "live, MiB", yaxis_rangemode="tozero")
     for position, run in enumerate(comparison.runs):
         line = run.report.timeline

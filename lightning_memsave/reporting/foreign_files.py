@@ -18,7 +18,7 @@ class DamagedFileError(ValueError):
 
 
 def read_bytes(path: Path, most: int = _MOST_BYTES, inside: Path | None = None) -> bytes:
-    """The content of a regular file.
+    """Return the content of a regular file.
 
     Args:
         path: of the file.
@@ -61,7 +61,7 @@ def _shown(character: str) -> str:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """What Lightning's `hparams.yaml` holds, as plain data; empty where there is no such file.
+    """Return what Lightning's `hparams.yaml` holds, as plain data; empty where there is no such file.
 
     Raises:
         DamagedFileError: it is large, or its references are.
@@ -84,7 +84,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def _num_values(node: yaml.Node, known: dict[int, float]) -> float:
-    """With what is referred to counted each time; infinite where something holds itself."""
+    """Count the values, what is referred to each time; infinite where something holds itself."""
     if id(node) not in known:
         known[id(node)] = float("inf")
         inner = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else node.value

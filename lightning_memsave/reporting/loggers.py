@@ -14,7 +14,7 @@ from lightning_memsave.reporting import wandb_run
 
 
 def _global_step(trainer: Any) -> int:
-    """The x-axis that Lightning's own logging uses (private, seen in Lightning 2.6)."""
+    """Return the x-axis that Lightning's own logging uses (private, seen in Lightning 2.6)."""
     step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
     return step
 
@@ -40,19 +40,19 @@ def log_config(trainer: Any, config: Mapping[str, Any]) -> None:
 
 
 def _hyperparameters(trainer: Any) -> dict[str, Any]:
-    """Of the module and the data that Lightning will log (`_log_hyperparams` is private, seen in Lightning 2.6)."""
+    """Return the hyperparameters of module and data that Lightning will log (private: `_log_hyperparams`)."""
     sources = [s for s in (trainer.lightning_module, trainer.datamodule) if s is not None and s._log_hyperparams]
     return {k: v for source in sources for k, v in source.hparams_initial.items() if k != "_class_path"}
 
 
 def log_metrics(trainer: Any, metrics: Mapping[str, float]) -> None:
-    """One row of metrics at the current step; no row when there are none."""
+    """Log one row of metrics at the current step; no row when there are none."""
     for logger in trainer.loggers if metrics else ():
         logger.log_metrics(dict(metrics), step=_global_step(trainer))
 
 
 def log_step(trainer: Any, step: MemoryReport, report: MemoryReport) -> None:
-    """A row for a measured step, after which wandb's summary, which follows rows, has those of the whole run again."""
+    """Log a row for a measured step; wandb's summary, which follows rows, gets those of the whole run again."""
     log_metrics(trainer, step.metrics())
     _record_summary(trainer, report)
 
@@ -64,7 +64,7 @@ def _record_summary(trainer: Any, report: MemoryReport) -> None:
 
 
 def log_summary(trainer: Any, report: MemoryReport) -> None:
-    """The final figures, and one line on the terminal."""
+    """Log the final figures, and print one line on the terminal."""
     measured = {"memsave/num_steps_measured": report.num_steps_measured} if report.num_steps_measured else {}
     log_metrics(trainer, {**report.metrics(), **measured})
     if trainer.is_global_zero:
@@ -76,7 +76,7 @@ def log_summary(trainer: Any, report: MemoryReport) -> None:
 
 
 def of_the_largest_rank(trainer: Any, report: MemoryReport) -> MemoryReport:
-    """Of all processes' reports the one with the highest peak, which is what has to fit; all of them have to ask."""
+    """Return the report with the highest peak of all processes, which is what has to fit; all of them have to ask."""
     if trainer.world_size == 1 or not dist.is_available() or not dist.is_initialized():
         return report
     reports: list[Any] = [None] * dist.get_world_size()
@@ -85,7 +85,7 @@ def of_the_largest_rank(trainer: Any, report: MemoryReport) -> MemoryReport:
 
 
 def agreed(trainer: Any, figures: Mapping[str, float]) -> dict[str, float]:
-    """Those figures that every process has: each is reduced over all of them, who would wait for one that has not."""
+    """Keep only figures that every process has, to avoid a collective deadlock."""
     if trainer.world_size == 1 or not dist.is_available() or not dist.is_initialized():
         return dict(figures)
     names: list[Any] = [None] * dist.get_world_size()
@@ -94,7 +94,7 @@ def agreed(trainer: Any, figures: Mapping[str, float]) -> dict[str, float]:
 
 
 def one_line(report: MemoryReport) -> str:
-    """The report in one line.
+    """Return the report in one line.
 
     >>> one_line(MemoryReport(peak_bytes=2**20, by_category={"weights": 2**19, "data": 2**19}, num_steps_measured=2))
     'memsave: peak 1.0 MiB (weights 512.0 KiB, data 512.0 KiB), exact, 2 steps measured'

@@ -19,7 +19,7 @@ _MAX_LINES = 12  # of each list: a page, not a book
 
 
 def outcome(plan: Plan, report: MemoryReport) -> str:
-    """How a plan turned out: what was predicted, what was measured, and what limits it."""
+    """Return how a plan turned out: what was predicted, what was measured, and what limits it."""
     plain_bytes = sum(plan.baseline_by_category.values())  # without what kernels take, as the others
     predicted = (
         f"memsave: budget {format_bytes(plan.budget_bytes)}: plain step {format_bytes(plain_bytes)} predicted, "
@@ -39,7 +39,7 @@ def outcome(plan: Plan, report: MemoryReport) -> str:
 
 
 def growth_text(growth: Growth) -> str:
-    """What grows, and the tensors or lines behind it, largest first."""
+    """Return what grows, and the tensors or lines behind it, largest first."""
     figures = " -> ".join(map(format_bytes, growth.figures_bytes))
     if growth.what == "peak":
         lines = [f"  {format_bytes(size)} more made at {line}" for line, size in growth.by_line]
@@ -55,7 +55,10 @@ def growth_text(growth: Growth) -> str:
 
 
 def miss_text(report: MemoryReport) -> str | None:
-    """What was predicted and what was measured, and what was missed where that is much; `None` without a prediction."""
+    """Return what was predicted and what was measured, and what was missed where that is much.
+
+    `None` without a prediction.
+    """
     miss = report.miss
     if miss is None:
         return None
@@ -71,7 +74,7 @@ def post_mortem_text(
     measured: Measurement | None,
     error: str,
 ) -> str:
-    """What was alive when memory ran out, largest first, and what would help.
+    """Return what was alive when memory ran out, largest first, and what would help.
 
     Args:
         kinds: what is alive.

@@ -75,7 +75,7 @@ def _page(comparison: Comparison, title: str, plotly: str) -> Iterator[str]:
 
 
 def headline(comparison: Comparison) -> str:
-    """The answer in one sentence."""
+    """Return the answer in one sentence."""
     measured = [run for run in comparison.runs if run.report.peak_bytes is not None]
     if not measured:
         return "No run has a measured peak."

@@ -89,7 +89,7 @@ def _top_table(prediction: Prediction) -> Table:
 
 
 def timeline_lines(timeline: Timeline) -> Iterator[str]:
-    """The step from left to right as a stack of letters, the peak marked.
+    """Yield the step from left to right as a stack of letters, the peak marked.
 
     >>> line = Timeline(events=(0, 1), by_category={c: (2 * MIB, 0) for c in CATEGORIES})
     >>> print(next(timeline_lines(line)))

@@ -52,7 +52,7 @@ def memory_text(report: MemoryReport, current: Mapping[str, int]) -> Text:
 
 
 def memory_line(report: MemoryReport, current: Mapping[str, int]) -> str:
-    """The same in one line without colours.
+    """Return the same in one line without colours.
 
     >>> memory_line(MemoryReport(peak_bytes=8, by_category={"weights": 2, "data": 6}), {"weights": 2, "data": 2})
     'peak 8 B (data 6 B, weights 2 B), now 4 B'

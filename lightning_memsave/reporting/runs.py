@@ -65,13 +65,13 @@ class Run:
     """What the techniques did, one line each."""
 
     def to_json(self) -> str:
-        """The run as a JSON document that `read_runs` and `from_json` read."""
+        """Return the run as a JSON document that `read_runs` and `from_json` read."""
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return json.dumps({"format": FORMAT, **values, "report": self.report.as_dict()}, indent=1, default=str)
 
     @classmethod
     def from_json(cls, text: str) -> Run:
-        """The run that `to_json` wrote.
+        """Return the run that `to_json` wrote.
 
         Raises:
             ValueError: the text is something else.
@@ -95,7 +95,7 @@ def run_of(
     metrics: Mapping[str, float] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Run:
-    """A run of this process."""
+    """Return a run of this process."""
     return Run(
         name=name,
         report=report,
@@ -141,7 +141,7 @@ def _read_all(path: Path) -> list[Run]:
 
 
 def _sources(path: Path) -> list[list[Path]]:
-    """The files behind a path, run by run: the file itself, or what is found in a folder."""
+    """Return the files behind a path, run by run: the file itself, or what is found in a folder."""
     if path.is_file():
         return [[path]]
     for pattern in ("run-*.wandb", "metrics.csv"):  # the folder of one run
@@ -158,7 +158,7 @@ def _sources(path: Path) -> list[list[Path]]:
 
 
 def _time(path: Path) -> str:
-    """Of a part of a run, as its folder says, be it `run-20261101_120000-id` or `offline-run-20261101_120000-id`."""
+    """Return the time in a folder's name, be it `run-20261101_120000-id` or `offline-run-20261101_120000-id`."""
     return path.parent.name.partition("run-")[2]
 
 
@@ -216,7 +216,7 @@ def _read_wandb(paths: Sequence[Path]) -> Run:
 
 
 def _timeline(folder: Path, name: str) -> Timeline | None:
-    """The chart's table is a file beside the log, where it still is."""
+    """Read the chart's table from a file beside the log, where it still is."""
     lines: dict[str, dict[int, int]] = {category: {} for category in CATEGORIES}
     try:
         for event, category, num_bytes in json.loads(read_bytes(folder / name, _MOST_OF_A_TABLE, folder))["data"]:
@@ -239,7 +239,7 @@ def _read_csv(path: Path) -> Run:
 
 
 def _number(text: object) -> Any:
-    """Whole numbers stay whole: a float holds only 53 bits."""
+    """Return whole numbers stay whole: a float holds only 53 bits."""
     try:
         return int(str(text)) if re.fullmatch(r"-?\d+", str(text)) else float(str(text))
     except ValueError:

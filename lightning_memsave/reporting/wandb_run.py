@@ -15,7 +15,7 @@ BREAKDOWN, TIMELINE = "memsave/breakdown", "memsave/timeline"  # wandb adds `_ta
 
 
 def is_wandb(logger: object) -> bool:
-    """Whether `logger` is a `WandbLogger` of either Lightning namespace, without importing wandb."""
+    """Return whether `logger` is a `WandbLogger` of either Lightning namespace, without importing wandb."""
     return any(cls.__name__ == "WandbLogger" for cls in type(logger).__mro__)
 
 
@@ -67,7 +67,7 @@ def _offline_logger(project: str, save_dir: str, options: Mapping[str, Any]) -> 
 
 
 def record_config(run: Any, config: Mapping[str, Any]) -> None:
-    """The resolved settings under `memsave` in the run's config, and each technique as a tag."""
+    """Record the resolved settings under `memsave` in the run's config, and each technique as a tag."""
     run.config.update({"memsave": dict(config)}, allow_val_change=True)
     techniques = [f"memsave:{name}" for name, settings in config.items() if isinstance(settings, Mapping)]
     run.tags = tuple(dict.fromkeys((*(run.tags or ()), *techniques)))
@@ -93,7 +93,7 @@ def record_charts(run: Any, report: MemoryReport, step: int) -> None:
 
 
 def record_summary(run: Any, report: MemoryReport) -> None:
-    """The figures so far, and what was applied, under their own names in the run's summary."""
+    """Record the figures so far, and what was applied, under their own names in the run's summary."""
     source = {} if report.factor is None else {"memsave/baseline_source": report.baseline_source}
     run.summary.update(
         {

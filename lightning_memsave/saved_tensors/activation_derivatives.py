@@ -40,7 +40,7 @@ _LEAST_THRESHOLD = 10.0  # from which softplus's derivative jumps by less than 5
 
 
 class Derivative(NamedTuple):
-    """That of an activation with its settings."""
+    """Derivative of an activation with its settings."""
 
     name: str
     settings: tuple[Any, ...]
@@ -62,7 +62,7 @@ class Derivative(NamedTuple):
 
 @functools.cache
 def _table(derivative: Derivative, device: torch.device) -> tuple[float, float, Tensor]:
-    """The ends of the derivative, and x* for equally spaced values between them."""
+    """Return the ends of the derivative, and x* for equally spaced values between them."""
 
     def built() -> tuple[float, float, Tensor]:
         farthest = _FARTHEST / (derivative.settings[0] if derivative.name == "softplus" else 1.0)
@@ -78,7 +78,7 @@ def _table(derivative: Derivative, device: torch.device) -> tuple[float, float, 
 
 
 def derivative_of(call: Call) -> Derivative | None:
-    """That of the activation that is running; `None` for other functions, and where no x* need exist."""
+    """Return the derivative of the running activation; `None` for other functions, and where no x* need exist."""
     read = _SETTINGS.get(call.name)
     settings = None if read is None else read(call)
     return None if settings is None else Derivative(call.name, settings)
@@ -151,7 +151,7 @@ class CodedDerivative:
 
     @staticmethod
     def _chunk(flat: Tensor, rows: Rows) -> int:
-        """Elements at a time: whole rows, few enough to stay in a CPU's cache."""
+        """Return elements at a time: whole rows, few enough to stay in a CPU's cache."""
         wanted = 2**16 if flat.device.type == "cpu" else 2**22
         return rows.length * max(1, wanted // rows.length)
 
@@ -176,6 +176,6 @@ class CodedDerivative:
         return out
 
     def payload(self) -> Iterator[Tensor]:
-        """Codes and ranges."""
+        """Yield codes and ranges."""
         for part in self._parts:
             yield from part.payload()

@@ -17,7 +17,7 @@ class _Object(NamedTuple):
     place: int
     state: ObjectState
     first: int
-    """Where in the leaves its references are."""
+    """Positions of its references in the leaves."""
     last: int
 
 
@@ -67,7 +67,10 @@ class Arguments:
             each.state.references = []
 
     def again(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with `leaves` in place of those that there were; objects are new ones, as they were then."""
+        """Return the arguments, with `leaves` in place of those that there were.
+
+        Objects are new ones, as they were then.
+        """
         given = leaves[: self._num_leaves]
         for place, state, first, last in self._objects:
             given[place] = state.copy(leaves[first:last])
@@ -77,7 +80,7 @@ class Arguments:
         return args, kwargs
 
     def untouched_in_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        """Which leaves lie in caches of keys and values, in which the call has left them: those of other layers.
+        """Return which leaves lie in caches of keys and values, in which the call has left them: those of other layers.
 
         Args:
             args: as they are after the call.
@@ -94,6 +97,6 @@ class Arguments:
 
 
 def _is_cache(state: ObjectState) -> bool:
-    """Whether an object is one of transformers' caches, which decoders fill layer by layer."""
+    """Return whether an object is one of transformers' caches, which decoders fill layer by layer."""
     kinds = (kind for kind in state.references if isinstance(kind, type))
     return any(kind.__name__.endswith("Cache") and kind.__module__.startswith("transformers.") for kind in kinds)

@@ -32,11 +32,11 @@ class Spares:
         """Large buffers that calls fill with the values that they have: these need no clone."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the module has other buffers."""
+        """Return nothing to copy: a copy of the module has other buffers."""
         return {"_clones": {}, "rewritten": self.rewritten}
 
     def of(self, name: str, value: Tensor, version: int) -> Tensor | None:
-        """What a buffer holds at this version; `None` for a large one."""
+        """Return what a buffer holds at this version; `None` for a large one."""
         if _size(value) > _MOST_SPARED_BYTES or value.requires_grad:
             return None
         known = self._clones.get(name)
@@ -70,7 +70,7 @@ class _Other:
         return _version(self.owner, self.value) != self.version
 
     def before(self) -> Iterator[_Buffer]:
-        """What it was, if it is no longer that."""
+        """Yield what it was, if it is no longer that."""
         current = self.owner._buffers.get(self.key)
         if current is None or (current is self.value and not self.has_moved):
             return
@@ -129,7 +129,7 @@ class Buffers:
             self._others.append(_Other(name, owner, key, value, version, clone))
 
     def changed(self) -> set[str]:
-        """The names of those that have changed since; the others are watched from now on."""
+        """Return the names of those that have changed since; the others are watched from now on."""
         found = {name for name in self._before if not self._is_equal(name)}
         for name in self._before.keys() - found:
             owner, key, _ = self._before.pop(name)
@@ -141,7 +141,7 @@ class Buffers:
         return found
 
     def end_call(self) -> None:
-        """What has been edited up to here was edited by the call."""
+        """End the call: what has been edited up to here was edited by it."""
         rewritten = set() if self._spares is None else self._spares.rewritten
         for other in self._others:
             other.is_lost = other.clone is None and other.has_moved and other.name not in rewritten
@@ -155,7 +155,10 @@ class Buffers:
         return _equal(current, before)
 
     def moved(self) -> set[str]:
-        """The names of those that were edited in place since, although nobody expected that: there is no clone."""
+        """Return the names of those that were edited in place since, although nobody expected that.
+
+        There is no clone.
+        """
         return {other.name for other in self._others if other.has_moved}
 
     def put_back(self) -> None:
@@ -170,7 +173,7 @@ class Buffers:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """The module has (clones of) these buffers; a double backward comes here twice.
+        """Give the module (clones of) these buffers; a double backward comes here twice.
 
         Raises:
             RegionError: the call has edited one that nobody expected to change, and there is no clone.
@@ -187,7 +190,7 @@ class Buffers:
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes; of a sparse tensor, what it would take dense."""
+    """Return bytes; of a sparse tensor, what it would take dense."""
     return tensor.numel() * tensor.element_size()
 
 

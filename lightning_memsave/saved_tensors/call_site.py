@@ -16,7 +16,7 @@ class Call(NamedTuple):
     """Tells the calls of a scope apart."""
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument by position or by name."""
+        """Return an argument by position or by name."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 
 

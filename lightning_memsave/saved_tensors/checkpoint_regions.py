@@ -85,7 +85,7 @@ _OPEN: ContextVar[weakref.WeakKeyDictionary[Group, weakref.ref[Region]]] = Conte
 
 
 def _region_of(membership: Membership, around: Region | None) -> Region:
-    """The region that this call continues, else a new one."""
+    """Return the region that this call continues, else a new one."""
     group, position = membership
     if group.num_members == 1:
         return Region(around)
@@ -112,7 +112,7 @@ def _live_with(output: Any, regions: list[Region]) -> None:
 
 
 def _let_go(regions: list[Region]) -> None:
-    """What held them is gone."""
+    """Let go of what was held for a graph that is gone."""
 
 
 # ------------------------------------------------------------------------------- parameters that change in backward
@@ -143,7 +143,7 @@ def before_change(parameter: Tensor) -> None:
 
 # ------------------------------------------------------------------------------- a region
 class _Output(NamedTuple):
-    """In place of an argument: what an earlier call of the region returned."""
+    """Stand-in for an argument: what an earlier call of the region returned."""
 
     call: int
     leaf: int
@@ -170,12 +170,12 @@ class Region(Keeper):
         self.store = store_around()
         self._parts: list[_Part] = []
         self._randomness: dict[RegionCall, Randomness] = {}
-        """For calls that drew numbers and did not go on where the one before stopped: where they start."""
+        """Start of calls that drew numbers and did not go on where the one before stopped."""
         self._drawn: Randomness | None = None
         self._holders: list[weakref.ref[Holder]] = []
         self._was_repeated = False
         self._fingerprints: Fingerprints | None = None
-        """Of the latest call, if its repetition is compared with it."""
+        """Fingerprints of the latest call, if its repetition is compared with it."""
 
     # --------------------------------------------------------------------------- forward
     def begin(self, call: RegionCall, inner: Sequence[Membership]) -> None:
@@ -207,7 +207,7 @@ class Region(Keeper):
         return holder
 
     def end(self, call: RegionCall, unused: list[int], drawn: tuple[Randomness, Randomness] | None) -> None:
-        """The call has ended.
+        """End the call.
 
         Args:
             call: the latest.

@@ -33,7 +33,10 @@ class Rows:
     """The storage's dimensions in the order in which rows run through it; `None`: as it lies in memory."""
 
     def parts(self, flat: Tensor) -> Iterator[Tensor]:
-        """The elements of a storage, some whole rows at a time: `flat` itself, or views of it in the order of rows."""
+        """Yield the elements of a storage, some whole rows at a time.
+
+        `flat` itself, or views of it in the order of rows.
+        """
         if self.order is None:
             yield flat
             return
@@ -43,7 +46,7 @@ class Rows:
 
 
 def rows_in_memory(shape: Sequence[int], strides: Sequence[int], num_elements: int) -> Rows:
-    """The smallest runs of whole dimensions that have 64 elements; one row where there is none.
+    """Return the smallest runs of whole dimensions that have 64 elements; one row where there is none.
 
     >>> rows_in_memory((8, 100, 192), (19200, 192, 1), 8 * 100 * 192).length
     192
@@ -59,7 +62,7 @@ def rows_in_memory(shape: Sequence[int], strides: Sequence[int], num_elements: i
 
 
 def rows_over(tensor: Tensor, outer: Sequence[Dim], inner: Sequence[Dim]) -> Rows | None:
-    """A row for each place in the dimensions `outer`, over the dimensions `inner`, of the storage of `tensor`.
+    """Return a row for each place in the dimensions `outer`, over the dimensions `inner`, of the storage of `tensor`.
 
     A row may lie in pieces of 16 elements or more, each of which is a row then. `None` where pieces are smaller and
     `tensor` is a window into its storage.
@@ -81,7 +84,7 @@ def rows_over(tensor: Tensor, outer: Sequence[Dim], inner: Sequence[Dim]) -> Row
 
 
 def covers_its_storage(tensor: Tensor) -> bool:
-    """Whether a tensor is all of its storage, each element once, in any order of its dimensions."""
+    """Return whether a tensor is all of its storage, each element once, in any order of its dimensions."""
     expected = 1
     for size, stride in _in_memory(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride != expected:
@@ -91,7 +94,7 @@ def covers_its_storage(tensor: Tensor) -> bool:
 
 
 def _in_memory(dims: Iterable[Dim]) -> list[Dim]:
-    """From the innermost in memory to the outermost, without those of one element."""
+    """Return the dimensions from the innermost in memory to the outermost, without those of one element."""
     return sorted(((size, stride) for size, stride in dims if size != 1), key=lambda dim: dim[1])
 
 

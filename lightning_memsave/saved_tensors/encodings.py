@@ -43,10 +43,10 @@ class Encoding(Protocol):
     fidelity: Fidelity
 
     def flat(self) -> Tensor:
-        """The storage's elements, [n]; a fresh tensor unless the encoding is `Identity`."""
+        """Return the storage's elements, [n]; a fresh tensor unless the encoding is `Identity`."""
 
     def payload(self) -> Iterator[Tensor]:
-        """The tensors that this encoding keeps alive."""
+        """Yield the tensors that this encoding keeps alive."""
 
 
 class Identity:
@@ -58,11 +58,11 @@ class Identity:
         self._flat = flat
 
     def flat(self) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return self._flat
 
     def payload(self) -> Iterator[Tensor]:
-        """The tensor itself."""
+        """Yield the tensor itself."""
         yield self._flat
 
 
@@ -79,7 +79,10 @@ class Shape:
         return self._like.new_empty(self._size)
 
     def without_memory(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor | None:
-        """A tensor of that shape on one element; `None` where the strides tell of another order of dimensions."""
+        """Return a tensor of that shape on one element.
+
+        `None` where the strides tell of another order of dimensions.
+        """
         is_plain = stride == torch.empty(size, device="meta").stride()
         return self._like.new_zeros(()).expand(size) if is_plain else None
 
@@ -98,7 +101,7 @@ class Mask:
 
     @classmethod
     def of(cls, flat: Tensor) -> Mask:
-        """A boolean tensor."""
+        """Return a boolean tensor."""
         return cls(kernels.pack_mask(flat), flat, Fidelity.EXACT)
 
     @classmethod
@@ -111,7 +114,7 @@ class Mask:
         return kernels.unpack_mask(self._packed, self._size).to(self._dtype)
 
     def payload(self) -> Iterator[Tensor]:
-        """The bits."""
+        """Yield the bits."""
         yield self._packed
 
 
@@ -125,7 +128,7 @@ class RangeMask:
         self._values = flat.new_tensor([high, (low + high) / 2])
 
     def flat(self) -> Tensor:
-        """One value inside, one outside."""
+        """Return one value inside, one outside."""
         return kernels.unpack_two(self._packed, self._values, self._size)
 
     def payload(self) -> Iterator[Tensor]:
@@ -148,7 +151,7 @@ class TwoValues:
         return None if found is None else cls(*found, flat.numel())
 
     def flat(self) -> Tensor:
-        """The two values."""
+        """Return the two values."""
         return kernels.unpack_two(self._packed, self._values, self._size)
 
     def payload(self) -> Iterator[Tensor]:
@@ -175,11 +178,11 @@ class IntDowncast:
         return None
 
     def flat(self) -> Tensor:
-        """The integers."""
+        """Return the integers."""
         return self._values.to(self._dtype)
 
     def payload(self) -> Iterator[Tensor]:
-        """The narrow integers."""
+        """Yield the narrow integers."""
         yield self._values
 
 
@@ -202,14 +205,14 @@ class WindowIndex:
 
     @classmethod
     def fits(cls, window: Sequence[Sequence[int]]) -> bool:
-        """Whether a byte can tell the window's positions apart."""
+        """Return whether a byte can tell the window's positions apart."""
         return bits.bits_for(_product(window[0])) > 0
 
     def _per_chunk(self) -> int:
         return max(1, 2**18 // self._out_size.numel())
 
     def _starts(self, device: torch.device) -> list[Tensor]:
-        """For each dimension, where the windows begin in the plane (negative in the padding)."""
+        """Return where the windows begin in the plane, for each dimension (negative in the padding)."""
         _, stride, padding, _ = self._window
         fidelities = range(len(self._plane))
         return [
@@ -231,7 +234,7 @@ class WindowIndex:
         return local.to(torch.uint8).view(-1)
 
     def flat(self) -> Tensor:
-        """The int64 indices."""
+        """Return the int64 indices."""
         kernel, _, _, dilation = self._window
         starts = self._starts(self._packed.device)
         local = bits.unpack(self._packed, self._bits, self._planes * self._out_size.numel())
@@ -247,7 +250,7 @@ class WindowIndex:
         return out.view(-1)
 
     def payload(self) -> Iterator[Tensor]:
-        """The packed positions."""
+        """Yield the packed positions."""
         yield self._packed
 
 
@@ -270,11 +273,11 @@ class Bf16:
         return None if values is None else cls(values, flat.dtype)
 
     def flat(self) -> Tensor:
-        """The rounded values."""
+        """Return the rounded values."""
         return self._values.to(self._dtype)
 
     def payload(self) -> Iterator[Tensor]:
-        """The narrow values."""
+        """Yield the narrow values."""
         yield self._values
 
 
@@ -312,7 +315,7 @@ class IntCodes:
         return cls(joined, flat, fidelity, signed, rows)
 
     def flat(self) -> Tensor:
-        """The decoded values."""
+        """Return the decoded values."""
         codes, ranges = self._coded
         out = torch.empty(self._size, dtype=self._dtype, device=codes.device)
         first, per_row = 0, Blocks.of_rows(self._rows.length).per_row
@@ -327,7 +330,7 @@ class IntCodes:
         return out
 
     def payload(self) -> Iterator[Tensor]:
-        """Codes and ranges."""
+        """Yield codes and ranges."""
         yield from self._coded
 
 
@@ -343,7 +346,7 @@ class Recompute:
         self._numel = like.untyped_storage().nbytes() // like.element_size()
 
     def flat(self) -> Tensor:
-        """The value, laid out in memory as it was."""
+        """Return the value, laid out in memory as it was."""
         with torch.no_grad():
             value = self._compute()
         assert value.shape == self._size, "a recipe gives the tensor that it stands for"
@@ -355,7 +358,7 @@ class Recompute:
         return out
 
     def payload(self) -> Iterator[Tensor]:
-        """The codes that a chain shares; entries count for themselves."""
+        """Yield the codes that a chain shares; entries count for themselves."""
         for need in self.needs:
             if isinstance(need, IntCodes):
                 yield from need.payload()

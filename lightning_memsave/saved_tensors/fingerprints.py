@@ -24,7 +24,7 @@ Fingerprint = tuple[float, float]
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint | None:
-    """The sum of the elements and of their magnitudes.
+    """Return the sum of the elements and of their magnitudes.
 
     `None` for fake tensors, subclasses, and dtypes of 8 bits but bool: kernels keep work space as bytes, parts of which
     nobody has written.
@@ -52,7 +52,7 @@ def fingerprint(tensor: Tensor) -> Fingerprint | None:
 
 
 def is_near(first: Fingerprint, second: Fingerprint, dtype: torch.dtype, num_elements: int) -> bool:
-    """Whether two fingerprints differ by no more than kernels that add in any order make them differ.
+    """Return whether two fingerprints differ by no more than kernels that add in any order make them differ.
 
     Args:
         first: of a tensor.

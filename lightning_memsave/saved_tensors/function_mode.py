@@ -1,4 +1,4 @@
-"""Who is calling: a function mode that tells the store which function keeps a tensor, and what the graph leaves out."""
+"""Function mode that tells the store which function keeps a tensor, and what the graph leaves out."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ Seen = tuple[tuple[int, int] | None, ...]
 
 
 def seen(*parameters: Tensor | None) -> Seen:
-    """As they are now."""
+    """Return storage and version of parameters, as they are now."""
     return tuple(None if p is None else (storage_key(p), version_of(p)) for p in parameters)
 
 
 class LinearInput(NamedTuple):
-    """That of the latest call of `linear`, which may be the head: by the time of the loss a store may have coded it."""
+    """Input of the last `F.linear` call (possible LM head): by the time of the loss a store may have coded it."""
 
     node_nr: int
-    """Of the result."""
+    """Number of the result's node."""
     tensor: Tensor
     """[..., D]."""
     version: int
     node: Node | None
-    """Both as they were."""
+    """Weight and bias as they were."""
 
     @property
     def is_unchanged(self) -> bool:
@@ -86,10 +86,10 @@ class CallTracker(TorchFunctionMode):
         self.operands: dict[int, Any] = {}
         """What a recipe needs and no node keeps, by the number of the node."""
         self.linears: dict[int, Seen] = {}
-        """By the number of the result's node."""
+        """Inputs by the number of the result's node."""
         self.latest_input: LinearInput | None = None
         self.statistics: dict[int, Statistics | None] = {}
-        """Of normalisations, by the number of the call, when it has returned."""
+        """Statistics of normalisations, by the number of the call, when it has returned."""
         self._num_calls = 0
         self._lookups: dict[int, Lookup] = {}  # the latest one of each table, by its id
         self._changed: set[Edge] = set()
@@ -97,20 +97,23 @@ class CallTracker(TorchFunctionMode):
         self._versions: dict[int, int] = {}
 
     def has_changed(self, node: Node, output_nr: int) -> bool:
-        """Whether what `node` made has been changed since by a call that the graph does not show."""
+        """Return whether what `node` made has been changed since by a call that the graph does not show."""
         return Edge(sequence_nr_of(node), output_nr) in self._changed
 
     def is_touched(self, node: Node) -> bool:
-        """Whether somebody has changed what `node` made unseen, or hooked its gradient: by the tensor, not the node."""
+        """Return whether somebody has changed what `node` made unseen, or hooked its gradient.
+
+        By the tensor, not the node.
+        """
         return self.has_changed(node, 0) or Edge(sequence_nr_of(node), 0) in self._hooked
 
     def lookup_of(self, weight: Tensor) -> Lookup | None:
-        """The latest embedding whose table is `weight`."""
+        """Return the latest embedding whose table is `weight`."""
         found = self._lookups.get(id(weight))
         return found if found is not None and found.is_of(weight) else None
 
     def has_changed_itself(self, tensor: Tensor) -> bool:
-        """Whether a tensor has been changed in place more often than its own node has."""
+        """Return whether a tensor has been changed in place more often than its own node has."""
         node = tensor.grad_fn
         return node is None or tensor._version != self._versions.get(sequence_nr_of(node), 0)
 
@@ -172,18 +175,18 @@ class CallTracker(TorchFunctionMode):
 
 
 def _name(func: Any) -> str:
-    """A function's name; that of a custom operator with its library, so that it is not taken for torch's."""
+    """Return a function's name; that of a custom operator with its library, so that it is not taken for torch's."""
     return str(func) if is_operator(func) else getattr(func, "__name__", "")
 
 
 def _changes_unseen(name: str) -> bool:
-    """Whether a call changes its first argument, or opens the way to that, while the graph does not see it."""
+    """Return whether a call changes its first argument, or opens the way to that, while the graph does not see it."""
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     return (is_in_place or name in _IN_PLACE_OPERATORS) and not torch.is_grad_enabled()
 
 
 def _edges(changed: Any) -> Iterator[Edge]:
-    """Of a tensor, or of those of a list; of a slice that was made without gradients, those of what it is of."""
+    """Return the edges of a tensor, of a list, or of what a slice that was made without gradients is of."""
     if isinstance(changed, (tuple, list)):
         for item in changed:
             yield from _edges(item)
@@ -200,7 +203,7 @@ _IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in ("add", "sub", "mul",
 
 
 def _scalar(call: Call) -> Any:
-    """The number in `tensor + number`, on either side."""
+    """Return the number in `tensor + number`, on either side."""
     numbers = [a for a in call.args if isinstance(a, (int, float))]
     return numbers[0] if len(call.args) == 2 and len(numbers) == 1 else None
 
@@ -218,7 +221,7 @@ _POOLS = {"max_pool1d": 1, "max_pool2d": 2, "max_pool3d": 3}
 
 
 def window_index(index: Tensor, call: Call) -> WindowIndex | None:
-    """The small encoding of a max-pool's argmax; `None` for any other integers."""
+    """Return the small encoding of a max-pool's argmax; `None` for any other integers."""
     dims = _POOLS.get(call.name.removesuffix("_with_indices"))
     if dims is None or not covers_its_storage(index) or not index.is_contiguous():
         return None

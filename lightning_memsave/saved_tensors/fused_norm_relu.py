@@ -35,7 +35,7 @@ _MOST = 4  # that noise may be multiplied by where elements of a row have weight
 
 
 def relu_input(y: Tensor) -> Node | None:
-    """The normalisation behind y = relu(normalise(x)); `None` when `y` is something else."""
+    """Return the normalisation behind y = relu(normalise(x)); `None` when `y` is something else."""
     node = y.grad_fn
     if node is None or node.name() != "ReluBackward0":
         return None
@@ -65,7 +65,7 @@ class Affine(NamedTuple):
         return z
 
     def is_sound(self, fidelity: Fidelity) -> bool:
-        """Whether noise in z of a code of that fidelity is small enough in (x - mean) / deviation."""
+        """Return whether noise in z of a code of that fidelity is small enough in (x - mean) / deviation."""
         if self.weight is None and self.bias is None:
             return True
         like = self.bias if self.weight is None else self.weight

@@ -41,7 +41,7 @@ _CHUNK_NUMEL_ELSEWHERE = 2**23
 
 
 class Options(NamedTuple):
-    """Of `cross_entropy`."""
+    """Options of `cross_entropy`."""
 
     weight: Tensor | None  # [C]
     ignore_index: int
@@ -63,7 +63,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         options: Options,
         lookup: Lookup | None = None,
     ) -> Tensor:
-        """In `logits`' dtype; of autocast, in float32."""
+        """Return the loss in `logits`' dtype; under autocast, in float32."""
         with torch.autocast(logits.device.type, enabled=False):
             wide = torch.promote_types(logits.dtype, torch.float32)
             counted = target != options.ignore_index
@@ -87,7 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Of rows, weight and bias."""
+        """Return the gradients of rows, weight and bias."""
         rows, weight, bias, target, lse, divisor, by_class = ctx.saved_tensors
         options = ctx.options._replace(weight=by_class)
         asked = zip((rows, weight, bias), ctx.needs_input_grad[:3], strict=True)
@@ -103,11 +103,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 _NO_GRADIENT = (None, None, None, None)
-"""Of logits, target, options and lookup."""
+"""Arguments: logits, target, options and lookup."""
 
 
 def _dtype_of_loss(logits: Tensor) -> torch.dtype:
-    """As torch's: of the logits; of autocast, float32 at least."""
+    """Return the dtype of the loss as in torch: that of the logits; under autocast, float32 at least."""
     is_cast = torch.is_autocast_enabled(logits.device.type)
     return torch.promote_types(logits.dtype, torch.float32) if is_cast else logits.dtype
 
@@ -117,7 +117,7 @@ def _chunk_numel(like: Tensor) -> int:
 
 
 def _losses(z: Tensor, index: Tensor, by_class: Tensor | None, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Of some rows of logits, [n, C], before those that do not count are left out; and log(sum(exp(z))), [n]."""
+    """Return losses of rows of logits, [n, C], those that do not count among them, and log(sum(exp(z))), [n]."""
     lse = z.logsumexp(1)
     losses = lse - z.gather(1, index[:, None]).squeeze(1)
     if by_class is not None:
@@ -132,7 +132,7 @@ def _losses(z: Tensor, index: Tensor, by_class: Tensor | None, smoothing: float)
 def _gradients(
     head: Head, target: Tensor, lse: Tensor, options: Options, gradient: Tensor, wanted: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    """Of what is `wanted` of `head`, some classes at a time; `gradient` is of each row's loss, [N] or [].
+    """Return the gradients that are `wanted` of `head`; `gradient` is of each row's loss, [N] or [].
 
     With probabilities p and a smoothing of s, a row's loss has d loss / d z = (1 - s) w[t] (p - onehot(t)) + s / C (W p
     - w), where w are the classes' weights and W is their sum.
@@ -176,7 +176,7 @@ def _gradients(
 def _differentiable(
     head: Head, target: Tensor, options: Options, gradient: Tensor, wanted: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    """The same, as functions of all of it: those of the plain loss."""
+    """Return the same, as functions of all of it: those of the plain loss."""
     # Others than themselves: h may be made of the weight.
     rows, weight = (each.view_as(each) for each in head[:2])
     bias = None if head.bias is None else head.bias.view_as(head.bias)
@@ -199,7 +199,7 @@ def _differentiable(
 
 
 def linear_cross_entropy(call: Call, calls: CallTracker) -> Tensor | None:
-    """The loss that `call` of `cross_entropy` asks for; `None` where it is better computed as it stands.
+    """Return the loss that `call` of `cross_entropy` asks for; `None` where it is better computed as it stands.
 
     Args:
         call: of `cross_entropy`.

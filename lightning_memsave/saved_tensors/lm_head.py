@@ -1,4 +1,4 @@
-"""Which Linear made the logits of a loss, read off the graph, with the parameters and the input that it had."""
+"""The Linear that made the logits of a loss, read off the graph, with the parameters and the input that it had."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ class Head(NamedTuple):
 
 
 def head_of(logits: Tensor, calls: CallTracker) -> Head | None:
-    """The Linear of whose output `logits` [N, C] are rows: all, or slices of its positions, in a wider dtype or not."""
+    """Return the Linear of whose output `logits` [N, C] are rows.
+
+    All, or slices of its positions, in a wider dtype or not.
+    """
     node, views = logits.grad_fn, list[Node]()
     while node is not None and node.name() in _OF_ROWS and not calls.is_touched(node):
         views.append(node)
@@ -61,7 +64,7 @@ def head_of(logits: Tensor, calls: CallTracker) -> Head | None:
 
 
 def _rows(node: Node, views: Sequence[Node], calls: CallTracker) -> Tensor | None:
-    """What the product `node` was given, [N, D], while it can be had to the bit."""
+    """Return what the product `node` was given, [N, D], while it can be had to the bit."""
     name = "self" if node.name() == "MmBackward0" else "mat1"
     if _is_exact(packed(node, name)):
         rows: Tensor | None = saved(node, name)
@@ -73,7 +76,7 @@ def _rows(node: Node, views: Sequence[Node], calls: CallTracker) -> Tensor | Non
 
 
 def _has_seen(weight: Tensor, bias: Tensor | None, node: Node, views: Sequence[Node], calls: CallTracker) -> bool:
-    """Whether the logits were made of these parameters as they are now."""
+    """Return whether the logits were made of these parameters as they are now."""
     for made in (node, *views):
         if (known := calls.linears.get(sequence_nr_of(made))) is not None:
             return known == seen(weight, bias)
@@ -88,7 +91,10 @@ _OF_ROWS = (*_VIEWS, "SliceBackward0", "CloneBackward0", "ToCopyBackward0")
 
 
 def _viewed(rows: Tensor, node: Node, num_classes: int) -> Tensor | None:
-    """What `node` does to logits [..., C], done to the inputs [..., D] of their rows; `None` if it mixes classes."""
+    """Return what `node` does to logits [..., C], done to the inputs [..., D] of their rows.
+
+    `None` if it mixes classes.
+    """
     made = output_of(node, 0)
     *positions, last = made.shape or (0,)
     if last != num_classes:
@@ -106,7 +112,7 @@ def _viewed(rows: Tensor, node: Node, num_classes: int) -> Tensor | None:
 
 
 def _leaf(node: Node | None) -> Tensor | None:
-    """The parameter that `node` is of, or of which it is autocast's copy."""
+    """Return the parameter that `node` is of, or of which it is autocast's copy."""
     if node is not None and node.name() == "ToCopyBackward0":
         node = inputs_of(node)[0][0]
     leaf = getattr(node, "variable", None)
@@ -116,7 +122,7 @@ def _leaf(node: Node | None) -> Tensor | None:
 
 
 def _is_exact(kept: object) -> bool:
-    """Whether the Linear's input can be had to the bit now, before what it follows from is coded."""
+    """Return whether the Linear's input can be had to the bit now, before what it follows from is coded."""
     if isinstance(kept, IntCodes):
         return False
     encoding = kept.entry.encoding if isinstance(kept, SavedTensor) else None

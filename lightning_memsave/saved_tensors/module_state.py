@@ -29,7 +29,7 @@ class Surroundings:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """These surroundings."""
+        """Restore these surroundings."""
         with contextlib.ExitStack() as stack:
             if torch.get_default_device() != self._device:
                 stack.enter_context(self._device)
@@ -48,7 +48,7 @@ _LIBRARIES: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.mkldnn)
 
 
 def _allowed() -> tuple[bool, ...]:
-    """Which kernels may be used, which keep different tensors.
+    """Return which kernels may be used, which keep different tensors.
 
     Kinds of scaled dot product attention (`torch.nn.attention.sdpa_kernel`), on CPU as well; cuDNN and oneDNN.
     """
@@ -96,16 +96,16 @@ class CallParameters:
 
     @property
     def devices(self) -> set[torch.device]:
-        """Where they are."""
+        """Devices of the parameters."""
         return {value.device for value in self}
 
     def note(self) -> None:
-        """They may not be changed in place from now on."""
+        """Note their versions: they may not be changed in place from now on."""
         self._versions = [version_of(value) for value in self]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """The module has these parameters, and is in its mode.
+        """Give the module these parameters and its mode.
 
         Raises:
             RuntimeError: one was changed in place since, as autograd itself would.
@@ -154,7 +154,7 @@ class Attributes:
                     self._inside[id(value)] = state_of(value)
 
     def changed(self, but_filled: bool) -> str | None:
-        """The name of an attribute that the call has changed and that cannot be put back. Ends the call.
+        """Return the name of an attribute that the call has changed and that cannot be put back. Ends the call.
 
         Args:
             but_filled: do not count one that was empty before: a cache is filled once.
@@ -170,7 +170,7 @@ class Attributes:
         return found
 
     def differences(self) -> list[str]:
-        """The names of all attributes that are others than before, or hold something else."""
+        """Return the names of all attributes that are others than before, or hold something else."""
         found = []
         for own in self._before:
             inside = [key for key, value in own.others.items() if self._has_moved(value)]
@@ -178,7 +178,7 @@ class Attributes:
         return list(dict.fromkeys(found))
 
     def _is_empty(self, value: Any) -> bool:
-        """Whether a value was nothing yet, or a container of nothing."""
+        """Return whether a value was nothing yet, or a container of nothing."""
         before = self._inside.get(id(value)) if isinstance(value, _CONTAINERS) else None
         is_empty = before is not None and before.equals(ObjectState(type(value)()))
         return is_empty or value is None or value is _MISSING
@@ -191,7 +191,7 @@ class Attributes:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """The modules have the attributes that they had."""
+        """Give the modules the attributes that they had."""
         changed = [(own, others) for own in self._before if (others := own.differing())]
         latest = [(own, own.assign(others)) for own, others in changed]
         try:
@@ -212,7 +212,7 @@ class _Own:
         self._prefix, self._owner = prefix, owner
         self._kept: dict[str, Any] = {}
         self.others: dict[str, Any] = {}
-        """Those that cannot be put back; held while the call runs alone."""
+        """Attributes that cannot be put back; held while the call runs alone."""
         for key, value in vars(owner).items():
             if key not in PARTS_OF_TORCH:
                 if isinstance(value, Tensor) and value.grad_fn is not None:
@@ -225,26 +225,26 @@ class _Own:
         return f"{self._prefix}.{key}".removeprefix(".")
 
     def changed(self) -> Iterator[str]:
-        """Those that were replaced, or edited in place, and cannot be put back."""
+        """Yield attributes that were replaced, or edited in place, and cannot be put back."""
         current = vars(self._owner)
         yield from (key for key, value in self.others.items() if not _is_same(current.get(key, _MISSING), value))
         yield from (key for key, value, version in self._versions if version_of(value) != version)
 
     def differences(self) -> Iterator[str]:
-        """Those that are others now; equal numbers and texts are the same."""
+        """Yield attributes that are others now; equal numbers and texts are the same."""
         current, before = vars(self._owner), self._kept | self.others
         yield from (key for key, value in before.items() if not _is_same(current.get(key, _MISSING), value))
         yield from current.keys() - before.keys() - PARTS_OF_TORCH
         yield from (key for key, value, version in self._versions if version_of(value) != version)
 
     def end(self) -> None:
-        """What was not there before is taken away in a repetition."""
+        """End the call: what was not there before is taken away in a repetition."""
         for key in vars(self._owner).keys() - self._kept.keys() - self.others.keys() - PARTS_OF_TORCH:
             self._kept[key] = _MISSING
         self.others = {}
 
     def differing(self) -> dict[str, Any]:
-        """What was kept of those that are others now."""
+        """Return what was kept of those that are others now."""
         current = vars(self._owner)
         kept = ((key, value, current.get(key, _MISSING)) for key, value in self._kept.items())
         others = {k: v for k, v, now in kept if not (v.stands_for(now) if isinstance(v, Stub) else now is v)}
@@ -269,5 +269,5 @@ def _is_same(first: Any, second: Any) -> bool:
 
 
 def is_of_torch(module: nn.Module) -> bool:
-    """Whether its class is torch's, where plain attributes are settings."""
+    """Return whether its class is torch's, where plain attributes are settings."""
     return type(module).__module__.startswith("torch.")

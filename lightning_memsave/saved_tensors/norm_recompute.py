@@ -58,7 +58,7 @@ def note_rows(entry: SavedStorage, tensor: Tensor, call: Call) -> bool:
 
 
 def normalised_rows(tensor: Tensor, call: Call) -> Rows | None:
-    """The rows of what a normalisation reads; `None` where no block can end where they end.
+    """Return the rows of what a normalisation reads; `None` where no block can end where they end.
 
     Args:
         tensor: its input.
@@ -76,7 +76,10 @@ def normalised_rows(tensor: Tensor, call: Call) -> Rows | None:
 
 
 def multiplied_rows(tensor: Tensor, call: Call) -> Rows | None:
-    """The rows of what is multiplied by one number per row, as most models write RMSNorm; `None` for all else."""
+    """Return the rows of what is multiplied by one number per row, as most models write RMSNorm.
+
+    `None` for all else.
+    """
     ones = [_num_trailing_ones(factor) for factor in call.args[:2] if isinstance(factor, Tensor)]
     num_dims = max(ones, default=0)
     if num_dims == min(ones, default=0) or tensor.dim() <= num_dims:
@@ -108,12 +111,12 @@ class Statistics(NamedTuple):
     rstd: Callable[[], Tensor]
 
     def largest_ratio(self) -> Tensor:
-        """Of a row's mean to its deviation, a tensor of one element."""
+        """Return the largest ratio of a row's mean to its deviation, a tensor of one element."""
         return (self.mean().float() * self.rstd().float()).abs().amax()
 
 
 def statistics_of(node: Node | None) -> Statistics | None:
-    """Of the normalisation whose result has this node; `None` where they cannot be read."""
+    """Return the statistics of the normalisation with this node; `None` where they cannot be read."""
     while node is not None and node.name() in _VIEWS:
         node = inputs_of(node)[0][0]
     if node is None or node.name() not in _NORMS:

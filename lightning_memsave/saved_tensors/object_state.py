@@ -36,12 +36,15 @@ _BY_REFERENCE = (
 
 
 def is_immutable(value: Any) -> bool:
-    """Whether nothing that a value holds can be replaced: numbers, texts, and tuples of them."""
+    """Return whether nothing that a value holds can be replaced: numbers, texts, and tuples of them."""
     return isinstance(value, _SCALARS) or (type(value) is tuple and all(map(is_immutable, value)))
 
 
 def is_object(leaf: Any) -> bool:
-    """Whether an argument has a state that a call may change; those that are kept by reference have none here."""
+    """Return whether an argument has a state that a call may change.
+
+    Those that are kept by reference have none here.
+    """
     return not isinstance(leaf, (*_SCALARS, *_BY_REFERENCE)) and not is_generator(leaf)
 
 
@@ -74,7 +77,7 @@ class ObjectState:
         self.versions = [version_of(each) if isinstance(each, Tensor) else 0 for each in self.references]
 
     def equals(self, other: ObjectState) -> bool:
-        """Whether nothing has changed between the two, tensors in place included."""
+        """Return whether nothing has changed between the two, tensors in place included."""
         return (
             self._written == other._written
             and self.versions == other.versions
@@ -83,12 +86,12 @@ class ObjectState:
         )
 
     def copy(self, references: list[Any]) -> Any:
-        """An object of this state, which holds `references`."""
+        """Return an object of this state, which holds `references`."""
         return _Unpickler(io.BytesIO(self._written), references).load()
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    """Whether two references are to one object; bound methods are made anew each time."""
+    """Return whether two references are to one object; bound methods are made anew each time."""
     return first is second or (isinstance(first, _METHODS) and first == second)
 
 
@@ -128,7 +131,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _is_of_lightning(value: Any) -> bool:
-    """Whether it is Lightning's, or ours: trainers, strategies, what a module remembers of its regions."""
+    """Return whether it is Lightning's, or ours: trainers, strategies, what a module remembers of its regions."""
     library = type(value).__module__.partition(".")[0]
     return library == "lightning_memsave" or (is_of_a_library(value) and library not in ("torch", "numpy"))
 
@@ -139,7 +142,7 @@ def _is_array(value: Any) -> bool:
 
 
 def state_of(value: Any) -> ObjectState | None:
-    """The state of an object; `None` for what cannot be written down, or is kept by reference."""
+    """Return the state of an object; `None` for what cannot be written down, or is kept by reference."""
     try:
         return ObjectState(value) if is_object(value) else None
     except TypeError:
@@ -158,11 +161,11 @@ class Stub:
         self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
 
     def stands_for(self, tensor: Any) -> bool:
-        """Whether it is the tensor."""
+        """Return whether it is the tensor."""
         return tensor is not None and self._tensor() is tensor
 
     def get(self) -> Tensor:
-        """The tensor; when it is gone, one of its shape that takes no memory."""
+        """Return the tensor; when it is gone, one of its shape that takes no memory."""
         tensor = self._tensor()
         return (
             tensor

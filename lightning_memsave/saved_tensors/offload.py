@@ -40,7 +40,7 @@ class Offloader:
         return {"_folder": self._folder, "_file": None, "_streams": {}}
 
     def take(self, encoding: Encoding) -> Encoding | None:
-        """A encoding that holds the same elsewhere; `None` when it is not worth moving."""
+        """Return a encoding that holds the same elsewhere; `None` when it is not worth moving."""
         payload = list(encoding.payload())
         if isinstance(encoding, (Recompute, Offloaded)) or sum(t.nbytes for t in payload) < _MIN_BYTES:
             return None
@@ -57,10 +57,10 @@ class Offloader:
 
 
 class OffloadSlot(Protocol):
-    """Where one tensor went."""
+    """Place of one tensor that was moved."""
 
     def get(self) -> Tensor:
-        """The tensor, back on its device."""
+        """Return the tensor, back on its device."""
 
 
 class Offloaded:

@@ -43,12 +43,12 @@ class Holder:
     def __init__(self, region: Repeats, tensor: Tensor) -> None:
         self.region, self.shape, self.dtype = region, tensor.shape, tensor.dtype
         self.fingerprint: Fingerprint | None = None
-        """Of the tensor, where what fills its place is compared with it."""
+        """Fingerprint of the tensor, where what fills its place is compared with it."""
         self.value: Tensor | Kept | None = None
 
 
 def unpack(kept: Holder | Passed) -> Tensor:
-    """The tensor that autograd asks for; what comes first has its region repeated."""
+    """Return the tensor that autograd asks for; what comes first has its region repeated."""
     if isinstance(kept, Passed):
         return kept.get()
     if kept.value is None:
@@ -70,7 +70,10 @@ class Fingerprints:
         self._unfilled: list[tuple[weakref.ref[Holder], Tensor]] = []
 
     def take(self, holder: Holder, tensor: Tensor) -> None:
-        """Of `tensor` now; of what may be yet to be filled, when two others have come or the call ends."""
+        """Take the fingerprint of `tensor`.
+
+        Of what may be yet to be filled, when two others have come or the call ends.
+        """
         if self._unfilled and _is_alike(self._unfilled[-1][1], tensor):
             self._unfilled.pop()  # RReLU's noise, which is kept before its input, and in evaluation never drawn
         while len(self._unfilled) > 1:
@@ -83,7 +86,7 @@ class Fingerprints:
             self._unfilled.append((weakref.ref(holder), tensor))
 
     def finish(self) -> None:
-        """The call has ended."""
+        """End the call."""
         while self._unfilled:
             self._take_first()
 
@@ -106,7 +109,7 @@ class Collector(Keeper):
         waiting = [number for number, reference in enumerate(holders) if _waits(reference())]
         self._last, self._num_seen = waiting[-1], 0
         self._unfilled: tuple[torch.Size, torch.dtype] | None = None
-        """Of the latest tensor, where the kernel that comes may be what fills it."""
+        """Latest tensor, where the kernel that comes may be what fills it."""
         self._to_compare: list[tuple[Fingerprint, Tensor]] = []
         """Fingerprints, and tensors that may be yet to be filled."""
         self.store: SavedTensorStore | None = None
@@ -115,7 +118,7 @@ class Collector(Keeper):
 
     @contextlib.contextmanager
     def scope(self, store: SavedTensorStore | None) -> Iterator[None]:
-        """What autograd keeps inside comes here, through `store` if there is one."""
+        """Take what autograd keeps inside, through `store` if there is one."""
         self.store = store
         if store is None:
             with saved_tensors_hooks(self.pack, _same):
@@ -157,7 +160,7 @@ class Collector(Keeper):
         raise Stop
 
     def _compare(self) -> None:
-        """With what was kept in forward, as far as that is known."""
+        """Compare with what was kept in forward, as far as that is known."""
         before, tensor = self._to_compare.pop()
         again = fingerprint(tensor)
         if again is not None and not is_near(before, again, tensor.dtype, tensor.numel()):
@@ -189,7 +192,10 @@ def _is_alike(unfilled: Tensor, tensor: Tensor) -> bool:
 
 
 def is_unfilled(tensor: Tensor) -> bool:
-    """Whether it may be noise that is yet to be drawn; what torch has filled has a version above 0, as dropout's."""
+    """Return whether it may be noise that is yet to be drawn.
+
+    What torch has filled has a version above 0, as dropout's.
+    """
     return not tensor.requires_grad and tensor.is_floating_point() and version_of(tensor) == 0
 
 

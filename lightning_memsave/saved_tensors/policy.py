@@ -69,7 +69,7 @@ _POWERS = _names("pow __pow__")
 """Lossy and linear where they are squares."""
 
 NEEDS_8_BITS = _names("multi_head_attention_forward scaled_dot_product_attention")
-"""Of the lossy functions, those that put noise into an exponent."""
+"""Lossy functions that put noise into an exponent."""
 
 _SHARPEST_SCALE = 1.5  # of scores, in 1 / sqrt(width)
 _VIEWS = frozenset(f"{name}Backward0" for name in _names("View UnsafeView ReshapeAlias Transpose Permute Clone"))
@@ -108,7 +108,7 @@ class Need(NamedTuple):
 
     fidelity: Fidelity
     interval: tuple[float, float] | None = None
-    """For a mask: of what. `None` stands for the sign."""
+    """Interval of a mask; `None` stands for the sign."""
     keeps_sign: bool = False
     """Whether a lossy copy must have the same signs."""
     is_linear: bool = False
@@ -116,11 +116,11 @@ class Need(NamedTuple):
     is_last: bool = False
     """Whether it enters the gradient of a weight alone, behind which nothing else is multiplied."""
     derivative: Derivative | None = None
-    """Of which a code of that fidelity is enough, and of nothing else."""
+    """Derivative of which a code of that fidelity is enough, and of nothing else."""
 
 
 def need(tensor: Tensor, call: Call, lossy: Fidelity, overrides: Mapping[str, Fidelity]) -> Need:
-    """What `call` needs of `tensor`, which it is about to keep.
+    """Return what `call` needs of `tensor`, which it is about to keep.
 
     Args:
         tensor: floating point.
@@ -161,7 +161,7 @@ def _least_for_exponents(call: Call) -> Fidelity:
 
 
 def _is_scaled(query: Tensor) -> bool:
-    """Whether the caller has multiplied it by a number itself."""
+    """Return whether the caller has multiplied it by a number itself."""
     node = query.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = inputs_of(node)[0][0]
@@ -175,7 +175,7 @@ def _lossy_need(fidelity: Fidelity, call: Call) -> Need:
 
 
 def _is_exact(end: float, tensor: Tensor) -> bool:
-    """Whether the end of an interval is a finite number of the tensor's dtype."""
+    """Return whether the end of an interval is a finite number of the tensor's dtype."""
     return math.isfinite(end) and float(tensor.new_tensor(end)) == end
 
 
@@ -187,7 +187,7 @@ def _reads_the_sign(node: Node | None, call: Call) -> bool:
 
 
 def _edits_for_relu(call: Call) -> bool:
-    """Whether ReLU works in place: `F.relu` says so by an argument."""
+    """Return whether ReLU works in place: `F.relu` says so by an argument."""
     return call.name == "relu_" or (call.name == "relu" and bool(call.argument(1, "inplace", False)))
 
 

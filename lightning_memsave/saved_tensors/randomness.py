@@ -50,11 +50,11 @@ class Randomness:
         return [generator for generator, _ in self._private]
 
     def now(self) -> Randomness:
-        """The same generators, as they are now."""
+        """Return the same generators, as they are now."""
         return Randomness(self.devices, self.private)
 
     def equals(self, other: Randomness) -> bool:
-        """Whether both are of the same generators, and no number was drawn between the two."""
+        """Return whether both are of the same generators, and no number was drawn between the two."""
         return (
             self.devices == other.devices
             and list(map(id, self.private)) == list(map(id, other.private))
@@ -88,7 +88,7 @@ class Randomness:
 
 
 def _bytes(state: Tensor) -> bytes:
-    """Of a generator's state, which lies on the CPU; compared without an operation, so among fake tensors as well."""
+    """Return the bytes of a generator's state, compared without an operation, so among fake tensors as well."""
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
@@ -99,7 +99,7 @@ _latest: list[_NumpyState] = []
 
 
 def _numpy_state() -> _NumpyState | None:
-    """Of the global generator: what tells it from others, and the state. `None` where nobody has imported numpy."""
+    """Return the global generator's identity and state; `None` where nobody has imported numpy."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not hasattr(numpy, "random"):
         return None
@@ -117,7 +117,7 @@ def _numpy_state() -> _NumpyState | None:
 
 # ------------------------------------------------------------------------------- generators of users
 def generators_in(*owners: Any) -> list[Any]:
-    """The generators that objects hold in attributes, containers, and plain objects inside of these; each once.
+    """Return the generators that objects hold in attributes, containers, and plain objects inside of these; each once.
 
     Of modules, those in their own attributes; name the modules inside as well.
 
@@ -156,12 +156,12 @@ _LIBRARIES = frozenset(["torch", "numpy", "lightning", "pytorch_lightning", "lig
 
 
 def is_of_a_library(value: Any) -> bool:
-    """Whether it is of a library that holds no generators of users: Lightning's trainer leads to everything."""
+    """Return whether it is of a library that holds no generators of users: Lightning's trainer leads to everything."""
     return type(value).__module__.partition(".")[0] in _LIBRARIES
 
 
 def is_generator(value: Any) -> bool:
-    """Whether it is a random generator whose state can be kept."""
+    """Return whether it is a random generator whose state can be kept."""
     if isinstance(value, (torch.Generator, random.Random)):
         return not isinstance(value, random.SystemRandom)
     numpy = sys.modules.get("numpy")

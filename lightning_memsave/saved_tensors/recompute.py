@@ -1,4 +1,4 @@
-"""Which tensors can be computed again from what is kept anyway, read off the graph at the moment they are kept.
+"""Recomputation: tensors that follow from what is kept anyway, read off the graph at the moment they are kept.
 
 A convolution keeps y = relu(batch_norm(x)); batch_norm keeps x. So y's bytes may go: when backward asks for it, it is
 computed from x. `Derivation` walks from a tensor up its graph, over operations that cost little (`recompute_rules`),
@@ -55,7 +55,7 @@ class Derivation:
         self._handles, self._operands, self._calls = handles, calls.operands, calls
 
     def of(self, tensor: Tensor, wanted: Fidelity) -> Source | None:
-        """How to compute `tensor` again at least as faithfully as `wanted`, from other storages than its own."""
+        """Return how to compute `tensor` again at least as faithfully as `wanted`, from other storages than its own."""
         node = tensor.grad_fn
         if node is None or self._calls.has_changed_itself(tensor):
             return None
@@ -64,7 +64,7 @@ class Derivation:
         return found if found is not None and found.fidelity >= wanted and found.needs else None
 
     def _behind(self, node: Node | None, output_nr: int, own: int, budget: int) -> Source | None:
-        """A source for one output of `node`: kept by somebody, a parameter, or repeatable."""
+        """Return a source for one output of `node`: kept by somebody, a parameter, or repeatable."""
         if node is None:
             return None
         if (leaf := getattr(node, "variable", None)) is not None:
@@ -116,7 +116,7 @@ class Derivation:
 
 
 def _share_noise(sources: Sequence[Source]) -> bool:
-    """Whether two lossy sources come from the same code."""
+    """Return whether two lossy sources come from the same code."""
     found: set[SavedStorage | IntCodes] = set()
     for source in sources:
         codes = _behind_needs(source.needs) if source.fidelity < Fidelity.EXACT else set()
@@ -127,7 +127,10 @@ def _share_noise(sources: Sequence[Source]) -> bool:
 
 
 def codes_behind(entry: SavedStorage) -> set[SavedStorage | IntCodes]:
-    """What an entry's values come from: itself, or entries with bytes or codes of their own, and codes of chains."""
+    """Return what an entry's values come from.
+
+    Itself, or entries with bytes or codes of their own, and codes of chains.
+    """
     return _behind_needs(entry.encoding.needs) if isinstance(entry.encoding, Recompute) else {entry}
 
 
@@ -142,7 +145,7 @@ def _behind_needs(needs: Sequence[object]) -> set[SavedStorage | IntCodes]:
 
 
 def _kept(handle: Kept | Tensor | None, own: int, budget: int) -> Source | None:
-    """A tensor that somebody else keeps."""
+    """Return a tensor that somebody else keeps."""
     if isinstance(handle, Passed):
         return Source(handle.get, Fidelity.EXACT)
     if isinstance(handle, Tensor):  # a number, which torch keeps without hooks

@@ -35,7 +35,7 @@ class Rule:
     function: Callable[..., Tensor]
     inputs: Sequence[int] = (0,)
     is_linear: bool = False
-    """In each input, given the others: unbiased noise stays unbiased."""
+    """Whether it is linear in each input, given the others: unbiased noise stays unbiased."""
     is_additive: bool = False
     """Linear in all inputs together, so that they may share their noise."""
     exactly: Callable[..., Tensor] | None = None
@@ -151,7 +151,7 @@ def _group_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
 def fold_groups(
     mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, channels: int
 ) -> tuple[Tensor, Tensor]:
-    """As `fold`, for statistics [B, G] and parameters [C]; both results are [B, C]."""
+    """Fold statistics [B, G] and parameters [C] as `fold` does; both results are [B, C]."""
     repeat = channels // mean.shape[1]
     return fold(mean.repeat_interleave(repeat, 1), rstd.repeat_interleave(repeat, 1), weight, bias)
 
@@ -253,4 +253,4 @@ RULES: Mapping[str, Callable[[Node, int, Mapping[int, Any]], Rule | None]] = {
     "PermuteBackward0": _permute,
     "CloneBackward0": _clone,
 }
-"""By the name of the node. A rule reads small things (statistics, constants) at once, values when they are wanted."""
+"""Rules by the name of the node. They read small things (statistics, constants) at once, values when wanted."""

@@ -98,11 +98,11 @@ class RegionCall:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Everything is as it was before the call."""
+        """Restore everything as it was before the call."""
         with self._surroundings.again(), self.weights.again(), self._buffers.again(), self._attributes.again():
             yield
 
 
 def leaves_of(output: Any) -> list[Any]:
-    """What a call returned, taken apart."""
+    """Return what a call returned, taken apart."""
     return [output] if isinstance(output, Tensor) else tree_leaves(output)

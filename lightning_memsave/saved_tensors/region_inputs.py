@@ -20,7 +20,7 @@ from lightning_memsave.torch_internals.autograd_graph import check_version, inne
 
 
 class Keeper:
-    """Whose pack hook takes what is kept inside of a region, or in its repetition."""
+    """Store whose pack hook takes what is kept inside of a region, or in its repetition."""
 
     store: SavedTensorStore | None
     """What keeps it in the repetition."""
@@ -49,7 +49,7 @@ class RegionInput:
             self._kept, self._unpack = pack(tensor if is_ours else tensor.detach()), unpack
 
     def get(self) -> Tensor:
-        """The tensor, under a node of its own where a node was behind it.
+        """Return the tensor, under a node of its own where a node was behind it.
 
         Raises:
             RuntimeError: it was changed in place since, as autograd itself would.
@@ -70,12 +70,12 @@ class _Entrance(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        """The same tensor."""
+        """Return the same tensor."""
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """The same gradient."""
+        """Return the same gradient."""
         return gradient
 
 
@@ -94,7 +94,7 @@ _INPUTS: ContextVar[SavedTensorStore | None] = ContextVar("store of inputs", def
 
 @contextlib.contextmanager
 def keeping_inputs_in(store: SavedTensorStore) -> Iterator[None]:
-    """The inputs of regions that are entered inside are kept in `store`, whatever keeps the rest."""
+    """Keep the inputs of regions that are entered inside in `store`, whatever keeps the rest."""
     if _INPUTS.get() is not None:
         yield
         return

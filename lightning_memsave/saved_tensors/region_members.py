@@ -54,11 +54,11 @@ class Member:
         return self.num_calls == 3 or not self.num_calls & (self.num_calls - 1)  # 0 to 4, and powers of 2
 
     def generators(self, module: nn.Module) -> list[Any]:
-        """The random generators that `module` and those inside hold; looked for when a call is checked."""
+        """Return the random generators that `module` and those inside hold; looked for when a call is checked."""
         if self.is_checked:
             self._generators = generators_in(*module.modules())
         return self._generators
 
     def forward_of(self, module: nn.Module) -> Callable[..., Any]:
-        """The forward that computes."""
+        """Return the forward that computes."""
         return self.previous_forward or types.MethodType(type(module).forward, module)

@@ -78,7 +78,7 @@ class SavedStorage:
         self.interval: tuple[float, float] | None = None
         """The mask that is needed asks whether values lie inside it; `None`: whether they are positive."""
         self.derivative: Derivative | None = None
-        """Where a code of a derivative is needed: of which."""
+        """Derivative of which a code is needed, if one is."""
         self.derivative_rank = Fidelity.INT4
         """How faithful it is; of a code of the values, where these are needed after all."""
         self.keeps_sign = False
@@ -89,7 +89,7 @@ class SavedStorage:
         self.made_as = base.shape, base.stride()
         """Shape and strides of the tensor that the storage was made for."""
         self.rows: Rows | None = None
-        """Those in which consumers bear noise; `None`: in any."""
+        """Inputs in which consumers bear noise; `None`: in any."""
         self.normalised_by: list[int] = []
         """The calls of normalisations that read it, by number."""
         self.nonlinear: set[str] = set()
@@ -135,7 +135,7 @@ class SavedStorage:
         self.encoding, self.decoded = Identity(self._watched), None
 
     def flat(self) -> Tensor:
-        """All elements of the storage, [n]."""
+        """Return all elements of the storage, [n]."""
         if self.is_raw:
             return self._watched
         if self.decoded is None:
@@ -156,7 +156,7 @@ class SavedTensor(Kept):
         self.producer = None if tensor.grad_fn is None else tensor.grad_fn.name()
 
     def get(self) -> Tensor:
-        """The tensor.
+        """Return the tensor.
 
         Raises:
             RuntimeError: it was changed in place since it was kept, as autograd itself would.
@@ -179,12 +179,12 @@ class Passed(Kept):
         self._tensor, self._version = tensor.detach(), version_of(tensor)
 
     def get(self) -> Tensor:
-        """The tensor; raises as `SavedTensor.get` does."""
+        """Return the tensor; raises as `SavedTensor.get` does."""
         check_version(self._tensor, self._version)
         return self._tensor
 
 
 def kept_bytes(entries: list[SavedStorage]) -> int:
-    """Bytes that entries keep alive, each storage once."""
+    """Return bytes that entries keep alive, each storage once."""
     tensors = [tensor for entry in entries for tensor in entry.encoding.payload()]
     return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

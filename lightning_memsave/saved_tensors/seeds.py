@@ -1,4 +1,4 @@
-"""Where the dither of lossy codes comes from: a hash, so that any device draws the same and a resumed run goes on."""
+"""Seeds for the dither of lossy codes: a hash, so that any device draws the same and a resumed run goes on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NoiseSeeds:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where the stream is; a try that is made again starts at the same place."""
+        """Position of the stream; a try that is made again starts at the same place."""
         return self._step, self._num_drawn
 
     def go_to(self, place: tuple[int, int]) -> None:
@@ -26,7 +26,7 @@ class NoiseSeeds:
         self._step, self._num_drawn = place
 
     def next_seed(self) -> int:
-        """The next one of this step."""
+        """Return the next one of this step."""
         self._num_drawn += 1
         seed = 0
         for part in (self._seed, self._step, self._num_drawn):

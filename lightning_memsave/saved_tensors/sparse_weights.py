@@ -32,7 +32,7 @@ Watch = Callable[[Tensor], None]
 
 
 def densify(values: Tensor, index: Tensor, shape: torch.Size, watch: Watch | None = None) -> Tensor:
-    """The dense weight of live `values`.
+    """Return the dense weight of live `values`.
 
     Args:
         values: [k].
@@ -90,7 +90,7 @@ class Rebuilt(Kept):
         self._size, self._stride, self._rules = tensor.shape, tensor.stride(), rules
 
     def get(self) -> Tensor:
-        """The tensor, made again.
+        """Return the tensor, made again.
 
         Raises:
             RuntimeError: the values were changed in place since, as autograd itself would.
@@ -125,7 +125,7 @@ def rebuilt(tensor: Tensor) -> Rebuilt | None:
 
 
 def left_alone(tensor: Tensor) -> Kept:
-    """What a store keeps of a weight: a sparse one's recipe, else the tensor itself."""
+    """Return what a store keeps of a weight: a sparse one's recipe, else the tensor itself."""
     return rebuilt(tensor) or Passed(tensor)
 
 

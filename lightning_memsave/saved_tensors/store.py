@@ -94,7 +94,7 @@ class SavedTensorStore:
         self.tally = Tally()
         """What the latest scope kept."""
         self.consequences = Consequences()
-        """Of all scopes so far, those of regions included."""
+        """Tally of all scopes so far, those of regions included."""
         self._start()
 
     def _start(self) -> None:
@@ -105,7 +105,7 @@ class SavedTensorStore:
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has the settings, and keeps nothing yet."""
+        """Return the settings: a copy keeps nothing yet."""
         return {name: value for name, value in vars(self).items() if name not in _OF_ONE_SCOPE}
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ class SavedTensorStore:
 
     @contextmanager
     def scope(self, pack: Callable[[Tensor], Any] | None = None) -> Iterator[None]:
-        """Everything that autograd keeps inside is kept here. An inner scope of the same store does nothing.
+        """Keep everything that autograd keeps inside. An inner scope of the same store does nothing.
 
         Args:
             pack: called instead of the store's own `pack`, which it calls.
@@ -136,7 +136,7 @@ class SavedTensorStore:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """What is kept inside by hand, under `hooks()`, is settled together at the end."""
+        """Settle what is kept inside by hand, under `hooks()`, together at the end."""
         self._depth += 1
         self._recent.replace(None)
         try:
@@ -147,7 +147,7 @@ class SavedTensorStore:
             self._begin()
 
     def hooks(self) -> AbstractContextManager[None]:
-        """What is kept inside comes here. Only while the store is open."""
+        """Yield what is kept inside comes here. Only while the store is open."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
 
     def unseen(self, name: str) -> AbstractContextManager[None]:
@@ -165,19 +165,19 @@ class SavedTensorStore:
 
     # --------------------------------------------------------------------------- checkpointed regions
     def branch(self) -> SavedTensorStore:
-        """A store with the same settings, for what a region keeps when it is repeated."""
+        """Return a store with the same settings, for what a region keeps when it is repeated."""
         branch = copy.copy(self)
         branch.within = self.within  # the hooks that tell of it know this store
         return branch
 
     @property
     def place(self) -> CallContext:
-        """Where in the model the scope is now."""
+        """Place in the model where the scope is now."""
         return CallContext(tuple(self.within), self._calls.unseen_as)
 
     @contextmanager
     def again_at(self, place: CallContext) -> Iterator[None]:
-        """As at a `place` of the forward pass, when a region is repeated."""
+        """Return to a `place` of the forward pass, when a region is repeated."""
         before = list(self.within)
         self.within[:] = place.within
         try:
@@ -187,7 +187,7 @@ class SavedTensorStore:
             self.within[:] = before
 
     def entries(self) -> list[SavedStorage]:
-        """The entries of the scope that is open."""
+        """Return the entries of the scope that is open."""
         return list(self._entries.values())
 
     # --------------------------------------------------------------------------- packing
@@ -271,7 +271,7 @@ class SavedTensorStore:
         return max(entry.need, need)
 
     def _joint_derivative(self, entry: SavedStorage, derivative: Derivative, fidelity: Fidelity) -> Fidelity:
-        """What is needed for a derivative: a code of it, if nobody needs anything else."""
+        """Return what is needed for a derivative: a code of it, if nobody needs anything else."""
         if entry.need == Fidelity.SHAPE:
             entry.derivative, entry.derivative_rank = derivative, fidelity
         is_alone = entry.need in (Fidelity.SHAPE, Fidelity.DERIVATIVE) and entry.derivative == derivative

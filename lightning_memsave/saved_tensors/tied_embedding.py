@@ -22,7 +22,7 @@ class Lookup:
         node.register_hook(self._waiting.add_to)
 
     def is_of(self, weight: Tensor) -> bool:
-        """Whether `weight` is the table."""
+        """Return whether `weight` is the table."""
         return getattr(inputs_of(self.node)[0][0], "variable", None) is weight
 
     def left(self, gradient: Tensor) -> Tensor | None:
@@ -45,7 +45,7 @@ class _Waiting:
         self.began_in = self.over_in = -1
 
     def add_to(self, gradients: Sequence[Tensor | None], _: object) -> tuple[Tensor] | None:
-        """What the embedding's backward returns, with what waits."""
+        """Return what the embedding's backward returns, with what waits."""
         self.over_in = running_pass()
         total, self.total = self.total, None
         if total is None or self.began_in != self.over_in:

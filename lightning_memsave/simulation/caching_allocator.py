@@ -62,7 +62,7 @@ class CachingAllocator:
         return AllocatorBytes(allocated_bytes=self.peak_allocated_bytes, reserved_bytes=self.reserved_bytes)
 
     def allocate(self, num_bytes: int) -> _Block:
-        """A block of at least so many bytes."""
+        """Return a block of at least so many bytes."""
         size = _rounded(num_bytes)
         is_small = size <= _SMALL
         free = self._free[is_small]
@@ -146,7 +146,7 @@ def _rounded(num_bytes: int) -> int:
 def _begin_again(
     allocator: CachingAllocator, live: dict[int, _Block], step: Allocations, sizes: Mapping[int, int]
 ) -> None:
-    """What the step made and left takes the places of what it took away (gradients of before); the rest is let go.
+    """Let what the step made and left take the places of what it took away (gradients of before).
 
     Told by the size that was asked for: a block may be larger, where its rest was too small to be cut off.
     """

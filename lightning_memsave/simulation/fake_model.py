@@ -36,7 +36,7 @@ _FLAT_WEIGHTS, _FLAT_REFERENCES = "_flat_weights", "_flat_weight_refs"
 
 @contextlib.contextmanager
 def fake_tensors(model: nn.Module) -> Iterator[Callable[[Any], Any]]:
-    """Inside, `model` is made of fake tensors, and so is what operations return.
+    """Make `model` of fake tensors while entered; what operations return is fake as well.
 
     Yields:
         A function that gives a nest of containers with fake tensors in place of real ones; the same for the same.
@@ -68,11 +68,11 @@ class _Exchange:
         self._containers: list[tuple[Any, Any]] = []
 
     def of(self, tree: Any) -> Any:
-        """The same nest of containers with fake tensors."""
+        """Return the same nest of containers with fake tensors."""
         return tree_map(self._leaf, tree)
 
     def of_known(self, tree: Any) -> Any:
-        """The same, of which is known what integers they hold."""
+        """Return the same, of which is known what integers they hold."""
         found = self.of(tree)
         for real, fake in self._fakes.values():
             note_values(fake, real)
@@ -151,7 +151,7 @@ def _weakly(exchange: Callable[[Any], Any], references: list[Any]) -> list[Any]:
 
 
 def _containers(module: nn.Module) -> Iterator[Any]:
-    """The attributes of a module, and containers among them, in each other: where a forward may leave tensors."""
+    """Yield the attributes of a module, and containers among them, in each other: where a forward may leave tensors."""
     yield vars(module)
     for value in vars(module).values():  # parameters and buffers are such dictionaries
         yield from nested(value, math.inf)[0]
@@ -166,14 +166,16 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str | Non
 
 
 def _like(tensor: Tensor, fake: Tensor) -> Tensor:
-    """Of the same kind, parameter or not."""
+    """Return a fake tensor of the same kind, parameter or not."""
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of state that an optimizer holds from its first step on; found by a step on fake tensors if it has none.
+    """Return bytes of state that an optimizer holds from its first step on.
+
+    Found by a step on fake tensors if it has none.
 
     Where that step cannot be made without values, what it made until then: often everything.
     """
@@ -209,7 +211,9 @@ def _with_gradient(parameter: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str = "cpu") -> nn.Module:
-    """A copy of a model that is made of fake tensors on `device`; the model stays as it is, and no memory is taken.
+    """Return a copy of a model that is made of fake tensors on `device`.
+
+    The model stays as it is, and no memory is taken.
 
     Args:
         model: of real tensors, of the meta device's, or of fake ones of the same `mode`.
@@ -229,7 +233,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
 
 
 def fakes_of(tree: Any, mode: FakeTensorMode, device: torch.device | str = "cpu") -> Any:
-    """A nest of containers with fake tensors on `device`, of which is known what integers they may hold."""
+    """Return a nest of containers with fake tensors on `device`, of which is known what integers they may hold."""
     return _Exchange(mode, device).of_known(tree)
 
 

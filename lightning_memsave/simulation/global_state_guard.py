@@ -56,7 +56,10 @@ def _num_misses() -> dict[Any, int]:
 
 
 def _holds_fakes(cache: Any) -> bool:
-    """Whether a fake tensor can be reached from what the function returned; taken for granted where that is much."""
+    """Return whether a fake tensor can be reached from what the function returned.
+
+    Taken for granted where that is much.
+    """
     todo = [each for each in gc.get_referents(cache) if each is not cache.__wrapped__]
     seen = {id(each) for each in todo}
     while todo and len(seen) < _MANY:
@@ -70,7 +73,7 @@ def _holds_fakes(cache: Any) -> bool:
 
 
 def _reachable(each: Any) -> list[Any]:
-    """What `each` refers to; of a function what belongs to it alone, and nothing of classes and files."""
+    """Return what `each` refers to; of a function what belongs to it alone, and nothing of classes and files."""
     if isinstance(each, types.FunctionType):
         return [each.__closure__, each.__defaults__, each.__kwdefaults__, vars(each)]
     return [] if isinstance(each, (type, types.ModuleType)) else gc.get_referents(each)
@@ -111,7 +114,7 @@ def _put_back(space: Any, items: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:
-    """The same objects; values are not compared, as tensors would be."""
+    """Return the same objects; values are not compared, as tensors would be."""
     return len(one) == len(other) and all(
         a is b or (type(a) is tuple is type(b) and len(a) == 2 and a[0] is b[0] and a[1] is b[1])
         for a, b in zip(one, other, strict=True)

@@ -22,7 +22,7 @@ _STEPS = 64
 
 
 def _with_float_statistics(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-    """On CPU a normalisation's statistics of an input in half precision have the dtype of a float32 weight."""
+    """Give statistics the dtype of a float32 weight, as normalisations of half-precision inputs do on CPU."""
     names = [argument.name for argument in func._schema.arguments]
     x, weight = args[0], args[names.index("weight")]
     if weight is None or weight.dtype == x.dtype or x.device.type != "cpu" or not out[1].numel():
@@ -60,4 +60,7 @@ CORRECTIONS: Mapping[Any, Callable[[Any, Any, Any, Any], Any]] = {
     torch.ops.aten.native_group_norm.default: _with_float_statistics,
     torch.ops.aten.native_layer_norm.default: _with_float_statistics,
 }
-"""By kernel, a function of it, its arguments and its fake outputs that gives outputs as large as the real ones."""
+"""Corrections by kernel.
+
+Functions of it, its arguments and its fake outputs that give outputs as large as the real ones.
+"""

@@ -35,12 +35,12 @@ class Prediction:
     """
 
     peak_bytes: int
-    """As the ledger counts it: live tensor storages, each once."""
+    """Peak as the ledger counts it: live tensor storages, each once."""
     workspace_bytes: int = 0
     """What kernels take and give back inside of operations, on top of the peak; 0 where it was not measured."""
     by_category: Mapping[str, int] = field(default_factory=dict)
     by_module: Mapping[str, int] = field(default_factory=dict)
-    """By the innermost module that made or owns what is alive at the peak; largest first."""
+    """Bytes by the innermost module that made or owns what is alive at the peak; largest first."""
     timeline: Timeline | None = None
     top: tuple[TopTensor, ...] = ()
     """The largest kinds of tensors at the peak."""
@@ -54,9 +54,9 @@ class Prediction:
     is_timed: bool = False
     """Whether it took these seconds."""
     num_operations: int | None = None
-    """Of modules and of backward, without views."""
+    """Number of operations of modules and of backward, without views."""
     cuda: CudaBytes | None = None
-    """For a CUDA target."""
+    """Allocator's figures for a CUDA target."""
 
     @property
     def measured_seconds(self) -> float:
@@ -72,16 +72,16 @@ class Prediction:
         return self.cuda.reserved_bytes + low, self.cuda.reserved_bytes + high
 
     def fits(self, device_bytes: int) -> bool | None:
-        """Whether that is enough; `None` where it lies between the bounds."""
+        """Return whether that is enough; `None` where it lies between the bounds."""
         low, high = self.needed_bytes
         return True if high <= device_bytes else False if low > device_bytes else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as data that JSON can hold."""
+        """Return everything as data that JSON can hold."""
         return asdict(self)
 
     def to_json(self) -> str:
-        """Everything as JSON.
+        """Return everything as JSON.
 
         >>> Prediction.from_dict(json.loads(Prediction(peak_bytes=3).to_json())).peak_bytes
         3
@@ -90,7 +90,7 @@ class Prediction:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Prediction:
-        """What `as_dict` wrote.
+        """Return what `as_dict` wrote.
 
         Raises:
             ValueError: the values are not those of a prediction.
@@ -107,13 +107,13 @@ combined, or a technique refuses the model.
 
 
 def on_cuda(step: Allocations) -> CudaBytes:
-    """What a CUDA device would hold in such steps."""
+    """Return what a CUDA device would hold in such steps."""
     found = replay(step)
     return CudaBytes(allocated_bytes=found.allocated_bytes, reserved_bytes=found.reserved_bytes)
 
 
 def prediction_of(step: Allocations, *, has_cuda: bool = False, **details: Any) -> Prediction:
-    """What a step amounts to.
+    """Return what a step amounts to.
 
     Args:
         step: all of it.

@@ -83,7 +83,7 @@ class FactsMode(TorchDispatchMode):
 
 
 def _uncached(func: Any, args: Any, kwargs: Any) -> Any:
-    """The fake mode's cache would keep the storage that is among the arguments alive."""
+    """Return the fake mode's cache would keep the storage that is among the arguments alive."""
     mode = getattr(args[0], "fake_mode", None)
     if mode is None:
         return func(*args, **kwargs)
@@ -143,7 +143,7 @@ def _known(leaf: Any) -> Any:
 
 
 def _values_of(tensor: Tensor) -> Tensor | None:
-    """The values of a tensor, as far as they have been followed."""
+    """Return the values of a tensor, as far as they have been followed."""
     if not is_fake(tensor):
         return tensor if tensor.numel() <= _MOST_VALUES and tensor.device.type == "cpu" else None
     values: Tensor | None = _values.get(tensor)
@@ -152,7 +152,7 @@ def _values_of(tensor: Tensor) -> Tensor | None:
 
 
 def _forget(tensor: Tensor) -> None:
-    """It was changed in a way that is not known, and so were all that share its memory."""
+    """Forget the values of a tensor that was changed in an unknown way, and of all that share its memory."""
     values = _values.get(tensor) if is_fake(tensor) else None
     if values is not None:
         storage = values.untyped_storage()
@@ -187,7 +187,7 @@ def _read(func: Any, tensor: Tensor) -> Any:
 
 
 def _is_library(frame: FrameType | None) -> bool:
-    """Whether the innermost code outside of torch belongs to a library that only logs what it reads."""
+    """Return whether the innermost code outside of torch belongs to a library that only logs what it reads."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         room = module.partition(".")[0]
@@ -347,4 +347,4 @@ _RULES: Mapping[Any, _Rule] = {
     **dict.fromkeys((aten.logical_not, aten.bitwise_not), _negated),
     **dict.fromkeys((aten.all, aten.any), _reduced),
 }
-"""In-place operations without a rule make what was known void."""
+"""Names of in-place operations without a rule, which make what was known void."""

@@ -1,1 +1,1 @@
-"""Inside Lightning: the optimization loop, the strategy mixin, and the names it is registered under."""
+"""Strategies: the mixin with its session, the three that are registered, and their names."""

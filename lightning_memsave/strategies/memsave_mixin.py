@@ -196,7 +196,7 @@ _AFTER_BACKWARD = (
 
 
 def _reader_in_forward(module: Any) -> str | None:
-    """A method of the module's own that says `.grad`, before backward as far as its name tells."""
+    """Return a method of the module's own that says `.grad`, before backward as far as its name tells."""
     for cls in type(module).__mro__:
         if cls.__module__.startswith(("lightning.", "pytorch_lightning.", "torch.", "builtins")):
             continue
@@ -234,7 +234,7 @@ def _adopted_class(cls: type, namespace: str) -> Any:
 
 
 def _unpickled(cls: type, namespace: str) -> Any:
-    """An adopted strategy, as yet without attributes."""
+    """Return an adopted strategy, as yet without attributes."""
     adopted = _adopted_class(cls, namespace)
     return adopted.__new__(adopted)
 
@@ -274,7 +274,7 @@ _OWN = {"_memsave", "_memsave_before", "_has_fitted", "_is_down", "_sparsifying"
 
 
 def _give_class_back(strategy: Any) -> None:
-    """Where callback and strategy are both torn down, which may be in either order."""
+    """Give the class back once callback and strategy are both torn down, which may be in either order."""
     is_over = strategy._is_down and strategy._memsave_before is None and strategy._sparsifying is None
     if is_over and (plain := getattr(type(strategy), "adopted_from", None)) is not None:
         for name in _OWN & vars(strategy).keys():

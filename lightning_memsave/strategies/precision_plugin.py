@@ -55,7 +55,7 @@ _OF_DTYPES = ("BFloat16", "bfloat16", "Half", "dtype", "scalar type")
 
 @contextlib.contextmanager
 def naming_the_setting(weights: Weights | None) -> Iterator[None]:
-    """An error about dtypes inside says that weights were lowered, if they were: the step may be right without."""
+    """Add to an error about dtypes that weights were lowered, if they were: the step may be right without."""
     try:
         yield
     except RuntimeError as error:

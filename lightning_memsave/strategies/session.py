@@ -44,7 +44,7 @@ class RecipeSource(Protocol):
         """Choose the recipe of this run."""
 
     def may_cut(self, module: Any) -> bool:
-        """Whether a smaller microbatch is allowed when a step takes more than planned."""
+        """Return whether a smaller microbatch is allowed when a step takes more than planned."""
 
 
 class Session:
@@ -73,11 +73,11 @@ class Session:
         """Whether `training_step` runs to learn something of it: no time to plan regions."""
 
     def decided(self, trainer: Any) -> Recipe:
-        """The recipe; with a budget, what its plan makes of it."""
+        """Return the recipe; with a budget, what its plan makes of it."""
         return self.recipe if self.budgeted is None else self.budgeted.decide(trainer)
 
     def begin(self, recipe: Recipe) -> None:
-        """A fit begins, with what is left of the recipe in this way of training."""
+        """Begin a fit, with what is left of the recipe in this way of training."""
         self.started = True
         if recipe != self.recipe:
             learned = self.recovery_state_dict()
@@ -85,7 +85,7 @@ class Session:
             self.load_recovery_state_dict(learned)
 
     def after(self, previous: Session | None) -> Session:
-        """This state, with what recovery learned in an earlier fit."""
+        """Return the session, with what recovery learned in an earlier fit."""
         self.load_recovery_state_dict({} if previous is None else previous.recovery_state_dict())
         return self
 
@@ -104,7 +104,10 @@ class Session:
             return None
 
     def keep_weights_of_tuning(self, trainer: Any) -> None:
-        """Before they change. The tuner puts back what it saved, but it saves when they have changed already."""
+        """Keep weights before they change.
+
+        The tuner puts back what it saved, but it saves when they have changed already.
+        """
         is_lossy = any(self.recipe.get(kind) is not None for kind in (LowPrecision, Sparsity))
         if is_lossy and any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks):
             module = trainer.lightning_module
@@ -136,7 +139,7 @@ class Session:
 
     @property
     def noise(self) -> NoiseSeeds | None:
-        """Of codes, if there are any."""
+        """Seeds of the noise of codes, if there are any."""
         return None if self.forward_scope is None else self.forward_scope.noise
 
     @staticmethod
@@ -159,7 +162,7 @@ class Session:
         return self.sparsifying
 
     def metrics(self) -> dict[str, float]:
-        """What loggers see of weights that move, and of loss scaling."""
+        """Return what loggers see of weights that move, and of loss scaling."""
         found = {} if self.sparsifying is None else self.sparsifying.metrics()
         scaling = None if self.weights is None else self.weights.scaling
         if scaling is not None:
@@ -167,7 +170,7 @@ class Session:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What recovery has found out and which weights live, for a checkpoint; empty without either."""
+        """Return what recovery has found out and which weights live, for a checkpoint; empty without either."""
         sparsity = {} if self.sparsifying is None else {"sparsity": self.sparsifying.state_dict()}
         return {**self.recovery_state_dict(), **sparsity}
 
@@ -177,7 +180,7 @@ class Session:
         self.load_recovery_state_dict(state)
 
     def recovery_state_dict(self) -> dict[str, Any]:
-        """What recovery has found out, as plain values; empty where there is nothing."""
+        """Return what recovery has found out, as plain values; empty where there is nothing."""
         recovery, evaluation = self.loop.recovery, self.loop.evaluation
         if recovery is None or evaluation is None:
             return {}
@@ -246,7 +249,7 @@ class Session:
         return True
 
     def _undo_regions(self) -> bool:
-        """Whether there were any."""
+        """Return whether there were any."""
         taken = [applied for applied in self.changes if applied.technique == "checkpointing"]
         self.changes = [applied for applied in self.changes if applied.technique != "checkpointing"]
         if self.planned is not None and self.planned.applied is not None:

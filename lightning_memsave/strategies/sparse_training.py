@@ -98,7 +98,7 @@ class Sparsifying:
                 )
 
     def stepped(self, trainer: Any, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has made a step."""
+        """Count a step of an optimizer, and move patterns that are due."""
         updates = self._updates.get(optimizer)
         if updates is None:
             return
@@ -107,12 +107,12 @@ class Sparsifying:
         self._num_moved += updates.step()
 
     def has_moved(self) -> bool:
-        """Whether weights have moved since this was asked last."""
+        """Return whether weights have moved since this was asked last."""
         before, self._num_told = self._num_told, self._num_moved
         return self._num_moved > before
 
     def metrics(self) -> dict[str, float]:
-        """What loggers see: the share of weights that live, and how many moved in this run."""
+        """Return what loggers see: the share of weights that live, and how many moved in this run."""
         layers = sparse_layers(self._model).values() if self._model is not None else ()
         total = sum(layer.dense_shape.numel() for layer in layers)
         live = sum(layer.values.numel() for layer in layers)
@@ -120,7 +120,7 @@ class Sparsifying:
 
     # --------------------------------------------------------------------------- checkpoints
     def state_dict(self) -> dict[str, Any]:
-        """For the callback's state: patterns, and where updates are."""
+        """Return the callback's state: patterns, and where updates are."""
         if self._model is None:
             return self._at_end
         return {
@@ -130,11 +130,11 @@ class Sparsifying:
         }
 
     def to_disk(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's state dict as that of a dense run."""
+        """Return an optimizer's state dict as that of a dense run."""
         return to_dense_layout(optimizer, state, self._layouts())
 
     def from_disk(self, optimizers: Sequence[torch.optim.Optimizer], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """A checkpoint of a dense run with the optimizer states of this one."""
+        """Return a checkpoint of a dense run with the optimizer states of this one."""
         states = list(checkpoint["optimizer_states"])
         for number, optimizer in enumerate(optimizers[: len(states)]):  # Lightning leaves the others alone as well
             states[number] = from_dense_layout(optimizer, states[number], self._layouts())

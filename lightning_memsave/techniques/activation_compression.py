@@ -92,9 +92,9 @@ class ActivationCompression:
     min_numel: int = 1024
     """Tensors with fewer elements are left alone."""
     seed: int = 0
-    """Of the stochastic rounding, which never draws from torch's generators."""
+    """Seed of the stochastic rounding, which never draws from torch's generators."""
     offload_folder: str | None = None
-    """Where `"offload"` writes on CPU; the system's temporary folder by default. Not on a RAM disk."""
+    """Folder where `"offload"` writes on CPU; the system's temporary folder by default. Not on a RAM disk."""
 
     def __post_init__(self) -> None:
         for codec in self.codecs:
@@ -157,7 +157,7 @@ _REMEDY = 'For example `activations="exact"` or `activations=["exact", "int4"]`.
 
 
 def estimate_activation_compression(num_elements: int, config: ActivationCompression, row: int | None = None) -> int:
-    """Bytes that a float32 activation of `num_elements` is kept in, where its operation bears noise.
+    """Return bytes that a float32 activation of `num_elements` is kept in, where its operation bears noise.
 
     Args:
         num_elements: of the tensor.
@@ -176,7 +176,9 @@ _VAULT = "_activation_store"
 
 
 def apply_activation_compression(model: nn.Module, config: ActivationCompression) -> Applied:
-    """What `model`'s forward keeps for backward is compressed, in place; `state_dict`, types and `deepcopy` stay.
+    """Compress what `model`'s forward keeps for backward, in place.
+
+    `state_dict`, types and `deepcopy` stay.
 
     The loss, outside of the model, keeps what it keeps.
 
@@ -209,7 +211,10 @@ class _Scope:
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module with a store; named so that a pickled module finds its own class's method again."""
+    """Run the forward of a module with a store.
+
+    Named so that a pickled module finds its own class's method again.
+    """
     scope: _Scope = self.__dict__[_VAULT]
     original = scope.previous_forward or types.MethodType(type(self).forward, self)
     with scope.store.scope():
@@ -217,7 +222,9 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def open_store(model: nn.Module, config: ActivationCompression) -> tuple[SavedTensorStore, Applied]:
-    """A store for what `model` computes, whose `scope()` the caller enters; undoing takes its hooks off the model.
+    """Return a store for what `model` computes, whose `scope()` the caller enters.
+
+    Undoing takes its hooks off the model.
 
     Raises:
         ValueError: a pattern matches no module, or the whole model is compiled.
@@ -263,7 +270,7 @@ def what_happened(applied: Applied, config: ActivationCompression, store: SavedT
 
 
 def summarize(config: ActivationCompression, tally: Tally) -> str:
-    """One line on what a forward pass kept, and in how much."""
+    """Return one line on what a forward pass kept, and in how much."""
     codecs = ", ".join(config.codecs)
     if not tally.plain_bytes:
         return codecs

@@ -26,5 +26,5 @@ class EarlyZeroGrad:
 
 
 def estimate_early_zero_grad(parameters: Iterable[Tensor]) -> int:
-    """Bytes that are free during the forward pass: an upper bound of what the peak falls by."""
+    """Return bytes that are free during the forward pass: an upper bound of what the peak falls by."""
     return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)

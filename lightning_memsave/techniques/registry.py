@@ -46,5 +46,5 @@ TECHNIQUES = (
 
 
 def technique_of(config: Config) -> Technique:
-    """The row of the table that `config` belongs to."""
+    """Return the row of the table that `config` belongs to."""
     return next(t for t in TECHNIQUES if isinstance(config, t.config))

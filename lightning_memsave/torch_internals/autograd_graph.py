@@ -35,13 +35,13 @@ class Edge(NamedTuple):
 
 
 def edge_of(tensor: Tensor) -> Edge | None:
-    """The edge that `tensor` leaves its node by; `None` for a leaf."""
+    """Return the edge that `tensor` leaves its node by; `None` for a leaf."""
     node = tensor.grad_fn
     return None if node is None else Edge(node._sequence_nr(), tensor.output_nr)
 
 
 def inputs_of(node: Node) -> tuple[tuple[Node | None, int], ...]:
-    """The node and output number behind each differentiable input; `(None, 0)` where no gradient flows."""
+    """Return the node and output number behind each differentiable input; `(None, 0)` where no gradient flows."""
     return node.next_functions
 
 
@@ -51,33 +51,33 @@ def output_of(node: Node, output_nr: int) -> Any:
 
 
 def sequence_nr_of(node: Node) -> int:
-    """The number of a node: unique among those that one thread made."""
+    """Return the number of a node: unique among those that one thread made."""
     return node._sequence_nr()
 
 
 def autograd_is_running() -> bool:
-    """Whether this thread executes a backward pass; never, where torch does not tell."""
+    """Return whether this thread executes a backward pass; never, where torch does not tell."""
     return _IS_KNOWN and torch._C._current_graph_task_id() != -1
 
 
 def running_node() -> int:
-    """Which node of the graph this thread evaluates; -1 outside of backward."""
+    """Return which node of the graph this thread evaluates; -1 outside of backward."""
     node = torch._C._current_autograd_node()
     return -1 if node is None else int(node._sequence_nr())
 
 
 def running_pass() -> int:
-    """The number of the backward pass that this thread executes."""
+    """Return the number of the backward pass that this thread executes."""
     return torch._C._current_graph_task_id()
 
 
 def will_run(node: Node) -> bool:
-    """Whether the backward pass that this thread executes has `node` among what it runs, now or before."""
+    """Return whether the backward pass that this thread executes has `node` among what it runs, now or before."""
     return torch._C._will_engine_execute_node(node)
 
 
 def is_asked_for(leaf: Tensor) -> bool:
-    """Whether the backward pass that this thread executes wants the gradient of `leaf`."""
+    """Return whether the backward pass that this thread executes wants the gradient of `leaf`."""
     try:
         return will_run(torch.autograd.graph.get_gradient_edge(leaf).node)
     except RuntimeError:  # torch's answer for leaves whose gradients are returned (`torch.autograd.grad`)
@@ -89,7 +89,7 @@ def signed(number: int) -> int: ...
 @overload
 def signed(number: None) -> None: ...
 def signed(number: int | None) -> int | None:
-    """What a node shows as an unsigned number of 64 bits: a dimension or an index, perhaps from the end."""
+    """Return what a node shows as an unsigned number of 64 bits: a dimension or an index, perhaps from the end."""
     return number - 2**64 if number is not None and number >= 2**63 else number
 
 
@@ -99,7 +99,7 @@ class Kept:
     __slots__ = ()
 
     def get(self) -> Tensor:
-        """The tensor."""
+        """Return the tensor."""
         raise NotImplementedError
 
 
@@ -108,7 +108,7 @@ class UnreadableError(Exception):
 
 
 def saved(node: Node, name: str) -> Any:
-    """An attribute that a node keeps for its backward.
+    """Return an attribute that a node keeps for its backward.
 
     Raises:
         UnreadableError: others' hooks keep it, and reading it could run a region's forward again; or this version of
@@ -122,7 +122,7 @@ def saved(node: Node, name: str) -> Any:
 
 
 def packed(node: Node, name: str) -> Kept | Tensor | None:
-    """What is kept of an attribute: by the store, or by torch itself; `None` where it keeps none.
+    """Return what is kept of an attribute: by the store, or by torch itself; `None` where it keeps none.
 
     Raises:
         UnreadableError: others' hooks keep it, or this version of torch does not tell.
@@ -142,7 +142,7 @@ def packed(node: Node, name: str) -> Kept | Tensor | None:
 
 
 def kept_by(node: Node) -> Iterator[Tensor]:
-    """The tensors that a node keeps for its backward, as they are kept: nothing is unpacked, no hook runs."""
+    """Yield the tensors that a node keeps for its backward, as they are kept: nothing is unpacked, no hook runs."""
     for name in dir(node):
         if name.startswith("_raw_saved_"):
             try:
@@ -155,7 +155,7 @@ def kept_by(node: Node) -> Iterator[Tensor]:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The identity of a tensor's storage while it lives."""
+    """Return the identity of a tensor's storage while it lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -181,7 +181,7 @@ class WeakStorage:
         return not self._reference.expired()
 
     def get(self) -> torch.UntypedStorage | None:
-        """The storage, or `None` when nobody holds it any more."""
+        """Return the storage, or `None` when nobody holds it any more."""
         return torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
 
 
@@ -190,7 +190,7 @@ def _reference_to_nothing() -> WeakStorage:
 
 
 def is_held_elsewhere(watched: Tensor) -> bool:
-    """Whether a storage has other owners than the tensor `watched`."""
+    """Return whether a storage has other owners than the tensor `watched`."""
     storage = watched.untyped_storage()  # an owner as well
     return torch._C._storage_Use_Count(storage._cdata) > 2
 
@@ -215,7 +215,7 @@ DENSIFY = "_DensifyBackward"
 
 
 def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:
-    """Whether `tensor` is a leaf that requires a gradient, or computed from such leaves alone.
+    """Return whether `tensor` is a leaf that requires a gradient, or computed from such leaves alone.
 
     Casts of autocast, transposes, weight norm, LoRA's merge. An embedding's output depends on parameters only as well,
     but brings in data, so the nodes that may lie between are listed.
@@ -246,33 +246,33 @@ def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:
 
 
 def is_operator(function: Any) -> bool:
-    """Whether a function is one of `torch.ops`, whose name alone does not tell its library."""
+    """Return whether a function is one of `torch.ops`, whose name alone does not tell its library."""
     return isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Whether somebody hooked the gradient of a tensor, or asked for it to be retained."""
+    """Return whether somebody hooked the gradient of a tensor, or asked for it to be retained."""
     return bool(tensor._backward_hooks) or tensor.retains_grad
 
 
 def innermost_hooks() -> tuple[Any, Any]:
-    """The pack hook that the next saved tensor goes to, and its unpack hook; `None` without any."""
+    """Return the pack hook that the next saved tensor goes to, and its unpack hook; `None` without any."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return (None, None) if hooks is None else (hooks[0], hooks[1])
 
 
 def is_inside_transform() -> bool:
-    """Whether this thread is inside of a transform of torch.func, or computes forward-mode derivatives."""
+    """Return whether this thread is inside of a transform of torch.func, or computes forward-mode derivatives."""
     return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def refuses_hooks(error: RuntimeError) -> bool:
-    """Whether this is what torch.func's transforms raise inside a scope."""
+    """Return whether this is what torch.func's transforms raise inside a scope."""
     return "saved tensor hooks" in str(error) and "torch.func" in str(error)
 
 
 def compiler_callback() -> Any:
-    """What Dynamo does with the frames that this thread enters now; `None`: nothing."""
+    """Return what Dynamo does with the frames that this thread enters now; `None`: nothing."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback()
 
 
@@ -287,14 +287,14 @@ def compiling(callback: Any) -> Iterator[None]:
 
 
 def is_innermost(mode: TorchFunctionMode) -> bool:
-    """Whether `mode` is the function mode that sees a call first."""
+    """Return whether `mode` is the function mode that sees a call first."""
     depth = torch._C._len_torch_function_stack()
     return depth > 0 and torch._C._get_function_stack_at(depth - 1) is mode
 
 
 # ------------------------------------------------------------------------------- in-place changes
 def watch(tensor: Tensor) -> Tensor:
-    """A tensor of the whole storage, flat, that counts in-place changes together with `tensor`."""
+    """Return a tensor of the whole storage, flat, that counts in-place changes together with `tensor`."""
     watched = tensor.detach()  # shares the counter, and is not a view: views hold on to their base
     watch_again(watched, tensor.untyped_storage())
     return watched
@@ -317,7 +317,7 @@ def unwatched() -> AbstractContextManager[None]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was edited in place; 0 for what was made in inference mode, where nobody counts."""
+    """Return how often a tensor was edited in place; 0 for what was made in inference mode, where nobody counts."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -29,7 +29,7 @@ def compiled_regions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def num_compiled_graphs() -> int:
-    """How many graphs this process has compiled; a function that is compiled shows no other way."""
+    """Return how many graphs this process has compiled; a function that is compiled shows no other way."""
     return 0 if missing("autograd") else int(_counters["stats"]["unique_graphs"])
 
 
@@ -39,7 +39,7 @@ def shield(model: nn.Module, unseen: Callable[[str], AbstractContextManager[None
 
 
 def _entrance(module: nn.Module) -> str | None:
-    """The attribute that holds the compiled callable."""
+    """Return the attribute that holds the compiled callable."""
     if isinstance(module, _OptimizedModule):
         return "forward"
     return "_compiled_call_impl" if getattr(module, "_compiled_call_impl", None) is not None else None

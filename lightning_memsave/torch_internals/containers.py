@@ -38,7 +38,7 @@ def nested(value: Any, most_entries: float) -> tuple[list[Any], list[Any]]:
 
 
 def values(container: Any) -> Iterable[Any]:
-    """What a container holds."""
+    """Return what a container holds."""
     return container.values() if isinstance(container, dict) else container
 
 

@@ -48,12 +48,14 @@ _num_set = WeakIdKeyDictionary()
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape and no values."""
+    """Return whether a tensor has a shape and no values."""
     return isinstance(tensor, FakeTensor)
 
 
 def is_plain(tensor: Tensor, kind: type = Tensor) -> bool:
-    """Whether a tensor is of torch's own `kind`, of no subclass and not nested; a fake one stands for such a tensor.
+    """Return whether a tensor is of torch's own `kind`, of no subclass and not nested.
+
+    A fake one stands for such a tensor.
 
     None that was made in inference mode, of which nobody counts the edits.
     """
@@ -62,7 +64,7 @@ def is_plain(tensor: Tensor, kind: type = Tensor) -> bool:
 
 
 def truth(condition: Tensor, otherwise: bool) -> bool:
-    """Whether `condition` holds; `otherwise` where it has no value."""
+    """Return whether `condition` holds; `otherwise` where it has no value."""
     return otherwise if is_fake(condition) else bool(condition)
 
 
@@ -83,13 +85,13 @@ def note(tensor: Tensor, facts: Facts) -> None:
 
 
 def facts_of(tensor: Tensor) -> Facts:
-    """What was noted of the storage of a fake tensor."""
+    """Return what was noted of the storage of a fake tensor."""
     noted = _facts.get(tensor.untyped_storage()._cdata)
     return UNKNOWN if noted is None or noted[0]() is None else noted[1]
 
 
 def integer_range(tensor: Tensor) -> tuple[int, int]:
-    """The smallest and the largest of integers; of a fake tensor, bounds of them."""
+    """Return the smallest and the largest of integers; of a fake tensor, bounds of them."""
     ends = torch.aminmax(tensor)
     if is_fake(tensor):
         facts, info = facts_of(tensor), torch.iinfo(tensor.dtype)
@@ -98,7 +100,7 @@ def integer_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def has_two_values(tensor: Tensor) -> bool:
-    """Whether a fake tensor is known to have at most two values."""
+    """Return whether a fake tensor is known to have at most two values."""
     return facts_of(tensor).num_values in (1, 2)
 
 
@@ -109,6 +111,6 @@ def note_num_set(packed: Tensor, num_set: int) -> None:
 
 
 def num_set(packed: Tensor) -> int:
-    """How many bits of a fake mask are set: as noted, else all of them."""
+    """Return how many bits of a fake mask are set: as noted, else all of them."""
     noted: int = _num_set.get(packed, 8 * packed.numel())
     return noted

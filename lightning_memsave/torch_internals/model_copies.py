@@ -130,7 +130,7 @@ def _function_of_twins(value: types.FunctionType, memo: dict[int, Any]) -> types
 
 
 def _knows(value: Any, memo: dict[int, Any], seen: set[int]) -> bool:
-    """Whether what was copied can be reached through functions and plain containers."""
+    """Return whether what was copied can be reached through functions and plain containers."""
     if id(value) in memo:
         return True
     if id(value) in seen:

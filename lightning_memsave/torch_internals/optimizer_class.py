@@ -35,7 +35,10 @@ class MadeClass(type):
 
 
 def name_of(cls: type) -> str:
-    """The name of a class of optimizers; of one that was made at run time, what it has become (`"AdamWCoded"`)."""
+    """Return the name of a class of optimizers.
+
+    Of one that was made at run time, what it has become (`"AdamWCoded"`).
+    """
     return cls.__qualname__ if isinstance(cls, MadeClass) else cls.__name__
 
 
@@ -60,7 +63,7 @@ SCALES_ITSELF = "_step_supports_amp_scaling"
 
 
 def is_latest(optimizer: torch.optim.Optimizer, memory: str) -> bool:
-    """Whether the change to which the attribute `memory` belongs is the latest one of this optimizer's class."""
+    """Return whether the change to which the attribute `memory` belongs is the latest one of this optimizer's class."""
     return bool(getattr(type(optimizer), "memory_name", None) == memory)
 
 
@@ -95,7 +98,7 @@ def _count_steps_for_schedulers(optimizer: torch.optim.Optimizer) -> None:
 
 
 def bare_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
-    """The `step` of a class without torch's wrapper, which runs the hooks that belong to a whole step."""
+    """Return the `step` of a class without torch's wrapper, which runs the hooks that belong to a whole step."""
     step: Any = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
@@ -112,7 +115,7 @@ class Counts:
     """Whole steps: noise is made from it."""
 
     def unit(self, p: Tensor) -> int:
-        """How many elements of `p`, one after the other, must step together; all of them: it is not cut."""
+        """Return how many elements of `p`, one after the other, must step together; all of them: it is not cut."""
         return 1
 
 
@@ -127,7 +130,7 @@ def step_each(
     one: Callable[[dict[str, Any], Tensor], object],
     is_ready: Callable[[], bool] = lambda: True,
 ) -> Any:
-    """The step of an optimizer that takes its parameters one at a time: `one(group, p)` for each that is due.
+    """Return the step of an optimizer that takes its parameters one at a time: `one(group, p)` for each that is due.
 
     Args:
         optimizer: whose parameters.
@@ -187,7 +190,7 @@ def step_one(
 
 
 def stand_in(p: Tensor, values: Tensor) -> nn.Parameter:
-    """A parameter with other values that an optimizer steps in place of `p`.
+    """Return a parameter with other values that an optimizer steps in place of `p`.
 
     `p.data` itself must not change its dtype for a step: torch would drop the node that accumulates its gradient, and
     with it DDP's hooks.
@@ -198,7 +201,7 @@ def stand_in(p: Tensor, values: Tensor) -> nn.Parameter:
 
 
 def original(p: Tensor) -> Tensor:
-    """The parameter that `p` stands in for; `p` itself if it is none."""
+    """Return the parameter that `p` stands in for; `p` itself if it is none."""
     return getattr(p, "stands_for", p)
 
 
@@ -216,17 +219,20 @@ class Divisible(Protocol):
     """What is kept of the elements of a parameter, in a form that can be cut."""
 
     def part(self, span: slice, num_elements: int) -> Divisible:
-        """What belongs to the elements `span` of all."""
+        """Return what belongs to the elements `span` of all."""
 
     def made_for(self, num_elements: int) -> Divisible:
-        """As this, for more elements and not filled yet."""
+        """Return one like this, for more elements and not filled yet."""
 
     def joined(self, part: Divisible, span: slice, num_elements: int) -> Divisible:
-        """With `part` as what belongs to `span`; parts come in order. In place, but for what `part` still needs."""
+        """Return this with `part` as what belongs to `span`.
+
+        Parts come in order. In place, except what `part` still reads.
+        """
 
 
 def span_of(p: Tensor) -> slice:
-    """Which elements of its original `p` stands for."""
+    """Return which elements of its original `p` stands for."""
     return getattr(p, "span", slice(None))
 
 
@@ -268,7 +274,7 @@ def in_parts(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[Tensor]:
 
 
 def _part_numel(optimizer: torch.optim.Optimizer, p: Tensor) -> int:
-    """Elements of `p` that step at a time: all of them where it is not cut."""
+    """Return elements of `p` that step at a time: all of them where it is not cut."""
     size = PART_NUMEL.get(p.device.type, _PART_NUMEL_ELSEWHERE)
     wanted = size // _FINER_IN_BACKWARD if PENDING in vars(optimizer) else size
     if p.numel() <= wanted or not _may_cut(optimizer, p):
@@ -300,7 +306,7 @@ def _cut(value: Any, part: Tensor, p: Tensor) -> Any:
 
 
 def _joined(whole: Any, value: Any, part: Tensor, p: Tensor) -> Any:
-    """What is kept of all of `p`, with the new `value` of a part of it."""
+    """Return what is kept of all of `p`, with the new `value` of a part of it."""
     if isinstance(value, Divisible):
         whole = whole if isinstance(whole, Divisible) else value.made_for(p.numel())
         return whole.joined(value, span_of(part), p.numel())
@@ -321,7 +327,7 @@ def put(value: Tensor, place: Tensor) -> None:
 
 @contextlib.contextmanager
 def state_moved(optimizer: torch.optim.Optimizer, p: Tensor, other: Tensor) -> Iterator[None]:
-    """Inside, the state of `p` is that of `other`."""
+    """Give `p` the state of `other` while entered."""
     state = optimizer.state
     if p in state:
         state[other] = state.pop(p)

@@ -152,14 +152,14 @@ def find(path: str) -> Any:
 
 
 def is_there(path: str) -> bool:
-    """Whether something has this name."""
+    """Return whether something has this name."""
     found = find(path)
     return not (isinstance(found, type) and issubclass(found, Gone))
 
 
 @functools.cache
 def missing(part: str) -> tuple[str, ...]:
-    """The names of a part that the installed versions lack."""
+    """Return the names of a part that the installed versions lack."""
     return tuple(path for path in PARTS[part].names if not is_there(path))
 
 

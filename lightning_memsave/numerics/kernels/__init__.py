@@ -20,55 +20,58 @@ from lightning_memsave.torch_internals.fake_tensors import is_fake, num_set
 def quantize(
     flat: Tensor, bits: int, seed: int | None, signed: bool = False, row: int | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """As `kbit.quantize`; on CUDA a block that is not finite is coded all the same, and decoded as NaN."""
+    """Quantize as `kbit.quantize` does.
+
+    On CUDA a block that is not finite is coded all the same, and decoded as NaN.
+    """
     return _kbit(flat.device).quantize(flat, bits, seed, signed, row)  # type: ignore[no-any-return]  # one of three modules
 
 
 def dequantize(
     codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bool = False, row: int | None = None
 ) -> Tensor:
-    """As `kbit.dequantize`."""
+    """Dequantize as `kbit.dequantize` does."""
     return _kbit(codes.device).dequantize(codes, ranges, bits, out, signed, row)  # type: ignore[no-any-return]
 
 
 def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
-    """As `rounding.round_to_bfloat16`."""
+    """Round as `rounding.round_to_bfloat16` does."""
     if _has_native(flat.device):
         return native.round_to_bfloat16(flat, seed)
     return rounding.round_to_bfloat16(flat, seed)
 
 
 def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift: int = 0) -> tuple[Tensor, Tensor]:
-    """As `blockwise.quantize_to_map`."""
+    """Quantize as `blockwise.quantize_to_map` does."""
     function = native.quantize_to_map if _has_native(flat.device) else blockwise.quantize_to_map
     return function(flat, code_map, bits, seed, shift)
 
 
 def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: int, num_values: int) -> Tensor:
-    """As `blockwise.dequantize_from_map`."""
+    """Dequantize as `blockwise.dequantize_from_map` does."""
     function = native.dequantize_from_map if _has_native(codes.device) else blockwise.dequantize_from_map
     return function(codes, code_map, absmax, bits, num_values)
 
 
 def round_to_float16(flat: Tensor, seed: int) -> Tensor | None:
-    """As `rounding.round_to_float16`."""
+    """Round as `rounding.round_to_float16` does."""
     if _has_native(flat.device):
         return native.round_to_float16(flat, seed)
     return rounding.round_to_float16(flat, seed)
 
 
 def pack_mask(mask: Tensor) -> Tensor:
-    """One bit per element of a boolean mask, [n]."""
+    """Return one bit per element of a boolean mask, [n]."""
     return native.pack_mask(mask) if _has_native(mask.device) else bits.pack(mask, 1)
 
 
 def pack_positive(flat: Tensor) -> Tensor:
-    """The mask of what is not <= 0 (NaN counts as positive), one bit per element."""
+    """Return the mask of what is not <= 0 (NaN counts as positive), one bit per element."""
     return native.pack_positive(flat) if _has_native(flat.device) else bits.pack(~(flat <= 0), 1)
 
 
 def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
-    """The boolean mask, [num_values]."""
+    """Return the boolean mask, [num_values]."""
     if _has_native(packed.device):
         return native.unpack_mask(packed, num_values)
     return bits.unpack(packed, 1, num_values).view(torch.bool)
@@ -81,7 +84,7 @@ def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:
 
 
 def set_bits(packed: Tensor) -> Tensor:
-    """The ascending positions (int64, [k]) of the bits that are set."""
+    """Return the ascending positions (int64, [k]) of the bits that are set."""
     if _has_native(packed.device):
         return native.set_bits(packed)
     unpacked = bits.unpack(packed, 1, 8 * packed.numel())
@@ -91,19 +94,22 @@ def set_bits(packed: Tensor) -> Tensor:
 
 
 def pack_two(flat: Tensor) -> tuple[Tensor, Tensor] | None:
-    """One bit per element, and the two values, of a tensor [n] that holds at most two bit patterns; else `None`."""
+    """Return one bit per element, and the two values, of a tensor [n] that holds at most two bit patterns.
+
+    Else `None`.
+    """
     is_native = _has_native(flat.device) and flat.element_size() == 4
     return native.pack_two(flat) if is_native else bits.pack_two(flat)
 
 
 def unpack_two(packed: Tensor, values: Tensor, size: int) -> Tensor:
-    """The values that `pack_two` was given, [size]."""
+    """Return the values that `pack_two` was given, [size]."""
     is_native = _has_native(packed.device) and values.element_size() == 4
     return native.unpack_two(packed, values, size) if is_native else bits.unpack_two(packed, values, size)
 
 
 def implementation(device: torch.device) -> str:
-    """Which one is used: `"triton"`, `"c"` or `"torch"`."""
+    """Return which one is used: `"triton"`, `"c"` or `"torch"`."""
     if device.type == "cuda" and _has_triton():
         return "triton"
     return "c" if _has_native(device) else "torch"

@@ -28,7 +28,10 @@ class UnsafeFolderError(OSError):
 
 
 def load(source: Path) -> ctypes.CDLL | None:
-    """The library of a C file, from the cache where it is there; `None` where it cannot be compiled or loaded."""
+    """Return the library of a C file, from the cache where it is there.
+
+    `None` where it cannot be compiled or loaded.
+    """
     compiler = next((path for path in map(shutil.which, ("cc", "gcc", "clang")) if path), None)
     if compiler is None:
         return None
@@ -68,7 +71,7 @@ def _compile(source: Path, compiler: str, folder: Path) -> Path:
 
 
 def _cache_folder() -> Path:
-    """Of this user alone.
+    """Return the cache folder of this user alone.
 
     Raises:
         OSError: it cannot be made.
@@ -91,7 +94,7 @@ def _is_own(found: os.stat_result) -> bool:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether a library is what was compiled.
+    """Return whether a library is what was compiled.
 
     Raises:
         UnsafeFolderError: another user may write to it.
@@ -105,7 +108,7 @@ def _is_whole(library: Path) -> bool:
 
 
 def _key(source: Path, compiler: str) -> str:
-    """What the machine code depends on."""
+    """Return what the machine code depends on."""
     binary = Path(compiler).resolve()
     found = binary.stat()  # another version is another file, and `--version` would start a process
     parts = (source.read_text(), *_FLAGS, binary, found.st_size, found.st_mtime_ns, _machine())
@@ -117,7 +120,7 @@ def _hash(content: bytes) -> str:
 
 
 def _machine() -> str:
-    """What `-march=native` and the C library make of it: a home folder may be shared by different machines."""
+    """Return what `-march=native` and the C library make of it: a home folder may be shared by different machines."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     flags = [line for line in lines if line.startswith(("flags", "Features"))]

@@ -27,7 +27,7 @@ _MIN_PER_THREAD = 1 << 18  # elements; below that a thread costs more than it br
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or `None` where they cannot be built."""
+    """Return the compiled kernels, or `None` where they cannot be built."""
     return build.load(_SOURCE)
 
 
@@ -52,7 +52,7 @@ if hasattr(os, "register_at_fork"):  # a child process has none of the threads
 def quantize(
     flat: Tensor, bits: int, seed: int | None, signed: bool = False, row: int | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """As `kbit.quantize`."""
+    """Quantize as `kbit.quantize` does."""
     lib = library()
     assert lib is not None
     flat = flat if flat.dtype in _TYPES else flat.float()
@@ -78,7 +78,7 @@ def quantize(
 def dequantize(
     codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bool = False, row: int | None = None
 ) -> Tensor:
-    """As `kbit.dequantize`."""
+    """Dequantize as `kbit.dequantize` does."""
     lib = library()
     assert lib is not None
     target = out if out.dtype in _TYPES else torch.empty(out.shape, dtype=torch.float32)
@@ -101,12 +101,12 @@ def dequantize(
 
 
 def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
-    """As `rounding.round_to_bfloat16`."""
+    """Round as `rounding.round_to_bfloat16` does."""
     return _rounded("round_to_bfloat16", torch.bfloat16, flat, seed)
 
 
 def round_to_float16(flat: Tensor, seed: int) -> Tensor | None:
-    """As `rounding.round_to_float16`."""
+    """Round as `rounding.round_to_float16` does."""
     return _rounded("round_to_float16", torch.float16, flat, seed)
 
 
@@ -128,7 +128,7 @@ def _rounded(name: str, dtype: torch.dtype, flat: Tensor, seed: int) -> Tensor |
 
 
 def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift: int = 0) -> tuple[Tensor, Tensor]:
-    """As `blockwise.quantize_to_map`."""
+    """Quantize as `blockwise.quantize_to_map` does."""
     lib = library()
     assert lib is not None
     flat = flat.float()
@@ -150,7 +150,7 @@ def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift:
 
 
 def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: int, num_values: int) -> Tensor:
-    """As `blockwise.dequantize_from_map`."""
+    """Dequantize as `blockwise.dequantize_from_map` does."""
     lib = library()
     assert lib is not None
     out = torch.empty(num_values, dtype=torch.float32)
@@ -169,12 +169,12 @@ def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: i
 
 
 def pack_mask(mask: Tensor) -> Tensor:
-    """As `bits.pack(mask, 1)` of a boolean mask."""
+    """Pack a boolean mask as `bits.pack(mask, 1)` does."""
     return _bytes_from("pack_mask", mask)
 
 
 def pack_positive(flat: Tensor) -> Tensor:
-    """As `bits.pack(~(flat <= 0), 1)`."""
+    """Pack the signs as `bits.pack(~(flat <= 0), 1)` does."""
     return _bytes_from("pack_positive", flat) if flat.dtype == torch.float32 else pack_mask(~(flat <= 0))
 
 
@@ -194,7 +194,7 @@ def _bytes_from(name: str, flat: Tensor) -> Tensor:
 
 
 def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
-    """As `bits.unpack(packed, 1, num_values).bool()`."""
+    """Unpack a mask as `bits.unpack(packed, 1, num_values).bool()` does."""
     lib = library()
     assert lib is not None
     mask = torch.empty(num_values, dtype=torch.bool)
@@ -209,7 +209,7 @@ def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
 
 
 def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:
-    """As `bits.scale_where`, for float32."""
+    """Scale float32 values as `bits.scale_where` does."""
     lib = library()
     assert lib is not None
     out = torch.empty_like(values)
@@ -224,7 +224,7 @@ def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:
 
 
 def set_bits(packed: Tensor) -> Tensor:
-    """As `bits.unpack(packed, 1, ...).nonzero()`, [k]."""
+    """Return the set bits, [k], as `bits.unpack(packed, 1, ...).nonzero()` does."""
     lib = library()
     assert lib is not None
     if is_fake(packed):
@@ -238,7 +238,7 @@ def set_bits(packed: Tensor) -> Tensor:
 
 
 def pack_two(flat: Tensor) -> tuple[Tensor, Tensor] | None:
-    """As `bits.pack_two`, for 32-bit elements."""
+    """Pack 32-bit elements as `bits.pack_two` does."""
     lib = library()
     assert lib is not None
     values, packed = flat.new_empty(2), torch.empty(-(-flat.numel() // 8), dtype=torch.uint8)
@@ -256,7 +256,7 @@ def pack_two(flat: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def unpack_two(packed: Tensor, values: Tensor, size: int) -> Tensor:
-    """As `bits.unpack_two`, for 32-bit elements."""
+    """Unpack 32-bit elements as `bits.unpack_two` does."""
     lib = library()
     assert lib is not None
     out = values.new_empty(size)
@@ -271,7 +271,7 @@ def unpack_two(packed: Tensor, values: Tensor, size: int) -> Tensor:
 
 
 def _pointer(tensor: Tensor, num_elements: int) -> ctypes.c_void_p:
-    """Of a tensor, of which a kernel reads or writes so many elements.
+    """Return the pointer of a tensor, of which a kernel reads or writes so many elements.
 
     Raises:
         ValueError: it has fewer.

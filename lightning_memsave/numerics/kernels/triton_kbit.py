@@ -33,7 +33,7 @@ _NAN_RANGE = tl.constexpr(0x7FC0)  # from NaN by steps of 0
 def quantize(
     flat: Tensor, bits: int, seed: int | None, signed: bool = False, row: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `kbit.quantize`, but a block that is not finite is coded all the same, and decoded as NaN."""
+    """Quantize as `kbit.quantize` does, but a block that is not finite is coded all the same, and decoded as NaN."""
     flat = flat.float() if flat.dtype == torch.float64 else flat
     is_bfloat16 = flat.dtype == torch.bfloat16
     blocks = Blocks.of_rows(row or flat.numel())
@@ -55,7 +55,7 @@ def quantize(
 def dequantize(
     codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bool = False, row: int | None = None
 ) -> Tensor:
-    """As `kbit.dequantize`."""
+    """Dequantize as `kbit.dequantize` does."""
     target = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float64 else out
     blocks = Blocks.of_rows(row or out.numel())
     with torch.cuda.device_of(codes):
@@ -178,7 +178,7 @@ def _places(bits: tl.constexpr, num_bytes: tl.constexpr, padded_bytes: tl.conste
 
 @triton.jit
 def _span(block, row, per_row, size: tl.constexpr):
-    """Where blocks begin, and how many elements they have; both [blocks]."""
+    """Return where blocks begin, and how many elements they have; both [blocks]."""
     within = block % per_row * size
     return block // per_row * row + within, tl.minimum(row - within, size)
 
@@ -201,7 +201,7 @@ def _inverse(step):
 
 @triton.jit
 def _level(values, low, inverse, top, block, element, seed, stochastic: tl.constexpr):
-    """The codes from 0 to `top`, int32; 0 where a value is NaN."""
+    """Return the codes from 0 to `top`, int32; 0 where a value is NaN."""
     level = (values - low) * inverse + (_dither(block, element, seed) if stochastic else 0.5)
     level = tl.where(level > 0, level, 0.0)
     return tl.where(level > top, top, level).to(tl.int32)

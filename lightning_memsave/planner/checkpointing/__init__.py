@@ -1,4 +1,4 @@
-"""Which calls become checkpoint regions, found from one traced step: `"sqrt"`, `"recursive"`, or a budget.
+"""Plan of the calls that become checkpoint regions, found from one traced step: `"sqrt"`, `"recursive"`, or a budget.
 
 A plan is data: a `Checkpointing` with explicit `regions`, which `apply_checkpointing` takes like any other.
 """
@@ -27,7 +27,7 @@ class CheckpointingPlan:
     """Regions, and what the traced step says about them."""
 
     config: Checkpointing
-    """With explicit regions."""
+    """Settings with explicit regions."""
     baseline_peak_bytes: int
     """Predicted, without regions."""
     peak_bytes: int | None
@@ -42,7 +42,7 @@ class CheckpointingPlan:
     """Whether the choice was found by the exact program."""
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         regions = self.config.regions or ()
         num_modules = len({name for region in regions for name in region})
         found = f"{counted(len(regions), 'region')} over {counted(num_modules, 'module')}"
@@ -100,7 +100,7 @@ class Planner:
         self._trace, self._config, self._replay = trace, config, Replay(trace, extra_bytes)
 
     def plan(self) -> CheckpointingPlan:
-        """The regions.
+        """Return the regions.
 
         Raises:
             ValueError: as `plan_checkpointing`.
@@ -145,7 +145,7 @@ class Planner:
         return self._replay.peak_bytes() - int((1 - budget) * activations)
 
     def _fit(self, limit_bytes: int) -> tuple[CheckpointingPlan | None, int]:
-        """A plan with a little to spare, as workspace is modelled; to the byte where that is all there is."""
+        """Return a plan with a little to spare, as workspace is modelled; to the byte where that is all there is."""
         spare = max(0, limit_bytes - self._replay.live_before(0)) // _MARGIN
         with_margin = limit_bytes if self._replay.peak_bytes() <= limit_bytes else limit_bytes - spare
         fit, lowest = fit_budget(self._trace, self._replay, with_margin)
@@ -160,7 +160,7 @@ class Planner:
         )
 
     def _what_dominates(self) -> str:
-        """What is there whatever becomes a region."""
+        """Return what is there whatever becomes a region."""
         trace = self._trace
         held = format_bytes(self._replay.live_before(0))
         largest = max(trace.storages, key=lambda s: s.num_bytes if s.born >= 0 else 0)

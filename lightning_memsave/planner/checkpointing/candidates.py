@@ -21,14 +21,14 @@ class Candidate:
     """Their calls, each time that they run."""
 
     def overlaps(self, other: Candidate) -> bool:
-        """Whether the two have a moment of the forward pass in common."""
+        """Return whether the two have a moment of the forward pass in common."""
         return any(
             a[0].first_op < b[-1].last_op and b[0].first_op < a[-1].last_op for a in self.runs for b in other.runs
         )
 
 
 def may_be_region(call: CallRecord) -> bool:
-    """Whether a call can be made twice, and whether backward comes by."""
+    """Return whether a call can be made twice, and whether backward comes by."""
     is_pure = not call.edits_input and call.side_effect is None
     return call.name != "" and is_pure and call.requires_grad and call.backward_event is not None
 
@@ -89,13 +89,13 @@ def _is_chain(trace: Trace, call: CallRecord, children: Sequence[CallRecord]) ->
 
 
 def _is_bypassed(trace: Trace, run: Sequence[CallRecord]) -> bool:
-    """Whether what the first call of `run` is given is read behind the last one: a residual connection."""
+    """Return whether what the first call of `run` is given is read behind the last one: a residual connection."""
     given = [n for n in run[0].inputs[:1] if trace.storages[n].born >= 0 and n not in run[-1].outputs]
     return any(trace.storages[n].last_forward_use > run[-1].last_event for n in given)
 
 
 def kept_bytes(trace: Trace, call: CallRecord) -> int:
-    """Bytes that were made during a call and are alive when backward begins."""
+    """Return bytes that were made during a call and are alive when backward begins."""
     return trace.kept_before(call.last_op) - trace.kept_before(call.first_op)
 
 

@@ -24,7 +24,9 @@ _SECONDS = 20.0
 def solve(
     replay: Replay, effects: Sequence[Effect], budget_bytes: int, best_seconds: float | None
 ) -> list[Effect] | None:
-    """The cheapest choice; `None` without scipy, beyond its size or time, or when there is none within the budget.
+    """Return the cheapest choice.
+
+    `None` without scipy, beyond its size or time, or when there is none within the budget.
 
     Args:
         replay: of the step.
@@ -90,7 +92,10 @@ def _rows(
 
 
 def _exclusive(effects: Sequence[Effect]) -> torch.Tensor:
-    """One row for each moment of the forward pass at which several candidates lie: at most one of them is chosen."""
+    """Return one row for each moment of the forward pass at which several candidates lie.
+
+    At most one of them is chosen.
+    """
     starts = sorted({run[0].first_op for effect in effects for run in effect.candidate.runs})
     rows: dict[tuple[int, ...], None] = {}
     for start in starts:

@@ -13,7 +13,7 @@ from lightning_memsave.planner.checkpointing.candidates import Candidate, group,
 
 
 def plan_recursive(trace: Trace) -> list[Candidate]:
-    """The regions, the outer ones first."""
+    """Return the regions, the outer ones first."""
     chain = units(trace)
     found = stretches(trace, chain)
     in_stretches = {call.name for run in found for call in run}

@@ -39,7 +39,7 @@ class Fit:
 
 
 def fit_budget(trace: Trace, replay: Replay, budget_bytes: int) -> tuple[Fit | None, int]:
-    """The cheapest regions within `budget_bytes`, or `None`; and the lowest peak that was met on the way."""
+    """Return the cheapest regions within `budget_bytes`, or `None`; and the lowest peak that was met on the way."""
     if (plain := replay.peak_bytes()) <= budget_bytes:
         return Fit((), plain, 0.0), plain
     chains = [units(trace, members_are_whole=are_whole) for are_whole in (False, True)]
@@ -67,7 +67,7 @@ def _fit(replay: Replay, effects: Sequence[Effect], is_exact: bool = False) -> F
 
 
 def _fits(replay: Replay, effects: Sequence[Effect], budget_bytes: int) -> Iterator[Fit]:
-    """The choice at the lowest price that fits, for several limits on the spike of a region."""
+    """Yield the choice at the lowest price that fits, for several limits on the spike of a region."""
     spikes = sorted({effect.highest_spike for effect in effects})
     limits = spikes[:: max(1, len(spikes) // _NUM_SPIKE_LIMITS)] + spikes[-1:]
     for limit in dict.fromkeys(limits):
@@ -110,7 +110,7 @@ def _most_valuable(effects: Sequence[Effect], price: float) -> list[Effect]:
 
 
 def _polished(replay: Replay, fit: Fit, effects: Sequence[Effect], budget_bytes: int) -> Fit:
-    """Without regions that are not needed, and with cheaper ones in place of single ones."""
+    """Return the choice without regions that are not needed, and with cheaper ones in place of single ones."""
     chosen, tries = list(fit.effects), 0
     by_seconds = sorted(effects, key=lambda effect: effect.seconds)
     improved = True

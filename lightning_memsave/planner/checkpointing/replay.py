@@ -28,7 +28,7 @@ class Effect:
     spikes: tuple[tuple[int, int], ...]
     """(event, bytes that repeating takes before that event)."""
     saved_bytes: int
-    """By how much less is kept when backward begins."""
+    """Bytes that are kept less when backward begins."""
     seconds: float
     """How long repeating takes."""
 
@@ -61,21 +61,24 @@ class Replay:
                 self._made_by_op.setdefault(storage.op, []).append(number)
 
     def peak_bytes(self, effects: Sequence[Effect] = (), *, workspace: bool = True) -> int:
-        """The highest total of the step with these regions; kernels' workspace included unless said otherwise."""
+        """Return the highest total of the step with these regions.
+
+        Kernels' workspace included unless said otherwise.
+        """
         live = self._live + self._adjustment(effects)
         peak = int((live + self._scratch if workspace else live).max())
         return max([peak, *(int(live[event]) + spike for effect in effects for event, spike in effect.spikes)])
 
     def curve(self, effects: Sequence[Effect] = ()) -> Tensor:
-        """Live bytes before each event and at the end, with workspace, int64 [E + 1]."""
+        """Return live bytes before each event and at the end, with workspace, int64 [E + 1]."""
         return self._live + self._adjustment(effects) + self._scratch
 
     def adjustment(self, effect: Effect) -> Tensor:
-        """By how much one region changes that curve, int64 [E + 1]."""
+        """Return by how much one region changes that curve, int64 [E + 1]."""
         return self._adjustment([effect])
 
     def live_before(self, event: int) -> int:
-        """Live bytes of the plain step before an event."""
+        """Return live bytes of the plain step before an event."""
         return int(self._live[event])
 
     def _adjustment(self, effects: Sequence[Effect]) -> Tensor:
@@ -87,7 +90,7 @@ class Replay:
         return adjustment.cumsum(0)
 
     def effect_of(self, candidate: Candidate) -> Effect:
-        """What `candidate` would do as a region."""
+        """Return what `candidate` would do as a region."""
         changes: list[tuple[int, int]] = []
         spikes: list[tuple[int, int]] = []
         saved_bytes, seconds = 0, 0.0
@@ -121,7 +124,7 @@ class Replay:
         return len(self._trace.events) - 1 if died is None else died
 
     def _dropped(self, made: Sequence[int], run: Sequence[CallRecord]) -> list[int]:
-        """Of what a region makes, that which backward waits for and nobody else reads.
+        """Return what a region makes that backward waits for and nobody else reads.
 
         What no member returns cannot be seen outside (a store may look at it later than the region's end).
         """
@@ -145,14 +148,14 @@ class Replay:
         return list(found)
 
     def _backward_of(self, last: CallRecord, dropped: Sequence[int]) -> tuple[int, int]:
-        """The events at which backward reaches a region, and at which it has passed."""
+        """Return the events at which backward reaches a region, and at which it has passed."""
         arrives = last.backward_event
         assert arrives is not None, "a candidate has gradients"
         ends = [self._end_of(number) for number in dropped if self._trace.storages[number].died is not None]
         return arrives, max([arrives, *ends])
 
     def _local_peak(self, first: CallRecord, last: CallRecord, made: set[int]) -> int:
-        """The most that is alive at once of what a region's forward makes, workspace included."""
+        """Return the most that is alive at once of what a region's forward makes, workspace included."""
         current = peak = 0
         scratch = self._scratch
         for event in range(first.first_event, last.last_event):

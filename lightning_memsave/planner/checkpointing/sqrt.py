@@ -26,7 +26,7 @@ _NUM_TRIES = 40
 
 
 def plan_sqrt(trace: Trace, replay: Replay) -> list[Effect]:
-    """The regions; none where none lowers the predicted peak."""
+    """Return the regions; none where none lowers the predicted peak."""
     best: list[Effect] = []
     lowest = replay.peak_bytes()
     known: dict[tuple[str, ...], Effect] = {}

@@ -61,7 +61,7 @@ class Checkpointing:
     """`"blocks"` (default): each selected module is a region of its own. `"sqrt"`: the groups of consecutive
     calls whose predicted peak is the lowest. `"recursive"`: groups inside of groups."""
     modules: str | type[nn.Module] | Callable[[str, nn.Module], bool] | None = None
-    """For `"blocks"`, which modules: a class, a pattern (`*`, `?`) for class names or qualified names, a function of
+    """Modules for `"blocks"`: a class, a pattern (`*`, `?`) for class names or qualified names, a function of
     (name, module), or `None` for the model's own repeated blocks."""
     budget: int | float | str | None = None
     """The cheapest regions with which the whole step fits: bytes (`"2GiB"`, an integer), or a fraction of the
@@ -175,7 +175,7 @@ def _summary(regions: Sequence[Region], modules: dict[str, nn.Module], offload: 
 
 # ---------------------------------------------------------------------------------------------------- modules in groups
 def _memberships(regions: Sequence[Region]) -> dict[str, list[Membership]]:
-    """For each module its groups, the outermost first."""
+    """Return the groups of each module, the outermost first."""
     found: dict[str, list[Membership]] = {}
     for region in sorted(regions, key=len, reverse=True):
         group = Group(len(region))
@@ -204,7 +204,7 @@ def _leave(module: nn.Module) -> None:
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # what is inside may still be compiled
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a region; named so that a pickled module finds its own class's method again."""
+    """Return the forward of a region; named so that a pickled module finds its own class's method again."""
     member: Member = self.__dict__[REGION]
     if not torch.is_grad_enabled() or is_inside_transform():
         return member.forward_of(self)(*args, **kwargs)
@@ -230,7 +230,7 @@ def _refusal(module: nn.Module, what: str, where: str) -> ValueError:
 
 # ---------------------------------------------------------------------------------------------------- offload
 def input_store() -> SavedTensorStore:
-    """A store that moves the inputs of regions out of the device's memory."""
+    """Return a store that moves the inputs of regions out of the device's memory."""
     return SavedTensorStore(offloader=Offloader())
 
 

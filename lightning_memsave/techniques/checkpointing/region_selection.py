@@ -1,4 +1,4 @@
-"""Which modules become regions, where the user says so: by class, by name, by a function, or as explicit groups."""
+"""Selection of the modules that become regions: by class, by name, by a function, or as explicit groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def select_regions(
     wanted: str | type[nn.Module] | Callable[[str, nn.Module], bool] | None,
     explicit: Sequence[Region] | None = None,
 ) -> list[Region]:
-    """The regions of `model`.
+    """Return the regions of `model`.
 
     Args:
         model: the model.
@@ -69,14 +69,14 @@ def _refuse_scripted(model: nn.Module, setting: str, names: Sequence[str]) -> No
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether a module has a `forward`: a `ModuleList` has none, and cannot be a region."""
+    """Return whether a module has a `forward`: a `ModuleList` has none, and cannot be a region."""
     if is_scripted(module):  # whose class has none to look at
         return True
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _called(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """A module, or of one that is never called itself what is in it."""
+    """Yield a module, or of one that is never called itself what is in it."""
     if _is_called(module):
         yield name, module
         return
@@ -85,7 +85,7 @@ def _called(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The model's own blocks.
+    """Return the model's own blocks.
 
     These are modules with children whose class occurs at least twice among the members of the model's containers
     (`Sequential`, `ModuleList`, `ModuleDict`); containers themselves only when there are no others. Classes that a

@@ -84,11 +84,11 @@ class LowPrecision:
     """Modules whose parameters stay float32, besides those that hold vectors alone: classes, or patterns (`*`, `?`) for
     class names or qualified names."""
     seed: int = 0
-    """Of the stochastic rounding."""
+    """Seed of the stochastic rounding."""
     lower_frozen: bool = False
     """Frozen parameters too (the base of a LoRA model). By default they stay as they are."""
     initial_scale: float = 2.0**16
-    """Of the loss; `"fp16-scaled"` alone. It falls by itself where it is too large."""
+    """Scale of the loss; `"fp16-scaled"` alone. It falls by itself where it is too large."""
     growth_interval: int = 2000
     """Steps without overflow after which the scale doubles; `"fp16-scaled"` alone."""
 
@@ -172,7 +172,7 @@ def apply_low_precision(
 
 
 def estimate_low_precision(model: nn.Module, config: LowPrecision) -> int:
-    """Bytes of the parameters and their corrections; exact."""
+    """Return bytes of the parameters and their corrections; exact."""
     kept = parameters_kept_32bit(model, config.keep_32bit)
     dtype, correction, _ = FORMATS[config.format]
     total = 0

@@ -23,7 +23,7 @@ _SMALLEST = 2.0**-14
 
 
 def all_finite(gradients: Iterable[Tensor]) -> bool:
-    """Whether no element of `gradients` is infinite or NaN; one synchronisation."""
+    """Return whether no element of `gradients` is infinite or NaN; one synchronisation."""
     largest = [torch.linalg.vector_norm(gradient, torch.inf).float() for gradient in gradients if gradient.numel()]
     return not largest or truth(torch.stack([each.to(largest[0].device) for each in largest]).isfinite().all(), True)
 
@@ -45,7 +45,7 @@ class LossScaling:
         self._clipped: dict[Tensor, Tensor] = {}  # what float16 gradients are still to be multiplied by
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call `backward` on."""
+        """Return the loss to call `backward` on."""
         self._of_gradients = self.factor
         for p in list(self._clipped):  # they go on with what is added now
             self.fold(p)
@@ -66,7 +66,7 @@ class LossScaling:
         return self._of_gradients
 
     def unscaled(self, p: Tensor) -> Tensor:
-        """The gradient of `p`, or of what it is a part of, in float32: without the factor, and clipped."""
+        """Return the gradient of `p`, or of what it is a part of, in float32: without the factor, and clipped."""
         assert p.grad is not None
         gradient = p.grad.to(torch.float32, copy=True).div_(self.of_gradients)
         factor = self._clipped.get(original(p))
@@ -123,7 +123,7 @@ class LossScaling:
 
     # ------------------------------------------------------------------ as torch's GradScaler writes it
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """Return what a resumed run needs."""
         return {
             "scale": self.factor,
             "growth_factor": _GROWTH,

@@ -90,7 +90,7 @@ def _in_float32(plain: Any) -> Any:
             return step_each(self, closure, one, lambda: _unscale(memory.weights, self.param_groups))
 
         def scale_loss(self, loss: Tensor) -> Tensor:
-            """What to call `backward` on: a multiple of `loss` where float16 gradients need one."""
+            """Return what to call `backward` on: a multiple of `loss` where float16 gradients need one."""
             scaling = vars(self)[_MEMORY].weights.scaling_now
             return loss if scaling is None else scaling.scale(loss)
 
@@ -168,7 +168,7 @@ def _lengthen(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _seemingly_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> Iterator[None]:
-    """Inside, loading casts state to float32: torch gives it the dtype of its parameter."""
+    """Let loading cast state to float32 while entered: torch gives it the dtype of its parameter."""
     for group in optimizer.param_groups:
         group["params"] = [
             stand_in(p, p.new_zeros((), dtype=torch.float32).expand(p.shape)) if p in weights else p
@@ -185,7 +185,10 @@ def _seemingly_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> It
 
 
 def with_counter(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict of `optimizer` with the number of its steps, from which the noise is made; torch ignores the key."""
+    """Return a state dict of `optimizer` with the number of its steps, from which the noise is made.
+
+    Torch ignores the key.
+    """
     memory: _LowPrecisionState | None = vars(optimizer).get(_MEMORY)
     if memory is None:
         return state_dict

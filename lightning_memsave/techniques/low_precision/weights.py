@@ -26,7 +26,7 @@ class Format(NamedTuple):
     dtype: torch.dtype
     """float32: only the gradient is short, bfloat16."""
     correction: torch.dtype | None
-    """Of what is kept beside it; `None`: it is rounded stochastically."""
+    """Dtype of what is kept beside it; `None`: it is rounded stochastically."""
     how: str
 
 
@@ -57,19 +57,19 @@ _OF_PRODUCTS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, n
 
 
 def _holds_vectors_alone(module: nn.Module) -> bool:
-    """Whether its own parameters are vectors, which no matrix product reads; a sparse layer's are weights."""
+    """Return whether its own parameters are vectors, which no matrix product reads; a sparse layer's are weights."""
     own = list(module.parameters(recurse=False))
     return not isinstance(module, _OF_PRODUCTS) and not any(is_lazy(p) or p.dim() > 1 for p in own)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter stands."""
+    """Place of a parameter: its module and name."""
 
     index: int
     """Its number, for the seed."""
     owner: nn.Module
-    """Which module holds the correction, as a buffer that `state_dict` leaves out."""
+    """Module that holds the correction, as a buffer that `state_dict` leaves out."""
     buffer: str
     was: torch.dtype
 
@@ -144,7 +144,7 @@ class Weights:
         return correction if correction is None or p is original(p) else correction.view(-1)[span_of(p)].view(p.shape)
 
     def whole(self, p: Tensor) -> Tensor:
-        """The weights of `p` in float32; a copy, unless they are float32 anyway."""
+        """Return the weights of `p` in float32; a copy, unless they are float32 anyway."""
         return p.detach() if self._is_whole else join(p.detach(), self._correction(p))
 
     def write(self, p: Tensor, whole: Tensor, num_steps: int) -> None:
@@ -176,7 +176,7 @@ class Weights:
 
     @property
     def scaling_now(self) -> LossScaling | None:
-        """Of the loss; `None` as well after `restore`, when `scaling` is there for checkpoints alone."""
+        """Scaling of the loss; `None` as well after `restore`, when `scaling` is there for checkpoints alone."""
         return self.scaling if self._places else None
 
     @torch.no_grad()

@@ -63,7 +63,7 @@ class Microbatching:
     """Samples whose activations may live at once; sizes of the parts differ by at most one. `"auto"`: all of them until
     memory runs out; then the same batch is run again with less, exact measures first, then half the samples."""
     start: int | None = None
-    """With `"auto"`, samples per microbatch to begin with; `None`: whole batches."""
+    """Samples per microbatch to begin with, under `"auto"`; `None`: whole batches."""
     reduction: Literal["auto", "mean", "sum"] = "auto"
     """How the loss depends on the batch. `"auto"` evaluates it three times on a few samples, in the first batch and now
     and then, without gradients: a mean over samples, over labels that are not -100 or over unmasked tokens, or a sum. A
@@ -80,19 +80,19 @@ class Microbatching:
     statistics, after `batchnorm_warmup` batches, which is the same for every size of microbatch. Either way the running
     statistics are updated once per batch, by those of all its microbatches together."""
     batchnorm_warmup: int = 100
-    """With `batchnorm="running"`, batches of `"ghost"` before: the running statistics must mean something first."""
+    """Batches of `"ghost"` before `batchnorm="running"`: the running statistics must mean something first."""
     growth_interval: int | None = 500
-    """With `"auto"`, batches that must go well before microbatches are doubled; twice as many after each failure of
+    """Batches under `"auto"` that must go well before microbatches are doubled; twice as many after each failure of
     that. `None`: they stay small."""
     headroom_fraction: float = 0.1
-    """With `"auto"`, the fraction of the device's memory that growth leaves free, on devices that tell."""
+    """Fraction of the device's memory that growth leaves free under `"auto"`, on devices that tell."""
     max_bytes: int | str | None = None
-    """With `"auto"`, the peak above which a measured step is held to be too large, as if memory had run out: for
+    """Peak under `"auto"` above which a measured step is held to be too large, as if memory had run out: for
     devices that never say so. The step itself has been taken; what follows takes less, unless weights, gradients and
     optimizer state alone are above it."""
     keeps_gradients: bool = True
-    """With `"auto"`, whether a batch that adds to gradients of earlier ones (accumulation) starts with a copy of these,
-    without which it cannot be run again. Where `"auto"` is only the default, and in plans, there is none."""
+    """Whether, under `"auto"`, a batch that adds to gradients of earlier ones (accumulation) starts with a copy of
+    these, without which it cannot be run again. Where `"auto"` is only the default, and in plans, there is none."""
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.size, int) and not isinstance(self.size, bool) and self.size > 0
@@ -147,7 +147,7 @@ class Microbatching:
             check_unused(self, _OF_RECOVERY, 'size="auto"')
 
     def of_size(self, size: int) -> Microbatching:
-        """The same with a number of samples that is fixed, which needs no settings of `"auto"`."""
+        """Return the same with a number of samples that is fixed, which needs no settings of `"auto"`."""
         defaults: dict[str, Any] = {f.name: f.default for f in fields(self) if f.name in _OF_RECOVERY.split()}
         return replace(self, size=size, **defaults)
 
@@ -184,7 +184,7 @@ class Microbatching:
         return [(part, self._num_samples(part)) for part in self.split_fn(batch, self.size)]
 
     def num_samples(self, batch: Any) -> int:
-        """Of a batch; with a `split_fn`, as many as it cuts it into.
+        """Return the number of samples of a batch; with a `split_fn`, as many as it cuts it into.
 
         Raises:
             UnsplittableBatchError: the batch dimension cannot be told and there is no `split_fn`.
@@ -221,14 +221,14 @@ class Microbatching:
             return float(self.weight_fn(part))
 
     def pooled_batchnorm(self, model: nn.Module, num_parts: int) -> AbstractContextManager[PooledBatchNorms]:
-        """What is to be around the microbatches of a batch, see `pooled_batchnorm`; whole batches stay alone."""
+        """Yield what is to be around the microbatches of a batch, see `pooled_batchnorm`; whole batches stay alone."""
         if num_parts == 1 and self.batchnorm == "ghost":
             return nullcontext(PooledBatchNorms([]))
         return pooled_batchnorm(model, self.batchnorm, self.batchnorm_warmup)
 
 
 def why_not_exact(model: nn.Module) -> tuple[str, ...]:
-    """The modules, by name, that make microbatches differ from the whole batch; empty when there are none."""
+    """Return the modules, by name, that make microbatches differ from the whole batch; empty when there are none."""
     reasons = []
     for name, module in model.named_modules():
         if not module.training:
@@ -252,7 +252,7 @@ _CHANGED = {
     "RReLU": "other slopes",
     "_SpectralNorm": "an iteration for each microbatch",
 }
-"""By names of classes, some of which are other packages'; what a step draws by itself is seen when it is cut."""
+"""Names of classes, some of other packages; what a step draws by itself is seen when it is cut."""
 
 
 _Active = tuple[Microbatching | None, Callable[[int], None]]

@@ -30,7 +30,7 @@ Mode = Literal["ghost", "running"]
 
 
 class _Moments(NamedTuple):
-    """Of some values, per channel."""
+    """Moments of some values, per channel."""
 
     num_values: int
     mean: Tensor
@@ -38,7 +38,7 @@ class _Moments(NamedTuple):
     """The sum of their squares."""
 
     def with_more(self, other: _Moments) -> _Moments:
-        """Of the values of both."""
+        """Return the moments of the values of both."""
         total = self.num_values + other.num_values
         apart = other.mean - self.mean
         deviations = self.deviations + other.deviations + apart.square() * (self.num_values * other.num_values / total)
@@ -151,7 +151,7 @@ _ACTIVE: ContextVar[PooledBatchNorms] = ContextVar("active_batchnorms", default=
 
 @contextmanager
 def unpooled() -> Iterator[None]:
-    """For a forward that is none of the batch's: what BatchNorms see inside is not counted."""
+    """Run a forward that is none of the batch's: what BatchNorms see inside is not counted."""
     pools = _ACTIVE.get().pools
     num_calls = [pool.num_calls for pool in pools]
     for pool in pools:
@@ -199,7 +199,7 @@ def pooled_batchnorm(model: nn.Module, mode: Mode = "ghost", warmup: int = 0) ->
 
 
 def pools_statistics(module: nn.Module) -> bool:
-    """Whether this is an active BatchNorm with running statistics of its own.
+    """Return whether this is an active BatchNorm with running statistics of its own.
 
     SyncBatchNorm's are those of all processes, and are left to it.
     """

@@ -23,12 +23,12 @@ Reduction = Literal["mean", "sum"]
 Finding = Literal["mean", "sum", "either", "neither"]
 
 _CLEARLY = 10.0
-"""By how many times rounding the losses of parts must differ, so that weights that are 10 % off are seen."""
+"""Factor by which losses of parts must differ more than rounding, so that weights that are 10 % off are seen."""
 _COARSE_SHARE = 0.03
-"""Of the difference between the parts' losses: what 16 bits are allowed to be off."""
+"""Fraction of the difference between the parts' losses that 16 bits are allowed to be off."""
 _COARSE_SPREAD = 1e-3
 _COARSE = 2e-3
-"""Of the loss itself: the same."""
+"""Fraction of the loss itself: the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class LabelCount:
     """
 
     key: str | int = "labels"
-    """Where the labels are in the batch: a key of a mapping, an attribute, or a position in a tuple."""
+    """Place of the labels in the batch: a key of a mapping, an attribute, or a position in a tuple."""
     ignore_index: int = -100
     """Labels with this value do not count (torch's and transformers' convention)."""
     shifted: bool = False
@@ -77,7 +77,7 @@ class ReductionRule:
     weight_fn: Callable[[Any], float] | None = None
 
     def weights(self, parts: Sequence[tuple[Any, float]]) -> list[float]:
-        """What each microbatch's loss is multiplied by; one without weight has no loss that means anything.
+        """Return what each microbatch's loss is multiplied by; one without weight has no loss that means anything.
 
         Args:
             parts: microbatches, each with its number of samples.
@@ -102,7 +102,7 @@ _OF_LABELS = (torch.int64, torch.int32, torch.bool)
 
 
 def rules_for(batch: Any, ignored: Iterable[int] = ()) -> list[ReductionRule]:
-    """The rules that a batch allows: means over samples, labels or unmasked tokens, and a sum.
+    """Return the rules that a batch allows: means over samples, labels or unmasked tokens, and a sum.
 
     Args:
         batch: its own tensors, not those of containers inside, may be labels or masks.
@@ -174,24 +174,27 @@ class Losses:
         return self._spread > limit
 
     def off_mean(self, shares: Sequence[float]) -> float:
-        """How far the whole is from the average of the parts, weighted by `shares`."""
+        """Return how far the whole is from the average of the parts, weighted by `shares`."""
         total = sum(shares)
         mean = sum(loss * share for loss, share in zip(self.parts, shares, strict=True)) / total if total else math.nan
         return abs(self.whole - mean)
 
     def fit_mean(self, shares: Sequence[float]) -> bool:
-        """Whether the parts average to the whole."""
+        """Return whether the parts average to the whole."""
         return self.off_mean(shares) <= self._rounding
 
     def fit_sum(self) -> bool:
-        """Whether the parts add up to the whole."""
+        """Return whether the parts add up to the whole."""
         rounding = _COARSE * self._size if self.tolerance is None else self._rounding
         return abs(self.whole - sum(self.parts)) <= rounding
 
     def best(
         self, rules: Sequence[ReductionRule], shares: Callable[[ReductionRule], Sequence[float]]
     ) -> list[ReductionRule]:
-        """The means that fit. Of 16-bit losses those that fit best: others may be as far off as rounding is allowed."""
+        """Return the means that fit.
+
+        Of 16-bit losses those that fit best: others may be as far off as rounding is allowed.
+        """
         off = {rule: self.off_mean(shares(rule)) for rule in rules if rule.reduction == "mean"}
         fitting = {rule: distance for rule, distance in off.items() if distance <= self._rounding}
         limit = max(_CLEARLY * min(fitting.values(), default=0.0), 1e-6 * self._size)

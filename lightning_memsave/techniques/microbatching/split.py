@@ -21,7 +21,7 @@ def _is_dataclass(node: object) -> bool:
 
 
 def _is_plain_list(node: object) -> bool:
-    """A list or tuple of strings, numbers or other leaves: one value per sample if its length says so."""
+    """Return whether it is a list or tuple of strings, numbers or other leaves: one value per sample, by its length."""
     return isinstance(node, (list, tuple)) and not any(
         isinstance(child, (Tensor, Mapping, list, tuple)) or _is_dataclass(child) for child in node
     )
@@ -38,7 +38,7 @@ def _children(node: Any) -> Iterable[Any]:
 
 
 def _is_array(node: object) -> bool:
-    """A tensor, or a numpy array (told without importing numpy)."""
+    """Return a tensor, or a numpy array (told without importing numpy)."""
     return isinstance(node, Tensor) or (hasattr(node, "__array__") and hasattr(node, "shape"))
 
 
@@ -53,7 +53,9 @@ def _first_dimensions(node: Any) -> set[int]:
 
 
 def batch_size(batch: Any) -> int:
-    """The number of samples: the first dimension that all tensors of the batch share, or the length of its lists.
+    """Return the number of samples.
+
+    The first dimension that all tensors of the batch share, or the length of its lists.
 
     A list whose items are alike (dictionaries with the same keys, tensors of one rank and dtype) and whose tensors
     disagree about a first dimension has one sample in each item, as `collate_fn=list` makes them.
@@ -81,7 +83,7 @@ _SPLIT_FN = "Pass `Microbatching(split_fn=...)`, a function of (batch, size) tha
 
 
 def _described(batch: Any) -> str:
-    """Which entries of a batch have which first dimension."""
+    """Return which entries of a batch have which first dimension."""
     named: dict[int, list[str]] = {}
     pairs = batch.items() if isinstance(batch, Mapping) else enumerate(_children(batch))
     for key, value in pairs:
@@ -109,7 +111,7 @@ def refuse_list_of_alike(batch: Any) -> None:
 
 
 def _are_alike(items: Any) -> bool:
-    """Whether the items of a list look like samples of one kind."""
+    """Return whether the items of a list look like samples of one kind."""
     if type(items) not in (list, tuple) or not items:
         return False
     if all(isinstance(item, Tensor) for item in items):
@@ -123,7 +125,7 @@ def _are_alike(items: Any) -> bool:
 
 
 def _list_sizes(node: Any) -> set[int]:
-    """The lengths of lists of samples, and the first dimensions of tensors beside them."""
+    """Return the lengths of lists of samples, and the first dimensions of tensors beside them."""
     if _is_array(node):
         return {node.shape[0]} if len(node.shape) else set()
     if _are_alike(node):
@@ -132,7 +134,10 @@ def _list_sizes(node: Any) -> set[int]:
 
 
 def take(node: Any, start: int, stop: int, num_samples: int) -> Any:
-    """Samples `start` to `stop` of a batch of `num_samples`. Tensors become views, containers keep their type."""
+    """Return samples `start` to `stop` of a batch of `num_samples`.
+
+    Tensors become views, containers keep their type.
+    """
     return _with_samples(node, num_samples, lambda samples: samples[start:stop])
 
 
@@ -151,7 +156,7 @@ def pick(node: Any, rows: Sequence[int], num_samples: int) -> Any:
 
 
 def are_equal(node: Any, num_samples: int) -> bool:
-    """Whether all samples of a batch are the same, as in one of zeros.
+    """Return whether all samples of a batch are the same, as in one of zeros.
 
     >>> are_equal((torch.zeros(3, 2), torch.ones(3)), 3), are_equal(torch.arange(3), 3)
     (True, False)
@@ -167,7 +172,7 @@ def are_equal(node: Any, num_samples: int) -> bool:
 
 
 def resized(node: Any, num_samples: int, wanted: int) -> Any:
-    """A batch of `wanted` samples, all of them the first one of a batch of `num_samples`."""
+    """Return a batch of `wanted` samples, all of them the first one of a batch of `num_samples`."""
 
     def repeated(samples: Any) -> Any:
         if isinstance(samples, Tensor):
@@ -178,7 +183,9 @@ def resized(node: Any, num_samples: int, wanted: int) -> Any:
 
 
 def cloned(node: Any) -> Any:
-    """The same batch in tensors, arrays and containers of its own, which a step may change; other objects are shared.
+    """Return the same batch in tensors, arrays and containers of its own, which a step may change.
+
+    Other objects are shared.
 
     >>> import torch
     >>> batch = {"x": torch.zeros(2), "y": (torch.ones(2), "name")}
@@ -197,7 +204,7 @@ def cloned(node: Any) -> Any:
 
 
 def _with_samples(node: Any, num_samples: int, change: Callable[[Any], Any]) -> Any:
-    """The same batch with other samples: `change` gets each tensor, array or list of them."""
+    """Return the same batch with other samples: `change` gets each tensor, array or list of them."""
 
     def changed(leaf: Any) -> Any:
         has_samples = len(leaf.shape) > 0 if _is_array(leaf) else len(leaf) == num_samples
@@ -209,7 +216,10 @@ def _with_samples(node: Any, num_samples: int, change: Callable[[Any], Any]) -> 
 
 
 def _has_one_each(node: Any, num_samples: int) -> bool:
-    """Whether a list has one value for each sample that is a container itself: dictionaries of names, for example."""
+    """Return whether a list has one value for each sample that is a container itself.
+
+    Dictionaries of names, for example.
+    """
     if type(node) not in (list, tuple) or len(node) != num_samples or _is_plain_list(node) or _first_dimensions(node):
         return False
     if all(_lists_samples(child, num_samples) for child in node):
@@ -247,7 +257,7 @@ def _mapped(node: Any, change: Callable[[Any], Any], is_leaf: Callable[[Any], bo
 
 
 def _rebuilt(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the same type with other items."""
+    """Return a mapping of the same type with other items."""
     kind: Any = type(mapping)
     if _is_dataclass(mapping):  # transformers' ModelOutput, whose items may not be updated
         return kind(**items)
@@ -281,7 +291,7 @@ def split(batch: Any, size: int) -> list[tuple[Any, int]]:
 
 
 def even_sizes(num_samples: int, size: int) -> list[int]:
-    """The sizes of as few microbatches of at most `size` samples as possible, the larger ones first.
+    """Return the sizes of as few microbatches of at most `size` samples as possible, the larger ones first.
 
     >>> even_sizes(10, 4)
     [4, 3, 3]

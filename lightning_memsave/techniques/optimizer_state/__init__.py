@@ -135,7 +135,7 @@ _REASONS = {
 
 
 def uses_bitsandbytes(optimizer: torch.optim.Optimizer, config: OptimizerState) -> bool:
-    """Whether the state of `optimizer` becomes bitsandbytes'."""
+    """Return whether the state of `optimizer` becomes bitsandbytes'."""
     if config.format == "paged" or config.backend == "bitsandbytes":
         return True
     if config.format != "8bit" or config.backend == "own" or config.gradients == "into-state":
@@ -181,14 +181,14 @@ def apply_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerSta
 
 
 def needs_format(config: OptimizerState) -> bool:
-    """Whether optimizers change their class."""
+    """Return whether optimizers change their class."""
     return config.format != "32bit" or config.gradients == "into-state"
 
 
 def gradients_applied(
     config: OptimizerState, optimizers: Iterable[torch.optim.Optimizer], in_backward: InBackward
 ) -> Applied:
-    """What becomes of gradients, and the way back."""
+    """Return what becomes of gradients, and the way back."""
     if config.gradients == "release":
         summary = "parameters step inside of backward, which frees each gradient at once"
         return Applied(technique="optimizer_state", summary=summary, restore=in_backward.remove)
@@ -207,7 +207,7 @@ def gradients_applied(
 
 
 def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> Applied | None:
-    """The state alone; see `apply_optimizer_state`. A format of an earlier time is left for the new one.
+    """Return the state alone; see `apply_optimizer_state`. A format of an earlier time is left for the new one.
 
     Returns:
         What was done; `None` for nothing.
@@ -262,7 +262,7 @@ def _is_changed(p: Tensor, config: OptimizerState, kept: Collection[Tensor]) -> 
 
 
 def has_effect(optimizers: Iterable[torch.optim.Optimizer], config: OptimizerState, model: nn.Module) -> bool:
-    """Whether the settings change anything: gradients, or the state of some parameter."""
+    """Return whether the settings change anything: gradients, or the state of some parameter."""
     return config.gradients != "keep" or any(
         _is_changed(p, config, parameters_kept_32bit(optimizer, config, model))
         for optimizer in optimizers
@@ -324,7 +324,7 @@ def _check_format(optimizer: torch.optim.Optimizer, config: OptimizerState) -> N
 
 
 def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> int:
-    """Bytes of the moments, on the device of the parameters, once every one of these has been stepped; exact."""
+    """Return the bytes of the moments, on the device of the parameters, once each has been stepped; exact."""
     _check_format(optimizer, config)
     kept = parameters_kept_32bit(optimizer, config, model)
     of_bitsandbytes = uses_bitsandbytes(optimizer, config)

@@ -30,12 +30,12 @@ _BITS = 32  # that are random in each number of `random_bits`
 
 
 def num_bytes(rows: int, rank: int) -> int:
-    """Bytes on the device of what P is made from."""
+    """Return bytes on the device of what P is made from."""
     return 0
 
 
 def begin(gradient: Tensor, rank: int, seed: int) -> int:
-    """What P is made from."""
+    """Return what P is made from."""
     return seed
 
 

@@ -30,7 +30,7 @@ from lightning_memsave.torch_internals.optimizer_class import (
 
 @functools.cache
 def _class_8bit(names: tuple[str, str]) -> Any:
-    """By the names of bitsandbytes' class and of the plain one."""
+    """Return the class for the names of bitsandbytes' class and of the plain one."""
     import logging
 
     # The only place that imports bitsandbytes. On some CPUs it warns about an inference kernel that nothing here uses.
@@ -62,7 +62,7 @@ def _class_8bit(names: tuple[str, str]) -> Any:
         return made.contiguous()
 
     def getstate(self: Any) -> dict[str, Any]:
-        """For copies: what torch copies of an optimizer, and what makes this one an 8-bit one."""
+        """Return what torch copies of an optimizer, and what makes this one an 8-bit one."""
         own = vars(self).keys() - memory_of(self).plain_attributes - {"step", IN_BACKWARD}
         return {**torch.optim.Optimizer.__getstate__(self), **{name: vars(self)[name] for name in own}}
 

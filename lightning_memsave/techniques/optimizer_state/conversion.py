@@ -38,7 +38,7 @@ def _plain_moments(state: Mapping[str, Any], mapping: OptimizerMapping, is_compa
 
 
 def plain_state(optimizer: torch.optim.Optimizer, is_compact: bool = False) -> dict[Any, dict[str, Any]]:
-    """The state of an 8-bit optimizer as its plain self would hold it, by parameter."""
+    """Return the state of an 8-bit optimizer as its plain self would hold it, by parameter."""
     mapping = memory_of(optimizer).mapping
     return {p: _plain_moments(state, mapping, is_compact) for p, state in optimizer.state.items()}
 
@@ -79,7 +79,7 @@ def _fill(
 
 
 def _codes(moment: Any, code_map: Tensor, absmax: Tensor | None, num_blocks: int) -> tuple[Tensor, Tensor]:
-    """The codes of a moment, with the scales that it was written with where these give the moment again."""
+    """Return the codes of a moment, with the scales that it was written with where these give the moment again."""
     device = code_map.device
     if isinstance(moment, Mapping):
         has_codes = moment["layout"] == state_checks.CODES and moment["bits"] == 8
@@ -95,7 +95,7 @@ def _codes(moment: Any, code_map: Tensor, absmax: Tensor | None, num_blocks: int
 
 
 def to_plain(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state dict of an 8-bit optimizer in its plain self's layout.
+    """Return the state dict of an 8-bit optimizer in its plain self's layout.
 
     It loads into the plain optimizer, and through `from_plain` into the 8-bit one, bit for bit.
     """

@@ -27,7 +27,7 @@ _LARGE = 1e15  # elements
 
 
 def num_bytes(rows: int, rank: int) -> int:
-    """Bytes of P for gradients whose shorter side has so many rows."""
+    """Return bytes of P for gradients whose shorter side has so many rows."""
     return 4 * rows * rank
 
 
@@ -52,5 +52,5 @@ def matrix(kept: Tensor, gradient: Tensor, rank: int) -> Tensor:
 
 
 def update(projection: Tensor, step: Tensor, gradient: Tensor) -> Tensor:
-    """The step in the subspace as one of the weights, [N, M]."""
+    """Return the step in the subspace as one of the weights, [N, M]."""
     return projection @ step if gradient.shape[0] <= gradient.shape[1] else step @ projection.T

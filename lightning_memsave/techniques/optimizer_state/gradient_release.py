@@ -63,7 +63,7 @@ class InBackward(ABC):
 
     @contextlib.contextmanager
     def rehearsed(self) -> Iterator[None]:
-        """Inside, gradients are freed and nothing else happens."""
+        """Free gradients while entered, and do nothing else."""
         self._is_rehearsal = True
         try:
             yield

@@ -43,7 +43,7 @@ class Elsewhere:
             self._place.fetch()
 
     def get(self) -> Tensor:
-        """The tensor on its device, a copy."""
+        """Return the tensor on its device, a copy."""
         found: Tensor = self._place.get()
         return found
 
@@ -55,7 +55,7 @@ class Elsewhere:
             self._place = InFile(tensor, _file())
 
     def host(self) -> Tensor:
-        """The tensor in host memory, a copy: for checkpoints."""
+        """Return the tensor in host memory, a copy: for checkpoints."""
         return self._place.host() if isinstance(self._place, _Pinned) else self.get()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def lamb_config(get_config: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """What bitsandbytes asks for, of a bare step."""
+    """Return what bitsandbytes asks for, of a bare step."""
 
     def lamb(self: Any, gindex: int, pindex: int, group: Mapping[str, Any]) -> dict[str, Any]:
         # The kernel takes a bare Adam step of size one; `lamb_step` scales it.

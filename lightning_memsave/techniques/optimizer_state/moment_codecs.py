@@ -57,7 +57,7 @@ class QuantizedMoment(NamedTuple):
     absmax: Tensor
 
     def part(self, span: slice, num_elements: int) -> QuantizedMoment:
-        """A view of the codes of the elements `span` of all, which are whole blocks."""
+        """Return a view of the codes of the elements `span` of all, which are whole blocks."""
         bits = self.codes.numel() * 8 // num_elements
         return QuantizedMoment(
             self.codes[span.start * bits // 8 : -(-span.stop * bits // 8)],
@@ -65,14 +65,14 @@ class QuantizedMoment(NamedTuple):
         )
 
     def made_for(self, num_elements: int) -> QuantizedMoment:
-        """As these, which are of whole blocks, for more elements and not filled yet."""
+        """Return codes like these, which are of whole blocks, for more elements and not filled yet."""
         bits = self.codes.numel() * 8 // (self.absmax.numel() * BLOCK_SIZE)
         return QuantizedMoment(
             self.codes.new_empty(-(-num_elements * bits // 8)), self.absmax.new_empty(num_blocks(num_elements))
         )
 
     def joined(self, part: QuantizedMoment, span: slice, num_elements: int) -> QuantizedMoment:
-        """With the codes of `part` where `span` is."""
+        """Return these with the codes of `part` where `span` is."""
         for value, place in zip(part, self.part(span, num_elements), strict=True):
             put(value, place)
         return self
@@ -85,16 +85,16 @@ class Factored(NamedTuple):
     columns: Tensor  # [M]
 
     def part(self, span: slice, num_elements: int) -> Factored:
-        """The means of some whole rows of their outer product, which are a copy."""
+        """Return the means of some whole rows of their outer product, which are a copy."""
         rows = self.rows[self._rows_of(span)]
         return Factored(rows.clone(), self.columns * (rows.mean() / _positive(self.rows.mean())))
 
     def made_for(self, num_elements: int) -> Factored:
-        """As these, for more rows and not filled yet."""
+        """Return means like these, for more rows and not filled yet."""
         return Factored(self.rows.new_empty(num_elements // len(self.columns)), torch.empty_like(self.columns))
 
     def joined(self, part: Factored, span: slice, num_elements: int) -> Factored:
-        """With the rows of `part`, and the columns so far; the first part begins anew, as others are cut from these."""
+        """Return these with the rows of `part`, and the columns so far; the first part begins anew."""
         columns = part.columns * (len(part.rows) / len(self.rows))
         whole = self if span.start else Factored(torch.empty_like(self.rows), torch.zeros_like(columns))
         whole.rows[self._rows_of(span)] = part.rows
@@ -109,7 +109,7 @@ Stored = Tensor | QuantizedMoment | Factored | Elsewhere
 
 
 class RoundingNoise(NamedTuple):
-    """Of stochastic rounding: see `quantize_stochastically`."""
+    """Seed and shift of stochastic rounding: see `quantize_stochastically`."""
 
     seed: int
     shift: int
@@ -122,13 +122,13 @@ class Codec(Protocol):
         """Keep `value`; rounded stochastically with `noise`, or to the nearest, which finds codes again exactly."""
 
     def decode(self, stored: Any, shape: torch.Size) -> Tensor:
-        """The moment, a tensor of its own."""
+        """Return the moment, a tensor of its own."""
 
     def num_bytes(self, shape: torch.Size) -> int:
-        """Bytes on the parameter's device."""
+        """Return bytes on the parameter's device."""
 
     def unit(self, shape: torch.Size) -> int:
-        """How many elements, one after the other, are kept together."""
+        """Return how many elements, one after the other, are kept together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +139,7 @@ class BlockMap:
     bits: int
 
     def encode(self, value: Tensor, noise: RoundingNoise | None) -> QuantizedMoment:
-        """Codes and scales."""
+        """Return codes and scales."""
         flat, code_map = value.detach().reshape(-1), self._map(value.device)
         if noise is not None:
             return QuantizedMoment(*quantize_to_map(flat, code_map, self.bits, *noise))
@@ -152,12 +152,12 @@ class BlockMap:
         return dequantize_from_map(stored.codes, code_map, stored.absmax, self.bits, math.prod(shape)).view(shape)
 
     def num_bytes(self, shape: torch.Size) -> int:
-        """Codes and scales."""
+        """Return codes and scales."""
         num_elements = math.prod(shape)
         return -(-num_elements * self.bits // 8) + 4 * num_blocks(num_elements)
 
     def unit(self, shape: torch.Size) -> int:
-        """A block."""
+        """Return a block."""
         return BLOCK_SIZE
 
     def _map(self, device: torch.device) -> Tensor:
@@ -174,7 +174,9 @@ def _positive(mean: Tensor) -> Tensor:
 
 
 def _without_outlier(matrix: Tensor, means: Factored) -> Factored:
-    """The means, in which an element that is four times all others together counts as their mean; none is infinite.
+    """Return the means, in which an element that is four times all others together counts as their mean.
+
+    None is infinite.
 
     One gradient of 10^20 squares to infinity. In Adam that stops one weight; as a part of the mean of all, by which
     means are divided, it would make every other second moment 0. Nothing waits for the device.
@@ -204,7 +206,7 @@ class Means:
     otherwise: Codec
 
     def encode(self, value: Tensor, noise: RoundingNoise | None) -> Stored:
-        """The means."""
+        """Return the means."""
         if value.dim() < 2:
             return self.otherwise.encode(value, noise)
         matrix = value.detach().reshape(len(value), -1).float()  # [N, M]
@@ -218,21 +220,21 @@ class Means:
         return torch.outer(rows / _positive(rows.mean()), columns).view(shape)  # [N], [M] -> [N, M]
 
     def num_bytes(self, shape: torch.Size) -> int:
-        """The means, in float32."""
+        """Return the means, in float32."""
         if len(shape) < 2:
             return self.otherwise.num_bytes(shape)
         return 4 * (shape[0] + math.prod(shape[1:]))
 
     def unit(self, shape: torch.Size) -> int:
-        """A row."""
+        """Return a row."""
         return self.otherwise.unit(shape) if len(shape) < 2 else math.prod(shape[1:])
 
 
 class Away:
-    """In host memory; exact."""
+    """Codec that keeps moments in host memory; exact."""
 
     def encode(self, value: Tensor, noise: RoundingNoise | None) -> Elsewhere:
-        """A copy elsewhere."""
+        """Return a copy elsewhere."""
         return Elsewhere(value.detach())
 
     def decode(self, stored: Elsewhere, shape: torch.Size) -> Tensor:
@@ -244,12 +246,12 @@ class Away:
         return 0
 
     def unit(self, shape: torch.Size) -> int:
-        """All, as they are fetched at once."""
+        """Return all, as they are fetched at once."""
         return math.prod(shape)
 
 
 def _float_map(bits_of_exponent: int, bits_of_significand: int, largest: float) -> Tensor:
-    """The positive values of a small float over the largest finite one, ascending, without zero."""
+    """Return the positive values of a small float over the largest finite one, ascending, without zero."""
     bias, steps = 2 ** (bits_of_exponent - 1) - 1, 2**bits_of_significand
     subnormal = [i / steps * 2.0 ** (1 - bias) for i in range(1, steps)]
     normal = [(1 + i / steps) * 2.0 ** (e - bias) for e in range(1, 2**bits_of_exponent) for i in range(steps)]
@@ -276,7 +278,7 @@ CODECS: Mapping[str, tuple[Codec, Codec]] = {
     "5bit-factored": (_IN_5BIT[0], Means(_IN_5BIT[1])),
     "offload": (Away(), Away()),
 }
-"""By format: the codec of first moments, and that of second ones."""
+"""Codecs by format: of first moments, and of second ones."""
 
 
 def bound_step(first: Tensor, second: Tensor, betas: tuple[float, float]) -> None:
@@ -296,7 +298,7 @@ def bound_step(first: Tensor, second: Tensor, betas: tuple[float, float]) -> Non
 
 
 def codec_of(state_format: str, moment: str) -> Codec | None:
-    """How `moment` is kept; `None`: as it is, as what is no moment, or in 32 bit."""
+    """Return how `moment` is kept; `None`: as it is, as what is no moment, or in 32 bit."""
     if state_format not in CODECS:
         return None
     if moment in SIGNED:
@@ -305,14 +307,14 @@ def codec_of(state_format: str, moment: str) -> Codec | None:
 
 
 def unit_of(state_format: str, shape: torch.Size) -> int:
-    """How many elements of a parameter, one after the other, step together; moments of a subspace are of all."""
+    """Return how many elements of a parameter, one after the other, step together; moments of a subspace are of all."""
     if state_format == "32bit":
         return 1
     return math.lcm(*(codec.unit(shape) for codec in CODECS.get(state_format, (Away(),))))
 
 
 def decode(state_format: str, moment: str, stored: Any, shape: torch.Size) -> Any:
-    """What `encode` kept, as a tensor; anything else as it is."""
+    """Return what `encode` kept, as a tensor; anything else as it is."""
     if isinstance(stored, (QuantizedMoment, Factored, Elsewhere)):
         codec = codec_of(state_format, moment)
         assert codec is not None

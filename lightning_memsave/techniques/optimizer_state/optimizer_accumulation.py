@@ -54,14 +54,17 @@ from lightning_memsave.torch_internals.optimizer_class import PENDING, in_parts,
 
 _MOMENTS = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq")}
 AGREEMENT = "agreement"
-"""In a matrix's state: averages of |G|**2 - |D|, and of what that would be if microbatches were the same."""
+"""Averages in a matrix's state, of |G|**2 - |D|, and of what that would be if microbatches were the same."""
 _NUM_SIGNED = 4
 """Signed sums of a row or column: their mean square is off by a factor of 1 +- 0.7 in one step."""
 _LARGEST_SUM = 2**16
 """Elements of what is no matrix up to which its sum is kept."""
 _LARGEST_UNIT = 2**20
 _LEAST = 0.25
-"""Of a row's sum with D, or a column's, that is left at least: estimates may be small by chance, and divide steps."""
+"""Fraction of a row's or a column's sum with D that is left at least.
+
+Estimates, which divide steps, may be small by chance.
+"""
 _OF_ALL = (-1, -1)
 """Among sums of parts: what goes into the agreement, of all parts so far."""
 _KEEP = 'Use `OptimizerState(gradients="keep")`'
@@ -74,14 +77,17 @@ class Pending(NamedTuple):
     """What has come of a parameter's gradient since its last step."""
 
     factor: float
-    """Of gradients in the momentum: 1 in the first step of all, then 1 - dampening."""
+    """Weight of gradients in the momentum: 1 in the first step of all, then 1 - dampening."""
     num_parts: int
     sums: dict[tuple[int, int], tuple[Any, ...]] = {}  # noqa: RUF012  # never changed
-    """Of Adam, by part (`_place`): G; or a matrix's D and mean squares of `Signed`, in total, and both its `Signed`."""
+    """Adam's state by part (`_place`).
+
+    G; or a matrix's D and mean squares of `Signed`, in total, and both its `Signed`.
+    """
 
 
 def on_device(saved: Sequence[Any], p: Tensor) -> Pending:
-    """What a checkpoint has of a `Pending`, where `p` is; tensors of its own, as they are added to."""
+    """Return what a checkpoint has of a `Pending`, where `p` is; tensors of its own, as they are added to."""
     factor, num_parts, *sums = saved
     found = sums[0] if sums and isinstance(sums[0], dict) else {}  # else of an earlier version
     return Pending(factor, num_parts, tree_map_only(Tensor, lambda t: t.to(p.device, copy=True), found))
@@ -149,7 +155,7 @@ def add(optimizer: Any, memory: _AccumulationState, group: Mapping[str, Any], p:
 
 
 def _add(optimizer: Any, memory: _AccumulationState, group: Mapping[str, Any], p: Tensor, now: Pending) -> None:
-    """For `p`, or for what stands in for it."""
+    """Add the gradient of `p`, or of what stands in for it."""
     assert p.grad is not None
     dtype, is_first = torch.promote_types(p.dtype, torch.float32), now.num_parts == 1
     gradient = p.grad.to(dtype)
@@ -217,7 +223,10 @@ def _add_to_moments(
 
 
 def _weight(state: Mapping[str, Any], place: int) -> Tensor | float:
-    """Of the squares of the microbatch that comes in at this place: what makes up for its products with others."""
+    """Return the correction weight for the k-th microbatch's squared gradient.
+
+    It makes up for its products with others.
+    """
     if place == 1 or AGREEMENT not in state:
         return 1.0
     products, most = state[AGREEMENT]
@@ -227,7 +236,7 @@ def _weight(state: Mapping[str, Any], place: int) -> Tensor | float:
 
 # ------------------------------------------------------------------------------- squares of a sum that nobody has
 def _is_matrix(p: Tensor) -> bool:
-    """Whether sums of its rows and columns are few, and parts of whole rows can step."""
+    """Return whether sums of its rows and columns are few, and parts of whole rows can step."""
     if p.dim() < 2 or not p.numel():
         return False
     length = p[0].numel()
@@ -246,12 +255,12 @@ def _is_sum(known: tuple[Any, ...]) -> bool:
 
 
 def row_length(p: Tensor) -> int:
-    """Elements of `p`, one after the other, that count as a row; what is large steps in parts of whole rows."""
+    """Return elements of `p`, one after the other, that count as a row; what is large steps in parts of whole rows."""
     return p[0].numel() if _is_matrix(p) else BLOCK_SIZE
 
 
 def _rows(value: Tensor, p: Tensor) -> Tensor:
-    """As a matrix, [N, M]; a copy where the last row is not full."""
+    """Return a matrix, [N, M]; a copy where the last row is not full."""
     length, flat = row_length(original(p)), value.reshape(-1)
     if rest := -flat.numel() % length:
         flat = nn.functional.pad(flat, (0, rest))
@@ -259,12 +268,12 @@ def _rows(value: Tensor, p: Tensor) -> Tensor:
 
 
 def _place(p: Tensor) -> tuple[int, int]:
-    """Which part `p` is: where it begins, and its length."""
+    """Return which part `p` is: where it begins, and its length."""
     return span_of(p).start or 0, p.numel()
 
 
 def _sides(matrix: Tensor, p: Tensor) -> tuple[Tensor, ...]:
-    """Its rows; of what is a matrix by itself, its columns as well."""
+    """Return its rows; of what is a matrix by itself, its columns as well."""
     return (matrix, matrix.T) if _is_matrix(original(p)) else (matrix,)
 
 
@@ -278,7 +287,7 @@ def _signs(num: int, noise: RoundingNoise, axis: int, like: Tensor) -> Tensor:
 def _with_signed_sums(
     gradient: Tensor, second: Tensor, p: Tensor, beta2: float, noise: RoundingNoise, known: tuple[Any, ...] | None
 ) -> tuple[Any, ...]:
-    """With one microbatch more, of which nothing is in `second` yet."""
+    """Add one microbatch more, of which nothing is in `second` yet."""
     sides = _sides(_rows(gradient, p), p)
     if known is None:
         has = [side.sum(1) for side in _sides(_rows(second, p), p)]
@@ -328,7 +337,7 @@ def _square_sum(second: Tensor, state: dict[str, Any], p: Tensor, pending: Pendi
 
 
 def move(optimizer: Any, memory: _AccumulationState, group: Mapping[str, Any], p: Tensor, pending: Pending) -> None:
-    """The step of `p`, or of what stands in for it, whose gradients are in its moments."""
+    """Step `p`, or what stands in for it, whose gradients are in its moments."""
     state, lr = optimizer.state[p], float(group["lr"])
     names = _MOMENTS[memory.plain_class.__name__]
     moments = [decode(memory.format_of(p), name, state[name], p.shape) for name in names]

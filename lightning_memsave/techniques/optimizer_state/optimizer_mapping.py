@@ -1,4 +1,4 @@
-"""Which optimizer of bitsandbytes does what a plain one does, with 8-bit state or `"paged"`.
+"""Table of the optimizers of bitsandbytes that do what plain ones do, with 8-bit state or `"paged"`.
 
 Paged state is 32-bit state in memory that CUDA moves to the host when the device has none left.
 """
@@ -94,7 +94,7 @@ _ALIASES = {"Lamb": "LAMB"}
 
 
 def find_mapping(optimizer: torch.optim.Optimizer) -> OptimizerMapping:
-    """The 8-bit mapping of `optimizer`, by the name of its class.
+    """Return the 8-bit mapping of `optimizer`, by the name of its class.
 
     Raises:
         ValueError: there is none, or a setting that the mapping does not have.
@@ -176,7 +176,7 @@ def check_paged(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_8bit(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `become_8bit` has changed this optimizer."""
+    """Return whether `become_8bit` has changed this optimizer."""
     return MEMORY in vars(optimizer)
 
 
@@ -205,6 +205,6 @@ class BitsandbytesState:
 
 
 def memory_of(optimizer: torch.optim.Optimizer) -> BitsandbytesState:
-    """The plain self of an 8-bit optimizer."""
+    """Return the plain self of an 8-bit optimizer."""
     memory: BitsandbytesState = vars(optimizer)[MEMORY]
     return memory

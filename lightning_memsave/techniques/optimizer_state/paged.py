@@ -20,7 +20,10 @@ def note_pages(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def pages_kept(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-    """Inside, Lightning may move optimizer state from device to device; paged state is where it was afterwards."""
+    """Let Lightning move optimizer state from device to device while entered.
+
+    Paged state is where it was afterwards.
+    """
     paged = [optimizer for optimizer in optimizers if is_8bit(optimizer)]
     for optimizer in paged:
         note_pages(optimizer)

@@ -1,4 +1,4 @@
-"""Which parameters' state stays as it is, whatever the format."""
+"""Filter of parameters whose state stays as it is, whatever the format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MUST_MOVE = ("offload",)  # whatever it belongs to, as nothing is rounded
 
 
 def parameters_kept_32bit(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> set[Tensor]:
-    """Those that are small, complex, or of a module that `config` names.
+    """Return the parameters that are small, complex, or of a module that `config` names.
 
     Of the whole model: what is unfrozen later comes into the optimizer then (`add_param_group`).
 
@@ -34,6 +34,6 @@ def parameters_kept_32bit(optimizer: torch.optim.Optimizer, config: OptimizerSta
 
 
 def _output_embeddings(model: nn.Module) -> set[nn.Module]:
-    """The heads that the models of `transformers` inside of `model` name: one score for each row of a table."""
+    """Return the heads that the models of `transformers` inside of `model` name: one score for each row of a table."""
     named = (getattr(module, "get_output_embeddings", None) for module in model.modules())
     return {head for find in named if callable(find) and isinstance(head := find(), nn.Module)}

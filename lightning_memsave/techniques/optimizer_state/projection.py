@@ -34,7 +34,7 @@ class _Method(Protocol):
 
 
 METHODS: Mapping[str, _Method] = {"lowrank": galore, "apollo": apollo}
-"""By format of state."""
+"""Methods by format of state."""
 
 
 class _ProjectionState(Protocol):
@@ -50,12 +50,12 @@ def _matrix(values: Tensor) -> Tensor:
 
 
 def is_worth_it(p: Tensor, rank: int) -> bool:
-    """Whether a parameter has two dimensions that are larger than the rank."""
+    """Return whether a parameter has two dimensions that are larger than the rank."""
     return p.dim() >= 2 and min(_matrix(p).shape) > rank
 
 
 def num_bytes(state_format: str, shape: torch.Size, rank: int, num_moments: int) -> int:
-    """Bytes of the moments and the projection of a parameter that is worth it."""
+    """Return bytes of the moments and the projection of a parameter that is worth it."""
     sides = shape[0], shape.numel() // shape[0]
     return 4 * rank * num_moments * max(sides) + METHODS[state_format].num_bytes(min(sides), rank)
 
@@ -66,24 +66,24 @@ def _project(projection: Tensor, values: Tensor) -> Tensor:
 
 
 def format_of(state: Mapping[str, Any]) -> str:
-    """Of saved moments that are projected."""
+    """Return the format of saved moments that are projected."""
     return "lowrank" if isinstance(state[PROJECTION], Tensor) else "apollo"
 
 
 def rank_of(state: Mapping[str, Any]) -> int:
-    """Of saved moments that are projected."""
+    """Return the rank of saved moments that are projected."""
     moments = (value for name, value in state.items() if name != PROJECTION and isinstance(value, Tensor))
     return next(min(moment.shape) for moment in moments if moment.dim() == 2)
 
 
 def shape_of(p: Tensor, state: Mapping[str, Any]) -> tuple[int, int]:
-    """Of the moments of `p` in its subspace, [R, M] or [N, R]."""
+    """Return the shape of the moments of `p` in its subspace, [R, M] or [N, R]."""
     (rows, columns), rank = _matrix(p).shape, rank_of(state)
     return (rank, columns) if rows <= columns else (rows, rank)
 
 
 def shape_of_projection(p: Tensor, state: Mapping[str, Any]) -> tuple[int, int]:
-    """Of a projection that is kept, [min(N, M), R]."""
+    """Return the shape of a projection that is kept, [min(N, M), R]."""
     return min(_matrix(p).shape), rank_of(state)
 
 

@@ -89,18 +89,18 @@ class QuantizedState(Counts):
     order: list[Tensor] = field(default_factory=list)
 
     def format_of(self, p: Tensor) -> str:
-        """How the state of `p` is kept."""
+        """Return how the state of `p` is kept."""
         whole = original(p)
         is_kept = whole in self.kept or whole.numel() < self.min_size or whole.is_complex()
         return "32bit" if is_kept else self.state_format
 
     def unit(self, p: Tensor) -> int:
-        """Whole blocks of codes, rows, or all of `p`."""
+        """Return whole blocks of codes, rows, or all of `p`."""
         unit = unit_of(self.format_of(p), p.shape)
         return math.lcm(unit, accumulation.row_length(p)) if self.takes_gradients else unit
 
     def noise_of(self, p: Tensor, draw: int = 0) -> RoundingNoise:
-        """Of this step for `p`; `draw` tells several of one step apart."""
+        """Return the noise of this step for `p`; `draw` tells several of one step apart."""
         number = self.numbers.setdefault(original(p), len(self.numbers))
         seed = mix(8 * number + 1)
         if start := span_of(p).start:
@@ -117,7 +117,7 @@ def _is_projected(memory: QuantizedState, p: Tensor) -> bool:
 
 
 def memory_of(optimizer: torch.optim.Optimizer) -> QuantizedState:
-    """What an optimizer remembers that `quantize_state` has changed."""
+    """Return what an optimizer remembers that `quantize_state` has changed."""
     memory: QuantizedState = vars(optimizer)[MEMORY]
     return memory
 
@@ -163,14 +163,14 @@ def check_quantizable(optimizer: torch.optim.Optimizer, state_format: str) -> No
 
 
 def moments_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the moments that `optimizer` keeps for the parameters of one of its groups."""
+    """Return the names of the moments that `optimizer` keeps for the parameters of one of its groups."""
     name = memory_of(optimizer).plain_class.__name__ if is_quantized(optimizer) else type(optimizer).__name__
     has_momentum = name == "RMSprop" and group["momentum"]
     return (*MOMENTS[name], "momentum_buffer") if has_momentum else MOMENTS[name]
 
 
 def is_quantized(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `quantize_state` has changed this optimizer."""
+    """Return whether `quantize_state` has changed this optimizer."""
     return MEMORY in vars(optimizer)
 
 
@@ -234,7 +234,7 @@ def load_state(optimizer: torch.optim.Optimizer, p: Tensor, state: dict[str, Any
 
 
 def _decoded(memory: QuantizedState, name: str, stored: Any, p: Tensor) -> Any:
-    """As the optimizer itself would hold it."""
+    """Return the moment as the optimizer itself would hold it."""
     value = decode(memory.format_of(p), name, stored, p.shape)
     if value is stored and (name not in (*SIGNED, *POSITIVE) or value.dtype == p.dtype):
         return value
@@ -265,7 +265,7 @@ def _step_one(step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any],
 
 
 def _next(memory: QuantizedState, p: Tensor) -> Iterator[Tensor]:
-    """The parameter that steps after `p`: backward goes from the last to the first."""
+    """Yield the parameter that steps after `p`: backward goes from the last to the first."""
     number = memory.numbers.get(original(p), 0)
     goes_up = number == memory.last_number + 1 or (number == 0 and memory.last_number != 1)
     following, memory.last_number = number + (1 if goes_up else -1), number

@@ -20,31 +20,31 @@ _EXACT = ("32bit", "offload", "paged")
 
 
 def is_ours(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its class was changed here."""
+    """Return whether its class was changed here."""
     return quantized.is_quantized(optimizer) or optimizer_mapping.is_8bit(optimizer)
 
 
 def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its state is something smaller already: ours, or one of bitsandbytes' own."""
+    """Return whether its state is something smaller already: ours, or one of bitsandbytes' own."""
     if quantized.is_quantized(optimizer):
         return format_of(optimizer) != "32bit"
     return optimizer_mapping.is_8bit(optimizer) or type(optimizer).__module__.startswith("bitsandbytes")
 
 
 def memory(optimizer: torch.optim.Optimizer) -> Any:
-    """What one of ours remembers; another change has another."""
+    """Return what one of ours remembers; another change has another."""
     return vars(optimizer).get(quantized.MEMORY) or vars(optimizer).get(optimizer_mapping.MEMORY)
 
 
 def format_of(optimizer: torch.optim.Optimizer) -> str:
-    """The format of one of ours."""
+    """Return the format of one of ours."""
     if quantized.is_quantized(optimizer):
         return quantized.memory_of(optimizer).state_format
     return "paged" if optimizer_mapping.memory_of(optimizer).is_paged else "8bit"
 
 
 def as_plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """For checks: something of the plain class with the same groups and state."""
+    """Return something of the plain class with the same groups and state, for checks."""
     if not is_ours(optimizer):
         return optimizer
     plain: torch.optim.Optimizer = object.__new__(memory(optimizer).plain_class)
@@ -57,7 +57,7 @@ def as_plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def is_as_asked(
     optimizer: torch.optim.Optimizer, config: OptimizerState, kept: set[Tensor], uses_bitsandbytes: bool
 ) -> bool:
-    """Whether one of ours is what `config` would make of it."""
+    """Return whether one of ours is what `config` would make of it."""
     found = memory(optimizer)
     own = {p for group in optimizer.param_groups for p in group["params"]}
     present = format_of(optimizer), found.is_compact, found.kept & own, optimizer_mapping.is_8bit(optimizer)
@@ -91,7 +91,7 @@ def leave(optimizer: torch.optim.Optimizer) -> None:
 
 
 def inherited(optimizer: torch.optim.Optimizer, *, was_asked: bool) -> Applied:
-    """What there was before, in the words of a report.
+    """Return what there was before, in the words of a report.
 
     Args:
         optimizer: that has low-bit state, or is one of ours.

@@ -29,7 +29,7 @@ _Rules = Iterator[tuple[str, str, bool]]
 
 
 def numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[int, Tensor]:
-    """The parameters of `optimizer` by the numbers that a state dict gives them.
+    """Return the parameters of `optimizer` by the numbers that a state dict gives them.
 
     Raises:
         ValueError: parameter groups differ, or one number is of two parameters.
@@ -161,7 +161,7 @@ def _check_version(setting: str, found: Any, newest: int = VERSION) -> None:
 
 
 def _check_entry(setting: str, name: str, value: Any, shape: Sequence[int] | None) -> None:
-    """One entry of a parameter's state; `shape`: that it has in 32 bit, where it is known."""
+    """Check one entry of a parameter's state; `shape`: that it has in 32 bit, where it is known."""
     if isinstance(value, Mapping):
         _check_compact(setting, value, shape)
     elif name == "step":
@@ -257,7 +257,7 @@ def _moments_in(state: Mapping[str, Any]) -> set[str]:
 
 
 def _shapes(state: Mapping[str, Any], p: Tensor) -> dict[str, Sequence[int]]:
-    """The shapes of the entries of a parameter's state, by name."""
+    """Return the shapes of the entries of a parameter's state, by name."""
     if projection.PROJECTION in state:
         shapes = dict.fromkeys((*SIGNED, *POSITIVE), projection.shape_of(p, state))
         return {**shapes, projection.PROJECTION: projection.shape_of_projection(p, state)}
@@ -285,7 +285,10 @@ def _check_subspace(state: Mapping[str, Any], p: Tensor | None, subspaces: tuple
 
 
 def _check_side(side: Any, by_number: Mapping[int, Tensor]) -> None:
-    """What stands beside the moments: the number of steps, exact means, and gradients that wait for their step."""
+    """Check what stands beside the moments.
+
+    The number of steps, exact means, and gradients that wait for their step.
+    """
     setting = f"optimizer_states[{SIDE_KEY!r}]"
     if not isinstance(side, Mapping):
         raise _damaged(setting, "must be a dictionary", side)
@@ -312,7 +315,7 @@ def _length(value: Any) -> int | None:
 
 
 def _is_pending(value: Any, num_elements: int) -> bool:
-    """Whether it is a factor, a number of microbatches, and sums by their place: (start, length)."""
+    """Return whether it is a factor, a number of microbatches, and sums by their place: (start, length)."""
     if not isinstance(value, Sequence) or len(value) < 2:
         return False
     factor, num_parts, *rest = value
@@ -322,7 +325,10 @@ def _is_pending(value: Any, num_elements: int) -> bool:
 
 
 def _is_sum(place: Any, sums: Any, num_elements: int) -> bool:
-    """Whether it is of these: the gradient's; totals [2], and for each side signed sums [q, N] and squares [N]."""
+    """Return whether it is of these.
+
+    The gradient's; totals [2], and for each side signed sums [q, N] and squares [N].
+    """
     if place == (-1, -1):  # the agreement's
         return isinstance(sums, Sequence) and list(map(_length, sums)) == [2]
     is_place = isinstance(place, tuple) and len(place) == 2 and all(type(each) is int and each >= 0 for each in place)

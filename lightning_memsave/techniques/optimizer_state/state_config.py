@@ -50,11 +50,11 @@ class OptimizerState:
     """Further modules whose parameters keep float32 state, such as other heads: classes, patterns (`*`, `?`) for names
     of modules or of their classes, or `callable(name, module)`."""
     backend: Backend = "auto"
-    """Of `"8bit"`. `"auto"`: bitsandbytes for parameters on CUDA where it has the optimizer, else our own codes."""
+    """Backend of `"8bit"`; `"auto"`: bitsandbytes for parameters on CUDA where it has the optimizer, else our codes."""
     checkpoint: Checkpoint = "plain"
     """`"plain"`: float32 moments, which load anywhere. `"compact"`: codes, so that saving takes no memory."""
     rank: int = 128
-    """Of `"lowrank"` and `"apollo"`."""
+    """Rank of `"lowrank"` and `"apollo"`."""
 
     def __post_init__(self) -> None:
         for name, value, choices, remedy in (

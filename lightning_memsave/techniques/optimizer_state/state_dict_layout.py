@@ -45,13 +45,13 @@ _MEANS = Means(Means(None))  # type: ignore[arg-type]  # of matrices alone
 
 
 def compact_codes(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: int, shape: torch.Size) -> dict[str, Any]:
-    """Codes as a checkpoint has them; the tensors are not copied."""
+    """Return codes as a checkpoint has them; the tensors are not copied."""
     where = {"layout": CODES, "version": VERSION, "bits": bits, "shape": list(shape)}
     return {**where, "codes": codes, "map": code_map, "absmax": absmax}
 
 
 def write(state_format: str, name: str, stored: Any, *, shape: torch.Size, is_compact: bool) -> Any:
-    """What a checkpoint has of one entry of a parameter's state."""
+    """Return what a checkpoint has of one entry of a parameter's state."""
     if is_compact and isinstance(stored, QuantizedMoment):
         codec = _blocks_of(state_format, name)
         return compact_codes(stored.codes, codec.code_map, stored.absmax, codec.bits, shape)
@@ -82,7 +82,7 @@ def means_of(state: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def read(state_format: str, name: str, value: Any, *, p: Tensor, means: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """An entry of a parameter's state on its device: what is kept where the checkpoint has that, else a tensor.
+    """Return an entry of a parameter's state on its device: what is kept where the checkpoint has that, else a tensor.
 
     Args:
         state_format: of the parameter.
@@ -108,7 +108,7 @@ def read(state_format: str, name: str, value: Any, *, p: Tensor, means: Mapping[
 def _as_kept(
     state_format: str, name: str, value: Mapping[str, Any], device: torch.device
 ) -> QuantizedMoment | Factored | None:
-    """What a compact entry holds, if that is how this format keeps it."""
+    """Return what a compact entry holds, if that is how this format keeps it."""
     codec = codec_of(state_format, name)
     if value["layout"] == MEANS:
         tensors = (value["rows"], value["columns"])
@@ -124,7 +124,7 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _to(value: Tensor, p: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    """On the device of its parameter, moments in `dtype`; counts and moments of a subspace stay."""
+    """Move to the device of its parameter, moments in `dtype`; counts and moments of a subspace stay."""
     is_named = name in SIGNED or name in POSITIVE  # of a parameter without dimensions as well
     is_moment = value.shape == p.shape and value.is_floating_point() and (value.dim() > 0 or is_named)
     device = p.device if value.dim() or is_named else value.device
@@ -133,7 +133,7 @@ def _to(value: Tensor, p: Tensor, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def as_strided_as(value: Tensor, p: Tensor) -> Tensor:
-    """A moment in memory as its parameter is: fused kernels go through both without a look at their strides."""
+    """Return a moment in memory as its parameter is: fused kernels go through both without a look at their strides."""
     whole = original(p)  # what stands in for it while state is loaded takes no memory, and has no strides
     p = whole if whole.shape == p.shape else p
     is_same = value.stride() == p.stride() or (value.is_contiguous() and p.is_contiguous())
@@ -143,7 +143,7 @@ def as_strided_as(value: Tensor, p: Tensor) -> Tensor:
 
 
 def in_order_of(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict whose moments are in memory as the parameters of `optimizer` are."""
+    """Return a state dict whose moments are in memory as the parameters of `optimizer` are."""
     saved = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = dict(state_dict["state"])
@@ -183,12 +183,12 @@ def second_betas(groups: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
 
 
 def _correction(state: Mapping[str, Any], beta: float | None) -> float:
-    """What Adam's second moment lacks of a mean of squares; Adafactor's is one from the first step on."""
+    """Return what Adam's second moment lacks of a mean of squares; Adafactor's is one from the first step on."""
     return 1.0 if beta is None else 1.0 - beta ** max(1.0, float(state["step"]))
 
 
 def plain_state(state: Mapping[str, Any], shape: torch.Size, beta: float | None = None) -> Mapping[str, Any]:
-    """A parameter's state of `torch.optim.Adafactor` as Adam's with this second beta; any other as it is."""
+    """Return a parameter's state of `torch.optim.Adafactor` as Adam's with this second beta; any other as it is."""
     if "row_var" not in state and "variance" not in state:
         return state
     if "variance" in state:
@@ -201,7 +201,7 @@ def plain_state(state: Mapping[str, Any], shape: torch.Size, beta: float | None 
 
 
 def factored_state(state: Mapping[str, Any], beta: float | None) -> Mapping[str, Any]:
-    """A parameter's state of Adam, with its second beta, as that of `torch.optim.Adafactor`: no first moment."""
+    """Return a parameter's state of Adam, with its second beta, as that of `torch.optim.Adafactor`: no first moment."""
     if "exp_avg_sq" not in state:
         return state
     second = decoded(state["exp_avg_sq"]) / _correction(state, beta)
@@ -212,14 +212,17 @@ def factored_state(state: Mapping[str, Any], beta: float | None) -> Mapping[str,
 
 
 def for_adafactor(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of Adam as that of `optimizer`, a `torch.optim.Adafactor`; its own as it is."""
+    """Return a state dict of Adam as that of `optimizer`, a `torch.optim.Adafactor`; its own as it is."""
     betas = second_betas(state_dict["param_groups"])
     state = {number: factored_state(values, betas.get(number)) for number, values in state_dict["state"].items()}
     return {**state_dict, "state": state, "param_groups": groups_for(optimizer, state_dict)}
 
 
 def groups_for(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The saved groups; where they are another optimizer's, those of `optimizer` with the saved learning rates."""
+    """Return the saved groups.
+
+    Where they are another optimizer's, those of `optimizer` with the saved learning rates.
+    """
     groups = []
     for saved, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
         is_kin = own.keys() <= saved.keys()
@@ -229,7 +232,7 @@ def groups_for(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) 
 
 
 def decoded_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict whose compact entries are float32 moments, for any optimizer of torch.
+    """Return a state dict whose compact entries are float32 moments, for any optimizer of torch.
 
     Parameters whose moments are those of a subspace have none in it, which a warning says: theirs start from zero.
 

@@ -127,7 +127,7 @@ def _summary(layers: Mapping[str, SparseLayer], left: Mapping[str, str], config:
 
 
 def estimate_sparsity(model: nn.Module, config: Sparsity) -> int:
-    """Bytes of the weights of the layers that `config` would make sparse, positions included; exact."""
+    """Return bytes of the weights of the layers that `config` would make sparse, positions included; exact."""
     patterns = choose_patterns(model, config)
     weights = {name: model.get_submodule(name).get_parameter("weight") for name in patterns}
     num_live = {name: unpack_positions(patterns[name], w.numel()).numel() for name, w in weights.items()}

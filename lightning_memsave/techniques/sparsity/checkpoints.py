@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from lightning_memsave.techniques.sparsity.layers import Layout, sparse_layers
 
 Layouts = Mapping[Tensor, Layout]
-"""By the parameter of live values."""
+"""Layouts by the parameter of live values."""
 
 
 def layouts_of(model: nn.Module) -> dict[Tensor, Layout]:
-    """Where the values of a model's sparse layers are now."""
+    """Return where the values of a model's sparse layers are now."""
     return {layer.values: layer.layout for layer in sparse_layers(model).values()}
 
 
 def to_dense_layout(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], layouts: Layouts) -> dict[str, Any]:
-    """The state dict of `optimizer` as that of a dense model's: moments of weights that do not live are zero."""
+    """Return the state dict of `optimizer` as that of a dense model's: moments of weights that do not live are zero."""
 
     def dense(layout: Layout, p: Tensor, moment: Tensor) -> Tensor:
         return layout.dense(moment) if moment.shape == p.shape else moment

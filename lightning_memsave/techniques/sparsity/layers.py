@@ -22,7 +22,7 @@ from lightning_memsave.torch_internals.fake_tensors import is_fake
 
 
 class Layout(NamedTuple):
-    """Where live values are in the dense weight."""
+    """Positions of live values in the dense weight."""
 
     packed: Tensor
     """Packed positions (`numerics.sparse_index`)."""
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
         return scatter(values, self.packed.to(values.device), self.shape.numel()).view(self.shape)
 
     def compact(self, dense: Tensor) -> Tensor:
-        """The live ones of dense values."""
+        """Return the live ones of dense values."""
         return gather(dense.reshape(-1), self.packed.to(dense.device))
 
     def positions(self) -> Tensor:
@@ -49,14 +49,14 @@ class SparseLayer(nn.Module):
     values_index: Tensor
     dense_shape: torch.Size
     group: Group | None
-    """Of a pattern that has as many values in each group."""
+    """Group size of a pattern that has as many values in each group."""
     watches_gradient: bool
     """Whether the dense gradient is added up in `dense_gradient`."""
     dense_gradient: Tensor | None
 
     @property
     def layout(self) -> Layout:
-        """Where the values are."""
+        """Positions of the values."""
         return Layout(self.values_index, self.dense_shape)
 
     @property
@@ -71,7 +71,7 @@ class SparseLayer(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's own forward, of which no dense weight is kept."""
+        """Return the layer's own forward, of which no dense weight is kept."""
         with rebuilding_weights():
             return super().forward(*args, **kwargs)
 
@@ -127,7 +127,7 @@ class SparseLayer(nn.Module):
         missing_keys[:] = [weight if key == values else key for key in missing_keys]
 
     def _taken_from(self, dense: Tensor) -> Tensor:
-        """As many values as there are, of each group where there are groups, the largest of `dense`.
+        """Return the largest of `dense`, as many as there are values; of each group where there are groups.
 
         The pattern stays where it covers what is not zero.
         """
@@ -139,7 +139,7 @@ class SparseLayer(nn.Module):
         return flat[positions.to(flat.device)]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """For copies and pickles: classes that are made on the fly are not found by name."""
+        """Reduce for copies and pickles: classes that are made on the fly are not found by name."""
         _, (cls, *arguments), *rest = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
         return _new, (cls.dense_class, *arguments), *rest
 
@@ -153,7 +153,7 @@ class SparseEmbedding(SparseLayer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
     def forward(self, input: Tensor) -> Tensor:
-        """As the embedding's own."""
+        """Look up rows as the embedding's own forward does."""
         if self.watches_gradient or is_fake(self.values) or is_fake(input):
             return super().forward(input)  # type: ignore[no-any-return]  # a tensor
         rows, inverse = input.long().unique(return_inverse=True)
@@ -178,7 +178,7 @@ _CLASSES: dict[type, type[SparseLayer]] = {}
 
 
 def sparse_class(dense_class: type[nn.Module]) -> type[SparseLayer]:
-    """The sparse subclass of a layer's class."""
+    """Return the sparse subclass of a layer's class."""
     if dense_class not in _CLASSES:
         body = {"dense_class": dense_class, "__module__": __name__}
         reads_rows = dense_class.forward is nn.Embedding.forward
@@ -220,7 +220,7 @@ def _put_in_place(module: nn.Module, old: str, new: str, parameter: nn.Parameter
 
 
 def sparse_layers(model: nn.Module) -> dict[str, SparseLayer]:
-    """The sparse layers of a model, by name."""
+    """Return the sparse layers of a model, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, SparseLayer)}
 
 

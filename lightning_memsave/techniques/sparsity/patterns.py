@@ -1,4 +1,4 @@
-"""Which weights live at the start: which layers are sparse, how many values each has, and where."""
+"""Patterns of the weights that live at the start: sparse layers, how many values each has, and where."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Group = tuple[int, int]
 
 
 def group_of(sparsity: float | str) -> Group | None:
-    """The group that a text names; `None` for a fraction.
+    """Return the group that a text names; `None` for a fraction.
 
     >>> group_of("2:4")
     (2, 4)
@@ -51,7 +51,7 @@ def drawn(size: int, device: torch.device, *key: object) -> Tensor:
 def select_layers(
     model: nn.Module, modules: Modules, min_size: int, group: Group | None
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """The layers to make sparse, and for those that match but stay dense, why.
+    """Return the layers to make sparse, and for those that match but stay dense, why.
 
     Raises:
         ValueError: nothing can be made sparse, or what would be is tied, or needs its dense weight.
@@ -106,7 +106,7 @@ _Owners = Mapping[nn.Parameter, Mapping[nn.Module, str]]
 
 
 def _owners(model: nn.Module) -> _Owners:
-    """For each parameter the modules that have it, and what it is called there."""
+    """Return the modules that have each parameter, and what it is called there."""
     names: dict[nn.Parameter, dict[nn.Module, str]] = {}
     for name, module in model.named_modules():
         for own, p in module.named_parameters(recurse=False):
@@ -115,7 +115,7 @@ def _owners(model: nn.Module) -> _Owners:
 
 
 def _why_needed(module: nn.Module, name: str, owners: _Owners) -> tuple[str, str] | None:
-    """What about a layer needs its dense weight, and where that is said; `None` if nothing does."""
+    """Return what about a layer needs its dense weight, and where that is said; `None` if nothing does."""
     tied = owners[module.get_parameter("weight")]
     if len(tied) > 1:
         return "tied weights", " and ".join(tied.values())
@@ -132,7 +132,7 @@ def _refused(what: str, value: str, name: str) -> ValueError:
 
 # ------------------------------------------------------------------------------- how many values
 def count_live(shapes: Mapping[str, torch.Size], density: float, distribution: str) -> dict[str, int]:
-    """Live weights of each layer.
+    """Return live weights of each layer.
 
     `"uniform"`: the same density everywhere. `"erk"` (Erdos-Renyi-Kernel; Evci et al., 2020): density in proportion
     to (sum of sizes) / (product of sizes), so that small layers stay denser; layers that would exceed 1 are full.
@@ -160,12 +160,12 @@ def _rounded(density: float, shape: torch.Size) -> int:
 
 # ------------------------------------------------------------------------------- where
 def best(scores: Tensor, num_live: int) -> Tensor:
-    """The ascending positions of the highest scores."""
+    """Return the ascending positions of the highest scores."""
     return scores.topk(num_live, sorted=False).indices.sort().values
 
 
 def best_of_groups(scores: Tensor, group: Group) -> Tensor:
-    """The ascending positions of the highest scores of each group."""
+    """Return the ascending positions of the highest scores of each group."""
     kept, size = group
     inside = scores.view(-1, size).topk(kept, dim=1).indices  # [groups, kept]
     starts = torch.arange(0, scores.numel(), size, device=scores.device)
@@ -173,7 +173,7 @@ def best_of_groups(scores: Tensor, group: Group) -> Tensor:
 
 
 def best_of_all(scores: Mapping[str, Tensor], num_live: int) -> dict[str, Tensor]:
-    """The ascending positions of the highest scores of all layers together; at least one of each."""
+    """Return the ascending positions of the highest scores of all layers together; at least one of each."""
     everything = torch.cat(list(scores.values()))
     lives = torch.zeros_like(everything, dtype=torch.bool)
     lives[everything.topk(num_live, sorted=False).indices] = True
@@ -193,7 +193,7 @@ def choose_positions(
     seed: int,
     named: Mapping[str, str],
 ) -> dict[str, Tensor]:
-    """The positions of the values that live, ascending in each flat weight.
+    """Return the positions of the values that live, ascending in each flat weight.
 
     A model, or without `"global"` a layer, that is as sparse already keeps what it has, and draws the rest. A layer in
     `named` draws under that name.
@@ -214,7 +214,7 @@ def choose_positions(
 
 
 def averaged(model: nn.Module) -> dict[str, str]:
-    """For layers of a `torch.optim.swa_utils.AveragedModel` inside of `model`: those that it averages, by name."""
+    """Return the layers that a `torch.optim.swa_utils.AveragedModel` inside of `model` averages, by name."""
     modules = dict(model.named_modules())
     found: dict[str, str] = {}
     for name, average in modules.items():
@@ -237,7 +237,7 @@ def _starts_as(module: nn.Module, other: nn.Module) -> bool:
 
 
 def _scores(name: str, weight: Tensor, initial: str, seed: int, is_sparse: bool) -> Tensor:
-    """What decides who lives."""
+    """Return what decides who lives."""
     flat = weight.detach().reshape(-1)
     if not is_sparse and initial == "magnitude":
         return flat.abs()
@@ -246,7 +246,7 @@ def _scores(name: str, weight: Tensor, initial: str, seed: int, is_sparse: bool)
 
 
 def cubic(density: float, progress: float) -> float:
-    """The density at `progress` in 0..1 of gradual pruning (Zhu and Gupta, 2017).
+    """Return the density at `progress` in 0..1 of gradual pruning (Zhu and Gupta, 2017).
 
     >>> cubic(0.1, 0.0), round(cubic(0.1, 0.5), 4), round(cubic(0.1, 1.0), 4)
     (1.0, 0.2125, 0.1)
@@ -255,7 +255,7 @@ def cubic(density: float, progress: float) -> float:
 
 
 def cosine(fraction: float, progress: float) -> float:
-    """The fraction moved at `progress`, falling to zero (Evci et al., 2020).
+    """Return the fraction moved at `progress`, falling to zero (Evci et al., 2020).
 
     >>> cosine(0.3, 0.0), cosine(0.3, 0.5), cosine(0.3, 1.0)
     (0.3, 0.15, 0.0)

@@ -58,19 +58,19 @@ class Sparsity:
     smallest go, random ones grow. `"rigl"`: those with the largest gradient grow. `"dsr"`: one threshold for all
     layers, and values move between layers."""
     initial: Literal["random", "magnitude", "snip"] = "random"
-    """Which weights live at the start. `"snip"`: those with the largest |weight x gradient| in the first step, which
-    is dense. A model that is as sparse already keeps its pattern."""
+    """Choice of the weights that live at the start. `"snip"`: those with the largest |weight x gradient| in the first
+    step, which is dense. A model that is as sparse already keeps its pattern."""
     distribution: Literal["uniform", "erk", "global"] = "uniform"
     """How density is shared between layers: the same for all, by Erdos-Renyi-Kernel, or one threshold for all."""
     schedule: UpdateSchedule = field(default_factory=UpdateSchedule)
     """When and how far the pattern changes; not for `"static"`."""
     modules: Modules = None
-    """Which layers: a class, a pattern (`*`, `?`) for class names or qualified names, a function of (name, module), or
+    """Layers: a class, a pattern (`*`, `?`) for class names or qualified names, a function of (name, module), or
     `None` for every Linear, Conv, Embedding and transformers' Conv1D."""
     min_size: int = 2048
     """Weights with fewer elements stay dense."""
     seed: int = 0
-    """Of random patterns and growth; torch's generators are left alone."""
+    """Seed of random patterns and growth; torch's generators are left alone."""
 
     def __post_init__(self) -> None:
         self._check_sparsity()

@@ -83,7 +83,7 @@ class MaskUpdates:
             self.num_steps = min(num_steps, self._until - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides the patterns."""
+        """Return what a resumed run needs besides the patterns."""
         return {"num_steps": self.num_steps, "threshold": self._threshold}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -258,7 +258,7 @@ def _is_code(moment: Any) -> bool:
 
 
 def _grown(layer: SparseLayer, scores: Tensor, num_grown: int, keep: Tensor | None = None) -> Tensor:
-    """The positions of the highest scores outside of what lives (of which `keep` stays, if given)."""
+    """Return the positions of the highest scores outside of what lives (of which `keep` stays, if given)."""
     live = layer.layout.positions()
     scores[live if keep is None else live[keep]] = -torch.inf
     return scores.topk(num_grown, sorted=False).indices
