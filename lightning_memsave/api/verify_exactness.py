@@ -17,6 +17,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_memsave.callbacks.memsave import MemSave
 from lightning_memsave.core.errors import setting_error
@@ -88,6 +89,7 @@ class _FirstStep(L.Callback):
         self.gradients: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}
         self.loss = torch.tensor(math.nan)
+        self._hooks: list[RemovableHandle] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         configure = pl_module.configure_optimizers
@@ -97,10 +99,16 @@ class _FirstStep(L.Callback):
             is_copy = getattr(pl_module, "_trainer", None) is not trainer  # for a plan
             for name, p in pl_module.named_parameters():
                 if p.requires_grad and not is_copy:
-                    p.register_post_accumulate_grad_hook(functools.partial(self._keep, trainer, name))
+                    keep = functools.partial(self._keep, trainer, name)
+                    self._hooks.append(p.register_post_accumulate_grad_hook(keep))
             return configure()
 
         pl_module.configure_optimizers = watched
+
+    def end(self) -> None:
+        """Take the hooks off, which hold the model: a parameter that holds itself is never freed."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _keep(self, trainer: Any, name: str, p: Tensor) -> None:
         """Keep a gradient, the latest of which is the sum over microbatches: it may be released in backward."""
@@ -140,8 +148,12 @@ def _one_run(module: L.LightningModule, batch: Any, memsave: MemSave, seed: int)
         trainer = import_module(namespace).Trainer(
             max_steps=_NUM_STEPS, devices=1, callbacks=[memsave, first], **nothing_around(namespace)
         )
-        with contextlib.suppress(DoneError):
+        try:
             fit(trainer, copied(module), batch)
+        except DoneError:
+            pass
+        finally:
+            first.end()
     return first
 
 
@@ -161,7 +173,7 @@ def _by_module(ours: dict[str, Tensor], plain: dict[str, Tensor], is_exact: bool
 
 
 def _joined(tensors: list[Tensor | None]) -> Tensor:
-    """Return a tensor that is missing on one side is a difference of its own."""
+    """Join tensors to one; infinity stands for a missing one, which is a difference of its own."""
     return torch.cat([torch.full((1,), math.inf) if t is None else t.double().flatten().cpu() for t in tensors])
 
 

@@ -122,7 +122,7 @@ class Recovery:
         return True
 
     def withdraw(self) -> bool:
-        """Return the model refuses the regions that were taken: undo them; `False` if they were not taken here."""
+        """Undo regions that were taken and that the model refuses; `False` if they were not taken here."""
         if self._ladder is None or not self._ladder.withdraw():
             return False
         self.has_new_regions = False

@@ -239,7 +239,7 @@ def _read_csv(path: Path) -> Run:
 
 
 def _number(text: object) -> Any:
-    """Return whole numbers stay whole: a float holds only 53 bits."""
+    """Return a number; whole ones stay whole, as a float holds only 53 bits."""
     try:
         return int(str(text)) if re.fullmatch(r"-?\d+", str(text)) else float(str(text))
     except ValueError:

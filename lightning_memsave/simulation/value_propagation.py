@@ -51,6 +51,9 @@ _lost: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 """Storages of values that are no longer those of the fake tensors."""
 
 
+_MODES = ("lightning_memsave.measuring.", "lightning_memsave.simulation.")
+
+
 class ReadsValueError(RuntimeError):
     """A step reads a value that is not known; the text tells the line."""
 
@@ -83,7 +86,7 @@ class FactsMode(TorchDispatchMode):
 
 
 def _uncached(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the fake mode's cache would keep the storage that is among the arguments alive."""
+    """Run an operation uncached: the cache of the fake mode would keep the storage among the arguments alive."""
     mode = getattr(args[0], "fake_mode", None)
     if mode is None:
         return func(*args, **kwargs)
@@ -191,7 +194,7 @@ def _is_library(frame: FrameType | None) -> bool:
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         room = module.partition(".")[0]
-        if room != "torch" and not module.startswith("lightning_memsave.measuring."):  # modes are below who reads
+        if room != "torch" and not module.startswith(_MODES):  # modes are below who reads
             return room in _LOGGING_LIBRARIES
         frame = frame.f_back
     return False

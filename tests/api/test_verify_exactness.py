@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import os
 import random
+import weakref
 
 import lightning as L
 import numpy as np
@@ -229,3 +231,17 @@ def test_a_plan_is_that_of_a_run(batch):
     plan_training(module, batch, alone)
     verify(module, batch, ours)
     assert ours.plan.baseline_by_category == alone.plan.baseline_by_category
+
+
+def test_nothing_of_the_runs_is_alive_afterwards(batch):
+    made = []
+
+    class Watched(Net):
+        def configure_optimizers(self):
+            made.append(weakref.ref(self.first.weight))
+            return super().configure_optimizers()
+
+    verify(Watched(), batch, MemSave(activations="int4"))
+    gc.collect()
+    assert len(made) > 1
+    assert [each() for each in made] == [None] * len(made)

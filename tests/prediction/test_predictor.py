@@ -295,7 +295,7 @@ def test_tensors_and_modules_are_named():
     assert {"body.0.0", "head.2", "(batch)"} <= set(prediction.by_module)
     largest = prediction.top[0]
     assert largest.num_bytes == max(each.num_bytes for each in prediction.top)
-    assert "test_predicting.py" in largest.line
+    assert "test_predictor.py" in largest.line
     assert largest.category in CATEGORIES
 
 

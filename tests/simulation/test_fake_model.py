@@ -106,7 +106,7 @@ def test_the_model_comes_back_bit_for_bit(has_gradients, fails):
                 loss.item()
 
     if fails:
-        with pytest.raises(Exception, match=r"read at .*test_fake.py:\d+ step"):
+        with pytest.raises(Exception, match=r"read at .*test_fake_model.py:\d+ step"):
             step()
     else:
         step()

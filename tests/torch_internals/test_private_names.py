@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +51,8 @@ def test_a_missing_name_has_no_instances_and_is_refused_by_name(monkeypatch):
 
 def _outcomes(*options):
     program = Path(__file__).with_name("missing_name_program.py")
-    done = subprocess.run([sys.executable, program, *options], cwd=ROOT, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, program, *options], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
