@@ -1,11 +1,13 @@
-"""Tracked peaks beside the allocator's own events: real models, and DDP."""
+"""Tracked peaks beside the allocator's own events and torch's MemTracker: real models, and DDP."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from lightning_memsave.measuring import allocation_peak
+from lightning_memsave.demo.model import WideResNet
+from lightning_memsave.measuring import Ledger, allocation_peak
 
 from .test_ledger import measure
 
@@ -122,3 +124,37 @@ def test_ddp_orders_its_buckets_anew_without_a_second_set(process_group, as_view
     second, third = measure(step, model, [optimizer], x), measure(step, model, [optimizer], x)
     assert second.peak_bytes == third.peak_bytes
     assert second.by_category == third.by_category
+
+
+@pytest.mark.filterwarnings("ignore:`torch.distributed")
+def test_every_category_is_that_of_torchs_mem_tracker():
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    model = WideResNet(16, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batch = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+
+    def step():
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with Ledger().watching(model, [optimizer], batch) as ledger:
+        step()
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer, *batch)
+    with tracker:
+        step()
+    theirs = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    found = {str(key).rpartition(".")[2]: size for key, size in theirs.items()}
+    measured = ledger.measurement
+    assert measured.peak_bytes == found["Total"]
+    assert measured.by_category == {
+        "weights": found["PARAM"] + found["BUFFER"],
+        "gradients": found["GRAD"],
+        "optimizer_state": found["OPT"],
+        "activations": found["ACT"],
+        "temporary": found["TEMP"],
+        "data": found["OTH"],
+    }
