@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -28,9 +27,7 @@ from torch.utils.data import DataLoader
 from harness import environment, put_row
 from lightning_memsave import ActivationCompression, Checkpointing, MemSave, OptimizerState, Prediction
 from lightning_memsave.prediction.predictor import Predictor, largest_batch
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from examples.models.unrolled_lstm import Chunk, UnrolledLSTM
+from papers.unrolled_lstm import Chunk, UnrolledLSTM
 
 NAME = "papers"
 

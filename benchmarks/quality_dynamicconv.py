@@ -1,7 +1,7 @@
 """BLEU of a small DynamicConv with memory saving, against a baseline trained beside it (how to run: `parts.py`).
 
-Generated German-English sentences (`examples/data/german_numbers.py`); with a folder in the usual layout of IWSLT'14
-(`train.de`, `train.en`, `valid.*`, `test.*`) as `DATA_FOLDER` in this file, that.
+Generated German-English sentences (`benchmarks/generated/german_numbers.py`); with a folder in the usual layout of
+IWSLT'14 (`train.de`, `train.en`, `valid.*`, `test.*`) as `DATA_FOLDER` in this file, that.
 
 What translates is the mean of ten checkpoints from the last quarter of a run, as in the recipe for IWSLT'14 of Wu et
 al. (2019, https://arxiv.org/abs/1901.10430; fairseq's `examples/pay_less_attention_paper`): the rate of learning is

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from generated import german_numbers
 from lightning_memsave import LabelCount, Microbatching, OptimizerState
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from examples.data import german_numbers
-from examples.models import dynamicconv
-from examples.models.dynamicconv import END, IGNORE, PAD, Batch
+from papers import dynamicconv
+from papers.dynamicconv import END, IGNORE, PAD, Batch
 
 __all__ = ["LADDER", "Subwords", "dynamicconv", "german_numbers", "microbatch", "random_batch", "token_batches"]
 

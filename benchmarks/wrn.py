@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,13 +22,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from bfloat16 import faster_bfloat16
+from generated.fractals import FractalConfig, generate
 from harness import turns
 from lightning_memsave import MemoryMonitor, MemSave, NotLosslessWarning, OptimizerState
 from lightning_memsave.demo.data import load_cifar10
 from lightning_memsave.demo.model import ImageClassifier, WideResNet
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from examples.data.fractals import FractalConfig, generate
 
 BATCH_SIZE = 100
 MODEL = "WideResNet-28-2, 32x32, batch 100, SGD momentum, BatchNorm"

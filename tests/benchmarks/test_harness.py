@@ -161,7 +161,7 @@ def test_bytes_that_differ_from_the_commit_are_named():
 
 @pytest.mark.parametrize(
     "name",
-    ["paired", "run", "examples.data.fractals", "examples.data.german_numbers", "examples.models.dynamicconv"],
+    ["paired", "run", "generated.fractals", "generated.german_numbers", "papers.dynamicconv"],
 )
 def test_examples_in_docstrings_hold(name):
     tried = doctest.testmod(importlib.import_module(name))

@@ -11,7 +11,7 @@ from torch import nn
 
 @pytest.fixture
 def dynamicconv():
-    return importlib.import_module("examples.models.dynamicconv")
+    return importlib.import_module("papers.dynamicconv")
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_it_learns_to_copy(make, dynamicconv):
 
 
 def test_lstm_is_torchs_own(dynamicconv):
-    unrolled = importlib.import_module("examples.models.unrolled_lstm")
+    unrolled = importlib.import_module("papers.unrolled_lstm")
     torch.manual_seed(0)
     model = unrolled.UnrolledLSTM(num_layers=2, width=8, num_tokens=11, chunk_length=3).double()
     tokens = torch.randint(0, 11, (4, 8))

@@ -11,12 +11,12 @@ import torch
 
 @pytest.fixture
 def fractals():
-    return importlib.import_module("examples.data.fractals")
+    return importlib.import_module("generated.fractals")
 
 
 @pytest.fixture
 def german():
-    return importlib.import_module("examples.data.german_numbers")
+    return importlib.import_module("generated.german_numbers")
 
 
 def test_images_are_the_same_from_the_same_seed_only(fractals):
