@@ -25,9 +25,9 @@ MICROBATCH = 8
 SHARES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
 EXACT: dict[str, Any] = {"min_size": 0, "keep_embeddings_32bit": False, "keep_norms_32bit": False}
 FORMATS = {
-    "into-state, 32bit": OptimizerState(format="32bit", gradients="into-state"),
-    "into-state, 8bit": OptimizerState(format="8bit", gradients="into-state", **EXACT),
-    "into-state, factored": replace(INTO_MEANS, format="factored"),
+    "into-state, 32bit": OptimizerState(first_moment="32bit", gradients="into-state"),
+    "into-state, 8bit": OptimizerState(first_moment="8bit", gradients="into-state", **EXACT),
+    "into-state, factored": replace(INTO_MEANS, second_moment="factored"),
     "into-state, 5bit-factored": INTO_5BIT_MEANS,
     "into-state, 4bit-factored": INTO_MEANS,
     "whole gradients, 4bit-factored": replace(INTO_MEANS, gradients="keep"),

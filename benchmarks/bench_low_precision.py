@@ -32,8 +32,8 @@ SETTINGS: dict[str, tuple[str | None, dict[str, Any] | None]] = {
     "bf16-sr + 8bit + release": ("bf16-sr", RELEASE),
     "bf16-sr + 8bit + release, nothing kept": ("bf16-sr", ALL | RELEASE),
     "bf16+8 + 8bit + release, nothing kept": ("bf16+8", ALL | RELEASE),
-    "bf16-sr + 4bit + release": ("bf16-sr", {"format": "4bit"} | RELEASE),
-    "bf16-sr + 4bit + release, nothing kept": ("bf16-sr", {"format": "4bit"} | ALL | RELEASE),
+    "bf16-sr + 4bit + release": ("bf16-sr", {"first_moment": "4bit"} | RELEASE),
+    "bf16-sr + 4bit + release, nothing kept": ("bf16-sr", {"first_moment": "4bit"} | ALL | RELEASE),
     "SGD: float32": (None, None),
     "SGD: bf16-sr + 8bit + into-state, nothing kept": ("bf16-sr", {"gradients": "into-state"} | ALL),
 }

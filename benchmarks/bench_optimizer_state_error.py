@@ -29,15 +29,15 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 ALL: dict[str, Any] = {"min_size": 0, "keep_embeddings_32bit": False, "keep_norms_32bit": False}
 OURS = {
     "8bit": OptimizerState(backend="own", **ALL),
-    "4bit": OptimizerState(format="4bit", **ALL),
-    "fp8": OptimizerState(format="fp8", **ALL),
-    "factored": OptimizerState(format="factored", **ALL),
-    "5bit-factored": OptimizerState(format="5bit-factored", **ALL),
-    "4bit-factored": OptimizerState(format="4bit-factored", **ALL),
-    "lowrank, rank 64": OptimizerState(format="lowrank", rank=64, **ALL),
-    "apollo, rank 64": OptimizerState(format="apollo", rank=64, **ALL),
-    "offload": OptimizerState(format="offload", **ALL),
-    "32bit, into-state": OptimizerState(format="32bit", gradients="into-state", **ALL),
+    "4bit": OptimizerState(first_moment="4bit", **ALL),
+    "fp8": OptimizerState(first_moment="fp8", **ALL),
+    "factored": OptimizerState(second_moment="factored", **ALL),
+    "5bit-factored": OptimizerState(first_moment="5bit", second_moment="factored", **ALL),
+    "4bit-factored": OptimizerState(first_moment="4bit", second_moment="factored", **ALL),
+    "lowrank, rank 64": OptimizerState(projection="galore", rank=64, **ALL),
+    "apollo, rank 64": OptimizerState(projection="apollo", rank=64, **ALL),
+    "offload": OptimizerState(placement="host", **ALL),
+    "32bit, into-state": OptimizerState(first_moment="32bit", gradients="into-state", **ALL),
 }
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SETTINGS = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)

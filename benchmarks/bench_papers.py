@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from harness import environment, put_row
 from lightning_memsave import ActivationCompression, Checkpointing, MemSave, OptimizerState, Prediction
 from lightning_memsave.prediction.predictor import Predictor, largest_batch
+from lightning_memsave.techniques.optimizer_state.state_config import FORMATS as BY_NAME
 from papers.unrolled_lstm import Chunk, UnrolledLSTM
 
 NAME = "papers"
@@ -81,7 +82,7 @@ BLOCKS = {
     "blocks": lambda: MemSave("measure", checkpointing="blocks"),
     "blocks + exact, int4": codecs("exact", "int4", checkpointing="blocks"),
 }
-RELEASED, RELEASED_4BIT = (OptimizerState(format=bits, gradients="release") for bits in ("8bit", "4bit"))
+RELEASED, RELEASED_4BIT = (OptimizerState(**BY_NAME[bits], gradients="release") for bits in ("8bit", "4bit"))
 STEPWISE = {
     "linear-cross-entropy": codecs("linear-cross-entropy"),
     "+ blocks": codecs("linear-cross-entropy", checkpointing="blocks"),

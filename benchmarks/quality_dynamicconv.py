@@ -70,7 +70,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "4-bit and factored moments": {"optimizer_state": replace(INTO_MEANS, gradients="keep")},
     "microbatch 8, into-state": {
         "microbatch": microbatch(8),
-        "optimizer_state": OptimizerState(format="32bit", gradients="into-state"),
+        "optimizer_state": OptimizerState(first_moment="32bit", gradients="into-state"),
     },
     "microbatch 8, 4-bit and factored moments, into-state": {
         "microbatch": microbatch(8),

@@ -44,13 +44,13 @@ SETTINGS: dict[str, tuple[str | None, dict[str, Any] | None]] = {
     "bf16-gradients": ("bf16-gradients", None),
     "bf16-sr + 8bit": ("bf16-sr", ALL),
     "8bit": (None, ALL),
-    "4bit": (None, ALL | {"format": "4bit"}),
-    "fp8": (None, ALL | {"format": "fp8"}),
-    "factored": (None, ALL | {"format": "factored"}),
-    "4bit-factored": (None, ALL | {"format": "4bit-factored"}),
-    "lowrank 16": (None, ALL | {"format": "lowrank", "rank": 16}),
-    "apollo 16": (None, ALL | {"format": "apollo", "rank": 16}),
-    "apollo 1": (None, ALL | {"format": "apollo", "rank": 1}),
+    "4bit": (None, ALL | {"first_moment": "4bit"}),
+    "fp8": (None, ALL | {"first_moment": "fp8"}),
+    "factored": (None, ALL | {"second_moment": "factored"}),
+    "4bit-factored": (None, ALL | {"first_moment": "4bit", "second_moment": "factored"}),
+    "lowrank 16": (None, ALL | {"projection": "galore", "rank": 16}),
+    "apollo 16": (None, ALL | {"projection": "apollo", "rank": 16}),
+    "apollo 1": (None, ALL | {"projection": "apollo", "rank": 1}),
 }
 Batch = tuple[Tensor, Tensor]
 

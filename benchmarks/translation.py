@@ -24,10 +24,12 @@ def microbatch(size: int) -> Microbatching:
     return Microbatching(size=size, reduction="mean", weight_fn=LabelCount())
 
 
-STATE_8BIT = OptimizerState(format="8bit", min_size=256, keep_embeddings_32bit=False)
-INTO_4BIT = OptimizerState(format="4bit", gradients="into-state", min_size=256, keep_embeddings_32bit=False)
-INTO_MEANS = OptimizerState(format="4bit-factored", gradients="into-state", min_size=256, keep_embeddings_32bit=False)
-INTO_5BIT_MEANS = replace(INTO_MEANS, format="5bit-factored")
+STATE_8BIT = OptimizerState(first_moment="8bit", min_size=256, keep_embeddings_32bit=False)
+INTO_4BIT = OptimizerState(first_moment="4bit", gradients="into-state", min_size=256, keep_embeddings_32bit=False)
+INTO_MEANS = OptimizerState(
+    first_moment="4bit", second_moment="factored", gradients="into-state", min_size=256, keep_embeddings_32bit=False
+)
+INTO_5BIT_MEANS = replace(INTO_MEANS, first_moment="5bit", second_moment="factored")
 _INT4 = {"activations": ["exact", "int4"]}
 _SPARSE = {**_INT4, "sparsity": 0.9}
 _STATE = {**_SPARSE, "optimizer_state": STATE_8BIT}

@@ -33,16 +33,16 @@ MODEL = "WideResNet-28-2, 32x32, batch 100, SGD momentum, BatchNorm"
 SIZES = (10, 8, 5, 4, 2, 1)
 """Of microbatches."""
 
-STATE_8BIT = OptimizerState(format="8bit", min_size=256)
-INTO_8BIT = OptimizerState(format="8bit", gradients="into-state", min_size=256)
-STATE_4BIT = OptimizerState(format="4bit", min_size=256)
+STATE_8BIT = OptimizerState(first_moment="8bit", min_size=256)
+INTO_8BIT = OptimizerState(first_moment="8bit", gradients="into-state", min_size=256)
+STATE_4BIT = OptimizerState(first_moment="4bit", min_size=256)
 ALONE: dict[str, dict[str, Any]] = {
     "sparsity 0.9": {"sparsity": 0.9},
     "sparsity 0.95": {"sparsity": 0.95},
     "bf16 weights and activations": {"precision": "bf16-sr"},
     "8-bit momentum": {"optimizer_state": STATE_8BIT},
     "4-bit momentum": {"optimizer_state": STATE_4BIT},
-    "gradient release": {"optimizer_state": OptimizerState(format="32bit", gradients="release")},
+    "gradient release": {"optimizer_state": OptimizerState(first_moment="32bit", gradients="release")},
     "activations exact": {"activations": "exact"},
     "activations int8": {"activations": "int8"},
     "activations int4": {"activations": "int4"},

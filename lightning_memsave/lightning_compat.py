@@ -14,6 +14,8 @@ from importlib import import_module
 from types import CellType, FunctionType
 from typing import Any
 
+from lightning.pytorch import Trainer
+
 from lightning_memsave.torch_internals.private_names import find
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
@@ -36,6 +38,24 @@ def namespace_of(obj: object) -> str:
             if cls.__module__.startswith(f"{name}."):
                 return name
     raise TypeError(f"{type(obj).__name__} is not a Lightning object")
+
+
+def callbacks_of(trainer: Trainer) -> list[Any]:
+    """Return the callbacks of a trainer, which Lightning sets outside of its class."""
+    found: Any = trainer
+    return found.callbacks  # type: ignore[no-any-return]  # a list
+
+
+def data_module_of(trainer: Trainer) -> Any:
+    """Return the data module that a trainer was given, or `None`."""
+    found: Any = trainer
+    return found.datamodule
+
+
+def session_of(trainer: Trainer) -> Any:
+    """Return the session of a trainer whose strategy has one (`strategies.session`)."""
+    strategy: Any = trainer.strategy
+    return strategy.memsave
 
 
 def loaders_of(trainer: Any) -> Any:

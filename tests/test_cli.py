@@ -334,7 +334,7 @@ def test_a_setting_beside_a_config_file_leaves_the_others_of_its_memsave(configu
 trainer:
   callbacks:
     - {class_path: lightning_memsave.MemSave, init_args: {microbatch: 2, optimizer_state: {class_path: \
-lightning_memsave.OptimizerState, init_args: {format: 8bit, min_size: 0}}}}
+lightning_memsave.OptimizerState, init_args: {first_moment: 8bit, min_size: 0}}}}
 model: {class_path: configured.Deep, init_args: {depth: 5}}
 data: {class_path: configured.Data, init_args: {num_samples: 16}}
 optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.001}}

@@ -91,7 +91,7 @@ class _FirstStep(L.Callback):
         self.loss = torch.tensor(math.nan)
         self._hooks: list[RemovableHandle] = []
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         configure = pl_module.configure_optimizers
 
         @functools.wraps(configure)
@@ -103,19 +103,21 @@ class _FirstStep(L.Callback):
                     self._hooks.append(p.register_post_accumulate_grad_hook(keep))
             return configure()
 
-        pl_module.configure_optimizers = watched
+        pl_module.configure_optimizers = watched  # type: ignore[method-assign]  # of this copy
 
     def end(self) -> None:
         """Take the hooks off, which hold the model: a parameter that holds itself is never freed."""
         for hook in self._hooks:
             hook.remove()
 
-    def _keep(self, trainer: Any, name: str, p: Tensor) -> None:
+    def _keep(self, trainer: L.Trainer, name: str, p: Tensor) -> None:
         """Keep a gradient, the latest of which is the sum over microbatches: it may be released in backward."""
         if trainer.global_step == 0 and p.grad is not None:
             self.gradients[name] = p.grad.clone()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 0 and outputs:  # none where `training_step` returned none
             self.loss = outputs["loss"].detach().clone()
             self.buffers = {n: b.clone() for n, b in pl_module.named_buffers() if b.is_floating_point()}

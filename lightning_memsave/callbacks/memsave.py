@@ -6,9 +6,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import lightning as L
+
 from lightning_memsave.callbacks.monitor import MemoryMonitor
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import MemoryReport
+from lightning_memsave.lightning_compat import callbacks_of
 from lightning_memsave.planner.memory_budget import Budget
 from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe, resolve
@@ -43,9 +46,8 @@ class MemSave(MemoryMonitor):
         activations: how saved activations are kept: `"exact"`, `"int8"`, `"int4"`, `"int4-chain"`, a list such as
             `["exact", "int4"]`, or `ActivationCompression(...)`.
         checkpointing: `"blocks"`, `"sqrt"`, `"recursive"`, or `Checkpointing(...)`, for example with a `budget`.
-        optimizer_state: `"8bit"`, `"4bit"`, `"fp8"`, `"factored"`, `"4bit-factored"`, `"5bit-factored"`, `"lowrank"`,
-            `"apollo"`, `"offload"`, `"paged"`, or `OptimizerState(...)`, for example with `gradients="release"` or
-            `"into-state"`.
+        optimizer_state: `"8bit"`, `"4bit"`, `"lean"` (5-bit first, factored second moments), `"offload"`, `"paged"`, or
+            `OptimizerState(...)`, for example with `projection="galore"`, `gradients="release"` or `"into-state"`.
 
     Raises:
         ValueError: a setting is wrong or two of them cannot be combined; before training starts.
@@ -123,15 +125,15 @@ class MemSave(MemoryMonitor):
             num_oom_recovered=loop.num_recovered,
         )
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Adopt the live strategy before it sets up model and optimizers."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            if sum(isinstance(c, MemSave) for c in trainer.callbacks) > 1:
+            if sum(isinstance(c, MemSave) for c in callbacks_of(trainer)) > 1:
                 raise setting_error(
                     "callbacks",
                     "must hold one MemSave",
-                    [type(c).__name__ for c in trainer.callbacks],
+                    [type(c).__name__ for c in callbacks_of(trainer)],
                     "Merge their settings.",
                 )
             self._state = Session(self.recipe, self.budgeted).after(self._state)
@@ -139,14 +141,16 @@ class MemSave(MemoryMonitor):
             self._state = Session(self.recipe, self.budgeted)
         adopt(trainer.strategy, self._state)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop measuring, and give the strategy back: a later fit without this callback is without its settings."""
         super().teardown(trainer, pl_module, stage)
         if self._state is not None:
             self._state.finish()  # after a finder's trial Lightning tears down callbacks first, then the strategy
         release(trainer.strategy)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """End a step; hold what was measured in it against the limits that were set; tell of patterns that changed."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._state is not None and self._state.sparsifying is not None and self._state.sparsifying.has_moved():

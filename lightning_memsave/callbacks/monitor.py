@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning as L
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_memsave.core.errors import MemoryGrowthWarning, setting_error
 from lightning_memsave.core.report import MemoryReport
-from lightning_memsave.lightning_compat import is_compiled
+from lightning_memsave.lightning_compat import callbacks_of, is_compiled
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.measuring.allocator_snapshot import Snapshot
@@ -142,11 +143,11 @@ class MemoryMonitor(Callback):
         return self._meter.report()
 
     # ------------------------------------------------------------------ hooks
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Start a fresh measurement. One callback measures, a `MemSave` if there is one; others read its figures."""
         if stage != "fit":
             return
-        monitors = [c for c in trainer.callbacks if isinstance(c, MemoryMonitor)]
+        monitors = [c for c in callbacks_of(trainer) if isinstance(c, MemoryMonitor)]
         leader = min(monitors, key=lambda c: type(c) is MemoryMonitor)  # the first one, a subclass before others
         self._leader = None if leader is self else leader
         self._followers = [c for c in monitors if c is not self] if leader is self else []
@@ -157,7 +158,7 @@ class MemoryMonitor(Callback):
         self._growth = GrowthWatch()
         self._batch, self._num_batches = None, 0
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Tell the loggers how this run is configured."""
         self._has_figures_to_log = self._leader is None
         if self._leader is None:
@@ -172,10 +173,13 @@ class MemoryMonitor(Callback):
         if recorded is not None:
             _log.info(f"memsave: allocator snapshot in {recorded.save()}; open it at https://pytorch.org/memory_viz")
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Begin a step."""
         if self._leader is None:
             strategy, self._batch = trainer.strategy, batch
+            assert strategy.model is not None, "it trains"
             self._meter.begin(
                 strategy.model,
                 trainer.optimizers,
@@ -186,7 +190,9 @@ class MemoryMonitor(Callback):
                 is_compiled=is_compiled(pl_module),
             )
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """End a step and log what was measured in it."""
         self._batch = None
         self._num_batches += 1
@@ -206,17 +212,17 @@ class MemoryMonitor(Callback):
             if is_tracked and (growth := self._growth.observe(measured)) is not None:
                 rank_zero_warn(growth_text(growth), category=MemoryGrowthWarning)
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the headlines through `self.log`, for checkpoints and sweeps; of the rank that needs the most."""
         self._meter.end_step()
         self._log_headlines(trainer, pl_module)
 
-    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Tell those that look after validation, and do not write it down: a row of its own has it already."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._log_headlines(trainer, pl_module, logger=False)
 
-    def _log_headlines(self, trainer: Any, pl_module: Any, **options: Any) -> None:
+    def _log_headlines(self, trainer: L.Trainer, pl_module: L.LightningModule, **options: Any) -> None:
         if self._leader is not None or trainer.barebones:
             return
         figures = agreed(trainer, self._headlines())
@@ -226,18 +232,18 @@ class MemoryMonitor(Callback):
             self._log_one(pl_module, name, figure, **options)
 
     @staticmethod
-    def _log_one(pl_module: Any, name: str, figure: float, **options: Any) -> None:
+    def _log_one(pl_module: L.LightningModule, name: str, figure: float, **options: Any) -> None:
         # float64: `self.log` would round a Python float to float32.
         value = torch.tensor(figure, dtype=_widest(pl_module.device), device=pl_module.device)
         in_bar = name in IN_PROGRESS_BAR
         reduce_fx = "min" if name in _LEAST else "max"
         pl_module.log(name, value, prog_bar=in_bar, reduce_fx=reduce_fx, sync_dist=True, batch_size=1, **options)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stop measuring a batch that Lightning skipped."""
         self._meter.abandon()
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the final figures to the loggers that keep summaries, and one line for people."""
         self._has_figures_to_log = False
         if self._leader is None:
@@ -249,7 +255,7 @@ class MemoryMonitor(Callback):
         """Return the line for people, of what this callback was told to expect."""
         return None if self._prediction is None else miss_text(self.report)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Stop measuring and log what was measured; out of memory, say what is alive and what would help."""
         failing = self._meter.abandon()
         self._save_snapshot()
@@ -269,7 +275,7 @@ class MemoryMonitor(Callback):
                 _log.error(f"memsave: the final figures could not be logged: {error}")
         self._batch = None
 
-    def _post_mortem(self, trainer: Any, failing: Measurement | None, exception: BaseException) -> str:
+    def _post_mortem(self, trainer: L.Trainer, failing: Measurement | None, exception: BaseException) -> str:
         strategy = trainer.strategy
         model = trainer.lightning_module if strategy.model is None else strategy.model
         applied, fixed = self._settings_on()
@@ -285,7 +291,7 @@ class MemoryMonitor(Callback):
         """Return what is on, by the names of the compatibility table, and what of it does not step aside for others."""
         return set(), set()
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop measuring."""
         self._meter.abandon()
         self._save_snapshot()

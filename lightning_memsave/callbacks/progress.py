@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from rich.console import Console
@@ -42,7 +43,7 @@ class MemoryProgressBar(RichProgressBar):
         self._prints_lines = False
         self._peak_bytes: int | None = None
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Find who measures, and whether there is a terminal."""
         if not isinstance(trainer, Trainer):
             raise setting_error(
@@ -66,12 +67,12 @@ class MemoryProgressBar(RichProgressBar):
         if self._prints_lines:
             self.disable()
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Leave the bar as it was."""
         super().teardown(trainer, pl_module, stage)
         self._enable_again()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leave the bar as it was, as Lightning calls no `teardown` then."""
         super().on_exception(trainer, pl_module, exception)
         self._enable_again()
@@ -81,11 +82,11 @@ class MemoryProgressBar(RichProgressBar):
             self._prints_lines = False
             self.enable()
 
-    def configure_columns(self, trainer: Any) -> list[Any]:
+    def configure_columns(self, trainer: L.Trainer) -> list[Any]:
         """Lightning's columns, and the memory's."""
         return [*super().configure_columns(trainer), _MemoryColumn(self)]
 
-    def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         """Return the user's metrics; ours have their own column."""
         metrics = super().get_metrics(trainer, pl_module)
         return {name: value for name, value in metrics.items() if not name.startswith("memsave/")}
@@ -99,7 +100,7 @@ class MemoryProgressBar(RichProgressBar):
                 self._peak_bytes = peak_bytes
                 self._print_line(f"step {self.trainer.global_step}")
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Advance; without a terminal, a line with the user's metrics."""
         super().on_train_epoch_end(trainer, pl_module)
         if self._prints_lines:

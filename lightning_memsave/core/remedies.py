@@ -41,8 +41,11 @@ REMEDIES: Mapping[str, Sequence[tuple[tuple[str, ...], str]]] = {
         _SHARDS,
     ),
     "gradients": (
-        (("gradient release",), '`OptimizerState(format="32bit", gradients="release")` (one at a time)'),
-        (("into-state gradients",), '`OptimizerState(format="32bit", gradients="into-state")` (with microbatches)'),
+        (("gradient release",), '`OptimizerState(first_moment="32bit", gradients="release")` (one at a time)'),
+        (
+            ("into-state gradients",),
+            '`OptimizerState(first_moment="32bit", gradients="into-state")` (with microbatches)',
+        ),
         (("low_precision",), '`precision="bf16-sr"` (half of 32 bits)'),
         (("sparsity",), "`sparsity=0.9` (a tenth)"),
         _SHARDS,

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import lightning as L
+
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.deferred_logs import DeferredLogs, KeptLogs
 from lightning_memsave.loops.loop_state import LoopState
@@ -20,7 +22,7 @@ from lightning_memsave.measuring.allocator import free_memory, read_current, res
 from lightning_memsave.techniques.microbatching import UnsplittableBatchError
 
 
-def evaluate(trainer: Any, state: LoopState, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def evaluate(trainer: L.Trainer, state: LoopState, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Run `step(*args)`, a validation, test or prediction step on `args[0]`; again in parts when memory runs out.
 
     Raises:
@@ -47,6 +49,7 @@ def evaluate(trainer: Any, state: LoopState, step: Callable[..., Any], args: tup
             return result
         start.restore()
         free_memory()
+        assert trainer.state.stage is not None, "it evaluates"
         what = f"a batch of {trainer.state.stage.value}"
         state.warn_of_parts()
         if why_final is None and not recovery.shrink(trainer, batch, state.has_samples(batch), what):
@@ -63,7 +66,7 @@ def _parts(state: LoopState, batch: Any) -> list[tuple[Any, float]]:
         return [(batch, 0.0)]
 
 
-def _run(trainer: Any, step: Callable[..., Any], args: tuple[Any, ...], parts: list[tuple[Any, float]]) -> Any:
+def _run(trainer: L.Trainer, step: Callable[..., Any], args: tuple[Any, ...], parts: list[tuple[Any, float]]) -> Any:
     results, outputs = trainer._results, []
     logs: Any = None  # prediction logs nothing
     if results is not None:

@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
+
 from lightning_memsave.core.errors import NoEffectWarning
 from lightning_memsave.core.report import Applied
 from lightning_memsave.loops.batch_snapshot import BatchStart
@@ -27,13 +29,13 @@ class ForwardScope:
         ValueError: as `open_store`.
     """
 
-    def __init__(self, trainer: Any, config: ActivationCompression) -> None:
+    def __init__(self, trainer: L.Trainer, config: ActivationCompression) -> None:
         fidelity = trainer.global_rank  # each process has noise of its own
         self._config = dataclasses.replace(config, seed=config.seed + 0x9E3779B9 * fidelity)
         self._store, self._applied = open_store(trainer.lightning_module, self._config)
         self._is_on, self._has_run = True, False
 
-    def run(self, trainer: Any, step: Callable[[], Any]) -> Any:
+    def run(self, trainer: L.Trainer, step: Callable[[], Any]) -> Any:
         """Call `step`, which runs `training_step` on a batch or a part of one."""
         if not self._is_on:
             return step()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -78,7 +79,7 @@ class LoopState:
         """Samples per microbatch now."""
         return getattr(self.recovery or self.microbatching, "size", None)
 
-    def microbatches(self, trainer: Any, kwargs: dict[str, Any]) -> list[tuple[Any, float]]:
+    def microbatches(self, trainer: L.Trainer, kwargs: dict[str, Any]) -> list[tuple[Any, float]]:
         """Return the microbatches of `kwargs["batch"]`, each with its number of samples.
 
         The batch alone where it is whole.
@@ -114,7 +115,7 @@ class LoopState:
         assert weights is not None, "such a batch is run whole"
         return weights
 
-    def _check_agreed(self, trainer: Any, num_parts: int) -> None:
+    def _check_agreed(self, trainer: L.Trainer, num_parts: int) -> None:
         """Refuse different numbers of microbatches where processes wait for each other in every forward.
 
         Raises:
@@ -133,7 +134,7 @@ class LoopState:
             )
 
     @staticmethod
-    def _waits(trainer: Any) -> bool:
+    def _waits(trainer: L.Trainer) -> bool:
         return trainer.world_size > 1 and not _WAITING.isdisjoint(ways_of_training(trainer))
 
     def runs_in_parts(self, parts: list[tuple[Any, float]]) -> bool:
@@ -177,7 +178,7 @@ class LoopState:
         return self.recovery.num_recovered + self.evaluation.num_recovered
 
     def _knows_rule(
-        self, trainer: Any, kwargs: dict[str, Any], config: Microbatching, parts: list[tuple[Any, float]]
+        self, trainer: L.Trainer, kwargs: dict[str, Any], config: Microbatching, parts: list[tuple[Any, float]]
     ) -> bool:
         """Return whether it is known how the losses of these parts add up; asks the module where it is time to."""
         rules, batch = self.rules, kwargs["batch"]

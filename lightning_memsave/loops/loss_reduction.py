@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -59,7 +60,7 @@ class _Mode(NamedTuple):
 _MODES = (_Mode(True, True), _Mode(False, True), _Mode(False, False))
 
 
-def ask(trainer: Any, kwargs: dict[str, Any], num_samples: int, config: Microbatching) -> Answer:
+def ask(trainer: L.Trainer, kwargs: dict[str, Any], num_samples: int, config: Microbatching) -> Answer:
     """Return which rules the loss obeys: means and a sum, with the weights that `config` gives or the batch allows.
 
     Args:
@@ -171,7 +172,7 @@ class _Evaluation:
         start: what each evaluation begins with.
     """
 
-    def __init__(self, trainer: Any, kwargs: dict[str, Any], mode: _Mode, start: BatchStart) -> None:
+    def __init__(self, trainer: L.Trainer, kwargs: dict[str, Any], mode: _Mode, start: BatchStart) -> None:
         self._trainer, self._kwargs, self._mode, self._start = trainer, kwargs, mode, start
         weights = {p.dtype for p in trainer.lightning_module.parameters() if p.is_floating_point()}
         self._is_wide = weights <= _TOLERANCE.keys()

@@ -22,6 +22,7 @@ from lightning_memsave.lightning_compat import (
     Closure,
     ClosureResult,
     block_sync,
+    session_of,
 )
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.deferred_logs import DeferredLogs, KeptLogs
@@ -89,7 +90,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         exchange = LateReduction(ddp, self._loop.steps) if ddp is not None else None
         while True:
             gradients = "made" if not accumulates else "added to" if state.keeps_gradients else "watched"
-            noise = trainer.strategy.memsave.noise
+            noise = session_of(trainer).noise
             start = BatchStart(trainer.lightning_module, recovery.changing, gradients, batch, noise)
             held = read_current(device)
             try:

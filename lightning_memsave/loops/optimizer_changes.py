@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memsave.core.errors import NoEffectWarning
 from lightning_memsave.core.report import Applied
-from lightning_memsave.lightning_compat import is_overridden
+from lightning_memsave.lightning_compat import callbacks_of, is_overridden
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.techniques.low_precision import Weights, step_in_float32
 from lightning_memsave.techniques.optimizer_state import (
@@ -34,7 +35,9 @@ from lightning_memsave.techniques.optimizer_state import (
 )
 
 
-def change_optimizers(trainer: Any, recipe: Recipe, weights: Weights | None) -> tuple[list[Applied], InBackward | None]:
+def change_optimizers(
+    trainer: L.Trainer, recipe: Recipe, weights: Weights | None
+) -> tuple[list[Applied], InBackward | None]:
     """Change the optimizers of the trainer's strategy as the recipe says, in place.
 
     Returns:
@@ -76,7 +79,7 @@ def _clip(value: float, p: Any) -> None:
 class _Release(GradientRelease):
     """Clips by value as well, which Lightning does after backward, when the gradients are gone."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: L.Trainer) -> None:
         value = trainer.gradient_clip_val
         super().__init__(trainer.strategy.optimizers, functools.partial(_clip, value) if value else None)
         self._trainer: Any = trainer
@@ -88,14 +91,14 @@ class _Release(GradientRelease):
             self._trainer.gradient_clip_val, self._trainer = self._clip_value, None
 
 
-def _name_readers(trainer: Any) -> None:
-    for owner in (trainer.lightning_module, *trainer.callbacks):
+def _name_readers(trainer: L.Trainer) -> None:
+    for owner in (trainer.lightning_module, *callbacks_of(trainer)):
         for hook in ("on_after_backward", "on_before_optimizer_step"):
             if is_overridden(owner, hook):
                 rank_zero_info(f"memsave: {type(owner).__name__}.{hook} sees no gradients: backward ends them.")
 
 
-def ways_of_stepping(trainer: Any) -> dict[str, bool]:
+def ways_of_stepping(trainer: L.Trainer) -> dict[str, bool]:
     """Return the names, of `core.compatibility`, of what Lightning does with gradients between backward and step."""
     module = trainer.lightning_module
     by_value = trainer.gradient_clip_algorithm == "value"
@@ -109,11 +112,11 @@ def ways_of_stepping(trainer: Any) -> dict[str, bool]:
     }
 
 
-def most_accumulated(trainer: Any) -> int:
+def most_accumulated(trainer: L.Trainer) -> int:
     """The most batches whose gradients this run ever adds up, as Lightning's scheduler of accumulation may say."""
     scheduled = [
         max(callback.scheduling.values())
-        for callback in trainer.callbacks
+        for callback in callbacks_of(trainer)
         if "GradientAccumulationScheduler" in {cls.__name__ for cls in type(callback).__mro__}
     ]
     most: int = max([trainer.accumulate_grad_batches, *scheduled])  # of SWA with an endless loader it is infinite

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map
 from lightning_memsave.core.errors import BudgetWarning, NoEffectWarning, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.units import format_bytes
+from lightning_memsave.lightning_compat import session_of
 from lightning_memsave.loops.optimizer_changes import most_accumulated
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.loops.side_effect_free import ParametersKept, values_kept, without_a_trace
@@ -48,7 +50,7 @@ class PlannedCheckpointing:
         ValueError: this way of training cannot be rehearsed.
     """
 
-    def __init__(self, trainer: Any, config: Checkpointing, *, is_asked_for: bool = True) -> None:
+    def __init__(self, trainer: L.Trainer, config: Checkpointing, *, is_asked_for: bool = True) -> None:
         self._config, self._is_asked_for = config, is_asked_for
         self._planner: Planner | None = None
         self._plan: CheckpointingPlan | None = None
@@ -69,7 +71,7 @@ class PlannedCheckpointing:
         """Whether regions were made, or the user waits for an answer."""
         return self._is_asked_for or (self._plan is not None and bool(self._plan.config.regions))
 
-    def plan(self, trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[], Any]], Any] | None) -> None:
+    def plan(self, trainer: L.Trainer, args: tuple[Any, ...], scope: Callable[[Callable[[], Any]], Any] | None) -> None:
         """Rehearse `training_step(*args)` and make the regions that it calls for; what rank 0 finds holds for all.
 
         Args:
@@ -95,7 +97,7 @@ class PlannedCheckpointing:
             raise found
         self._apply(trainer, found)
 
-    def _apply(self, trainer: Any, plan: CheckpointingPlan) -> None:
+    def _apply(self, trainer: L.Trainer, plan: CheckpointingPlan) -> None:
         if self.applied is not None:
             self.applied.undo()
         self._plan = plan
@@ -109,7 +111,7 @@ class PlannedCheckpointing:
             )
         rank_zero_info(f"memsave: checkpointing planned: {plan.describe()}")
 
-    def check(self, trainer: Any, peak_bytes: int) -> None:
+    def check(self, trainer: L.Trainer, peak_bytes: int) -> None:
         """Compare with a step that was measured; where it is over the budget, plan again, once.
 
         Args:
@@ -139,7 +141,7 @@ class PlannedCheckpointing:
         )
 
 
-def _refuse(trainer: Any, config: Checkpointing) -> None:
+def _refuse(trainer: L.Trainer, config: Checkpointing) -> None:
     """Raise `ValueError` where one step cannot be rehearsed on its own."""
     what = repr(config.method) if config.budget is None else f"budget={config.budget!r}"
     kinds = {cls.__name__ for cls in type(trainer.strategy).__mro__}
@@ -167,7 +169,7 @@ def has_room() -> bool:
     return address_space_left() >= _ROOM
 
 
-def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[], Any]], Any] | None) -> Trace:
+def _rehearse(trainer: L.Trainer, args: tuple[Any, ...], scope: Callable[[Callable[[], Any]], Any] | None) -> Trace:
     """Return one step on fake tensors, which takes no memory.
 
     On real ones where it reads values, or a store codes them.
@@ -200,22 +202,22 @@ def _rehearse(trainer: Any, args: tuple[Any, ...], scope: Callable[[Callable[[],
             return trace(args, None)
 
 
-def _adds_up_gradients(trainer: Any) -> bool:
+def _adds_up_gradients(trainer: L.Trainer) -> bool:
     """Return whether a backward pass may find gradients of an earlier one."""
-    return most_accumulated(trainer) > 1 or trainer.strategy.memsave.loop.size is not None
+    return most_accumulated(trainer) > 1 or session_of(trainer).loop.size is not None
 
 
-def _bring_gradients(trainer: Any, module: nn.Module) -> None:
+def _bring_gradients(trainer: L.Trainer, module: nn.Module) -> None:
     """Give parameters the gradients that a later batch finds: the rehearsal is of the step at its highest."""
-    is_freed_first = trainer.strategy.memsave.loop.zero_grad_first and not _adds_up_gradients(trainer)
+    is_freed_first = session_of(trainer).loop.zero_grad_first and not _adds_up_gradients(trainer)
     for parameter in module.parameters():
         is_there = parameter.requires_grad and not is_freed_first
         parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype) if is_there else None
 
 
-def _forward_and_backward(trainer: Any, args: tuple[Any, ...]) -> None:
+def _forward_and_backward(trainer: L.Trainer, args: tuple[Any, ...]) -> None:
     with trainer.precision_plugin.train_step_context():
-        output = trainer.lightning_module.training_step(*args)
+        output: Any = trainer.lightning_module.training_step(*args)
     loss = output["loss"] if isinstance(output, dict) else output
     if loss is None:
         raise setting_error(

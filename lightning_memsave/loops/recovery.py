@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Protocol
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning_utilities.core import rank_zero
@@ -33,7 +34,7 @@ from lightning_memsave.techniques.microbatching import Microbatching, Unsplittab
 class Ladder(Protocol):
     """The exact measures against too little memory, in the order in which they are taken."""
 
-    def apply_next_fallback(self, trainer: Any) -> str | None:
+    def apply_next_fallback(self, trainer: L.Trainer) -> str | None:
         """Take the next one and say which; `None` when all are taken."""
 
     def withdraw(self) -> bool:
@@ -92,7 +93,7 @@ class Recovery:
         """Go on with them."""
         self.limit_elements, self.interval = learned["limit_elements"], learned["interval"]
 
-    def shrink(self, trainer: Any, batch: Any, can_cut: bool, what: str) -> bool:
+    def shrink(self, trainer: L.Trainer, batch: Any, can_cut: bool, what: str) -> bool:
         """Take the next measure; `batch` is then run again. `False` if there is none.
 
         Args:
@@ -189,7 +190,7 @@ class Recovery:
         growing = self._latest.by_category["activations"] + self._latest.by_category["temporary"]
         return self._latest.peak_bytes + growing <= self._max_bytes
 
-    def measured(self, trainer: Any, batch: Any, step: Measurement, may_cut: bool = True) -> bool:
+    def measured(self, trainer: L.Trainer, batch: Any, step: Measurement, may_cut: bool = True) -> bool:
         """Hold a measured step against `max_bytes`; whether something was changed, so that the next is to be measured.
 
         The step itself has been taken already; what is done holds for the next one.

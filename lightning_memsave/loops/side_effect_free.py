@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from lightning_memsave.lightning_compat import session_of
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.merged_metrics import MergedMetrics
 from lightning_memsave.measuring.storages import tensors_in
@@ -21,21 +23,24 @@ from lightning_memsave.torch_internals.fake_tensors import is_fake
 
 
 @contextmanager
-def without_a_trace(trainer: Any, module: Any, batch: Any) -> Iterator[BatchStart]:
+def without_a_trace(trainer: L.Trainer, module: Any, batch: Any) -> Iterator[BatchStart]:
     """Nothing is logged or steps; modes, random state, gradients, buffers, metrics and plain attributes come back.
 
     So do the containers of the batch, of which a step may take things away, what a first forward pass builds, and the
     globals of the module's files and classes. Yields what puts most of it back.
     """
-    state = trainer.strategy.memsave
+    state = session_of(trainer)
     start = BatchStart(module, None, batch=batch, noise=state.noise, small_bytes=math.inf, most_entries=math.inf)
     metrics = MergedMetrics(module)
     metrics.set_aside()
     gradients = {p: p.grad for p in module.parameters()}
     for parameter in gradients:
         parameter.grad = None
-    results, connector = vars(trainer._results), trainer._logger_connector
-    own = {name: results[name] for name in ("log", "reset") if name in results}  # a loop of ours may have replaced one
+    results: dict[str, Any] = vars(trainer._results)
+    connector = trainer._logger_connector
+    own: dict[str, Any] = {
+        name: results[name] for name in ("log", "reset") if name in results
+    }  # a loop of ours may have replaced one
     logged_last, module._current_fx_name = connector._current_fx, "training_step"
     results["log"] = results["reset"] = lambda *_, **__: None
     release = state.release

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from types import NoneType
-from typing import Any
 
+import lightning as L
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
-from lightning_memsave.lightning_compat import is_compiled
+from lightning_memsave.lightning_compat import callbacks_of, is_compiled
 from lightning_memsave.loops.optimizer_changes import ways_of_stepping
 from lightning_memsave.techniques.low_precision import LossScaling
 from lightning_memsave.torch_internals.private_names import missing
@@ -16,12 +16,12 @@ from lightning_memsave.torch_internals.private_names import missing
 _OF_PROCESSES = {"DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
 
-def ways_of_training(trainer: Any) -> list[str]:
+def ways_of_training(trainer: L.Trainer) -> list[str]:
     """Return the names, of `core.compatibility`, that describe how this trainer trains."""
     strategy, kinds = trainer.strategy, {cls.__name__ for cls in type(trainer.strategy).__mro__}
     is_ddp = "DDPStrategy" in kinds
     ddp_options = getattr(strategy, "_ddp_kwargs", {}) if is_ddp else {}
-    callbacks = {cls.__name__ for callback in trainer.callbacks for cls in type(callback).__mro__}
+    callbacks = {cls.__name__ for callback in callbacks_of(trainer) for cls in type(callback).__mro__}
     training_step = trainer.lightning_module.training_step
     present = {
         "manual optimization": not trainer.lightning_module.automatic_optimization,

@@ -132,7 +132,7 @@ RECIPES = {
         EarlyZeroGrad(),
         Microbatching(),
         ActivationCompression(codecs=("exact", "int8")),
-        OptimizerState(format="8bit"),
+        OptimizerState(first_moment="8bit"),
     ),
     # The whole ladder: nine weights of ten are zero, the others in bfloat16, what is kept in few bits or not at all.
     "extreme": _of_defaults(
@@ -143,7 +143,7 @@ RECIPES = {
         Microbatching(),
         ActivationCompression(codecs=("exact", "int4")),
         Checkpointing(method="blocks"),
-        OptimizerState(format="4bit"),
+        OptimizerState(first_moment="4bit"),
     ),
 }
 

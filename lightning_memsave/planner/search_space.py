@@ -135,8 +135,8 @@ def dimensions(
         OptimizerState: (
             Option(text="optimizer as it is", strength=0),
             Option(
-                text='optimizer_state=OptimizerState(format="32bit", gradients="release")',
-                config=OptimizerState(format="32bit", gradients="release"),
+                text='optimizer_state=OptimizerState(first_moment="32bit", gradients="release")',
+                config=OptimizerState(first_moment="32bit", gradients="release"),
                 time_factor=1.035 + overhead,
             ),
             _changed('optimizer_state="8bit"', OptimizerState(), "balanced", 1.1 + overhead if is_cpu else 1.0),
@@ -146,12 +146,10 @@ def dimensions(
                 "balanced",
                 1.14 + 2 * overhead if is_cpu else 1.035 + overhead,
             ),
+            _changed('optimizer_state="4bit"', OptimizerState(first_moment="4bit"), "extreme", in_4_bits),
             _changed(
-                'optimizer_state="4bit"', OptimizerState(format="4bit"), "extreme", 1.11 + overhead if is_cpu else 1.0
-            ),
-            _changed(
-                'optimizer_state=OptimizerState(format="4bit", gradients="release")',
-                OptimizerState(format="4bit", gradients="release"),
+                'optimizer_state=OptimizerState(first_moment="4bit", gradients="release")',
+                OptimizerState(first_moment="4bit", gradients="release"),
                 "extreme",
                 1.15 + 2 * overhead if is_cpu else 1.035 + overhead,
             ),

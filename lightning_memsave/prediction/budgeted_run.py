@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -22,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from lightning_memsave.core.errors import BudgetWarning, setting_error
 from lightning_memsave.core.report import Miss
 from lightning_memsave.core.units import format_bytes
-from lightning_memsave.lightning_compat import namespace_of
+from lightning_memsave.lightning_compat import data_module_of, namespace_of
 from lightning_memsave.loops.late_reduction import bytes_on_top
 from lightning_memsave.loops.optimizer_changes import most_accumulated
 from lightning_memsave.loops.trainer_features import ways_of_training
@@ -92,7 +93,7 @@ class BudgetedRun:
         """What was set besides the budget; the same in another process."""
         return re.sub(r" at 0x[0-9a-f]+", "", repr((self._recipe.techniques, self._recipe.switched_off)))
 
-    def decide(self, trainer: Any) -> Recipe:
+    def decide(self, trainer: L.Trainer) -> Recipe:
         """Return the settings of this run; planned from its first batch unless a plan for such a run is there.
 
         Raises:
@@ -126,7 +127,7 @@ class BudgetedRun:
         assert self.plan is not None, "without a budget there is a plan"
         return self.plan
 
-    def check(self, trainer: Any, step: Measurement, changed: bool) -> None:
+    def check(self, trainer: L.Trainer, step: Measurement, changed: bool) -> None:
         """Hold a measured step against the plan, and tell of a miss; once each.
 
         Args:
@@ -183,7 +184,7 @@ class BudgetedRun:
         return self.plan is None or self.plan.recipe != "lossless" or not why_not_exact(module)
 
 
-def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: Any = None) -> Plan:
+def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: L.Trainer | None = None) -> Plan:
     """Return the plan for one module and batch, in the situation of a trainer that is being set up, or of none.
 
     Raises:
@@ -237,7 +238,7 @@ def _with_all_layers(module: Any) -> Any:
     return module
 
 
-def _predictors(module: Any, batch: Any, trainer: Any, stays_whole: bool) -> tuple[Predict, Predict]:
+def _predictors(module: Any, batch: Any, trainer: L.Trainer | None, stays_whole: bool) -> tuple[Predict, Predict]:
     """Return what predicts, for shapes alone where that is possible; and what confirms a choice, by real steps.
 
     Args:
@@ -248,7 +249,7 @@ def _predictors(module: Any, batch: Any, trainer: Any, stays_whole: bool) -> tup
     """
     options = {} if trainer is None else _options_of(trainer)
     is_cuda = trainer is not None and trainer.strategy.root_device.type == "cuda"
-    data = None if trainer is None else trainer.datamodule
+    data = None if trainer is None else data_module_of(trainer)
     predictor = Predictor(module, lambda: batch, data_module=data, target="cuda" if is_cuda else "cpu", **options)
 
     def predict(techniques: Sequence[Config]) -> Prediction:
@@ -267,7 +268,7 @@ def _predictors(module: Any, batch: Any, trainer: Any, stays_whole: bool) -> tup
     return predict, Trial(module, batch, trainer)
 
 
-def _agreed(trainer: Any, predict: Predict) -> Predict:
+def _agreed(trainer: L.Trainer, predict: Predict) -> Predict:
     """Ask on every process, as a step may wait for the others.
 
     Rank 0's answer holds, with what DDP takes on top.
@@ -296,7 +297,7 @@ def _with_bytes(prediction: Prediction, category: str, num_bytes: int) -> Predic
     return replace(prediction, peak_bytes=prediction.peak_bytes + num_bytes, by_category=split)
 
 
-def _situation(module: Any, batch: Any, recipe: Recipe, trainer: Any) -> Situation:
+def _situation(module: Any, batch: Any, recipe: Recipe, trainer: L.Trainer | None) -> Situation:
     why, num_samples = "", samples_of(batch)
     if Microbatching not in recipe.switched_off:
         why = Trial(module, batch, trainer).why_whole(recipe.get(Microbatching) or Microbatching())
@@ -320,12 +321,12 @@ def _situation(module: Any, batch: Any, recipe: Recipe, trainer: Any) -> Situati
     )
 
 
-def _options_of(trainer: Any) -> dict[str, Any]:
+def _options_of(trainer: L.Trainer) -> dict[str, Any]:
     options = {name: getattr(trainer, name) for name in STEPS_DEPEND_ON}
     return options | {"accumulate_grad_batches": most_accumulated(trainer)}
 
 
-def _kind_of(trainer: Any) -> Sequence[Any]:
+def _kind_of(trainer: L.Trainer) -> Sequence[Any]:
     """Return what another run must have in common for a plan to be taken again; `None` where that is not known."""
     return (
         _shapes(trainer.lightning_module),

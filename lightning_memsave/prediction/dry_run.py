@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
+import lightning as L
 import torch.distributed as dist
 
 from lightning_memsave.core.errors import BudgetWarning, MicrobatchWarning, NoEffectWarning, NotLosslessWarning
@@ -109,7 +110,7 @@ def nothing_around(namespace: str) -> dict[str, Any]:
     }
 
 
-def fit(trainer: Any, module: Any, batch: Any, data_module: Any = None) -> None:
+def fit(trainer: L.Trainer, module: Any, batch: Any, data_module: Any = None) -> None:
     """Train a copy of a module on one batch; its own callbacks stay out of it: they write files.
 
     Args:
@@ -155,17 +156,22 @@ def _watch_class(namespace: str) -> Any:  # noqa: C901  # one class, counted as 
             self.is_cut = False
             """Whether a batch was cut on the assumption that this can be done."""
 
-        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
             adopt(trainer.strategy, self._state)
 
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(
+            self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        ) -> None:
             if self._num_batches >= trainer.accumulate_grad_batches:
                 ledger = BreakdownLedger("cpu", fake=self._fake)
+                assert trainer.strategy.model is not None, "it trains"
                 ledger.watching(trainer.strategy.model, trainer.optimizers, batch)
                 self._ledger = ledger
                 ledger.__enter__()
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             self._num_batches += 1
             self._close()
             config = self._state.recipe.get(Microbatching)
@@ -174,7 +180,7 @@ def _watch_class(namespace: str) -> Any:  # noqa: C901  # one class, counted as 
                 self._state.loop.warn_if_unused(pl_module)
                 raise DoneError
 
-        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
             self._close()
 
         def _close(self) -> None:

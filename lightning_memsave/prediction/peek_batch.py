@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import lightning as L
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -18,7 +19,7 @@ from lightning_memsave.techniques.microbatching import UnsplittableBatchError, b
 _REMEDY = "Plan before with `plan_training(module, batch, MemSave(budget=...))` and train with `MemSave(plan)`."
 
 
-def first_batch(trainer: Any) -> Any:
+def first_batch(trainer: L.Trainer) -> Any:
     """Return what the first `training_step` of this run will get, or one like it, on the CPU.
 
     Loaders are asked for once more, and read by one worker where they have some; random states come back.
@@ -34,7 +35,7 @@ def first_batch(trainer: Any) -> Any:
         return tree_unflatten([_first_of(loader) for loader in loaders], structure)
 
 
-def samples_per_batch(trainer: Any) -> int | None:
+def samples_per_batch(trainer: L.Trainer) -> int | None:
     """Return the samples that the loaders of this run name; else those of the first batch, where it can be read."""
     with Randomness.untouched():
         found = loaders_of(trainer)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
+import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ class Predictor:
         *,
         data_module: Any = None,
         target: Literal["cpu", "cuda"] = "cpu",
-        **trainer: Any,
+        **trainer: L.Trainer,
     ) -> None:
         if target not in ("cpu", "cuda"):
             raise setting_error("target", "must be 'cpu' or 'cuda'", target, "The default is 'cpu'.")

@@ -18,11 +18,12 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
+import lightning as L
 import lightning.pytorch as pl
 import torch
 
 from lightning_memsave.core.report import CATEGORIES
-from lightning_memsave.lightning_compat import namespace_of
+from lightning_memsave.lightning_compat import data_module_of, namespace_of
 from lightning_memsave.loops.optimizer_changes import most_accumulated
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.measuring import allocator
@@ -61,7 +62,7 @@ class Trial:
         ValueError: when called: the settings cannot be used, or the step fails.
     """
 
-    def __init__(self, module: Any, batch: Any, trainer: Any = None) -> None:
+    def __init__(self, module: Any, batch: Any, trainer: L.Trainer | None = None) -> None:
         self._module, self._batch, self._trainer = module, batch, trainer
 
     def __call__(self, techniques: Sequence[Config]) -> Prediction:
@@ -141,7 +142,7 @@ class Trial:
         return torch.device("cpu") if self._trainer is None else self._trainer.strategy.root_device
 
     def _fit(self, steps: Any, batch: Any) -> None:
-        data = None if self._trainer is None else self._trainer.datamodule
+        data = None if self._trainer is None else data_module_of(self._trainer)
         fit(self._new_trainer(steps), copied(self._module), batch, data)
 
     def _new_trainer(self, steps: Any) -> Any:
@@ -180,7 +181,7 @@ class _OneStep(pl.Callback):
         self.state = Session(recipe)
         self.is_done = False
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         adopt(trainer.strategy, self.state)
 
     @property
@@ -188,7 +189,9 @@ class _OneStep(pl.Callback):
         """Whether a batch was cut into microbatches."""
         return self.state.loop.applied is not None
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.is_done = True
         raise DoneError
 
@@ -210,11 +213,14 @@ class _Steps(_OneStep):
         self._latest: Measurement | None = None
         self._allocated: allocator.AllocatorBytes | None = None
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         step, position = divmod(batch_idx, self._num_batches)
         device = trainer.strategy.root_device
         if position == 0 and step in (1, 2):
             allocator.reset_peak(device)
+            assert trainer.strategy.model is not None, "it trains"
             self._ledger = Ledger(device).watching(trainer.strategy.model, trainer.optimizers, batch)
             self._ledger.__enter__()
         elif position == 0 and step == 3:
@@ -226,10 +232,14 @@ class _Steps(_OneStep):
         elif position == 0:
             self._began_seconds = self._updates_seconds = time.thread_time()  # the latter where nothing is updated
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
         self._updates_seconds = time.thread_time()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         step, position = divmod(batch_idx, self._num_batches)
         if position < self._num_batches - 1 or step in (0, 3):
             return
@@ -258,7 +268,7 @@ class _Steps(_OneStep):
         if self._highest is None or measured.peak_bytes > self._highest.peak_bytes:
             self._highest, self._allocated = measured, allocated
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, DoneError):
             return
         if self._ledger is not None and self._ledger.measurement is None:

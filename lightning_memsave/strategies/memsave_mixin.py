@@ -11,12 +11,13 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memsave.core.compatibility import check_compatibility
-from lightning_memsave.lightning_compat import counterpart, is_overridden, namespace_of
+from lightning_memsave.lightning_compat import callbacks_of, counterpart, is_overridden, namespace_of
 from lightning_memsave.loops.evaluation import evaluate
 from lightning_memsave.loops.loop_state import LoopState
 from lightning_memsave.loops.microbatch_loop import MicrobatchLoop
@@ -54,7 +55,7 @@ class MemSaveMixin(Strategy):
         module: Any = self.lightning_module
         return module.trainer
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: L.Trainer) -> None:
         """Set up model and optimizers with what the recipe says."""
         fitting = self._has_fitted = trainer.state.fn == "fit"
         self._is_down = False
@@ -72,7 +73,7 @@ class MemSaveMixin(Strategy):
             self.memsave.with_config(Checkpointing, self.memsave.make_regions, trainer)
             self.memsave.with_config(ActivationCompression, self.memsave.open_scope, trainer)
 
-    def _begin(self, trainer: Any) -> None:
+    def _begin(self, trainer: L.Trainer) -> None:
         """Take up the recipe, as far as this way of training allows; a second fit starts with a clean record."""
         ways = ways_of_training(trainer)
         decided = self.memsave.decided(trainer)
@@ -84,7 +85,7 @@ class MemSaveMixin(Strategy):
             self._memsave = Session(decided, self.memsave.budgeted).after(self.memsave)
         self.memsave.begin(recipe)
 
-    def setup_optimizers(self, trainer: Any) -> None:
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Make the optimizers, and change those that the recipe is about."""
         super().setup_optimizers(trainer)
         state = self.memsave
@@ -162,7 +163,7 @@ class MemSaveMixin(Strategy):
         _give_class_back(self)
 
 
-def _install_loop(trainer: Any, state: LoopState) -> None:
+def _install_loop(trainer: L.Trainer, state: LoopState) -> None:
     if (
         not trainer.lightning_module.automatic_optimization
     ):  # Lightning bypasses the loop, and the user zeroes gradients
@@ -177,9 +178,9 @@ def _install_loop(trainer: Any, state: LoopState) -> None:
     epoch_loop.automatic_optimization = loop(epoch_loop.automatic_optimization, state)
 
 
-def _reader_of_gradients(trainer: Any) -> str | None:
+def _reader_of_gradients(trainer: L.Trainer) -> str | None:
     """What of a user's may read the gradients of the last step before they are zeroed, after the forward pass."""
-    hooks = [(owner, "on_before_zero_grad") for owner in (trainer.lightning_module, *trainer.callbacks)]
+    hooks = [(owner, "on_before_zero_grad") for owner in (trainer.lightning_module, *callbacks_of(trainer))]
     for owner, hook in (*hooks, (trainer.lightning_module, "optimizer_zero_grad")):
         if is_overridden(owner, hook):
             return f"{type(owner).__name__}.{hook}"

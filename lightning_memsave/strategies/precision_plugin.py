@@ -12,15 +12,16 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
+import lightning as L
 import torch
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
-from lightning_memsave.lightning_compat import namespace_of
+from lightning_memsave.lightning_compat import callbacks_of, namespace_of
 from lightning_memsave.techniques.low_precision import LowPrecision, Weights
 
 
-def lower_precision(trainer: Any, config: LowPrecision) -> tuple[Weights, Applied]:
+def lower_precision(trainer: L.Trainer, config: LowPrecision) -> tuple[Weights, Applied]:
     """Lower the weights of the module, and let the strategy run it under autocast.
 
     Raises:
@@ -68,9 +69,9 @@ def naming_the_setting(weights: Weights | None) -> Iterator[None]:
         raise
 
 
-def _check_averaging(trainer: Any, config: LowPrecision) -> None:
+def _check_averaging(trainer: L.Trainer, config: LowPrecision) -> None:
     """Refuse Lightning's callback that pairs buffers by position with those of a copy that it made before."""
-    averaging = [c for c in trainer.callbacks if "WeightAveraging" in {cls.__name__ for cls in type(c).__mro__}]
+    averaging = [c for c in callbacks_of(trainer) if "WeightAveraging" in {cls.__name__ for cls in type(c).__mro__}]
     if averaging and config.format in ("bf16+8", "bf16-kahan"):
         raise setting_error(
             "precision",
@@ -117,10 +118,10 @@ def _scaled(plugins: Any) -> Any:
         def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
             plugins.Precision.clip_gradients(self, *args, **kwargs)
 
-        def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
             self.scaler.clip_by_value(self.main_params(optimizer), clip_val)
 
-        def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
             self.scaler.clip_by_norm(self.main_params(optimizer), clip_val)
 
     MixedPrecision.__qualname__ = "MixedPrecision"  # under which its scale is saved, as Lightning's own

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
+import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from lightning_memsave.core.compatibility import check_compatibility
 from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.core.report import Applied
+from lightning_memsave.lightning_compat import callbacks_of
 from lightning_memsave.loops.forward_scope import ForwardScope
 from lightning_memsave.loops.loop_state import LoopState
 from lightning_memsave.loops.planned_checkpointing import PlannedCheckpointing, has_room
@@ -40,7 +42,7 @@ R = TypeVar("R")
 class RecipeSource(Protocol):
     """What chooses the recipe of a run when the run begins (`prediction.budgeted_run`)."""
 
-    def decide(self, trainer: Any) -> Recipe:
+    def decide(self, trainer: L.Trainer) -> Recipe:
         """Choose the recipe of this run."""
 
     def may_cut(self, module: Any) -> bool:
@@ -72,7 +74,7 @@ class Session:
         self.is_rehearsing = False
         """Whether `training_step` runs to learn something of it: no time to plan regions."""
 
-    def decided(self, trainer: Any) -> Recipe:
+    def decided(self, trainer: L.Trainer) -> Recipe:
         """Return the recipe; with a budget, what its plan makes of it."""
         return self.recipe if self.budgeted is None else self.budgeted.decide(trainer)
 
@@ -89,7 +91,7 @@ class Session:
         self.load_recovery_state_dict({} if previous is None else previous.recovery_state_dict())
         return self
 
-    def with_config(self, kind: type[C], use: Callable[[Any, C], R], trainer: Any) -> R | None:
+    def with_config(self, kind: type[C], use: Callable[[Any, C], R], trainer: L.Trainer) -> R | None:
         """Use a technique, if it is on; a default that this model or optimizer cannot carry steps aside."""
         config = self.recipe.get(kind)
         if config is None:
@@ -103,24 +105,24 @@ class Session:
             self.recipe = self.recipe.without(kind)
             return None
 
-    def keep_weights_of_tuning(self, trainer: Any) -> None:
+    def keep_weights_of_tuning(self, trainer: L.Trainer) -> None:
         """Keep weights before they change.
 
         The tuner puts back what it saved, but it saves when they have changed already.
         """
         is_lossy = any(self.recipe.get(kind) is not None for kind in (LowPrecision, Sparsity))
-        if is_lossy and any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks):
+        if is_lossy and any(getattr(callback, "_early_exit", False) for callback in callbacks_of(trainer)):
             module = trainer.lightning_module
             made = ((name, p) for name, p in module.named_parameters() if not is_lazy(p))
             self._before_tuning = module, {name: p.detach().clone() for name, p in made}
 
-    def lower_precision(self, trainer: Any, config: LowPrecision) -> None:
+    def lower_precision(self, trainer: L.Trainer, config: LowPrecision) -> None:
         """Turn the weights to bfloat16."""
         self.weights, applied = lower_precision(trainer, config)
         self.changes.append(applied)
 
     @staticmethod
-    def check_steps(trainer: Any, config: LowPrecision) -> None:
+    def check_steps(trainer: L.Trainer, config: LowPrecision) -> None:
         """Raise `ValueError` for optimizers that cannot step 16-bit weights."""
         for optimizer in trainer.strategy.optimizers:
             check_steps_parameters_alone(optimizer, "precision")
@@ -133,7 +135,7 @@ class Session:
         self.changes = [applied for applied in self.changes if applied.technique != "low_precision"]
         self.weights = None
 
-    def open_scope(self, trainer: Any, config: ActivationCompression) -> None:
+    def open_scope(self, trainer: L.Trainer, config: ActivationCompression) -> None:
         """See to it that what autograd keeps goes to a store."""
         self.forward_scope = ForwardScope(trainer, config)
 
@@ -143,11 +145,11 @@ class Session:
         return None if self.forward_scope is None else self.forward_scope.noise
 
     @staticmethod
-    def check_optimizers(trainer: Any, config: OptimizerState) -> None:
+    def check_optimizers(trainer: L.Trainer, config: OptimizerState) -> None:
         """Raise `ValueError` for optimizers that cannot be lean."""
         check_optimizers(trainer.strategy.optimizers, config, trainer.lightning_module)
 
-    def make_regions(self, trainer: Any, config: Checkpointing) -> None:
+    def make_regions(self, trainer: L.Trainer, config: Checkpointing) -> None:
         """Make the regions that are known, or see to it that the first batch is rehearsed."""
         if config.needs_a_plan:
             self.planned = PlannedCheckpointing(trainer, config)
@@ -155,7 +157,7 @@ class Session:
             self.changes.append(apply_checkpointing(trainer.lightning_module, config))
         self.region_inputs = input_store() if config.offload else None
 
-    def sparsify(self, trainer: Any, config: Sparsity) -> Sparsifying:
+    def sparsify(self, trainer: L.Trainer, config: Sparsity) -> Sparsifying:
         """Make layers sparse, as they were in the run that is resumed."""
         self.sparsifying = Sparsifying(trainer, config, self._saved_sparsity)
         self.changes.append(self.sparsifying.applied)
@@ -200,7 +202,7 @@ class Session:
             self.loop.recovery.load_recovery_state_dict(learned["training"])
             self.loop.evaluation.load_recovery_state_dict(learned["evaluation"])
 
-    def apply_next_fallback(self, trainer: Any) -> str | None:
+    def apply_next_fallback(self, trainer: L.Trainer) -> str | None:
         """Take the next exact measure against too little memory; `None` when there is none left.
 
         Those that take time wait here until they are needed; what the user has set, or switched off, is left as it is.
@@ -214,20 +216,20 @@ class Session:
                     return taken
         return None
 
-    def _compress(self, trainer: Any) -> str | None:
+    def _compress(self, trainer: L.Trainer) -> str | None:
         if not self.recipe.leaves_open(ActivationCompression):
             return None
         check_compatibility(["activation_compression", *self.recipe.rows(), *ways_of_training(trainer)])
         self.forward_scope = ForwardScope(trainer, ActivationCompression())
         return "activations recomputed where that is cheap"
 
-    def _make_blocks(self, trainer: Any) -> str | None:
+    def _make_blocks(self, trainer: L.Trainer) -> str | None:
         if not self.recipe.leaves_open(Checkpointing):
             return None
         self.changes.append(apply_checkpointing(trainer.lightning_module, Checkpointing()))
         return f"checkpointing of {self.changes[-1].summary}"
 
-    def _plan_regions(self, trainer: Any) -> str | None:
+    def _plan_regions(self, trainer: L.Trainer) -> str | None:
         if not self.recipe.leaves_open(Checkpointing) or not has_room():
             return None
         planned = PlannedCheckpointing(trainer, Checkpointing(method="sqrt"), is_asked_for=False)
@@ -235,7 +237,7 @@ class Session:
         self.planned = planned
         return "checkpointing of the best groups of calls"
 
-    def _offload_inputs(self, trainer: Any) -> str | None:
+    def _offload_inputs(self, trainer: L.Trainer) -> str | None:
         if self.region_inputs is not None or not any(a.technique == "checkpointing" for a in self.applied):
             return None
         self.region_inputs = input_store()
@@ -258,7 +260,7 @@ class Session:
             applied.undo()
         return bool(taken)
 
-    def measured(self, trainer: Any, batch: Any, step: Measurement | None, scheduled_bytes: int | None) -> bool:
+    def measured(self, trainer: L.Trainer, batch: Any, step: Measurement | None, scheduled_bytes: int | None) -> bool:
         """Hold a step against the limits that were set; whether the next one should be measured, as that has changed.
 
         Args:
@@ -275,7 +277,7 @@ class Session:
         may_cut = self.budgeted is None or self.budgeted.may_cut(trainer.lightning_module)
         return recovery.measured(trainer, batch, step, may_cut)
 
-    def run(self, trainer: Any, step: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+    def run(self, trainer: L.Trainer, step: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         """Run `step`, which is `training_step(*args)`, in the scopes of this run."""
         while self._num_measures < self._num_learned:
             if self.apply_next_fallback(trainer) is not None and self.loop.recovery is not None:

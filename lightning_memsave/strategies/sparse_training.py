@@ -10,10 +10,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import lightning as L
 import torch
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
+from lightning_memsave.lightning_compat import callbacks_of
 from lightning_memsave.techniques.optimizer_state import is_low_bit
 from lightning_memsave.techniques.sparsity import (
     MaskUpdates,
@@ -40,9 +42,10 @@ class Sparsifying:
             several processes.
     """
 
-    def __init__(self, trainer: Any, config: Sparsity, saved: Mapping[str, Any] | None) -> None:
+    def __init__(self, trainer: L.Trainer, config: Sparsity, saved: Mapping[str, Any] | None) -> None:
         _refuse(trainer, config)
-        self._model, self._config = trainer.lightning_module, config
+        self._model: Any = trainer.lightning_module
+        self._config = config
         self._updates: dict[torch.optim.Optimizer, MaskUpdates] = {}
         self._saved = saved if saved is not None and saved["sparsity"] == config.sparsity else None
         if self._saved is not None:
@@ -58,7 +61,7 @@ class Sparsifying:
         """What was done; its `undo` ends the run."""
         self._num_moved = self._num_told = 0
 
-    def follow(self, trainer: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def follow(self, trainer: L.Trainer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Update patterns after the steps of `optimizers`, where the method does so.
 
         Raises:
@@ -97,7 +100,7 @@ class Sparsifying:
                     "Make it there, from `self.parameters()`.",
                 )
 
-    def stepped(self, trainer: Any, optimizer: torch.optim.Optimizer) -> None:
+    def stepped(self, trainer: L.Trainer, optimizer: torch.optim.Optimizer) -> None:
         """Count a step of an optimizer, and move patterns that are due."""
         updates = self._updates.get(optimizer)
         if updates is None:
@@ -150,8 +153,8 @@ class Sparsifying:
         applied.undo()
 
 
-def _refuse(trainer: Any, config: Sparsity) -> None:
-    averaging = [type(c).__name__ for c in trainer.callbacks if _averages_weights(c)]
+def _refuse(trainer: L.Trainer, config: Sparsity) -> None:
+    averaging = [type(c).__name__ for c in callbacks_of(trainer) if _averages_weights(c)]
     if averaging:
         raise setting_error(
             "sparsity",

@@ -142,7 +142,7 @@ def test_manual_optimization_is_refused(batch):
 @pytest.mark.parametrize(
     ("slots", "loss_class"),
     [
-        ({"optimizer_state": OptimizerState(format="32bit", gradients="release")}, "exact"),
+        ({"optimizer_state": OptimizerState(first_moment="32bit", gradients="release")}, "exact"),
         ({"sparsity": Sparsity(sparsity=0.5, min_size=1)}, "changed"),
         ({"precision": "bf16-kahan"}, "changed"),
     ],

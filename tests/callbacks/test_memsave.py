@@ -113,7 +113,10 @@ def test_slots_shorthands_configs_and_false():
         ({"microbatch": 2.5}, r"`microbatch` must be a positive integer"),
         ({"checkpointing": "no-such-thing"}, r"`checkpointing` must be one of 'blocks', 'sqrt', 'recursive', got"),
         ({"checkpointing": "budget"}, r"To fit a limit|to fit a limit"),
-        ({"optimizer_state": "1bit"}, r"`optimizer_state` must be one of '8bit', '4bit', .*'32bit', got '1bit'"),
+        (
+            {"optimizer_state": "1bit"},
+            r"`optimizer_state` must be one of '8bit', '4bit', 'lean', .*'paged', got '1bit'",
+        ),
         ({"recipe": Recipe("a", ()), "microbatch": -3}, "got -3"),
     ],
 )

@@ -128,7 +128,7 @@ def test_what_is_on_already_is_not_advised(messages):
 
 
 def test_what_would_be_refused_is_not_advised(messages):
-    released = OptimizerState(format="32bit", gradients="release")
+    released = OptimizerState(first_moment="32bit", gradients="release")
     with pytest.raises(torch.OutOfMemoryError):
         fit(Model(fails_at=5, error=torch.OutOfMemoryError("none")), MemSave(optimizer_state=released))
     (text,) = messages

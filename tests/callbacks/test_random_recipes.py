@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSave, NoEffectWarning, NotLosslessWarning, OptimizerState, Sparsity
-from lightning_memsave.techniques.optimizer_state.state_config import Format, Gradients
+from lightning_memsave.techniques.optimizer_state.state_config import FORMATS as BY_NAME
+from lightning_memsave.techniques.optimizer_state.state_config import Gradients
 
 NUM_FAST, NUM_ALL = 10, 120
 
@@ -74,7 +75,7 @@ def drawn(seed):
         if draw.random() < 0.5:
             settings[name] = draw.choice(options)
     if draw.random() < 0.7:
-        state = {"format": draw.choice([f for f in Format.__args__ if f != "paged"]), "min_size": draw.choice([0, 512])}
+        state = {**BY_NAME[draw.choice([f for f in BY_NAME if f != "paged"])], "min_size": draw.choice([0, 512])}
         state |= {"gradients": draw.choice(Gradients.__args__), "checkpoint": draw.choice(["plain", "compact"])}
         try:
             settings["optimizer_state"] = OptimizerState(**state, rank=8)

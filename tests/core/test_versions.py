@@ -19,7 +19,7 @@ def no_optional_packages(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_optional_packages")
-@pytest.mark.parametrize("config", [OptimizerState(backend="bitsandbytes"), OptimizerState(format="paged")])
+@pytest.mark.parametrize("config", [OptimizerState(backend="bitsandbytes"), OptimizerState(placement="paged")])
 def test_what_needs_bitsandbytes_says_what_to_install(config):
     model = torch.nn.Linear(100, 100)
     with pytest.raises(ValueError, match=r"`optimizer_state` needs the package bitsandbytes.*pip install bitsandbytes"):

@@ -57,7 +57,7 @@ EVERYTHING = (
     Microbatching(start=4, max_bytes=1000, growth_interval=None, weight_fn=LabelCount(shifted=True)),
     ActivationCompression(codecs=("exact", "int8"), modules={"head": "exact"}),
     Checkpointing(regions=(("0", "1"), ("2",))),
-    OptimizerState(format="4bit", min_size=1),
+    OptimizerState(first_moment="4bit", min_size=1),
 )
 
 

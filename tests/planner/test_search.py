@@ -354,7 +354,7 @@ def test_settings_cost_what_the_model_makes_them_cost():
     for kind, text in (
         (Microbatching, "microbatch=32"),
         (ActivationCompression, 'activations="exact"'),
-        (OptimizerState, 'optimizer_state=OptimizerState(format="32bit", gradients="release")'),
+        (OptimizerState, 'optimizer_state=OptimizerState(first_moment="32bit", gradients="release")'),
     ):
         assert times(small, kind)[text] > times(large, kind)[text] > 1
     assert times(small, Microbatching)["microbatch=16"] == 1.75  # four parts
@@ -372,7 +372,7 @@ def test_settings_cost_what_the_model_makes_them_cost():
     [
         ("8bit", 'optimizer_state="8bit"'),
         ("4bit", 'optimizer_state="4bit"'),
-        ("32bit, released", 'optimizer_state=OptimizerState(format="32bit", gradients="release")'),
+        ("32bit, released", 'optimizer_state=OptimizerState(first_moment="32bit", gradients="release")'),
         ("8bit, released", 'optimizer_state=OptimizerState(gradients="release")'),
     ],
 )
@@ -426,7 +426,8 @@ def test_settings_that_exclude_each_other_are_never_predicted():
     search = Search(table("extreme"), predict)
     search.lowest()
     assert not any(
-        OptimizerState(format="4bit", gradients="release") in each and any(isinstance(t, Microbatching) for t in each)
+        OptimizerState(first_moment="4bit", gradients="release") in each
+        and any(isinstance(t, Microbatching) for t in each)
         for each in asked
     )
     assert describe(search.nothing) == "nothing"

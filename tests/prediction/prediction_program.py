@@ -59,7 +59,7 @@ BATCH = torch.randn(48, 6), torch.randint(0, 3, (48,))
 SHARDED = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
 CASES = [
     *(("ddp", slots) for slots in ({"microbatch": 16}, {"checkpointing": "sqrt"}, {"activations": "int4"})),
-    ("memsave", {"optimizer_state": OptimizerState(format="8bit", min_size=1024)}),
+    ("memsave", {"optimizer_state": OptimizerState(first_moment="8bit", min_size=1024)}),
     ("ddp", {"recipe": "measure", "accumulate_grad_batches": 2}),
     *((DDPStrategy(gradient_as_bucket_view=is_view), {"recipe": "measure"}) for is_view in (False, True)),
     ("ddp_find_unused_parameters_true", {}),

@@ -530,7 +530,7 @@ def test_a_trial_leaves_nothing_behind():
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
     with pytest.raises(ValueError, match="gradient release"):
-        Trial(module, batch)((Microbatching(size=8), OptimizerState(format="32bit", gradients="release")))
+        Trial(module, batch)((Microbatching(size=8), OptimizerState(first_moment="32bit", gradients="release")))
 
 
 def test_a_trial_times_two_microbatches_as_all_and_the_update_once(monkeypatch):

@@ -91,7 +91,7 @@ ONE_BY_ONE = {
     "bf16-sr": lambda: MemSave("measure", precision="bf16-sr"),
     "bf16+8": lambda: MemSave("measure", precision="bf16+8"),
     "4bit": lambda: MemSave("measure", optimizer_state="4bit"),
-    "release": lambda: MemSave("measure", optimizer_state=OptimizerState(format="32bit", gradients="release")),
+    "release": lambda: MemSave("measure", optimizer_state=OptimizerState(first_moment="32bit", gradients="release")),
 }
 EVERYTHING = {
     "sparsity": Sparsity(sparsity=0.9),

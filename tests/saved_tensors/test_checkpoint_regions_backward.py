@@ -248,7 +248,7 @@ def test_parameters_that_are_stepped_in_backward(groups, order):
             plain.blocks[i] = Added()
     ours = with_regions(plain, GROUPS[groups])
     optimizers = [torch.optim.AdamW(model.parameters(), 0.1) for model in (plain, ours)]
-    release = OptimizerState(format="32bit", gradients="release")
+    release = OptimizerState(first_moment="32bit", gradients="release")
     applied = apply_optimizer_state(optimizers[1], release, ours)
     for _ in range(3):
         x = samples()
@@ -268,7 +268,7 @@ def test_each_region_is_repeated_once_though_parameters_step(monkeypatch):
     ours(samples()).sum().backward()
     expected = len(repeated)
     optimizer = torch.optim.SGD(ours.parameters(), 0.1)
-    apply_optimizer_state(optimizer, OptimizerState(format="32bit", gradients="release"), ours)
+    apply_optimizer_state(optimizer, OptimizerState(first_moment="32bit", gradients="release"), ours)
     repeated.clear()
     ours(samples()).sum().backward()
     assert len(repeated) == expected

@@ -110,7 +110,7 @@ def check_lean_weights_and_state():
             assert (a - b).norm() < 0.01 * a.norm() + 1e-3
     for state in ("8bit", "4bit"):
         assert_ranks_agree(train(MemSave(optimizer_state=state), "ddp")[0])
-    released = MemSave(optimizer_state=OptimizerState(format="32bit", gradients="release"))
+    released = MemSave(optimizer_state=OptimizerState(first_moment="32bit", gradients="release"))
     with pytest.raises(ValueError, match="averaged over the ranks"):
         train(released, "ddp")
 

@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSave, OptimizerState
 from lightning_memsave.techniques.optimizer_state.quantized import is_quantized
+from lightning_memsave.techniques.optimizer_state.state_config import FORMATS as BY_NAME
 from tests.harness import Net, WeightAveraging, fit
 
-INTO = OptimizerState(format="32bit", gradients="into-state")
+INTO = OptimizerState(first_moment="32bit", gradients="into-state")
 INTO_8BIT = OptimizerState(gradients="into-state", min_size=0)
 QUIET = {
     "accelerator": "cpu",
@@ -136,7 +137,9 @@ def test_the_model_is_given_back_and_trains_again():
 
 @pytest.mark.parametrize("average", [lambda: StochasticWeightAveraging(0.01, 1), WeightAveraging], ids=["swa", "ema"])
 @pytest.mark.parametrize(
-    "state", [*(OptimizerState(format=f, min_size=0) for f in ("8bit", "4bit", "fp8", "offload")), INTO_8BIT], ids=str
+    "state",
+    [*(OptimizerState(**BY_NAME[f], min_size=0) for f in ("8bit", "4bit", "fp8", "offload")), INTO_8BIT],
+    ids=str,
 )
 def test_averages_of_weights(state, average):
     trainer, module = train(MemSave(optimizer_state=state), callbacks=[average()], epochs=3)
@@ -173,7 +176,7 @@ def test_compact_checkpoints_load_under_any_other_state(written_by, read_by, tmp
 
     def state(name):
         checkpoint = "plain" if name == "offload" else "compact"
-        return name and MemSave(optimizer_state=OptimizerState(format=name, min_size=0, checkpoint=checkpoint))
+        return name and MemSave(optimizer_state=OptimizerState(**BY_NAME[name], min_size=0, checkpoint=checkpoint))
 
     trainer, _ = train(state(written_by), module=Module(adamw))
     trainer.save_checkpoint(tmp_path / "two.ckpt")
@@ -203,7 +206,7 @@ class SkipsZeroing(BoringModel):
 @pytest.mark.parametrize("gradients", ["release", "into-state"])
 @pytest.mark.parametrize(("module", "hook"), [(SkipsSteps, "optimizer_step"), (SkipsZeroing, "optimizer_zero_grad")])
 def test_hooks_of_stepping_that_would_not_be_asked_are_refused_by_name(module, hook, gradients):
-    slots = {"optimizer_state": OptimizerState(format="32bit", gradients=gradients), "microbatch": False}
+    slots = {"optimizer_state": OptimizerState(first_moment="32bit", gradients=gradients), "microbatch": False}
     trainer = L.Trainer(
         max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[MemSave(**slots)],

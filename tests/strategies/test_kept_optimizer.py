@@ -39,7 +39,7 @@ def fit(module, **settings):
 @pytest.fixture
 def kept():
     module = Keeps()
-    assert fit(module, optimizer_state=OptimizerState(format="8bit", min_size=1)).loss_class == "changed"
+    assert fit(module, optimizer_state=OptimizerState(first_moment="8bit", min_size=1)).loss_class == "changed"
     assert type(module.optimizer).__qualname__ == "AdamWCoded"
     return module
 
@@ -56,19 +56,19 @@ def test_a_fit_that_does_not_ask_for_low_bit_state_says_that_there_is_some(kept)
 
 
 def test_another_format_replaces_it(kept):
-    report = fit(kept, optimizer_state=OptimizerState(format="4bit", min_size=1))
+    report = fit(kept, optimizer_state=OptimizerState(first_moment="4bit", min_size=1))
     assert any("4-bit state" in applied.summary for applied in report.applied)
     assert steps_of(kept) == {8.0}
 
 
 def test_releasing_gradients_in_32_bits_leaves_it(kept):
-    report = fit(kept, optimizer_state=OptimizerState(format="32bit", gradients="release"))
+    report = fit(kept, optimizer_state=OptimizerState(first_moment="32bit", gradients="release"))
     assert type(kept.optimizer) is torch.optim.AdamW
     assert report.loss_class == "exact"
     assert steps_of(kept) == {8.0}
 
 
-@pytest.mark.parametrize("state", ["8bit", "4bit", "offload", OptimizerState(format="lowrank", rank=64, min_size=0)])
+@pytest.mark.parametrize("state", ["8bit", "4bit", "offload", OptimizerState(projection="galore", rank=64, min_size=0)])
 def test_a_format_that_changes_no_parameters_state_says_so(state):
     with pytest.warns(NoEffectWarning, match="`optimizer_state` in '.*' has no effect on this model"):
         report = fit(Keeps(), optimizer_state=state)

@@ -133,12 +133,12 @@ EXACT = {
     "activations": {"activations": "exact"},
     "blocks": {"checkpointing": "blocks"},
     "sqrt": {"checkpointing": "sqrt"},
-    "release": {"recipe": "measure", "optimizer_state": OptimizerState(format="32bit", gradients="release")},
+    "release": {"recipe": "measure", "optimizer_state": OptimizerState(first_moment="32bit", gradients="release")},
 }
 CHANGED = {
     "int8": {"activations": "int8"},
     "8bit": {"optimizer_state": OptimizerState(**EVERYTHING)},
-    "4bit": {"optimizer_state": OptimizerState(format="4bit", **EVERYTHING)},
+    "4bit": {"optimizer_state": OptimizerState(first_moment="4bit", **EVERYTHING)},
     "bf16-sr": {"precision": "bf16-sr"},
     "bf16+8": {"precision": "bf16+8"},
     "bf16-kahan": {"precision": "bf16-kahan"},
@@ -356,7 +356,7 @@ QUANTISED = {
     "microbatch": {"microbatch": 4},
     "8bit": {"optimizer_state": OptimizerState(**EVERYTHING)},
     "bf16-sr": {"precision": LowPrecision(lower_frozen=True)},
-    "release": {"recipe": "measure", "optimizer_state": OptimizerState(format="32bit", gradients="release")},
+    "release": {"recipe": "measure", "optimizer_state": OptimizerState(first_moment="32bit", gradients="release")},
 }
 
 

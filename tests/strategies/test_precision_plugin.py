@@ -14,6 +14,7 @@ from torch.optim.swa_utils import get_swa_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import Ledger, LowPrecision, MemSave, OptimizerState
+from lightning_memsave.techniques.optimizer_state.state_config import FORMATS as BY_NAME
 from tests.harness import EMAWeightAveraging, WeightAveraging
 
 FORMATS = ("bf16-sr", "bf16+8", "bf16-kahan", "fp16-scaled")
@@ -169,7 +170,7 @@ class SaveAt(Callback):
 @every_format
 def test_a_checkpoint_in_the_middle_resumes_bit_for_bit_and_loads_without(weight_format, optimizer_state, tmp_path):
     path = tmp_path / "middle.ckpt"
-    state = OptimizerState(format=optimizer_state, min_size=1000) if optimizer_state else False
+    state = OptimizerState(**BY_NAME[optimizer_state], min_size=1000) if optimizer_state else False
 
     def memsave():
         return MemSave(precision=LowPrecision(format=weight_format, seed=5), optimizer_state=state)
@@ -303,7 +304,7 @@ AVERAGES = {
     ],
 )
 def test_averages_of_weights(average, weight_format, state):
-    optimizer_state = OptimizerState(format="32bit", gradients="release") if state == "release" else state
+    optimizer_state = OptimizerState(first_moment="32bit", gradients="release") if state == "release" else state
     _, expected = fit(None, callbacks=[AVERAGES[average]()], epochs=4)
     memsave = MemSave(precision=weight_format, optimizer_state=optimizer_state)
     _, found = fit(memsave, callbacks=[AVERAGES[average]()], epochs=4)
@@ -438,7 +439,7 @@ def test_the_scale_is_saved_under_lightnings_name_and_resumed(tmp_path):
 
 
 def test_release_of_gradients_is_refused():
-    state = OptimizerState(format="32bit", gradients="release")
+    state = OptimizerState(first_moment="32bit", gradients="release")
     with pytest.raises(ValueError, match="gradient release cannot be combined with loss scaling"):
         MemSave(precision="fp16-scaled", optimizer_state=state)
 
@@ -494,7 +495,7 @@ def test_a_checkpoint_takes_no_memory_but_float32_weights_where_they_are_made(we
         ({"microbatch": 4, "recipe": "measure"}, {}),
         ({"microbatch": 4, "recipe": "measure", "checkpointing": "sqrt"}, {}),
         ({"optimizer_state": "8bit"}, {}),
-        ({"optimizer_state": OptimizerState(format="32bit", gradients="release"), "recipe": "measure"}, {}),
+        ({"optimizer_state": OptimizerState(first_moment="32bit", gradients="release"), "recipe": "measure"}, {}),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Microbatches change the result", "ignore:checkpointing='sqrt' had no effect")

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_memsave import Checkpointing, MemSave, OptimizerState, Sparsity, UpdateSchedule
+from lightning_memsave.techniques.optimizer_state.state_config import FORMATS as BY_NAME
 from lightning_memsave.techniques.sparsity import sparse_layers
 from tests.harness import EMAWeightAveraging, ListLogger
 
@@ -129,7 +130,7 @@ def test_metrics_are_logged():
     [
         *((method, {}) for method in ("static", "set", "rigl", "dsr", "gradual")),
         ("static", {"optimizer_state": OptimizerState(min_size=0)}),
-        ("static", {"optimizer_state": OptimizerState(format="4bit", min_size=0)}),
+        ("static", {"optimizer_state": OptimizerState(first_moment="4bit", min_size=0)}),
         *(("set", {"precision": precision}) for precision in ("bf16-sr", "bf16+8", "bf16-kahan")),
     ],
 )
@@ -326,13 +327,13 @@ def test_averages_of_dense_copies_are_refused(callback):
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
 def test_coded_state_of_moving_weights_is_refused(bits):
     with pytest.raises(ValueError, match=r"coded in blocks"):
-        fit(MemSave(sparsity=setting("rigl"), optimizer_state=OptimizerState(format=bits, min_size=0)))
+        fit(MemSave(sparsity=setting("rigl"), optimizer_state=OptimizerState(**BY_NAME[bits], min_size=0)))
 
 
 @pytest.mark.parametrize(
     "slots",
     [
-        {"optimizer_state": OptimizerState(format="4bit", min_size=0)},
+        {"optimizer_state": OptimizerState(first_moment="4bit", min_size=0)},
         {"optimizer_state": OptimizerState(min_size=0)},
         {"precision": "bf16-sr"},
         {"precision": "bf16+8"},

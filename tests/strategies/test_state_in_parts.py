@@ -40,7 +40,9 @@ def batches():
 
 
 def fit(module, gradients, epochs, checkpoint=None):
-    state = OptimizerState(format="4bit-factored", min_size=0, keep_embeddings_32bit=False, gradients=gradients)
+    state = OptimizerState(
+        first_moment="4bit", second_moment="factored", min_size=0, keep_embeddings_32bit=False, gradients=gradients
+    )
     memsave = MemSave(optimizer_state=state, microbatch=3 if gradients == "into-state" else False)
     trainer = L.Trainer(
         accelerator="cpu",

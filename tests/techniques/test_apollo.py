@@ -19,7 +19,7 @@ def prepared(shape, rank, **settings):
     torch.manual_seed(0)
     model = nn.Linear(shape[1], shape[0], bias=False)
     optimizer = torch.optim.AdamW(model.parameters(), LR, **settings)
-    apply_optimizer_state(optimizer, OptimizerState(format="apollo", rank=rank, min_size=0), model)
+    apply_optimizer_state(optimizer, OptimizerState(projection="apollo", rank=rank, min_size=0), model)
     return model.weight, optimizer
 
 
@@ -116,8 +116,8 @@ def test_a_checkpoint_of_galore_is_refused():
     stepped(weight, optimizer, torch.randn(24, 40))
     model = nn.Linear(40, 24, bias=False)
     other = torch.optim.AdamW(model.parameters())
-    apply_optimizer_state(other, OptimizerState(format="lowrank", rank=8, min_size=0), model)
-    with pytest.raises(ValueError, match=r"those of a subspace of 'apollo'.*optimizer_state=.apollo"):
+    apply_optimizer_state(other, OptimizerState(projection="galore", rank=8, min_size=0), model)
+    with pytest.raises(ValueError, match=r"those of a subspace of 'apollo'.*projection=\"apollo"):
         other.load_state_dict(optimizer.state_dict())
 
 
@@ -125,4 +125,4 @@ def test_sgd_is_refused():
     model = nn.Linear(40, 24)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     with pytest.raises(ValueError, match="in 'apollo' needs an optimizer with first and second moments"):
-        apply_optimizer_state(optimizer, OptimizerState(format="apollo"), model)
+        apply_optimizer_state(optimizer, OptimizerState(projection="apollo"), model)

@@ -16,6 +16,7 @@ from lightning_memsave.techniques.optimizer_state import (
     decoded_state_dict,
     for_adafactor,
 )
+from lightning_memsave.techniques.optimizer_state.state_config import FORMATS as BY_NAME
 from lightning_memsave.techniques.sparsity.checkpoints import from_dense_layout, layouts_of, to_dense_layout
 
 from .optimizer_state_subjects import big_model, flat, run_steps, set_gradients, through_disk
@@ -25,12 +26,12 @@ STATES = {
     "torch": None,
     "8bit": OptimizerState(backend="own", **ALL),
     "bitsandbytes": OptimizerState(backend="bitsandbytes", **ALL),
-    "4bit": OptimizerState(format="4bit", **ALL),
-    "fp8": OptimizerState(format="fp8", **ALL),
-    "factored": OptimizerState(format="factored", **ALL),
-    "4bit-factored": OptimizerState(format="4bit-factored", **ALL),
-    "5bit-factored": OptimizerState(format="5bit-factored", **ALL),
-    "offload": OptimizerState(format="offload", **ALL),
+    "4bit": OptimizerState(first_moment="4bit", **ALL),
+    "fp8": OptimizerState(first_moment="fp8", **ALL),
+    "factored": OptimizerState(second_moment="factored", **ALL),
+    "4bit-factored": OptimizerState(first_moment="4bit", second_moment="factored", **ALL),
+    "5bit-factored": OptimizerState(first_moment="5bit", second_moment="factored", **ALL),
+    "offload": OptimizerState(placement="host", **ALL),
     "bf16+8": OptimizerState(backend="own", **ALL),
     "sparse": OptimizerState(backend="own", **ALL),
 }
@@ -128,7 +129,7 @@ def test_second_moments_of_adam_and_adafactor_stand_for_the_same_mean_of_squares
     as_adafactor = for_adafactor(adafactor, adam.state_dict())["state"]
     assert torch.allclose(as_adafactor[0]["row_var"], torch.tensor(9.0))
     back = torch.optim.AdamW(model.parameters())
-    apply_optimizer_state(back, OptimizerState(format="offload", min_size=0), model)
+    apply_optimizer_state(back, OptimizerState(placement="host", min_size=0), model)
     back.load_state_dict({**adam.state_dict(), "state": as_adafactor})
     second = back.state_dict()["state"][0]["exp_avg_sq"]
     assert torch.allclose(second, torch.tensor(9 * (1 - 0.999**4)))
@@ -184,7 +185,7 @@ def test_scales_of_another_pattern_are_not_used():
 def test_moments_of_a_subspace_are_refused_elsewhere():
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
-    apply_optimizer_state(optimizer, OptimizerState(format="lowrank", rank=8, min_size=0), model)
+    apply_optimizer_state(optimizer, OptimizerState(projection="galore", rank=8, min_size=0), model)
     run_steps(model, optimizer, range(2))
     saved = optimizer.state_dict()
     second = nn.Linear(64, 64)
@@ -200,7 +201,7 @@ def test_a_whole_moment_is_projected_when_it_is_loaded():
     run_steps(model, plain, range(4))
     second = copy.deepcopy(model)
     other = torch.optim.AdamW(second.parameters(), 1e-3)
-    apply_optimizer_state(other, OptimizerState(format="lowrank", rank=8, min_size=0), second)
+    apply_optimizer_state(other, OptimizerState(projection="galore", rank=8, min_size=0), second)
     other.load_state_dict(through_disk(plain.state_dict()))
     assert other.state[second.weight]["exp_avg"].shape == (8, 64)
     assert (other.state[second.weight]["exp_avg_sq"] >= 0).all()
@@ -213,7 +214,7 @@ def test_moments_of_subspaces_start_from_zero_in_a_plain_optimizer(state_format)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 24), nn.Linear(24, 3))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    apply_optimizer_state(optimizer, OptimizerState(format=state_format, rank=4, min_size=1), model)
+    apply_optimizer_state(optimizer, OptimizerState(**BY_NAME[state_format], rank=4, min_size=1), model)
     run_steps(model, optimizer, range(2))
     with pytest.warns(UserWarning, match="The moments of parameters 0 are those of a subspace.*start from zero"):
         saved = decoded_state_dict(through_disk(optimizer.state_dict()))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_memsave.techniques.optimizer_state import OptimizerState, apply_optimizer_state, galore
+from lightning_memsave.techniques.optimizer_state.state_config import FORMATS as BY_NAME
 
 from .optimizer_state_subjects import flat
 
@@ -19,7 +20,7 @@ def test_a_gradient_inside_of_the_subspace_loses_nothing():
     models = [nn.Linear(60, 40, bias=False), nn.Linear(60, 40, bias=False)]
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, weight_decay=0.0) for m in models]
-    apply_optimizer_state(optimizers[1], OptimizerState(format="lowrank", rank=3, min_size=0), models[1])
+    apply_optimizer_state(optimizers[1], OptimizerState(projection="galore", rank=3, min_size=0), models[1])
     start = flat(models[0])
     for _ in range(6):
         gradient = basis @ torch.randn(3, 60)
@@ -47,7 +48,7 @@ def test_weight_decay_stays_outside_of_the_subspace(decoupled):
     build = torch.optim.AdamW if decoupled else torch.optim.SGD
     settings = {} if decoupled else {"momentum": 0.9}
     optimizer = build(model.parameters(), 0.1, weight_decay=0.5, **settings)
-    apply_optimizer_state(optimizer, OptimizerState(format="lowrank", rank=39, min_size=0), model)
+    apply_optimizer_state(optimizer, OptimizerState(projection="galore", rank=39, min_size=0), model)
     before = model.weight.detach().clone()
     model.weight.grad = torch.zeros_like(before)
     optimizer.step()
@@ -62,7 +63,7 @@ def test_gradients_of_zeros_find_no_subspace(state_format):
     torch.manual_seed(0)
     model = nn.Linear(60, 40, bias=False)
     optimizer = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.5)
-    apply_optimizer_state(optimizer, OptimizerState(format=state_format, rank=1, min_size=0), model)
+    apply_optimizer_state(optimizer, OptimizerState(**BY_NAME[state_format], rank=1, min_size=0), model)
     before = model.weight.detach().clone()
     model.weight.grad = torch.zeros_like(before)
     optimizer.step()
@@ -87,5 +88,5 @@ def test_moments_without_a_direction_find_no_subspace():
         "exp_avg": torch.zeros(40, 60),
         "exp_avg_sq": torch.rand(40, 60),
     }
-    apply_optimizer_state(optimizer, OptimizerState(format="lowrank", rank=3, min_size=0), model)
+    apply_optimizer_state(optimizer, OptimizerState(projection="galore", rank=3, min_size=0), model)
     assert optimizer.state[model.weight] == {}

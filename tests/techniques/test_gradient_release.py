@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 from lightning_memsave import Checkpointing, Ledger, MemSave, OptimizerState, apply_optimizer_state
 from tests.harness import Net, fit
 
-RELEASE = OptimizerState(format="32bit", gradients="release")
+RELEASE = OptimizerState(first_moment="32bit", gradients="release")
 RELEASE_8BIT = OptimizerState(gradients="release", min_size=30)
-RELEASE_4BIT = OptimizerState(format="4bit", gradients="release", min_size=30)
+RELEASE_4BIT = OptimizerState(first_moment="4bit", gradients="release", min_size=30)
 QUIET = {
     "accelerator": "cpu",
     "logger": False,
@@ -298,7 +298,7 @@ def test_microbatches_are_refused_at_construction(microbatch):
         MemSave(optimizer_state=RELEASE, microbatch=microbatch)
 
 
-@pytest.mark.parametrize("settings", [{"gradients": "drop"}, {"format": "32bit"}])
+@pytest.mark.parametrize("settings", [{"gradients": "drop"}, {"first_moment": "32bit"}])
 def test_settings_are_checked(settings):
     with pytest.raises(ValueError, match=r"OptimizerState\.gradients|must change something"):
         OptimizerState(**settings)

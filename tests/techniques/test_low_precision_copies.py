@@ -242,7 +242,7 @@ def test_moments_lie_as_their_weights_do_after_loading():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 3)).to(memory_format=torch.channels_last)
         optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
-        apply_optimizer_state(optimizer, OptimizerState(format="4bit"), model)  # the first keeps 32 bits
+        apply_optimizer_state(optimizer, OptimizerState(first_moment="4bit"), model)  # the first keeps 32 bits
         apply_low_precision(model, optimizer, LowPrecision())
         return model, optimizer
 

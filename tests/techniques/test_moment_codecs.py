@@ -17,8 +17,8 @@ from lightning_memsave.techniques.optimizer_state.quantized import MOMENTS
 
 from .optimizer_state_subjects import PLAIN, Lion, big_model, flat, run_steps, set_gradients, through_disk
 
-CONFIG = OptimizerState(format="4bit")
-ALL = OptimizerState(format="4bit", min_size=0, keep_embeddings_32bit=False, keep_norms_32bit=False)
+CONFIG = OptimizerState(first_moment="4bit")
+ALL = OptimizerState(first_moment="4bit", min_size=0, keep_embeddings_32bit=False, keep_norms_32bit=False)
 OPTIMIZERS = {
     "AdamW": PLAIN["AdamW"],
     "Adam": lambda p, **kw: torch.optim.Adam(p, **{"lr": 1e-2, "weight_decay": 0.1, **kw}),

@@ -16,13 +16,14 @@ from lightning_memsave import Ledger, LowPrecision, apply_low_precision
 from lightning_memsave.numerics.kbit import mix, random_bits
 from lightning_memsave.techniques.optimizer_state import OptimizerState, apply_optimizer_state
 from lightning_memsave.techniques.optimizer_state.quantized import memory_of
+from lightning_memsave.techniques.optimizer_state.state_config import FORMATS as BY_NAME
 from lightning_memsave.torch_internals import optimizer_class
 
 from .optimizer_state_subjects import flat, through_disk
 
-INTO = OptimizerState(format="32bit", gradients="into-state")
+INTO = OptimizerState(first_moment="32bit", gradients="into-state")
 ALL = {"min_size": 0, "keep_embeddings_32bit": False, "keep_norms_32bit": False}
-LOW_BIT = {f: OptimizerState(format=f, gradients="into-state", **ALL) for f in ("8bit", "4bit", "fp8")}
+LOW_BIT = {f: OptimizerState(**BY_NAME[f], gradients="into-state", **ALL) for f in ("8bit", "4bit", "fp8")}
 SGDS = {
     "momentum": {"momentum": 0.9},
     "weight decay": {"momentum": 0.9, "weight_decay": 0.1},
@@ -175,7 +176,7 @@ def test_adam_with_one_part_is_exact(build):
 
 
 @pytest.mark.parametrize("num_parts", [(2,), (8,), (8, 8, 1), (1, 4, 2)], ids=str)
-@pytest.mark.parametrize("config", [INTO, replace(INTO, format="offload")], ids=["32bit", "offload"])
+@pytest.mark.parametrize("config", [INTO, replace(INTO, placement="host")], ids=["32bit", "offload"])
 @pytest.mark.parametrize("shape", [(300,), (100, 3), (20, 1, 3), ()], ids=str)
 def test_vectors_and_narrow_matrices_are_adams(shape, config, num_parts):
     """Whatever microbatches are: also the last batch of an epoch, or where microbatches get smaller."""
@@ -221,7 +222,7 @@ def second_moments(shape, agreeing, config=INTO, num_steps=200, num_parts=8, siz
 @pytest.mark.parametrize("agreeing", [0.0, 0.5, 3.0])
 @pytest.mark.parametrize("name", ["32bit", "8bit", "factored"])
 def test_rows_and_columns_of_a_second_moment_have_adams_sums(name, agreeing):
-    config = INTO if name == "32bit" else OptimizerState(format=name, gradients="into-state", **ALL)
+    config = INTO if name == "32bit" else OptimizerState(**BY_NAME[name], gradients="into-state", **ALL)
     plain, ours = second_moments((64, 48), agreeing, config)
     for axis in (0, 1):
         ratios = ours.sum(axis) / plain.sum(axis)
@@ -314,7 +315,7 @@ def test_a_row_that_one_part_alone_has_touched_has_its_square():
 def test_a_checkpoint_between_two_parts_loads_into_another_format():
     """What has been summed goes on as it began."""
     for written, read in (("8bit", "4bit"), ("4bit", "8bit"), ("4bit", "factored")):
-        configs = [OptimizerState(format=f, gradients="into-state", **ALL) for f in (written, read)]
+        configs = [OptimizerState(**BY_NAME[f], gradients="into-state", **ALL) for f in (written, read)]
         (_, model), (_, optimizer), _ = pair(adamw, configs[0], torch.float32)
         train(model, optimizer, range(2), 2)
         (model(batch(2, torch.float32)[0])).square().mean().backward()

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memsave import Ledger, LowPrecision, OptimizerState, apply_low_precision, apply_optimizer_state
 from lightning_memsave.techniques.optimizer_state import estimate_optimizer_state
+from lightning_memsave.techniques.optimizer_state.state_config import FORMATS as BY_NAME
 from lightning_memsave.torch_internals import optimizer_class
 
 from .optimizer_state_subjects import Lamb, flat, through_disk
@@ -89,11 +90,11 @@ def test_steps_in_float32_are_the_same_bits(monkeypatch, name, precision):
 def test_gradients_into_32bit_state_are_the_same_bits(monkeypatch, name, parts):
     """Of several, Adam's second moment is estimated part by part: `test_optimizer_state_into_state.py`."""
     plain = {"SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "AdamW": ELEMENTWISE["AdamW"]}[name]
-    whole, cut = both(monkeypatch, plain, format="32bit", gradients="into-state", parts=parts)
+    whole, cut = both(monkeypatch, plain, first_moment="32bit", gradients="into-state", parts=parts)
     assert torch.equal(whole, cut)
 
 
-@pytest.mark.parametrize("settings", [{"format": "lowrank", "rank": 4}, {"format": "offload"}])
+@pytest.mark.parametrize("settings", [{"projection": "galore", "rank": 4}, {"placement": "host"}])
 def test_state_that_is_of_a_whole_parameter_is_not_cut(in_small_parts, settings):
     run(*subject(ELEMENTWISE["AdamW"], **settings), range(2))
     assert not any(in_small_parts)
@@ -115,7 +116,7 @@ def test_parameters_that_are_not_contiguous_are_not_cut(in_small_parts):
 
 
 def test_a_step_that_fails_in_a_part_leaves_no_stand_in(in_small_parts):
-    model, optimizer = subject(ELEMENTWISE["AdamW"], "bf16+8", format="fp8")
+    model, optimizer = subject(ELEMENTWISE["AdamW"], "bf16+8", first_moment="fp8")
     run(model, optimizer, range(1))
     names = list(optimizer.state_dict()["state"])
     optimizer.param_groups[0]["betas"] = None  # fails in torch's own step
@@ -153,7 +154,7 @@ def test_means_of_rows_in_parts_are_those_of_the_whole(in_small_parts, monkeypat
         monkeypatch.setitem(optimizer_class.PART_NUMEL, "cpu", part_numel)
         weight = nn.Parameter(torch.zeros(21, 2, 32))  # parts of 8 rows, the last of 5
         optimizer = torch.optim.AdamW([weight])
-        config = OptimizerState(format=state_format, gradients=gradients, **ALL)
+        config = OptimizerState(**BY_NAME[state_format], gradients=gradients, **ALL)
         apply_optimizer_state(optimizer, config, nn.ParameterList([weight]))
         sizes = torch.linspace(0.1, 3, 21).view(-1, 1, 1)  # parts must not take their own mean for the whole's
         for step in range(3):
@@ -171,7 +172,7 @@ def test_means_of_rows_in_parts_are_those_of_the_whole(in_small_parts, monkeypat
 
 
 def test_rows_that_are_whole_blocks_only_in_more_than_a_part_are_not_cut(in_small_parts):
-    run(*subject(ELEMENTWISE["AdamW"], format="factored"), range(2))  # of 47 values: 256 of them
+    run(*subject(ELEMENTWISE["AdamW"], second_moment="factored"), range(2))  # of 47 values: 256 of them
     assert not any(in_small_parts)
 
 
@@ -179,7 +180,7 @@ def rows_of_32(state_format, precision=None, gradients="keep"):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(8, 21, 2), nn.Flatten(), nn.Linear(21, 7))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    config = OptimizerState(format=state_format, gradients=gradients, **ALL)
+    config = OptimizerState(**BY_NAME[state_format], gradients=gradients, **ALL)
     applied = apply_optimizer_state(optimizer, config, model)
     if precision is not None:
         apply_low_precision(model, optimizer, LowPrecision(format=precision))
@@ -246,7 +247,7 @@ FORMATS = ("8bit", "4bit", "fp8")
     ("state_format", "precision"), [("8bit", "fp16-scaled"), *((f, p) for f in FORMATS for p in (None, "bf16-sr"))]
 )
 def test_codes_in_parts_are_of_the_same_size_and_resume_to_the_bit(in_small_parts, state_format, precision):
-    settings = {"format": state_format, "backend": "own" if state_format == "8bit" else "auto"}
+    settings = {**BY_NAME[state_format], "backend": "own" if state_format == "8bit" else "auto"}
     make = ELEMENTWISE["AdamW"]
     model, optimizer = subject(make, precision, **settings)
     run(model, optimizer, range(3))
@@ -265,7 +266,7 @@ def test_codes_in_parts_are_of_the_same_size_and_resume_to_the_bit(in_small_part
 def test_noise_of_parts_differs(in_small_parts, state_format):
     values = nn.Parameter(torch.zeros(2 * PART))
     optimizer = torch.optim.AdamW([values])
-    config = OptimizerState(format=state_format, backend="own" if state_format == "8bit" else "auto", **ALL)
+    config = OptimizerState(**BY_NAME[state_format], backend="own" if state_format == "8bit" else "auto", **ALL)
     apply_optimizer_state(optimizer, config, nn.ParameterList([values]))
     values.grad = torch.randn(PART).repeat(2)
     optimizer.step()
@@ -284,7 +285,7 @@ def test_temporaries_are_those_of_one_part_however_large_the_parameter(
     def temporaries(num_parts):
         model = nn.Linear(128, 128 * num_parts, bias=False)
         optimizer = torch.optim.AdamW(model.parameters())
-        apply_optimizer_state(optimizer, OptimizerState(format=state_format, **ALL), model)
+        apply_optimizer_state(optimizer, OptimizerState(**BY_NAME[state_format], **ALL), model)
         if precision is not None:
             apply_low_precision(model, optimizer, LowPrecision(format=precision))
         for _ in range(2):

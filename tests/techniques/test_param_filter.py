@@ -12,6 +12,7 @@ from lightning_memsave.techniques.optimizer_state import (
     apply_optimizer_state,
     estimate_optimizer_state,
 )
+from lightning_memsave.techniques.optimizer_state.state_config import FORMATS as BY_NAME
 
 from .optimizer_state_subjects import ALL_32BIT, CONFIG, PLAIN, every_kin, run_steps, state_bytes, state_dtypes
 
@@ -132,7 +133,7 @@ def test_heads_that_transformers_names_are_kept_with_embeddings(name, keep):
 def test_what_comes_into_the_optimizer_later_is_kept_by_the_same_rules(format):
     model = Mixed()
     optimizer = torch.optim.AdamW(model.linear.parameters())
-    apply_optimizer_state(optimizer, OptimizerState(format=format), model)
+    apply_optimizer_state(optimizer, OptimizerState(**BY_NAME[format]), model)
     optimizer.add_param_group({"params": [*model.norm.parameters(), *model.small.parameters(), model.odd.weight]})
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -155,7 +156,7 @@ def test_complex_parameters_step_as_without(format):
         model = nn.ParameterList([torch.randn(64, 128, dtype=torch.complex64)])
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         if format is not None:
-            apply_optimizer_state(optimizer, OptimizerState(format=format, min_size=0), model)
+            apply_optimizer_state(optimizer, OptimizerState(**BY_NAME[format], min_size=0), model)
         for _ in range(4):
             model[0].grad = torch.randn_like(model[0])
             optimizer.step()
@@ -166,7 +167,7 @@ def test_complex_parameters_step_as_without(format):
 
 def test_complex_gradients_do_not_end_in_state():
     model = nn.ParameterList([torch.randn(64, 128, dtype=torch.complex64)])
-    config = OptimizerState(format="32bit", gradients="into-state")
+    config = OptimizerState(first_moment="32bit", gradients="into-state")
     with pytest.raises(ValueError, match="complex"):
         apply_optimizer_state(torch.optim.AdamW(model.parameters()), config, model)
     with pytest.raises(ValueError, match="complex"):

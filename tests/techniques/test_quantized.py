@@ -20,6 +20,7 @@ from lightning_memsave.techniques.optimizer_state import (
 )
 from lightning_memsave.techniques.optimizer_state.moment_codecs import CODECS, Elsewhere, Factored, QuantizedMoment
 from lightning_memsave.techniques.optimizer_state.quantized import is_quantized
+from lightning_memsave.techniques.optimizer_state.state_config import FORMATS as BY_NAME
 from lightning_memsave.techniques.optimizer_state.state_dict_layout import decoded, read
 
 from .optimizer_state_subjects import PLAIN, big_model, flat, run_steps, set_gradients, state_bytes, through_disk
@@ -27,14 +28,14 @@ from .optimizer_state_subjects import PLAIN, big_model, flat, run_steps, set_gra
 ALL = {"min_size": 0, "keep_embeddings_32bit": False, "keep_norms_32bit": False}
 FORMATS = {
     "8bit": OptimizerState(backend="own", **ALL),
-    "4bit": OptimizerState(format="4bit", **ALL),
-    "fp8": OptimizerState(format="fp8", **ALL),
-    "factored": OptimizerState(format="factored", **ALL),
-    "4bit-factored": OptimizerState(format="4bit-factored", **ALL),
-    "5bit-factored": OptimizerState(format="5bit-factored", **ALL),
-    "lowrank": OptimizerState(format="lowrank", rank=16, **ALL),
-    "apollo": OptimizerState(format="apollo", rank=16, **ALL),
-    "offload": OptimizerState(format="offload", **ALL),
+    "4bit": OptimizerState(first_moment="4bit", **ALL),
+    "fp8": OptimizerState(first_moment="fp8", **ALL),
+    "factored": OptimizerState(second_moment="factored", **ALL),
+    "4bit-factored": OptimizerState(first_moment="4bit", second_moment="factored", **ALL),
+    "5bit-factored": OptimizerState(first_moment="5bit", second_moment="factored", **ALL),
+    "lowrank": OptimizerState(projection="galore", rank=16, **ALL),
+    "apollo": OptimizerState(projection="apollo", rank=16, **ALL),
+    "offload": OptimizerState(placement="host", **ALL),
 }
 OPTIMIZERS = {
     "AdamW": PLAIN["AdamW"],
@@ -328,11 +329,11 @@ def test_pickles_copies_and_undo(name, optimizer_name):
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"format": "fp8", "backend": "own"}, "is of 8-bit state alone"),
+        ({"first_moment": "fp8", "backend": "own"}, "is of 8-bit state alone"),
         ({"backend": "cuda"}, "must be one of 'auto', 'bitsandbytes', 'own'"),
         ({"checkpoint": "zip"}, "must be one of 'plain', 'compact'"),
-        ({"format": "lowrank", "rank": 0}, "must be positive"),
-        ({"format": "paged", "gradients": "into-state"}, "moments of whole gradients"),
+        ({"projection": "galore", "rank": 0}, "must be positive"),
+        ({"placement": "paged", "gradients": "into-state"}, "moments of whole gradients"),
     ],
 )
 def test_settings_are_checked(settings, word):
@@ -355,7 +356,7 @@ def test_what_cannot_be_kept_is_refused(name, build, word):
     model = big_model()
     optimizer = build(list(model.parameters()))
     plain_class = type(optimizer)
-    config = FORMATS.get(name, OptimizerState(format="paged"))
+    config = FORMATS.get(name, OptimizerState(placement="paged"))
     with pytest.raises(ValueError, match=word):
         apply_optimizer_state(optimizer, config, model)
     assert type(optimizer) is plain_class
@@ -405,7 +406,7 @@ def test_a_setting_is_replaced_as_a_format_is():
     apply_optimizer_state(optimizer, kept, model)
     run_steps(model, optimizer, range(1, 2))
     assert isinstance(optimizer.state[model[0].weight]["exp_avg"], torch.Tensor)
-    released = apply_optimizer_state(optimizer, OptimizerState(format="32bit", gradients="release"), model)
+    released = apply_optimizer_state(optimizer, OptimizerState(first_moment="32bit", gradients="release"), model)
     assert type(optimizer) is torch.optim.AdamW
     assert released.loss_class == "exact"
 
@@ -518,7 +519,7 @@ def test_one_huge_gradient_stops_one_weight_alone(state_format, shape, when, siz
         return (weight.detach() - start).abs()
 
     rank = {"rank": 8} if state_format in ("lowrank", "apollo") else {}
-    config = OptimizerState(format=state_format, min_size=1, **rank)
+    config = OptimizerState(**BY_NAME[state_format], min_size=1, **rank)
     plain, ours, without = moved(None, size), moved(config, size), moved(config, 1.0)
     assert bool(plain.isfinite().all())
     assert bool(ours.isfinite().all())
@@ -530,7 +531,7 @@ def test_one_huge_gradient_stops_one_weight_alone(state_format, shape, when, siz
 def test_many_huge_gradients_leave_means_finite(shape):
     weight = nn.Parameter(torch.randn(shape))
     optimizer = torch.optim.AdamW([weight], 1e-2)
-    apply_optimizer_state(optimizer, OptimizerState(format="factored", min_size=1), nn.ParameterList([weight]))
+    apply_optimizer_state(optimizer, OptimizerState(second_moment="factored", min_size=1), nn.ParameterList([weight]))
     for step in range(6):
         weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step))
         weight.grad[torch.rand(shape) < 0.02] = 1e30

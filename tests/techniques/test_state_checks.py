@@ -16,18 +16,19 @@ from lightning_memsave.techniques.optimizer_state import (
     apply_optimizer_state,
     decoded_state_dict,
 )
+from lightning_memsave.techniques.optimizer_state.state_config import FORMATS as BY_NAME
 
 from .optimizer_state_subjects import run_steps, through_disk
 
 NUM_MUTANTS = 500
 FORMATS = ("4bit", "8bit", "fp8", "factored", "4bit-factored", "5bit-factored", "offload", "lowrank", "apollo")
 SETTINGS = {
-    **{name: {"format": name} for name in FORMATS},
-    **{f"{name}, compact": {"format": name, "checkpoint": "compact"} for name in FORMATS[:6]},
-    "bitsandbytes": {"format": "8bit", "backend": "bitsandbytes"},
-    "bitsandbytes, compact": {"format": "8bit", "backend": "bitsandbytes", "checkpoint": "compact"},
-    "into-state": {"format": "8bit", "gradients": "into-state"},
-    "into-state, 32bit": {"format": "32bit", "gradients": "into-state"},
+    **{name: dict(BY_NAME[name]) for name in FORMATS},
+    **{f"{name}, compact": {**BY_NAME[name], "checkpoint": "compact"} for name in FORMATS[:6]},
+    "bitsandbytes": {"first_moment": "8bit", "backend": "bitsandbytes"},
+    "bitsandbytes, compact": {"first_moment": "8bit", "backend": "bitsandbytes", "checkpoint": "compact"},
+    "into-state": {"first_moment": "8bit", "gradients": "into-state"},
+    "into-state, 32bit": {"first_moment": "32bit", "gradients": "into-state"},
 }
 
 
@@ -35,7 +36,7 @@ def trained(settings):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 24), nn.Linear(24, 7))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    rank = {"rank": 4} if settings["format"] in ("lowrank", "apollo") else {}
+    rank = {"rank": 4} if "projection" in settings else {}
     apply_optimizer_state(optimizer, OptimizerState(min_size=200, **settings, **rank), model)
     run_steps(model, optimizer, range(3))
     return model, optimizer
@@ -173,7 +174,7 @@ def check_mutants(name, numbers):
                 assert "optimizer_state" in str(error) or "rank" in str(error), error  # noqa: PT017
                 num_refused += 1
                 continue
-            assert_loaded(resumed.state_dict(), damaged, settings["format"])
+            assert_loaded(resumed.state_dict(), damaged, OptimizerState(**settings).format)
             run_steps(model, resumed, [3])
         except Exception as error:
             pytest.fail(f"mutant {number} of {name}, at {path}: {type(error).__name__}: {error}")

@@ -15,6 +15,7 @@ from lightning_memsave.techniques.optimizer_state import (
     is_8bit,
     to_plain,
 )
+from lightning_memsave.techniques.optimizer_state.state_config import FORMATS as BY_NAME
 
 from .optimizer_state_subjects import (
     ALL_32BIT,
@@ -224,7 +225,7 @@ def test_momentum_in_some_groups_alone(format):
     def make(model):
         groups = [{"params": model[0].parameters(), "momentum": 0.9}, {"params": model[1].parameters()}]
         optimizer = torch.optim.RMSprop(groups)
-        apply_optimizer_state(optimizer, OptimizerState(format=format), model)
+        apply_optimizer_state(optimizer, OptimizerState(**BY_NAME[format]), model)
         return optimizer
 
     optimizer, twin = make(model), copy.deepcopy(model)

@@ -10,6 +10,7 @@ from lightning_memsave import (
     apply_low_precision,
     apply_optimizer_state,
 )
+from lightning_memsave.techniques.optimizer_state.state_config import FORMATS as BY_NAME
 from lightning_memsave.torch_internals.optimizer_class import Counts
 
 FORMATS = ("8bit", "4bit", "fp8", "factored", "4bit-factored", "5bit-factored", "lowrank", "apollo", "offload")
@@ -34,7 +35,7 @@ def test_every_layer_counts_every_step(state_format, gradients):
     if state_format in ("lowrank", "apollo") and gradients == "into-state":
         pytest.skip("refused")
     model, rank = model_of(), {"rank": 8} if state_format in ("lowrank", "apollo") else {}
-    state = OptimizerState(format=state_format, gradients=gradients, min_size=1, **rank)
+    state = OptimizerState(**BY_NAME[state_format], gradients=gradients, min_size=1, **rank)
     optimizer = prepared(model, state, "bf16-sr")
     for _ in range(3):
         with torch.autocast("cpu", torch.bfloat16):
@@ -52,7 +53,9 @@ def test_errors_of_the_state_do_not_add_up_under_a_precision(state_format):
         if state_format is None:
             optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         else:
-            state = OptimizerState(format=state_format, min_size=1, backend="own" if state_format == "8bit" else "auto")
+            state = OptimizerState(
+                **BY_NAME[state_format], min_size=1, backend="own" if state_format == "8bit" else "auto"
+            )
             optimizer = prepared(model, state, precision)
         generator = torch.Generator().manual_seed(1)
         for _ in range(100):
@@ -90,7 +93,7 @@ def test_an_optimizer_that_was_scaled_steps_plainly_afterwards():
 def test_a_subspace_of_another_rank_is_refused(saved, own):
     def optimizer_of(rank):
         model = model_of()
-        optimizer = prepared(model, OptimizerState(format="lowrank", rank=rank, min_size=1))
+        optimizer = prepared(model, OptimizerState(projection="galore", rank=rank, min_size=1))
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         optimizer.step()
@@ -104,7 +107,7 @@ def test_a_subspace_of_another_rank_is_refused(saved, own):
 def test_a_format_that_nothing_is_large_enough_for_says_so(state_format, width):
     model = model_of(width)
     optimizer = torch.optim.AdamW(model.parameters())
-    applied = apply_optimizer_state(optimizer, OptimizerState(format=state_format), model)
+    applied = apply_optimizer_state(optimizer, OptimizerState(**BY_NAME[state_format]), model)
     assert applied.loss_class == "exact"
     assert "for 0 of 4 parameters" in applied.summary
 
@@ -112,7 +115,7 @@ def test_a_format_that_nothing_is_large_enough_for_says_so(state_format, width):
 def test_the_lower_layer_cannot_be_undone_first():
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    state = apply_optimizer_state(optimizer, OptimizerState(format="fp8", min_size=1), model)
+    state = apply_optimizer_state(optimizer, OptimizerState(first_moment="fp8", min_size=1), model)
     precision = apply_low_precision(model, optimizer, LowPrecision(format="bf16-sr"))
     before = type(optimizer)
     with pytest.raises(RuntimeError, match=r"AdamWCodedInFloat32 was changed again .* Undo the latest change first"):
@@ -125,7 +128,7 @@ def test_the_lower_layer_cannot_be_undone_first():
 
 def test_a_format_cannot_change_beneath_a_precision():
     model = model_of()
-    optimizer = prepared(model, OptimizerState(format="fp8", min_size=1), "bf16-sr")
+    optimizer = prepared(model, OptimizerState(first_moment="fp8", min_size=1), "bf16-sr")
     with pytest.raises(ValueError, match=r"cannot change .* got \"'4bit' instead of 'fp8'\".*new optimizer"):
-        apply_optimizer_state(optimizer, OptimizerState(format="4bit", min_size=1), model)
+        apply_optimizer_state(optimizer, OptimizerState(first_moment="4bit", min_size=1), model)
     assert type(optimizer).__qualname__ == "AdamWCodedInFloat32"

@@ -21,6 +21,7 @@ from lightning_memsave import (
     apply_sparsity,
 )
 from lightning_memsave.techniques.optimizer_state import from_plain, to_plain
+from lightning_memsave.techniques.optimizer_state.state_config import FORMATS as BY_NAME
 from lightning_memsave.techniques.sparsity import sparse_layers
 from lightning_memsave.techniques.sparsity.checkpoints import from_dense_layout, layouts_of, to_dense_layout
 
@@ -445,7 +446,7 @@ def test_8bit_state_is_dense_on_disk_and_comes_back_to_the_bit():
 def test_moving_weights_with_low_bit_state_is_refused(method, bits):
     config = setting(method, sparsity=0.5)
     model, made, updates = make(config, "Adam")
-    apply_optimizer_state(made, OptimizerState(format=bits, min_size=0, keep_embeddings_32bit=False), model)
+    apply_optimizer_state(made, OptimizerState(**BY_NAME[bits], min_size=0, keep_embeddings_32bit=False), model)
     with pytest.raises(ValueError, match=rf"low-bit, as it is coded in blocks, got '{method}'"):
         train(model, made, updates, 2)
 

@@ -1,4 +1,4 @@
-"""APOLLO, `optimizer_state="apollo"`: a learning rate for each column, from moments in a random subspace.
+"""APOLLO, `OptimizerState(projection="apollo")`: a learning rate for each column, from moments in a random subspace.
 
 What AdamW's moments do to a gradient G [N, M], N <= M, is nearly one factor per column. That needs no exact moments: G
 is multiplied by P^T [R, N], random signs over sqrt(R), the optimizer's own `step` is taken for a parameter [R, M] that

@@ -1,4 +1,4 @@
-"""GaLore, `optimizer_state="lowrank"`: moments of the gradient in the subspace that holds most of it.
+"""GaLore, `OptimizerState(projection="galore")`: moments of the gradient in the subspace that holds most of it.
 
 A gradient G [N, M] with N <= M is multiplied by P^T [R, N], whose rows are its R leading left singular vectors; the
 optimizer's own `step` is taken for a parameter [R, M] that is zero, and P times the result is added to the weights.

@@ -18,6 +18,7 @@ from lightning_memsave.numerics.bits import unpack
 from lightning_memsave.numerics.blockwise import num_blocks
 from lightning_memsave.techniques.optimizer_state import projection
 from lightning_memsave.techniques.optimizer_state.moment_codecs import POSITIVE, SIGNED
+from lightning_memsave.techniques.optimizer_state.state_config import spelled
 
 SIDE_KEY = "memsave_state"
 VERSION = 1
@@ -276,7 +277,7 @@ def _check_subspace(state: Mapping[str, Any], p: Tensor | None, subspaces: tuple
             "optimizer_states",
             "must have moments of whole gradients, or of the same subspaces",
             f"those of a subspace of {saved_format!r}",
-            f'Resume with `optimizer_state="{saved_format}"`.',
+            f"Resume with `{spelled(saved_format)}`.",
         )
     if saved != own or (p is not None and not projection.is_worth_it(p, saved)):
         raise setting_error(

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lightning_memsave.core.errors import check_unused, setting_error
 from lightning_memsave.core.selection import Selector, as_selectors
 
-Format = Literal[
-    "8bit",
-    "4bit",
-    "fp8",
-    "factored",
-    "4bit-factored",
-    "5bit-factored",
-    "lowrank",
-    "apollo",
-    "offload",
-    "paged",
-    "32bit",
-]
+FirstMoment = Literal["8bit", "5bit", "4bit", "fp8", "32bit"]
+SecondMoment = Literal["8bit", "4bit", "fp8", "32bit", "factored"]
+Placement = Literal["device", "host", "paged"]
+Projection = Literal["galore", "apollo"]
 Gradients = Literal["keep", "release", "into-state"]
 Backend = Literal["auto", "bitsandbytes", "own"]
 Checkpoint = Literal["plain", "compact"]
+
+FORMATS: Mapping[str, Mapping[str, Any]] = {
+    "8bit": {},
+    "4bit": {"first_moment": "4bit"},
+    "fp8": {"first_moment": "fp8"},
+    "factored": {"first_moment": "8bit", "second_moment": "factored"},
+    "4bit-factored": {"first_moment": "4bit", "second_moment": "factored"},
+    "5bit-factored": {"first_moment": "5bit", "second_moment": "factored"},
+    "lowrank": {"projection": "galore"},
+    "apollo": {"projection": "apollo"},
+    "offload": {"placement": "host"},
+    "paged": {"placement": "paged"},
+    "32bit": {"first_moment": "32bit"},
+}
+"""Formats of state, as `OptimizerState.format` names them, with the settings that ask for each."""
+SHORTHANDS = {"8bit": "8bit", "4bit": "4bit", "lean": "5bit-factored", "offload": "offload", "paged": "paged"}
+"""Formats by the shorthand that `MemSave(optimizer_state=...)` takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +43,15 @@ class OptimizerState:
         ValueError: an unknown choice, settings that change nothing or exclude each other, or a negative size.
     """
 
-    format: Format = "8bit"
-    """How moments are stored; `"32bit"` leaves them to the optimizer."""
+    first_moment: FirstMoment | None = None
+    """How first moments (momentum) are kept: codes of 8, 5 or 4 bits, floats of 8 bits, or `"32bit"`, as the optimizer
+    does. `None`: `"8bit"`, or `"32bit"` with another `placement` or a `projection`."""
+    second_moment: SecondMoment | None = None
+    """How second moments are kept: as first ones (`None`), or `"factored"`: means of rows and columns alone."""
+    placement: Placement = "device"
+    """Place of the state. `"host"`: host memory, exact. `"paged"`: memory that CUDA moves to the host when it must."""
+    projection: Projection | None = None
+    """Subspace whose moments are kept: the gradient's largest directions (`"galore"`), or a random one (`"apollo"`)."""
     gradients: Gradients = "keep"
     """`"release"`: each parameter steps inside of backward and frees its gradient, so that there is one at a time.
     `"into-state"`: each backward adds its gradients to the moments and frees them; microbatches need no gradients."""
@@ -54,11 +70,14 @@ class OptimizerState:
     checkpoint: Checkpoint = "plain"
     """`"plain"`: float32 moments, which load anywhere. `"compact"`: codes, so that saving takes no memory."""
     rank: int = 128
-    """Rank of `"lowrank"` and `"apollo"`."""
+    """Rank of the subspace of a `projection`."""
 
     def __post_init__(self) -> None:
         for name, value, choices, remedy in (
-            ("optimizer_state", self.format, Format, "Use `False` for none."),
+            ("OptimizerState.first_moment", self.first_moment or "8bit", FirstMoment, 'The default is "8bit".'),
+            ("OptimizerState.second_moment", self.second_moment or "8bit", SecondMoment, "Leave it out."),
+            ("OptimizerState.placement", self.placement, Placement, 'The default is "device".'),
+            ("OptimizerState.projection", self.projection or "galore", Projection, "Leave it out."),
             ("OptimizerState.gradients", self.gradients, Gradients, 'The default is "keep".'),
             ("OptimizerState.backend", self.backend, Backend, 'The default is "auto".'),
             ("OptimizerState.checkpoint", self.checkpoint, Checkpoint, 'The default is "plain".'),
@@ -66,6 +85,7 @@ class OptimizerState:
             if value not in get_args(choices):
                 listed = ", ".join(map(repr, get_args(choices)))
                 raise setting_error(name, f"must be one of {listed}", value, remedy)
+        self._check_format()
         object.__setattr__(self, "keep_32bit", as_selectors("OptimizerState.keep_32bit", self.keep_32bit))
         self._check_pairs()
         if self.min_size < 0:
@@ -73,29 +93,61 @@ class OptimizerState:
         if self.rank < 1:
             raise setting_error("OptimizerState.rank", "must be positive", self.rank, "The default is 128.")
         if not self.has_rank:
-            check_unused(self, "rank", 'format="lowrank" or "apollo"')
+            check_unused(self, "rank", "a `projection`")
         if self.format in ("lowrank", "apollo", "offload", "paged", "32bit"):
             check_unused(self, "checkpoint", "formats of codes or means")
+
+    def _check_format(self) -> None:
+        if self._settings not in map(_whole, FORMATS.values()):
+            first, second, placement, projection = self._settings
+            raise setting_error(
+                "OptimizerState",
+                "must keep second moments as first ones, or factored with first ones of 8, 5 or 4 bits; "
+                "and moments in 32 bits with another placement or a projection, one of the two",
+                f"{first=}, {second=}, {placement=}, {projection=}".replace("first=", "first_moment=").replace(
+                    "second=", "second_moment="
+                ),
+                'For example `OptimizerState(first_moment="4bit", second_moment="factored")`.',
+            )
+
+    @property
+    def _settings(self) -> tuple[str, str, str, str | None]:
+        return _whole(
+            {
+                "first_moment": self.first_moment,
+                "second_moment": self.second_moment,
+                "placement": self.placement,
+                "projection": self.projection,
+            }
+        )
+
+    @property
+    def format(self) -> str:
+        """Name of how state is kept: a key of `FORMATS`."""
+        return next(name for name, settings in FORMATS.items() if _whole(settings) == self._settings)
 
     def _check_pairs(self) -> None:
         if self.format == "32bit" and self.gradients == "keep":
             raise setting_error(
                 "OptimizerState",
                 "must change something",
-                'format="32bit", gradients="keep"',
+                'first_moment="32bit", gradients="keep"',
                 'Use `optimizer_state=False`, or `gradients="release"`.',
             )
         if self.backend != "auto" and self.format != "8bit":
             raise setting_error(
-                "OptimizerState.backend", "is of 8-bit state alone", self.format, 'Use `format="8bit"`, or no backend.'
+                "OptimizerState.backend",
+                "is of 8-bit state alone",
+                self.format,
+                'Use `first_moment="8bit"`, or no backend.',
             )
         of_others = self.format in ("lowrank", "apollo", "paged") or self.backend == "bitsandbytes"
         if self.gradients == "into-state" and of_others:
             raise setting_error(
                 "OptimizerState.gradients",
                 '="into-state" needs moments of whole gradients that we can add to',
-                f"format={self.format!r}, backend={self.backend!r}",
-                'Use `format="8bit"` with `backend="own"`, or `gradients="release"`.',
+                f"{self.format!r} with backend={self.backend!r}",
+                'Use `first_moment="8bit"` with `backend="own"`, or `gradients="release"`.',
             )
 
     @property
@@ -112,5 +164,39 @@ class OptimizerState:
 
     @classmethod
     def from_shorthand(cls, value: object) -> OptimizerState:
-        """`optimizer_state="8bit"` is `OptimizerState(format="8bit")`; `True` means the same."""
-        return cls(format="8bit" if value is True else value)  # type: ignore[arg-type]  # checked in __post_init__
+        """Return the settings of "8bit", "4bit", "lean", "offload" or "paged"; `True` is "8bit".
+
+        Raises:
+            ValueError: another value.
+
+        >>> OptimizerState.from_shorthand("lean") == OptimizerState(first_moment="5bit", second_moment="factored")
+        True
+        """
+        found = SHORTHANDS.get("8bit" if value is True else str(value))
+        if found is None:
+            raise setting_error(
+                "optimizer_state",
+                f"must be one of {', '.join(map(repr, SHORTHANDS))}",
+                value,
+                "Use `False` for none, or `OptimizerState(...)` for other ways to keep moments.",
+            )
+        return cls(**FORMATS[found])
+
+
+def spelled(name: str) -> str:
+    """Return how a user asks for a format.
+
+    >>> spelled("8bit"), spelled("factored")
+    ('optimizer_state="8bit"', 'optimizer_state=OptimizerState(first_moment="8bit", second_moment="factored")')
+    """
+    shorthand = next((short for short, found in SHORTHANDS.items() if found == name), None)
+    settings = ", ".join(f'{key}="{value}"' for key, value in FORMATS[name].items())
+    return f'optimizer_state="{shorthand}"' if shorthand else f"optimizer_state=OptimizerState({settings})"
+
+
+def _whole(settings: Mapping[str, Any]) -> tuple[str, str, str, str | None]:
+    """Return how first and second moments are kept, where, and the projection, with defaults in place of `None`."""
+    placement, projection = settings.get("placement", "device"), settings.get("projection")
+    is_elsewhere = placement != "device" or projection is not None
+    first = settings.get("first_moment") or ("32bit" if is_elsewhere else "8bit")
+    return first, settings.get("second_moment") or first, placement, projection
