@@ -105,6 +105,7 @@ def dimensions(
         num_blocks: that the model repeats: what groups of them inside of groups cost.
     """
     is_cpu, store = device_type == "cpu", _VAULT_OVERHEAD * overhead
+    in_4_bits = 1.11 + overhead if is_cpu else 1.0
     table: dict[type[Config], Dimension] = {
         Sparsity: (
             Option(text="dense", strength=0),
