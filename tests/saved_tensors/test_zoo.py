@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 import torch
+import transformers
 
 from lightning_memsave import ActivationCompression, Checkpointing, apply_checkpointing, plan_checkpointing
 from lightning_memsave.techniques.activation_compression import open_store
@@ -39,13 +40,20 @@ def errors(kind, name):
     return found
 
 
+def skip_unless_built(found):
+    """Other versions of transformers than the one of `NUM_BUILT` may need more than a shrunk configuration."""
+    if found is None:
+        assert not transformers.__version__.startswith("5.23.")
+        pytest.skip(f"transformers {transformers.__version__} does not build it at toy size")
+
+
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind, names in SOME.items() for name in names if name in zoo.CONFIG_MAPPING]
 )
 def test_codes_of_an_architecture_are_within_their_bounds(kind, name):
     torch.set_num_threads(1)
     found = errors(kind, name)
-    assert found is not None
+    skip_unless_built(found)
     assert all(0 < found[codec] < bound for codec, bound in BOUNDS.items()), found
 
 
@@ -122,7 +130,9 @@ def repeated_blocks(model):
 )
 def test_lossless_measures_give_the_bits_of_plain_autograd(kind, name):
     torch.set_num_threads(1)
-    assert differences(kind, name) == {}
+    found = differences(kind, name)
+    skip_unless_built(found)
+    assert found == {}
 
 
 @pytest.mark.slow
