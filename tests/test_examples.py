@@ -16,7 +16,7 @@ SCRIPTS = {
     "plain_torch.py": "x\n",
     "train_digits.py": "exact",
     "finetune_lora.py": "loss class exact",
-    "image_classifier.py": "Plan for a budget",
+    "image_classifier.py": "loss class exact",
     "ddp.py": "peak of each process",
     "fsdp2.py": "peak of each process",
 }
