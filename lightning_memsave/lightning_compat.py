@@ -106,7 +106,7 @@ def counterpart(cls: Any, namespace: str) -> Any:
 
 
 class _Names(dict[str, Any]):
-    """The names of a module; what has a counterpart is looked for when it is read."""
+    """The names of a module, with counterparts in place of what has some."""
 
     def __init__(self, module: Mapping[str, Any], namespace: str) -> None:
         super().__init__(module)

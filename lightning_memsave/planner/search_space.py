@@ -66,7 +66,7 @@ _HALVING = 0.17
 """What groups inside of groups add per halving of the blocks (chains of 64 to 1024)."""
 MANY_BLOCKS = 256
 """Number of blocks where it is not known."""
-_VAULT_OVERHEAD = 3
+_STORE_OVERHEAD = 3
 """What a store adds, in such overheads."""
 
 
@@ -104,7 +104,7 @@ def dimensions(
         overhead: the part of a plain step's time that goes into starting its operations.
         num_blocks: that the model repeats: what groups of them inside of groups cost.
     """
-    is_cpu, store = device_type == "cpu", _VAULT_OVERHEAD * overhead
+    is_cpu, store = device_type == "cpu", _STORE_OVERHEAD * overhead
     in_4_bits = 1.11 + overhead if is_cpu else 1.0
     table: dict[type[Config], Dimension] = {
         Sparsity: (

@@ -172,7 +172,7 @@ def estimate_activation_compression(num_elements: int, config: ActivationCompres
 
 
 # ---------------------------------------------------------------------------------------------------- on a module
-_VAULT = "_activation_store"
+_STORE = "_activation_store"
 
 
 def apply_activation_compression(model: nn.Module, config: ActivationCompression) -> Applied:
@@ -185,15 +185,15 @@ def apply_activation_compression(model: nn.Module, config: ActivationCompression
     Raises:
         ValueError: applied twice, a pattern matches no module, or the whole model is compiled.
     """
-    if _VAULT in model.__dict__:
+    if _STORE in model.__dict__:
         raise setting_error("activations", "must be applied once", type(model).__name__, "Call `.undo()` of the first.")
     store, applied = open_store(model, config)
-    model.__dict__[_VAULT] = _Scope(store, model.__dict__.get("forward"))
+    model.__dict__[_STORE] = _Scope(store, model.__dict__.get("forward"))
     model.forward = types.MethodType(forward, model)
     close = applied.restore
 
     def restore() -> None:
-        scope = model.__dict__.pop(_VAULT)
+        scope = model.__dict__.pop(_STORE)
         del model.forward
         if scope.previous_forward is not None:
             model.forward = scope.previous_forward
@@ -215,7 +215,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
     Named so that a pickled module finds its own class's method again.
     """
-    scope: _Scope = self.__dict__[_VAULT]
+    scope: _Scope = self.__dict__[_STORE]
     original = scope.previous_forward or types.MethodType(type(self).forward, self)
     with scope.store.scope():
         return original(*args, **kwargs)

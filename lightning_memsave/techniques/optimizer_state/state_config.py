@@ -104,22 +104,13 @@ class OptimizerState:
                 "OptimizerState",
                 "must keep second moments as first ones, or factored with first ones of 8, 5 or 4 bits; "
                 "and moments in 32 bits with another placement or a projection, one of the two",
-                f"{first=}, {second=}, {placement=}, {projection=}".replace("first=", "first_moment=").replace(
-                    "second=", "second_moment="
-                ),
+                f"first_moment={first!r}, second_moment={second!r}, {placement=}, {projection=}",
                 'For example `OptimizerState(first_moment="4bit", second_moment="factored")`.',
             )
 
     @property
     def _settings(self) -> tuple[str, str, str, str | None]:
-        return _whole(
-            {
-                "first_moment": self.first_moment,
-                "second_moment": self.second_moment,
-                "placement": self.placement,
-                "projection": self.projection,
-            }
-        )
+        return _whole(vars(self))
 
     @property
     def format(self) -> str:
