@@ -53,7 +53,7 @@ def data_module_of(trainer: Trainer) -> Any:
 
 
 def session_of(trainer: Trainer) -> Any:
-    """Return the session of a trainer whose strategy has one (`strategies.session`)."""
+    """Return the session of a trainer whose strategy has one (`loops.session`)."""
     strategy: Any = trainer.strategy
     return strategy.memsave
 

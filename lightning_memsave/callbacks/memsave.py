@@ -12,6 +12,7 @@ from lightning_memsave.callbacks.monitor import MemoryMonitor
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.lightning_compat import callbacks_of
+from lightning_memsave.loops.session import Session
 from lightning_memsave.planner.memory_budget import Budget
 from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe, resolve
@@ -19,7 +20,6 @@ from lightning_memsave.prediction.budgeted_run import BudgetedRun
 from lightning_memsave.reporting.loggers import log_metrics
 from lightning_memsave.reporting.messages import outcome
 from lightning_memsave.strategies.memsave_mixin import adopt, release
-from lightning_memsave.strategies.session import Session
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.low_precision import LowPrecision
@@ -116,13 +116,13 @@ class MemSave(MemoryMonitor):
             )
         if self._state is None:
             return measured
-        applied, loop = self._state.applied, self._state.loop
+        applied = self._state.applied
         is_cut = any(a.technique == "microbatching" for a in applied)
         return dataclasses.replace(
             measured,
             applied=applied,
-            microbatch_size=loop.size if is_cut else None,
-            num_oom_recovered=loop.num_recovered,
+            microbatch_size=self._state.cutter.size if is_cut else None,
+            num_oom_recovered=self._state.num_recovered,
         )
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -153,8 +153,12 @@ class MemSave(MemoryMonitor):
     ) -> None:
         """End a step; hold what was measured in it against the limits that were set; tell of patterns that changed."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._state is not None and self._state.sparsifying is not None and self._state.sparsifying.has_moved():
-            log_metrics(trainer, self._state.sparsifying.metrics())
+        if (
+            self._state is not None
+            and self._state.sparse_training is not None
+            and self._state.sparse_training.has_moved()
+        ):
+            log_metrics(trainer, self._state.sparse_training.metrics())
         meter = self._meter
         if self._state is None:
             return

@@ -14,21 +14,21 @@ import lightning as L
 
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.deferred_logs import DeferredLogs, KeptLogs
-from lightning_memsave.loops.loop_state import LoopState
 from lightning_memsave.loops.merged_metrics import MergedMetrics
 from lightning_memsave.loops.merged_outputs import detached, merge_outputs
 from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError, is_out_of_memory
+from lightning_memsave.loops.session import Session
 from lightning_memsave.measuring.allocator import free_memory, read_current, reset_peak
 from lightning_memsave.techniques.microbatching import UnsplittableBatchError
 
 
-def evaluate(trainer: L.Trainer, state: LoopState, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def evaluate(trainer: L.Trainer, session: Session, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Run `step(*args)`, a validation, test or prediction step on `args[0]`; again in parts when memory runs out.
 
     Raises:
         OutOfMemoryUnrecoverableError: the batch cannot be cut further, or what a failed try has done cannot be undone.
     """
-    recovery, batch = state.evaluation, args[0]
+    recovery, batch = session.evaluation, args[0]
     if recovery is None or hasattr(batch, "__next__"):  # `dataloader_iter` draws its batches itself
         return step(*args)
     device = trainer.strategy.root_device
@@ -37,7 +37,7 @@ def evaluate(trainer: L.Trainer, state: LoopState, step: Callable[..., Any], arg
     while True:
         start = BatchStart(trainer.lightning_module, recovery.changing, "watched", batch)
         try:
-            parts = _parts(state, batch)
+            parts = _parts(session, batch)
             result = _run(trainer, step, args, parts)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -51,17 +51,17 @@ def evaluate(trainer: L.Trainer, state: LoopState, step: Callable[..., Any], arg
         free_memory()
         assert trainer.state.stage is not None, "it evaluates"
         what = f"a batch of {trainer.state.stage.value}"
-        state.warn_of_parts()
-        if why_final is None and not recovery.shrink(trainer, batch, state.has_samples(batch), what):
+        session.cutter.record.warn_of_evaluation()
+        if why_final is None and not recovery.shrink(trainer, batch, session.cutter.has_samples(batch), what):
             why_final = "it has one sample, or its samples cannot be told apart"
         if why_final is not None:
             raise OutOfMemoryUnrecoverableError(f"Memory ran out in {what}, which cannot be cut: {why_final}. {reason}")
 
 
-def _parts(state: LoopState, batch: Any) -> list[tuple[Any, float]]:
-    assert state.evaluation is not None, "asked before"
+def _parts(session: Session, batch: Any) -> list[tuple[Any, float]]:
+    assert session.evaluation is not None, "asked before"
     try:
-        return state.sized_for(batch, state.evaluation).parts(batch)
+        return session.cutter.sized_for(batch, session.evaluation).parts(batch)
     except UnsplittableBatchError:
         return [(batch, 0.0)]
 

@@ -22,12 +22,10 @@ from lightning_memsave.lightning_compat import (
     Closure,
     ClosureResult,
     block_sync,
-    session_of,
 )
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.deferred_logs import DeferredLogs, KeptLogs
 from lightning_memsave.loops.late_reduction import LateReduction
-from lightning_memsave.loops.loop_state import LoopState
 from lightning_memsave.loops.merged_metrics import MergedMetrics
 from lightning_memsave.loops.merged_outputs import detached, merge_outputs
 from lightning_memsave.loops.out_of_memory import (
@@ -36,7 +34,8 @@ from lightning_memsave.loops.out_of_memory import (
     is_out_of_memory,
     nothing_left,
 )
-from lightning_memsave.loops.recovery import Recovery
+from lightning_memsave.loops.recovery import RecoveryPolicy
+from lightning_memsave.loops.session import Session
 from lightning_memsave.loops.step_effects import unwatched
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.measuring.allocator import free_memory, read_current, reset_peak
@@ -62,40 +61,42 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of the batch: whole, in microbatches, or until it fits."""
-        state: LoopState = self._loop.state
+        session: Session = self._loop.session
         zero_grad = self._zero_grad_fn
         try:
-            if state.recovery is not None:
-                return self._run_until_it_fits(state, state.recovery)
-            parts = state.microbatches(self._loop.trainer, self._kwargs)
-            self._free_first(state)
-            return self._run(parts, state) if state.runs_in_parts(parts) else super().closure(*args, **kwargs)
+            if session.recovery is not None:
+                return self._run_until_it_fits(session, session.recovery)
+            parts = session.cutter.microbatches(self._loop.trainer, self._kwargs)
+            self._free_first(session)
+            return (
+                self._run(parts, session) if session.cutter.runs_in_parts(parts) else super().closure(*args, **kwargs)
+            )
         finally:
             self._zero_grad_fn = zero_grad  # LBFGS calls again
 
-    def _free_first(self, state: LoopState) -> None:
+    def _free_first(self, session: Session) -> None:
         """Free the gradients of the last step; Lightning's own `zero_grad` and its hooks follow where they do."""
-        self._has_zeroed = state.zero_grad_first and self._zero_grad_fn is not None
+        self._has_zeroed = session.zero_grad_first and self._zero_grad_fn is not None
         self._has_called_hooks = False
         if self._has_zeroed:
             for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
                 parameter.grad = None
 
-    def _run_until_it_fits(self, state: LoopState, recovery: Recovery) -> Any:
+    def _run_until_it_fits(self, session: Session, recovery: RecoveryPolicy) -> Any:
         trainer, batch = self._loop.trainer, self._kwargs["batch"]
         device = trainer.strategy.root_device
         accumulates = self._zero_grad_fn is None
-        self._free_first(state)
+        self._free_first(session)
         ddp = trainer.strategy.model if trainer.world_size > 1 else None
         exchange = LateReduction(ddp, self._loop.steps) if ddp is not None else None
         while True:
-            gradients = "made" if not accumulates else "added to" if state.keeps_gradients else "watched"
-            noise = session_of(trainer).noise
+            gradients = "made" if not accumulates else "added to" if recovery.keeps_gradients else "watched"
+            noise = session.noise
             start = BatchStart(trainer.lightning_module, recovery.changing, gradients, batch, noise)
             held = read_current(device)
             try:
-                parts = state.microbatches(trainer, self._kwargs)
-                result = self._run(parts, state, exchange)
+                parts = session.cutter.microbatches(trainer, self._kwargs)
+                result = self._run(parts, session, exchange)
             except Exception as error:
                 # Only the text is kept: the error itself holds the tensors of the frames that it came through.
                 failure = self._failure(error, start, exchange)
@@ -111,8 +112,8 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
             what = f"batch {trainer.fit_loop.batch_idx}"
             if failure is None:
                 continue
-            if not recovery.shrink(trainer, batch, state.can_cut(batch), what):
-                return self._try_a_last_time(state, start, exchange, failure)
+            if not recovery.shrink(trainer, batch, session.cutter.can_cut(batch), what):
+                return self._try_a_last_time(session, start, exchange, failure)
 
     def _failure(self, error: Exception, start: BatchStart, exchange: LateReduction | None) -> str | None:
         """Return what to say about memory that ran out; `None` to run the batch again as it is.
@@ -125,26 +126,28 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         Raises:
             Exception: `error` is another one, or nothing can be undone.
         """
-        state: LoopState = self._loop.state
-        assert state.recovery is not None
+        session: Session = self._loop.session
+        assert session.recovery is not None
         why_final = start.why_final()
         if exchange is not None and exchange.has_begun:
             why_final = "gradients are on their way to other processes"
         if not is_out_of_memory(error):
-            may_be_regions = state.recovery.has_new_regions and why_final is None
-            if (isinstance(error, RefusedRegionError) or may_be_regions) and state.recovery.withdraw():
+            may_be_regions = session.recovery.has_new_regions and why_final is None
+            if (isinstance(error, RefusedRegionError) or may_be_regions) and session.recovery.withdraw(
+                self._loop.trainer
+            ):
                 return None
             raise error
         if why_final is not None:
             raise OutOfMemoryUnrecoverableError(
                 f"Memory ran out and the batch cannot be run again: {why_final}. The error was: {error}"
             ) from error
-        if state.recovery.leave_ledger(f"batch {self._loop.trainer.fit_loop.batch_idx}"):
+        if session.recovery.leave_ledger(f"batch {self._loop.trainer.fit_loop.batch_idx}"):
             return None
         return f"{error}{fragmentation(self._loop.trainer.strategy.root_device)}"
 
     def _try_a_last_time(
-        self, state: LoopState, start: BatchStart, exchange: LateReduction | None, failure: str
+        self, session: Session, start: BatchStart, exchange: LateReduction | None, failure: str
     ) -> Any:
         """Nothing is left to be done: run the batch under the ledger, to say what it is that takes the memory.
 
@@ -157,14 +160,14 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         ledger = Ledger(trainer.strategy.root_device).watching(trainer.strategy.model, trainer.optimizers, batch)
         try:
             with ledger:
-                return self._run(state.microbatches(trainer, self._kwargs), state, exchange)
+                return self._run(session.cutter.microbatches(trainer, self._kwargs), session, exchange)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         start.restore()
         assert ledger.measurement is not None, "it has been left"
-        module, can_cut, applied = trainer.lightning_module, state.can_cut(batch), state.recipe.rows()
-        fixed = {*state.recipe.fixed_rows(), *ways_of_training(trainer)}
+        module, can_cut, applied = trainer.lightning_module, session.cutter.can_cut(batch), session.recipe.rows()
+        fixed = {*session.recipe.fixed_rows(), *ways_of_training(trainer)}
         raise OutOfMemoryUnrecoverableError(nothing_left(module, ledger.measurement, can_cut, applied, failure, fixed))
 
     def _zero_gradients_made_since(self) -> None:
@@ -172,12 +175,12 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         if any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"]):
             self._optimizer.zero_grad()
 
-    def _run(self, parts: list[tuple[Any, float]], state: LoopState, exchange: LateReduction | None = None) -> Any:
+    def _run(self, parts: list[tuple[Any, float]], session: Session, exchange: LateReduction | None = None) -> Any:
         trainer = self._loop.trainer
-        config = state.microbatching
+        config = session.cutter.config
         assert config is not None
-        weights = state.weights(parts)
-        reduction = state.rules.known[0].reduction if state.rules.known else "mean"
+        weights = session.cutter.weights(parts)
+        reduction = session.cutter.rules.known[0].reduction if session.cutter.rules.known else "mean"
         last = max(i for i, weight in enumerate(weights) if weight)
         num_all = sum(n for _, n in parts) or 1.0
         losses: list[Tensor | None] = []  # as training_step returned them
@@ -186,7 +189,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         total: Tensor | None = None
         results = trainer._results
         module = trainer.lightning_module
-        watch = state.watch(module, trainer.strategy.root_device) if len(parts) > 1 else unwatched
+        watch = session.cutter.record.watch(module, trainer.strategy.root_device) if len(parts) > 1 else unwatched
         # Under DDP a process that has not cut its batch logs when the others do.
         is_whole = len(parts) == 1 and exchange is None
         with (
@@ -219,7 +222,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         if exchange is not None:
             exchange.finish()  # where the last microbatch had no loss
         logs.flush(self._kwargs["batch"], losses, reduction, trainer.accumulate_grad_batches)
-        state.note_losses(losses)
+        session.cutter.record.note_losses(losses)
         if total is None:
             self.warning_cache.warn("`training_step` returned `None` for every microbatch; the step is skipped.")
             return ClosureResult(None)
@@ -229,7 +232,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         """`on_before_backward` and `on_after_backward` belong to the batch: they fire for the last microbatch."""
         strategy = self._loop.trainer.strategy
         plugin, module = strategy.precision_plugin, strategy.lightning_module
-        self._loop.state.rules.note(loss)
+        self._loop.session.cutter.rules.note(loss)
         known = type(plugin).pre_backward.__module__.startswith(_PRECISION_PLUGINS)
         if is_last and exchange is not None:
             strategy.pre_backward(loss)
@@ -249,11 +252,11 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
 class MicrobatchLoop(AutomaticOptimization):  # type: ignore[misc]  # untyped, as it may be missing
     """Lightning's optimization loop, with the closure above in place of its own."""
 
-    def __init__(self, parent: Any, state: LoopState) -> None:
+    def __init__(self, parent: Any, session: Session) -> None:
         super().__init__(parent.trainer)
         self.optim_progress = parent.optim_progress  # `trainer.global_step` is computed from it
         self._skip_backward = parent._skip_backward
-        self._replaced, self.state = (parent,), state  # in a tuple: Lightning saves the loops that it finds
+        self._replaced, self.session = (parent,), session  # in a tuple: Lightning saves the loops that it finds
         self.steps = False
         """Whether the optimizer steps after the batch that runs now, instead of gradients being accumulated."""
 
@@ -268,7 +271,7 @@ class MicrobatchLoop(AutomaticOptimization):  # type: ignore[misc]  # untyped, a
             super()._optimizer_step(batch_idx, closure)
         except Exception as error:
             if (
-                self.state.recovery is None
+                self.session.recovery is None
                 or isinstance(error, OutOfMemoryUnrecoverableError)
                 or not is_out_of_memory(error)
             ):

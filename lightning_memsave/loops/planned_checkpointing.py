@@ -204,12 +204,12 @@ def _rehearse(trainer: L.Trainer, args: tuple[Any, ...], scope: Callable[[Callab
 
 def _adds_up_gradients(trainer: L.Trainer) -> bool:
     """Return whether a backward pass may find gradients of an earlier one."""
-    return most_accumulated(trainer) > 1 or session_of(trainer).loop.size is not None
+    return most_accumulated(trainer) > 1 or session_of(trainer).cutter.size is not None
 
 
 def _bring_gradients(trainer: L.Trainer, module: nn.Module) -> None:
     """Give parameters the gradients that a later batch finds: the rehearsal is of the step at its highest."""
-    is_freed_first = session_of(trainer).loop.zero_grad_first and not _adds_up_gradients(trainer)
+    is_freed_first = session_of(trainer).zero_grad_first and not _adds_up_gradients(trainer)
     for parameter in module.parameters():
         is_there = parameter.requires_grad and not is_freed_first
         parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype) if is_there else None

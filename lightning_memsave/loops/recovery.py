@@ -15,7 +15,7 @@ other.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
 import torch
@@ -24,6 +24,7 @@ from lightning_utilities.core import rank_zero
 
 from lightning_memsave.core.units import format_bytes, parse_bytes
 from lightning_memsave.loops.batch_snapshot import BatchStart
+from lightning_memsave.loops.fallbacks import Fallbacks
 from lightning_memsave.measuring.allocator import hold_addresses_back, read_peak, total_bytes
 from lightning_memsave.measuring.ledger import Measurement
 from lightning_memsave.measuring.meter import stop_measuring
@@ -31,28 +32,26 @@ from lightning_memsave.measuring.storages import tensors_in
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError
 
 
-class Ladder(Protocol):
-    """The exact measures against too little memory, in the order in which they are taken."""
-
-    def apply_next_fallback(self, trainer: L.Trainer) -> str | None:
-        """Take the next one and say which; `None` when all are taken."""
-
-    def withdraw(self) -> bool:
-        """Undo the regions that were taken, which the model turned out to refuse; whether there were any."""
-
-
-class Recovery:
+class RecoveryPolicy:
     """What has been done about memory so far, and what is done next.
 
     Args:
         config: `growth_interval`, `headroom_fraction`, `max_bytes`.
-        ladder: what can be done besides smaller microbatches.
+        fallbacks: what can be done besides smaller microbatches.
         start: samples per microbatch of the first batch; `None`: all of them.
+        keeps_gradients: whether gradients of earlier batches are copied before a batch that adds to them.
     """
 
-    def __init__(self, config: Microbatching, ladder: Ladder | None = None, start: int | None = None) -> None:
-        self._config, self._start = config, start
-        self._ladder = ladder
+    def __init__(
+        self,
+        config: Microbatching,
+        fallbacks: Fallbacks | None = None,
+        *,
+        start: int | None = None,
+        keeps_gradients: bool = False,
+    ) -> None:
+        self._config, self._fallbacks, self._start = config, fallbacks, start
+        self.keeps_gradients = keeps_gradients
         self._max_bytes = None if config.max_bytes is None else parse_bytes("Microbatching.max_bytes", config.max_bytes)
         self._headroom_fraction = config.headroom_fraction
         self.interval = config.growth_interval
@@ -85,12 +84,12 @@ class Recovery:
         else:
             self.changing |= start.moved_buffers()
 
-    def recovery_state_dict(self) -> dict[str, Any]:
-        """Sizes, as plain values for a checkpoint."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return sizes, as plain values for a checkpoint."""
         return {"limit_elements": self.limit_elements, "interval": self.interval}
 
-    def load_recovery_state_dict(self, learned: dict[str, Any]) -> None:
-        """Go on with them."""
+    def load_state_dict(self, learned: dict[str, Any]) -> None:
+        """Go on with the sizes of an earlier run."""
         self.limit_elements, self.interval = learned["limit_elements"], learned["interval"]
 
     def shrink(self, trainer: L.Trainer, batch: Any, can_cut: bool, what: str) -> bool:
@@ -102,10 +101,7 @@ class Recovery:
             can_cut: whether it can be cut into smaller microbatches.
             what: names the batch, for people.
         """
-        taken = self._back_to_what_fitted(batch)
-        if taken is None and self._ladder is not None:
-            taken = self._ladder.apply_next_fallback(trainer)
-            self.has_new_regions |= taken is not None
+        taken = self._without_smaller_parts(trainer, batch)
         if taken is None and can_cut:
             taken = self._halve(batch)
         if taken is None:
@@ -122,13 +118,21 @@ class Recovery:
         _tell(f"out of memory in {what}, which was being measured; run again without that.")
         return True
 
-    def withdraw(self) -> bool:
+    def withdraw(self, trainer: L.Trainer) -> bool:
         """Undo regions that were taken and that the model refuses; `False` if they were not taken here."""
-        if self._ladder is None or not self._ladder.withdraw():
+        if self._fallbacks is None or not self._fallbacks.withdraw(trainer):
             return False
         self.has_new_regions = False
         _tell("the model cannot be checkpointed that way; run again without.")
         return True
+
+    def _without_smaller_parts(self, trainer: L.Trainer, batch: Any) -> str | None:
+        """Go back to the size before the last growth, or take the next fallback; return what was done."""
+        taken = self._back_to_what_fitted(batch)
+        if taken is None and self._fallbacks is not None:
+            taken = self._fallbacks.take_next(trainer)
+            self.has_new_regions |= taken is not None
+        return taken
 
     def _back_to_what_fitted(self, batch: Any) -> str | None:
         self._num_good = 0
@@ -207,10 +211,7 @@ class Recovery:
         if step.peak_bytes <= self._max_bytes:
             return False
         self._num_good = 0
-        taken = self._back_to_what_fitted(batch)
-        if taken is None and self._ladder is not None:
-            taken = self._ladder.apply_next_fallback(trainer)
-            self.has_new_regions |= taken is not None
+        taken = self._without_smaller_parts(trainer, batch)
         if taken is None and may_cut and sum(map(step.by_category.__getitem__, _OF_THE_MODEL)) < self._max_bytes:
             with contextlib.suppress(UnsplittableBatchError):
                 taken = self._halve(batch)

@@ -29,8 +29,8 @@ def without_a_trace(trainer: L.Trainer, module: Any, batch: Any) -> Iterator[Bat
     So do the containers of the batch, of which a step may take things away, what a first forward pass builds, and the
     globals of the module's files and classes. Yields what puts most of it back.
     """
-    state = session_of(trainer)
-    start = BatchStart(module, None, batch=batch, noise=state.noise, small_bytes=math.inf, most_entries=math.inf)
+    session = session_of(trainer)
+    start = BatchStart(module, None, batch=batch, noise=session.noise, small_bytes=math.inf, most_entries=math.inf)
     metrics = MergedMetrics(module)
     metrics.set_aside()
     gradients = {p: p.grad for p in module.parameters()}
@@ -43,13 +43,13 @@ def without_a_trace(trainer: L.Trainer, module: Any, batch: Any) -> Iterator[Bat
     }  # a loop of ours may have replaced one
     logged_last, module._current_fx_name = connector._current_fx, "training_step"
     results["log"] = results["reset"] = lambda *_, **__: None
-    release = state.release
-    state.is_rehearsing = True
+    release = session.release
+    session.scopes.is_rehearsing = True
     try:
         with names_kept(module), unpooled(), nullcontext() if release is None else release.rehearsed():
             yield start
     finally:
-        state.is_rehearsing = False
+        session.scopes.is_rehearsing = False
         del results["log"], results["reset"]
         results.update(own)
         connector._current_fx = logged_last

@@ -20,13 +20,13 @@ import torch.distributed as dist
 
 from lightning_memsave.core.errors import BudgetWarning, MicrobatchWarning, NoEffectWarning, NotLosslessWarning
 from lightning_memsave.lightning_compat import namespace_of
+from lightning_memsave.loops.session import Session
 from lightning_memsave.measuring.ledger import Measurement
 from lightning_memsave.measuring.module_attribution import Breakdown, BreakdownLedger
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.prediction.simulated_process_group import on_paper
 from lightning_memsave.saved_tensors.randomness import Randomness
 from lightning_memsave.strategies.memsave_mixin import adopt
-from lightning_memsave.strategies.session import Session
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.split import cloned
 
@@ -175,9 +175,9 @@ def _watch_class(namespace: str) -> Any:  # noqa: C901  # one class, counted as 
             self._num_batches += 1
             self._close()
             config = self._state.recipe.get(Microbatching)
-            self.is_cut = bool(self._state.loop.rules.known) and config is not None and config.reduction == "auto"
+            self.is_cut = bool(self._state.cutter.rules.known) and config is not None and config.reduction == "auto"
             if self._num_batches == _NUM_STEPS[self._fake] * trainer.accumulate_grad_batches:
-                self._state.loop.warn_if_unused(pl_module)
+                self._state.cutter.warn_if_unused(pl_module)
                 raise DoneError
 
         def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

@@ -26,6 +26,7 @@ from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.lightning_compat import data_module_of, namespace_of
 from lightning_memsave.loops.optimizer_changes import most_accumulated
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
+from lightning_memsave.loops.session import Session
 from lightning_memsave.measuring import allocator
 from lightning_memsave.measuring.ledger import Ledger, Measurement
 from lightning_memsave.measuring.profiler_peak import AllocationProfile
@@ -36,7 +37,6 @@ from lightning_memsave.saved_tensors.randomness import Randomness
 from lightning_memsave.simulation.global_state_guard import names_kept
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.strategies.memsave_mixin import adopt
-from lightning_memsave.strategies.session import Session
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
 from lightning_memsave.techniques.microbatching.split import take
 from lightning_memsave.techniques.registry import Config
@@ -106,7 +106,7 @@ class Trial:
             return ""
         if not step.is_cut and not self._module.automatic_optimization:
             return "with manual optimization only `lightning_memsave.microbatches(batch)` in `training_step` cuts them."
-        return step.state.loop.why_whole
+        return step.state.cutter.why_whole
 
     def _has_room(self, steps: _OneStep, batch: Any) -> bool:
         """Train a copy for these steps; `False` where memory ran out."""
@@ -187,7 +187,7 @@ class _OneStep(pl.Callback):
     @property
     def is_cut(self) -> bool:
         """Whether a batch was cut into microbatches."""
-        return self.state.loop.applied is not None
+        return self.state.cutter.applied is not None
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -19,19 +19,14 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_memsave.core.compatibility import check_compatibility
 from lightning_memsave.lightning_compat import callbacks_of, counterpart, is_overridden, namespace_of
 from lightning_memsave.loops.evaluation import evaluate
-from lightning_memsave.loops.loop_state import LoopState
 from lightning_memsave.loops.microbatch_loop import MicrobatchLoop
 from lightning_memsave.loops.optimizer_changes import change_optimizers, readable
+from lightning_memsave.loops.session import Session
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.planner.recipes import RECIPES, Recipe
-from lightning_memsave.strategies.session import Session
-from lightning_memsave.strategies.sparse_training import Sparsifying
-from lightning_memsave.techniques.activation_compression import ActivationCompression
-from lightning_memsave.techniques.checkpointing import Checkpointing
-from lightning_memsave.techniques.low_precision import LowPrecision
+from lightning_memsave.strategies.apply_recipe import apply_to_model, apply_to_steps, check_made_optimizers
 from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
-from lightning_memsave.techniques.optimizer_state import OptimizerState, pages_kept
-from lightning_memsave.techniques.sparsity import Sparsity
+from lightning_memsave.techniques.optimizer_state import pages_kept
 
 
 class MemSaveMixin(Strategy):
@@ -41,7 +36,6 @@ class MemSaveMixin(Strategy):
     _memsave_before: Session | None = None
     _has_fitted = False
     _is_down = False
-    _sparsifying: Sparsifying | None = None  # outlives the callback, as checkpoints may still be written
 
     @property
     def memsave(self) -> Session:
@@ -60,18 +54,15 @@ class MemSaveMixin(Strategy):
         fitting = self._has_fitted = trainer.state.fn == "fit"
         self._is_down = False
         if not fitting and not self.memsave.recipe.stepping_aside(ways_of_training(trainer))[0].get(Microbatching):
-            self.memsave.loop.evaluation = None
+            self.memsave.evaluation = None
         if fitting:
             self._begin(trainer)
-            _install_loop(trainer, self.memsave.loop)
-            self.memsave.keep_weights_of_tuning(trainer)
-            self._sparsifying = self.memsave.with_config(Sparsity, self.memsave.sparsify, trainer)
-            self.memsave.with_config(LowPrecision, self.memsave.lower_precision, trainer)
+            _install_loop(trainer, self.memsave)
+            apply_to_model(self.memsave, trainer)
         with pages_kept(self.optimizers if fitting else ()):
             super().setup(trainer)
         if fitting:
-            self.memsave.with_config(Checkpointing, self.memsave.make_regions, trainer)
-            self.memsave.with_config(ActivationCompression, self.memsave.open_scope, trainer)
+            apply_to_steps(self.memsave, trainer)
 
     def _begin(self, trainer: L.Trainer) -> None:
         """Take up the recipe, as far as this way of training allows; a second fit starts with a clean record."""
@@ -82,33 +73,29 @@ class MemSaveMixin(Strategy):
         for reason in reasons:
             rank_zero_info(f"memsave: {reason}")
         if self.memsave.started:
-            self._memsave = Session(decided, self.memsave.budgeted).after(self.memsave)
+            self._memsave = Session(decided, self.memsave.source).after(self.memsave)
         self.memsave.begin(recipe)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Make the optimizers, and change those that the recipe is about."""
         super().setup_optimizers(trainer)
-        state = self.memsave
-        state.with_config(OptimizerState, state.check_optimizers, trainer)
-        if self.model is self.lightning_module:  # DDP's buckets have the dtype that weights had when it was made
-            state.with_config(LowPrecision, state.check_steps, trainer)
-        if state.weights is not None and state.recipe.get(LowPrecision) is None:
-            state.raise_precision()
-        done, state.release = change_optimizers(trainer, state.recipe, state.weights)
-        state.changes.extend(done)
-        if self._sparsifying is not None:
-            self._sparsifying.follow(trainer, self.optimizers)
+        session = self.memsave
+        check_made_optimizers(session, trainer, is_wrapped=self.model is not self.lightning_module)
+        done, session.release = change_optimizers(trainer, session.recipe, session.weights)
+        session.changes.extend(done)
+        if session.sparse_training is not None:
+            session.sparse_training.follow(trainer, self.optimizers)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step, and move sparse patterns that are due."""
         output = super().optimizer_step(optimizer, *args, **kwargs)
-        if self._sparsifying is not None:
-            self._sparsifying.stepped(self._running_trainer, optimizer)
+        if self.memsave.sparse_training is not None:
+            self.memsave.sparse_training.stepped(self._running_trainer, optimizer)
         return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step in the scopes of the session."""
-        on_use = functools.partial(self.memsave.loop.used_by_hand, self.lightning_module)
+        on_use = functools.partial(self.memsave.cutter.used_by_hand, self.lightning_module)
         step = functools.partial(super().training_step, *args, **kwargs)
         with active_microbatching(self.memsave.recipe.get(Microbatching), on_use):
             return self.memsave.run(self._running_trainer, step, args)
@@ -127,19 +114,20 @@ class MemSaveMixin(Strategy):
 
     def _evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trainer = self._running_trainer
-        return evaluate(trainer, self.memsave.loop, functools.partial(step, **kwargs), args)
+        return evaluate(trainer, self.memsave, functools.partial(step, **kwargs), args)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state for a checkpoint, in the layout of the dense model."""
         state = super().optimizer_state(optimizer)
         plain = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer wraps
-        return state if self._sparsifying is None else self._sparsifying.to_disk(plain, state)
+        sparse_training = self.memsave.sparse_training
+        return state if sparse_training is None else sparse_training.to_disk(plain, state)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load states that plain Lightning or another format has written."""
         checkpoint = readable(self.optimizers, checkpoint)
-        if self._sparsifying is not None:
-            checkpoint = self._sparsifying.from_disk(self.optimizers, checkpoint)
+        if self.memsave.sparse_training is not None:
+            checkpoint = self.memsave.sparse_training.from_disk(self.optimizers, checkpoint)
         with pages_kept(self.optimizers):
             super().load_optimizer_state_dict(checkpoint)
 
@@ -158,24 +146,22 @@ class MemSaveMixin(Strategy):
             release(self)  # callbacks are not torn down then
             return
         if self._has_fitted:
-            self.memsave.loop.tell_cost()
-            self.memsave.loop.warn_if_unused(module)
+            self.memsave.cutter.tell_cost()
+            self.memsave.cutter.warn_if_unused(module)
         _give_class_back(self)
 
 
-def _install_loop(trainer: L.Trainer, state: LoopState) -> None:
-    if (
-        not trainer.lightning_module.automatic_optimization
-    ):  # Lightning bypasses the loop, and the user zeroes gradients
-        state.zero_grad_first = False
-    if state.microbatching is None and not state.zero_grad_first:
+def _install_loop(trainer: L.Trainer, session: Session) -> None:
+    if not trainer.lightning_module.automatic_optimization:
+        session.zero_grad_first = False  # Lightning bypasses the loop, and the user zeroes gradients
+    if session.cutter.config is None and not session.zero_grad_first:
         return
-    if state.zero_grad_first and (hook := _reader_of_gradients(trainer)):
-        state.zero_grad_first = False
+    if session.zero_grad_first and (hook := _reader_of_gradients(trainer)):
+        session.zero_grad_first = False
         rank_zero_info(f"memsave: gradients are freed after the forward pass, as {hook} may read them.")
     epoch_loop = trainer.fit_loop.epoch_loop
     loop = counterpart(MicrobatchLoop, namespace_of(trainer))
-    epoch_loop.automatic_optimization = loop(epoch_loop.automatic_optimization, state)
+    epoch_loop.automatic_optimization = loop(epoch_loop.automatic_optimization, session)
 
 
 def _reader_of_gradients(trainer: L.Trainer) -> str | None:
@@ -240,12 +226,12 @@ def _unpickled(cls: type, namespace: str) -> Any:
     return adopted.__new__(adopted)
 
 
-def adopt(strategy: Any, state: Session) -> None:
+def adopt(strategy: Any, session: Session) -> None:
     """Give a live strategy the mixin, as Lightning does with optimizers.
 
     Args:
         strategy: the trainer's.
-        state: has the recipe, and is where the strategy will record what it did. It holds neither model nor trainer
+        session: has the recipe, and is where the strategy will record what it did. It holds neither model nor trainer
             once the run is over.
 
     Raises:
@@ -258,7 +244,7 @@ def adopt(strategy: Any, state: Session) -> None:
         strategy._memsave = strategy.memsave  # one of ours by name: lossless
     if strategy._memsave_before is None:
         strategy._memsave_before = strategy._memsave or Session(Recipe("adopted"))
-    strategy._memsave = state
+    strategy._memsave = session
 
 
 def release(strategy: Any) -> None:
@@ -267,17 +253,22 @@ def release(strategy: Any) -> None:
     A strategy that has trained sparse weights keeps ours, which writes and reads their checkpoints.
     """
     if getattr(strategy, "_memsave_before", None) is not None:
+        strategy._memsave_before.sparse_training = strategy._memsave.sparse_training
         strategy._memsave, strategy._memsave_before = strategy._memsave_before, None
         _give_class_back(strategy)
 
 
-_OWN = {"_memsave", "_memsave_before", "_has_fitted", "_is_down", "_sparsifying"}
+_OWN = {"_memsave", "_memsave_before", "_has_fitted", "_is_down"}
 
 
 def _give_class_back(strategy: Any) -> None:
     """Give the class back once callback and strategy are both torn down, which may be in either order."""
-    is_over = strategy._is_down and strategy._memsave_before is None and strategy._sparsifying is None
-    if is_over and (plain := getattr(type(strategy), "adopted_from", None)) is not None:
+    is_over = strategy._is_down and strategy._memsave_before is None
+    if (
+        is_over
+        and strategy.memsave.sparse_training is None
+        and (plain := getattr(type(strategy), "adopted_from", None)) is not None
+    ):
         for name in _OWN & vars(strategy).keys():
             delattr(strategy, name)
         strategy.__class__ = plain

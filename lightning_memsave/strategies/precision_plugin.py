@@ -6,9 +6,7 @@ inputs, targets and buffers as they are, and lets float32 norms stand between 16
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -49,24 +47,6 @@ def lower_precision(trainer: L.Trainer, config: LowPrecision) -> tuple[Weights, 
         reasons=(weights.reason,),
         restore=restore,
     )
-
-
-_OF_DTYPES = ("BFloat16", "bfloat16", "Half", "dtype", "scalar type")
-
-
-@contextlib.contextmanager
-def naming_the_setting(weights: Weights | None) -> Iterator[None]:
-    """Add to an error about dtypes that weights were lowered, if they were: the step may be right without."""
-    try:
-        yield
-    except RuntimeError as error:
-        if weights is not None and any(word in str(error) for word in _OF_DTYPES):
-            error.add_note(
-                f"memsave: by `MemSave(precision=...)`, {weights.reason} and the step runs under autocast. Where an "
-                "operation takes no 16-bit numbers, give it `.float()` ones, or keep its module as it is: "
-                "`LowPrecision(keep_32bit=...)`."
-            )
-        raise
 
 
 def _check_averaging(trainer: L.Trainer, config: LowPrecision) -> None:

@@ -109,7 +109,7 @@ def test_a_change_is_told_by_module_the_largest_first(batch):
 def test_a_claim_that_is_false_does_not_hold(batch, monkeypatch):
     from lightning_memsave.techniques.microbatching import why_not_exact
 
-    monkeypatch.setattr("lightning_memsave.loops.loop_state.why_not_exact", lambda module: ())
+    monkeypatch.setattr("lightning_memsave.loops.microbatch_record.why_not_exact", lambda module: ())
     monkeypatch.setattr(StepEffects, "has_drawn", False)
     monkeypatch.setattr(StepEffects, "changes", lambda self: [])
     assert why_not_exact(Net())
@@ -122,7 +122,7 @@ def test_a_claim_that_is_false_does_not_hold(batch, monkeypatch):
 def test_a_gradient_that_one_side_lacks_is_infinitely_far(batch):
     class Loses(Net):
         def training_step(self, batch, batch_idx):
-            if self.trainer.strategy.memsave.loop.microbatching is not None:
+            if self.trainer.strategy.memsave.cutter.config is not None:
                 batch = batch[0].detach(), batch[1]
                 self.norm.requires_grad_(False)
             return super().training_step(batch, batch_idx)

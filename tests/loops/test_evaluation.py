@@ -132,6 +132,6 @@ def test_evaluation_that_cannot_be_cut_says_so():
 
 def test_that_evaluation_is_cut_is_told_once():
     trainer = L.Trainer(**QUIET, callbacks=[MemSave()])
-    with pytest.warns(UserWarning, match="run in parts. Right are: torchmetrics") as told:
+    with pytest.warns(UserWarning, match="run in parts. These results are right: torchmetrics") as told:
         trainer.validate(limited(Evaluated, 10), data(), verbose=False)
     assert len([w for w in told if "in parts" in str(w.message)]) == 1

@@ -32,9 +32,9 @@ from lightning_memsave import (
     NotLosslessWarning,
     microbatches,
 )
-from lightning_memsave.loops import loop_state
-from lightning_memsave.loops.loop_state import LoopState
-from lightning_memsave.planner.recipes import resolve
+from lightning_memsave.loops import batch_cutter
+from lightning_memsave.loops.batch_cutter import BatchCutter
+from lightning_memsave.loops.microbatch_record import MicrobatchRecord
 from lightning_memsave.techniques.microbatching.reduction import ReductionRule
 from tests.harness import Net, assert_same_run, fit, largest_difference
 
@@ -220,18 +220,18 @@ def test_in_batch_negatives_are_detected_and_run_whole():
 
 def test_processes_that_wait_for_each_other_refuse_uneven_parts(monkeypatch):
     """Under FSDP a process with more microbatches would wait for the others for ever."""
-    state = LoopState(resolve("lossless", {"microbatch": 4}))
-    state.rules.known, state.rules.is_due = (ReductionRule("mean"),), lambda *_, **__: False
+    cutter = BatchCutter(Microbatching(size=4), warns=True)
+    cutter.rules.known, cutter.rules.is_due = (ReductionRule("mean"),), lambda *_, **__: False
     strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda counts, reduce_op: torch.tensor([3, -2]))
     trainer = SimpleNamespace(world_size=2, strategy=strategy, lightning_module=Module(), current_epoch=0)
     kwargs = {"batch": torch.zeros(8, 4)}
-    monkeypatch.setattr(loop_state, "ways_of_training", lambda trainer: ["DDP"])
-    assert len(state.microbatches(trainer, kwargs)) == 2
-    monkeypatch.setattr(loop_state, "ways_of_training", lambda trainer: ["model parallel (FSDP2)"])
+    monkeypatch.setattr(batch_cutter, "ways_of_training", lambda trainer: ["DDP"])
+    assert len(cutter.microbatches(trainer, kwargs)) == 2
+    monkeypatch.setattr(batch_cutter, "ways_of_training", lambda trainer: ["model parallel (FSDP2)"])
     with pytest.raises(ValueError, match=r"into as many parts.*got '2 here, and 2 to 3'"):
-        state.microbatches(trainer, kwargs)
+        cutter.microbatches(trainer, kwargs)
     strategy.reduce = lambda counts, reduce_op: counts
-    assert len(state.microbatches(trainer, kwargs)) == 2
+    assert len(cutter.microbatches(trainer, kwargs)) == 2
 
 
 @pytest.mark.filterwarnings("ignore::lightning_memsave.NotLosslessWarning")
@@ -433,15 +433,15 @@ def test_what_the_step_draws_is_seen_when_it_is_cut():
 
 
 def test_strict_is_not_forgotten_where_recovery_tries_again():
-    state = LoopState(resolve("lossless", {"microbatch": Microbatching(size=3, strict=True)}))
-    state._begin(nn.Identity(), "batches run")
+    record = MicrobatchRecord(Microbatching(size=3, strict=True), warns=True)
+    record.begin(nn.Identity(), "batches run")
     module, device = Module(), torch.device("cpu")
     for _ in range(3):
-        with pytest.raises(ValueError, match="strict"), state.watch(module, device)(0):
+        with pytest.raises(ValueError, match="strict"), record.watch(module, device)(0):
             torch.rand(1)
-    with state.watch(module, device)(0):
+    with record.watch(module, device)(0):
         pass
-    assert state.applied.loss_class == "exact"
+    assert record.applied(3, None).loss_class == "exact"
 
 
 def test_a_frozen_batchnorm_is_exact():

@@ -207,7 +207,7 @@ class TakesMore(Quiet):
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        planned = self.trainer.strategy.memsave.planned
+        planned = self.trainer.strategy.memsave.scopes.planned
         if planned is None or planned.applied is not None:
             self.more = torch.zeros(self.num_bytes, dtype=torch.uint8)  # until the next step
         return loss

@@ -29,7 +29,7 @@ from lightning_memsave.techniques.sparsity.updates import refuse_codes, refuse_l
 from lightning_memsave.torch_internals.optimizer_class import PENDING
 
 
-class Sparsifying:
+class SparseTraining:
     """The sparse layers of one run. Once that is over it knows where values were, and no layer.
 
     Args:

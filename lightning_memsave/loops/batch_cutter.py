@@ -1,0 +1,226 @@
+"""How batches are cut into microbatches in one run: into which parts, and with which weights their losses add up."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_memsave.core.errors import MicrobatchWarning, NoEffectWarning, setting_error
+from lightning_memsave.core.report import Applied
+from lightning_memsave.loops.loss_reduction import Answer, ask
+from lightning_memsave.loops.loss_rules import LossRules
+from lightning_memsave.loops.microbatch_record import MicrobatchRecord
+from lightning_memsave.loops.recovery import RecoveryPolicy
+from lightning_memsave.loops.trainer_features import ways_of_training
+from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError
+from lightning_memsave.techniques.microbatching.reduction import ReductionRule
+
+_WAITING = frozenset(("FSDP", "model parallel (FSDP2)", "SyncBatchNorm"))
+
+
+class BatchCutter:
+    """Cuts the batches of one run, as far as their loss allows.
+
+    Args:
+        config: of the microbatches; `None` leaves every batch whole.
+        recovery: knows the size where it is "auto".
+        warns: whether microbatches that change the result are worth a warning.
+    """
+
+    def __init__(self, config: Microbatching | None, recovery: RecoveryPolicy | None = None, *, warns: bool) -> None:
+        self.config, self.recovery = config, recovery
+        self.record = MicrobatchRecord(config, warns=warns)
+        self.rules = LossRules()
+        self.why_whole = ""
+        """What of the loss forbids to cut its batches, once one was to be cut."""
+        self._given_up = self._has_tried = False
+
+    @property
+    def applied(self) -> Applied | None:
+        """What microbatching did; `None` until a batch was cut."""
+        return self.record.applied(self.size, str(self.rules.known[0]) if self.rules.known else None)
+
+    @property
+    def size(self) -> int | None:
+        """Samples per microbatch now."""
+        return getattr(self.recovery or self.config, "size", None)
+
+    def microbatches(self, trainer: L.Trainer, kwargs: dict[str, Any]) -> list[tuple[Any, float]]:
+        """Return the microbatches of `kwargs["batch"]`, each with its number of samples.
+
+        The batch alone where it is whole.
+        """
+        batch = kwargs.get("batch")
+        whole: list[tuple[Any, float]] = [(batch, 0)]
+        if self.config is None:
+            return whole
+        if not self._has_tried:
+            self._has_tried = True
+            self.config.try_functions(batch)
+        config, parts = self.config, whole
+        if not self._given_up:
+            try:
+                config = self.sized_for(batch, self.recovery)
+                parts = config.parts(batch)
+            except UnsplittableBatchError as error:
+                self.record.ran_whole(f"A batch is run whole: {error}")
+        self._check_agreed(trainer, len(parts))
+        if parts is whole:
+            return whole
+        if len(parts) > 1 and not self._knows_rule(trainer, kwargs, config, parts):
+            return [(batch, 0)]
+        if self.runs_in_parts(parts):
+            self.record.begin(trainer.lightning_module, "batches run")
+        return parts
+
+    def weights(self, parts: list[tuple[Any, float]]) -> list[float]:
+        """Return what the loss of each microbatch is multiplied by."""
+        if len(parts) == 1:
+            return [1.0]
+        weights = self.rules.weights(parts)
+        assert weights is not None, "such a batch is run whole"
+        return weights
+
+    def _check_agreed(self, trainer: L.Trainer, num_parts: int) -> None:
+        """Refuse different numbers of microbatches where processes wait for each other in every forward.
+
+        Raises:
+            ValueError: they differ; on every process.
+        """
+        if not self._waits(trainer):
+            return
+        counts = torch.tensor([num_parts, -num_parts], device=trainer.strategy.root_device)
+        most, least = trainer.strategy.reduce(counts, reduce_op="max").abs().tolist()
+        if most != least:
+            raise setting_error(
+                "microbatch",
+                "must cut batches into as many parts in every process, as they wait for each other in each forward",
+                f"{num_parts} here, and {least} to {most}",
+                "Use batches of one size, or `split_fn`.",
+            )
+
+    @staticmethod
+    def _waits(trainer: L.Trainer) -> bool:
+        return trainer.world_size > 1 and not _WAITING.isdisjoint(ways_of_training(trainer))
+
+    def runs_in_parts(self, parts: list[tuple[Any, float]]) -> bool:
+        """Return whether a batch is not run as without microbatching."""
+        return len(parts) > 1 or (self.config is not None and self.config.batchnorm == "running")
+
+    def sized_for(self, batch: Any, recovery: RecoveryPolicy | None) -> Microbatching:
+        """Return the settings, with a number of samples that suits this batch where one has been learned."""
+        assert self.config is not None
+        size = None if recovery is None else recovery.size_for(batch)
+        return self.config if size is None else self.config.of_size(size)
+
+    def can_cut(self, batch: Any) -> bool:
+        """Return whether smaller microbatches of this batch are possible, as far as is known."""
+        return not self._given_up and self.has_samples(batch)
+
+    def has_samples(self, batch: Any) -> bool:
+        """Return whether a batch has more than one sample, and tells which they are."""
+        try:
+            return self.config is not None and self.config.num_samples(batch) > 1
+        except UnsplittableBatchError:
+            return False
+
+    def _knows_rule(
+        self, trainer: L.Trainer, kwargs: dict[str, Any], config: Microbatching, parts: list[tuple[Any, float]]
+    ) -> bool:
+        """Return whether it is known how the losses of these parts add up; asks the module where it is time to."""
+        rules, batch = self.rules, kwargs["batch"]
+        if trainer.current_epoch:
+            self.tell_cost()
+        waits = self._waits(trainer)
+        is_due = rules.is_due(batch, trainer.current_epoch, may_differ=not waits)
+        if not is_due and rules.weights(parts) is not None:
+            return True
+
+        def asked() -> Answer:
+            found = ask(trainer, kwargs, int(sum(n for _, n in parts)), config)
+            return trainer.strategy.broadcast(found) if waits else found
+
+        before, answer = rules.known, rules.ask(asked)
+        if config.weight_fn is not None or config.reduction != "auto":
+            return self._takes_given(answer, config, is_first=not before)
+        if before and not answer.has_failed:
+            self._compare(before, answer, trainer.fit_loop.batch_idx)
+        if answer.why_not and not (answer.has_failed and before):
+            self._given_up = True  # no other batch would tell
+            self.why_whole = "" if answer.has_failed else answer.why_not
+            self.record.ran_whole(f"Batches are not cut into microbatches: {answer.why_not} {_WAYS_OUT}")
+            return False
+        if rules.known and rules.weights(parts) is not None:
+            return True
+        self.record.ran_whole(
+            "A batch is run whole: its loss is zero, not finite, none, or the same for all samples, which does not say "
+            'which kind it is of. `Microbatching(reduction="mean")` or `"sum"` does.'
+        )
+        return False
+
+    def tell_cost(self) -> None:
+        """Say what the questions have cost, where it was much, when the first epoch is over."""
+        if (text := self.rules.cost_of_first_epoch()) is not None:
+            rank_zero_info(text)
+
+    def _compare(self, before: tuple[ReductionRule, ...], answer: Answer, batch_idx: int) -> None:
+        """Compare with the rules by which earlier batches were cut."""
+        if answer.why_not:
+            self.record.changes(f"batches before batch {batch_idx} were cut, and in that one {answer.why_not}")
+        elif answer.rules and not set(before) & set(answer.rules):
+            self.record.changes(
+                f"batches before batch {batch_idx} were cut as those of a loss that is a {before[0]}, and in that one "
+                f"it is a {answer.rules[0]}"
+            )
+
+    def _takes_given(self, answer: Answer, config: Microbatching, *, is_first: bool) -> bool:
+        """Use the rule that the user gave in any case; where the loss has another one, say so."""
+        given = ReductionRule("sum" if config.reduction == "sum" else "mean", config.weight_fn)
+        self.rules.known = (given,)
+        why_not = "" if answer.has_failed else answer.why_not
+        if answer.rules and given not in answer.rules:
+            why_not = f"it is a {answer.rules[0]}."
+        if not why_not:
+            return True
+        add_up = "add up" if given.reduction == "sum" else "average"
+        setting, what = "reduction", ""
+        if config.weight_fn is not None:
+            setting, what = "weight_fn", ", weighted by `weight_fn`,"
+        if is_first:
+            warnings.warn(
+                f"`Microbatching.{setting}` must say how the losses of microbatches{what} {add_up} to the loss of the "
+                f"batch, but in the first one they do not: {why_not} Gradients will differ from those of the whole "
+                'batch. `reduction="auto"`, without `weight_fn`, finds the rule where there is one.',
+                MicrobatchWarning,
+                stacklevel=2,
+            )
+        self.record.changes(f"the losses of microbatches{what} do not {add_up} to that of the batch")
+        return True
+
+    def used_by_hand(self, module: Any, num_parts: int) -> None:
+        """Note that `microbatches(batch)` was called inside `training_step`."""
+        if self.config is not None and num_parts > 1:
+            self.record.begin(module, "training_step takes its batches")
+
+    def warn_if_unused(self, module: Any) -> None:
+        """Warn where a module with manual optimization, which cuts its batches itself, has not done so."""
+        is_refused = self.recovery is not None
+        has_no_effect = self.config is not None and not is_refused and self.applied is None
+        if has_no_effect and not module.automatic_optimization:
+            warnings.warn(
+                "microbatch had no effect: with manual optimization, iterate `for part, weight in "
+                "lightning_memsave.microbatches(batch)` inside `training_step`.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+
+
+_WAYS_OUT = (
+    "For a mean over something else than samples pass `Microbatching(weight_fn=...)` (`LabelCount()` for labels that "
+    "are not -100, `LabelCount(shifted=True)` for causal language models), for samples that belong together "
+    '`split_fn=...`; `reduction="mean"` or `"sum"` is taken as said.'
+)

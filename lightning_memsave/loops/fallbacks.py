@@ -1,0 +1,97 @@
+"""Fallbacks: the exact measures against too little memory besides smaller microbatches, in the order of their cost.
+
+They take time, so they wait until memory runs out. What the user has set, or switched off, is left as it is.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import lightning as L
+
+from lightning_memsave.core.compatibility import check_compatibility
+from lightning_memsave.lightning_compat import session_of
+from lightning_memsave.loops.forward_scope import ForwardScope
+from lightning_memsave.loops.planned_checkpointing import PlannedCheckpointing, has_room
+from lightning_memsave.loops.step_scopes import StepScopes
+from lightning_memsave.loops.trainer_features import ways_of_training
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.techniques.activation_compression import ActivationCompression
+from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_store
+
+
+class Fallbacks:
+    """The measures of one run, each of which is taken once.
+
+    Args:
+        scopes: of `training_step`, which the measures open or replace.
+    """
+
+    def __init__(self, scopes: StepScopes) -> None:
+        self._scopes = scopes
+        self._num_taken = 0
+        self.num_learned = 0
+        """Measures that an earlier run has found to be needed."""
+
+    @property
+    def num_needed(self) -> int:
+        """How many measures this run has needed, or an earlier one."""
+        return max(self._num_taken, self.num_learned)
+
+    def take_next(self, trainer: L.Trainer) -> str | None:
+        """Take the next measure and return what it is, in words; `None` when there is none left."""
+        measures = [_compress, _checkpoint_blocks, _plan_regions, _offload_inputs]
+        while self._num_taken < len(measures):
+            measure = measures[self._num_taken]
+            self._num_taken += 1
+            with suppress(ValueError):  # nothing to work on, or not possible in this way of training
+                if (taken := measure(trainer, session_of(trainer).recipe, self._scopes)) is not None:
+                    return taken
+        return None
+
+    def take_learned(self, trainer: L.Trainer) -> bool:
+        """Take the measures that an earlier run has needed; return whether there were any to take."""
+        has_taken = False
+        while self._num_taken < self.num_learned:
+            has_taken |= self.take_next(trainer) is not None
+        return has_taken
+
+    def withdraw(self, trainer: L.Trainer) -> bool:
+        """Undo the regions of a measure, which the model has refused; return whether there were any."""
+        scopes = self._scopes
+        if not session_of(trainer).recipe.leaves_open(Checkpointing) or not scopes.undo_regions():
+            return False
+        scopes.regions = scopes.planned = scopes.region_inputs = None
+        return True
+
+
+def _compress(trainer: L.Trainer, recipe: Recipe, scopes: StepScopes) -> str | None:
+    if not recipe.leaves_open(ActivationCompression):
+        return None
+    check_compatibility(["activation_compression", *recipe.rows(), *ways_of_training(trainer)])
+    scopes.activations = ForwardScope(trainer, ActivationCompression())
+    return "activations recomputed where that is cheap"
+
+
+def _checkpoint_blocks(trainer: L.Trainer, recipe: Recipe, scopes: StepScopes) -> str | None:
+    if not recipe.leaves_open(Checkpointing):
+        return None
+    scopes.regions = apply_checkpointing(trainer.lightning_module, Checkpointing())
+    return f"checkpointing of {scopes.regions.summary}"
+
+
+def _plan_regions(trainer: L.Trainer, recipe: Recipe, scopes: StepScopes) -> str | None:
+    if not recipe.leaves_open(Checkpointing) or not has_room():
+        return None
+    planned = PlannedCheckpointing(trainer, Checkpointing(method="sqrt"), is_asked_for=False)
+    scopes.undo_regions()
+    scopes.regions, scopes.planned = None, planned
+    return "checkpointing of the best groups of calls"
+
+
+def _offload_inputs(trainer: L.Trainer, recipe: Recipe, scopes: StepScopes) -> str | None:
+    has_regions = any(applied.technique == "checkpointing" for applied in scopes.applied)
+    if scopes.region_inputs is not None or not has_regions:
+        return None
+    scopes.region_inputs = input_store()
+    return "the inputs of checkpointed regions outside of the device's memory"

@@ -1,0 +1,152 @@
+"""The record of microbatching in one run: what was cut, and what makes the result another than of whole batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.errors import MicrobatchWarning, NotLosslessWarning, setting_error
+from lightning_memsave.core.report import Applied
+from lightning_memsave.loops.step_effects import StepEffects, hooks_on_gradients, nothing_added
+from lightning_memsave.techniques.microbatching import Microbatching, why_not_exact
+
+_OTHER_MODULES = "microbatches change the result of"
+
+
+class MicrobatchRecord:
+    """What microbatching did in one run, and its loss class.
+
+    Args:
+        config: with `strict`, whatever changes the result is an error; `None` where nothing is cut.
+        warns: whether a changed result is worth a warning.
+    """
+
+    def __init__(self, config: Microbatching | None, *, warns: bool) -> None:
+        self._config, self._warns = config, warns
+        self._summary: str | None = None  # once something was cut
+        self._reasons: list[str] = []
+        self._num_whole = self._num_cut = 0
+        self._makes_gradients = self._has_warned_of_whole = self._has_warned_of_parts = False
+
+    def applied(self, size: int | None, rule: str | None) -> Applied | None:
+        """Return what microbatching did; `None` until a batch was cut.
+
+        Args:
+            size: samples per microbatch now.
+            rule: how the losses of microbatches add up, in words.
+        """
+        if self._summary is None:
+            return None
+        loss = f" (loss: {rule})" if rule else ""
+        samples = f" of at most {size} samples" if size is not None else ""
+        whole = f"; {self._num_whole} batches ran whole" if self._num_whole else ""
+        return Applied(
+            technique="microbatching",
+            summary=f"{self._summary}{samples}{loss}{whole}",
+            loss_class="changed" if self._reasons else "exact",
+            reasons=tuple(self._reasons),
+        )
+
+    def begin(self, module: Any, what: str) -> None:
+        """Note that a batch is about to be cut.
+
+        Args:
+            module: the LightningModule.
+            what: is cut, in words.
+
+        Raises:
+            ValueError: `strict` is set, and the model has layers whose result microbatches change.
+        """
+        if self._summary is not None:
+            return
+        if modules := why_not_exact(module):
+            self.changes(f"{_OTHER_MODULES} {_listed(modules)}")
+        self._summary = f"{what} in parts"  # last: what is refused is asked again where recovery tries again
+
+    def ran_whole(self, warning: str) -> None:
+        """Note that a batch was not cut, and warn the first time."""
+        self._num_whole += 1
+        if not self._has_warned_of_whole:
+            self._has_warned_of_whole = True
+            warnings.warn(warning, MicrobatchWarning, stacklevel=2)
+
+    def warn_of_evaluation(self) -> None:
+        """Warn, once, that a batch of evaluation is about to be cut, where a mean is not told from a sum."""
+        if not self._has_warned_of_parts:
+            self._has_warned_of_parts = True
+            warnings.warn(
+                "Memory ran out in evaluation, so its batches are run in parts. These results are right: torchmetrics, "
+                "logged tensors and scalars that are means over samples, and outputs with one entry per sample. Sums, "
+                "counts and losses between samples are those of the parts. A smaller batch size in the loader avoids "
+                "this.",
+                MicrobatchWarning,
+                stacklevel=2,
+            )
+
+    def watch(self, module: Any, device: torch.device) -> Callable[[int], AbstractContextManager[None]]:
+        """Return a function of the number of a part, whose context is put around `training_step` for that part.
+
+        It notes side effects of the step in the first two batches that are cut, and later in the fourth, the eighth
+        and so on. What a step sets once, a cache or the number of the batch, does not change in the second part.
+        """
+        number = self._num_cut + 1
+        looks = not number & (number - 1)
+
+        @contextmanager
+        def around(part: int) -> Iterator[None]:
+            effects = StepEffects(module, device) if looks and part < 2 else None
+            with nothing_added(module) if part and self._makes_gradients else nullcontext():
+                yield
+            if effects is not None:
+                self._note(effects, module, part)
+
+        return around
+
+    def _note(self, effects: StepEffects, module: Any, part: int) -> None:
+        self._makes_gradients |= part == 0 and effects.has_made_gradients
+        if effects.has_drawn and not any(reason.startswith(_OTHER_MODULES) for reason in self._reasons):
+            self.changes(f"{_OTHER_MODULES} training_step (it draws random numbers)")
+        if part and (changed := effects.changes()):
+            self.changes(f"training_step changes {_listed(changed)} for each microbatch, and not once per batch")
+        if hooked := hooks_on_gradients(module):
+            self.changes(f"hooks get the gradients of each microbatch, of {_listed(hooked)}")
+
+    def note_losses(self, losses: Sequence[Tensor | None]) -> None:
+        """Note what `training_step` has returned for the parts of a batch, all of which have been run."""
+        self._num_cut += len(losses) > 1
+        if any(loss is None for loss in losses) and any(loss is not None for loss in losses):
+            self.changes("training_step returned None for some microbatches, of which others have a loss")
+
+    def changes(self, reason: str) -> None:
+        """Note that microbatches do not give the result of whole batches.
+
+        Raises:
+            ValueError: `strict` is set.
+        """
+        if reason in self._reasons:
+            return
+        assert self._config is not None, "a batch is cut"
+        if self._config.strict:
+            raise setting_error(
+                "Microbatching.strict",
+                "forbids microbatches for a model whose result they change",
+                reason,
+                "Put these modules in eval mode, replace BatchNorm by GroupNorm, or drop `strict=True`.",
+            )
+        self._reasons.append(reason)
+        if self._warns:
+            warnings.warn(
+                f"Microbatches change the result of this model: {reason.removeprefix(_OTHER_MODULES).strip()}. "
+                "`Microbatching(strict=True)` refuses instead.",
+                NotLosslessWarning,
+                stacklevel=2,
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

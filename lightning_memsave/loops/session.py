@@ -1,0 +1,210 @@
+"""The session of one run: which recipe it follows, what was applied, and what its steps run in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.core.report import Applied
+from lightning_memsave.loops.batch_cutter import BatchCutter
+from lightning_memsave.loops.fallbacks import Fallbacks
+from lightning_memsave.loops.recovery import RecoveryPolicy
+from lightning_memsave.loops.sparse_training import SparseTraining
+from lightning_memsave.loops.step_scopes import StepScopes
+from lightning_memsave.measuring.ledger import Measurement
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.saved_tensors.seeds import NoiseSeeds
+from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
+from lightning_memsave.techniques.low_precision import Weights
+from lightning_memsave.techniques.microbatching import Microbatching
+from lightning_memsave.techniques.optimizer_state import InBackward
+from lightning_memsave.techniques.registry import TECHNIQUES
+
+
+class RecipeSource(Protocol):
+    """What chooses the recipe of a run when the run begins (`prediction.budgeted_run`)."""
+
+    def decide(self, trainer: L.Trainer) -> Recipe:
+        """Choose the recipe of this run."""
+
+    def may_cut(self, module: Any) -> bool:
+        """Return whether a smaller microbatch is allowed when a step takes more than planned."""
+
+
+class Session:
+    """What a strategy knows about its run.
+
+    Args:
+        recipe: what is switched on; with a source, what that may start from.
+        source: chooses the recipe when the run begins; `None`: it is `recipe`.
+    """
+
+    def __init__(self, recipe: Recipe, source: RecipeSource | None = None) -> None:
+        self.source = source
+        self.started = False
+        self.changes: list[Applied] = []
+        """What was done to model and optimizers before the first step."""
+        self.weights: Weights | None = None
+        self.release: InBackward | None = None
+        self.sparse_training: SparseTraining | None = None
+        self.saved_sparsity: Any = None
+        """Positions of live weights in the run that is resumed; `None` for a new run."""
+        self.weights_of_tuning: tuple[nn.Module, dict[str, Tensor]] | None = None
+        self.scopes = StepScopes()
+        self.fallbacks = Fallbacks(self.scopes)
+        self._follow(recipe)
+
+    def _follow(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        config = recipe.get(Microbatching)
+        self.recovery = self.evaluation = None
+        if config is not None and config.size == "auto":
+            keeps_gradients = config.keeps_gradients and Microbatching not in recipe.by_default
+            self.recovery = RecoveryPolicy(config, self.fallbacks, start=config.start, keeps_gradients=keeps_gradients)
+            self.evaluation = RecoveryPolicy(config)  # which has no activations to spare: it only cuts
+        self.cutter = BatchCutter(config, self.recovery, warns=recipe.name == "lossless")
+        self.zero_grad_first = recipe.get(EarlyZeroGrad) is not None
+
+    def decided(self, trainer: L.Trainer) -> Recipe:
+        """Return the recipe of a run that is about to begin."""
+        return self.recipe if self.source is None else self.source.decide(trainer)
+
+    def begin(self, recipe: Recipe) -> None:
+        """Begin a fit, with what is left of the recipe in this way of training."""
+        self.started = True
+        if recipe != self.recipe:
+            learned = self.recovery_state_dict()
+            self._follow(recipe)
+            self.load_recovery_state_dict(learned)
+
+    def after(self, previous: Session | None) -> Session:
+        """Return this session, with what recovery learned in an earlier one."""
+        self.load_recovery_state_dict({} if previous is None else previous.recovery_state_dict())
+        return self
+
+    # --------------------------------------------------------------------------- steps
+    @property
+    def noise(self) -> NoiseSeeds | None:
+        """Seeds of the noise of codes, if there are any."""
+        return None if self.scopes.activations is None else self.scopes.activations.noise
+
+    def run(self, trainer: L.Trainer, step: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+        """Run `step`, which is `training_step(*args)`, in the scopes of this run."""
+        if self.fallbacks.take_learned(trainer) and self.recovery is not None:
+            self.recovery.has_new_regions = True
+        with _naming_the_setting(self.weights):
+            return self.scopes.run(trainer, step, args)
+
+    def measured(self, trainer: L.Trainer, batch: Any, step: Measurement | None, scheduled_bytes: int | None) -> bool:
+        """Hold a step against the limits that were set; whether the next one should be measured, as that has changed.
+
+        Args:
+            trainer: Lightning's, between two batches.
+            batch: of the step.
+            step: what was measured; `None` if it was not.
+            scheduled_bytes: its peak, if this step is measured on every rank.
+        """
+        if self.scopes.planned is not None and scheduled_bytes is not None:
+            self.scopes.planned.check(trainer, scheduled_bytes)
+        if self.recovery is None or step is None:
+            return False
+        may_cut = self.source is None or self.source.may_cut(trainer.lightning_module)
+        return self.recovery.measured(trainer, batch, step, may_cut)
+
+    # --------------------------------------------------------------------------- what came of it
+    @property
+    def applied(self) -> tuple[Applied, ...]:
+        """What each technique did so far, in the order in which recipes apply them."""
+        done = [*self.changes, *([self.cutter.applied] if self.cutter.applied else []), *self.scopes.applied]
+        if self.zero_grad_first:
+            done.append(Applied(technique="early_zero_grad", summary="gradients are freed before the forward pass"))
+        order = [technique.stem for technique in TECHNIQUES]
+        return tuple(sorted(done, key=lambda applied: order.index(applied.technique)))
+
+    @property
+    def num_recovered(self) -> int | None:
+        """How often memory ran out and the batch was run again; `None` without recovery."""
+        if self.recovery is None or self.evaluation is None:
+            return None
+        return self.recovery.num_recovered + self.evaluation.num_recovered
+
+    def metrics(self) -> dict[str, float]:
+        """Return what loggers see of weights that move, and of loss scaling."""
+        found = {} if self.sparse_training is None else self.sparse_training.metrics()
+        scaling = None if self.weights is None else self.weights.scaling
+        if scaling is not None:
+            found |= {"memsave/loss_scale": scaling.factor, "memsave/num_steps_skipped": float(scaling.num_skipped)}
+        return found
+
+    def finish(self) -> None:
+        """Give the model back as it was; what was done stays on record.
+
+        Optimizers stay low-bit: checkpoints may still be written, and their plain state would take memory.
+        """
+        self.scopes.close()
+        if self.release is not None:
+            self.release.remove()
+        self.weights = self.release = None
+        for applied in reversed(self.changes):
+            applied.keep() if applied.technique == "optimizer_state" else applied.undo()
+        if self.weights_of_tuning is not None:
+            module, weights = self.weights_of_tuning
+            with torch.no_grad():
+                for name, p in module.named_parameters():
+                    if name in weights:
+                        p.copy_(weights[name])
+            self.weights_of_tuning = None
+
+    # --------------------------------------------------------------------------- checkpoints
+    def state_dict(self) -> dict[str, Any]:
+        """Return what recovery has found out and which weights live, for a checkpoint; empty without either."""
+        sparsity = {} if self.sparse_training is None else {"sparsity": self.sparse_training.state_dict()}
+        return {**self.recovery_state_dict(), **sparsity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.saved_sparsity = state.get("sparsity")
+        self.load_recovery_state_dict(state)
+
+    def recovery_state_dict(self) -> dict[str, Any]:
+        """Return what recovery has found out, as plain values; empty where there is nothing."""
+        if self.recovery is None or self.evaluation is None:
+            return {}
+        num_measures = self.fallbacks.num_needed
+        if not num_measures and self.recovery.limit_elements is None and self.evaluation.limit_elements is None:
+            return {}
+        return {
+            "num_measures": num_measures,
+            "training": self.recovery.state_dict(),
+            "evaluation": self.evaluation.state_dict(),
+        }
+
+    def load_recovery_state_dict(self, learned: dict[str, Any]) -> None:
+        """Start from what an earlier run has found out: the same measures are taken before the first batch."""
+        if "num_measures" in learned and self.recovery is not None and self.evaluation is not None:
+            self.fallbacks.num_learned = learned["num_measures"]
+            self.recovery.load_state_dict(learned["training"])
+            self.evaluation.load_state_dict(learned["evaluation"])
+
+
+_OF_DTYPES = ("BFloat16", "bfloat16", "Half", "dtype", "scalar type")
+
+
+@contextlib.contextmanager
+def _naming_the_setting(weights: Weights | None) -> Iterator[None]:
+    """Add to an error about dtypes that weights were lowered, if they were: the step may be right without."""
+    try:
+        yield
+    except RuntimeError as error:
+        if weights is not None and any(word in str(error) for word in _OF_DTYPES):
+            error.add_note(
+                f"memsave: by `MemSave(precision=...)`, {weights.reason} and the step runs under autocast. Where an "
+                "operation takes no 16-bit numbers, give it `.float()` ones, or keep its module as it is: "
+                "`LowPrecision(keep_32bit=...)`."
+            )
+        raise

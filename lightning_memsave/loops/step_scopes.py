@@ -1,0 +1,61 @@
+"""The scopes that `training_step` runs in: the store of saved tensors, and checkpointed regions with their inputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import lightning as L
+
+from lightning_memsave.core.report import Applied
+from lightning_memsave.loops.forward_scope import ForwardScope
+from lightning_memsave.loops.planned_checkpointing import PlannedCheckpointing
+from lightning_memsave.saved_tensors.region_inputs import keeping_inputs_in
+from lightning_memsave.saved_tensors.store import SavedTensorStore
+
+
+class StepScopes:
+    """What is open around `training_step`; opened when a run is set up, or by a fallback."""
+
+    def __init__(self) -> None:
+        self.activations: ForwardScope | None = None
+        self.regions: Applied | None = None
+        """Regions that are known before the first batch."""
+        self.planned: PlannedCheckpointing | None = None
+        """Regions that are chosen when the first batch comes."""
+        self.region_inputs: SavedTensorStore | None = None
+        """Where the inputs of regions are kept; `None`: on the device."""
+        self.is_rehearsing = False
+        """Whether `training_step` runs to learn something of it, which is no time to plan regions."""
+
+    def run(self, trainer: L.Trainer, step: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+        """Run `step`, which is `training_step(*args)`, in these scopes; plan regions first, where that is due."""
+        scope = None if self.activations is None else functools.partial(self.activations.run, trainer)
+        if self.planned is not None and self.planned.is_due and not self.is_rehearsing:
+            self.planned.plan(trainer, args, scope)
+        with nullcontext() if self.region_inputs is None else keeping_inputs_in(self.region_inputs):
+            return step() if scope is None else scope(step)
+
+    @property
+    def applied(self) -> list[Applied]:
+        """What was done so far, as far as anybody waits to hear of it."""
+        done = [] if self.regions is None else [self.regions]
+        if self.planned is not None and self.planned.applied is not None and self.planned.is_worth_telling:
+            done.append(self.planned.applied)
+        return done if self.activations is None else [*done, self.activations.applied]
+
+    def undo_regions(self) -> bool:
+        """Give checkpointed modules back as they were; return whether there were any."""
+        planned = None if self.planned is None else self.planned.applied
+        taken = [applied for applied in (planned, self.regions) if applied is not None]
+        for applied in taken:
+            applied.undo()
+        return bool(taken)
+
+    def close(self) -> None:
+        """Give the model back as it was; what was done stays on record."""
+        if self.activations is not None:
+            self.activations.close()
+        self.undo_regions()

@@ -1,0 +1,121 @@
+"""Apply the techniques of a session's recipe to a trainer that is being set up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_info
+from torch.nn.parameter import is_lazy
+
+from lightning_memsave.core.coupling import check_steps_parameters_alone
+from lightning_memsave.lightning_compat import callbacks_of
+from lightning_memsave.loops.forward_scope import ForwardScope
+from lightning_memsave.loops.planned_checkpointing import PlannedCheckpointing
+from lightning_memsave.loops.session import Session
+from lightning_memsave.loops.sparse_training import SparseTraining
+from lightning_memsave.strategies.precision_plugin import lower_precision
+from lightning_memsave.techniques.activation_compression import ActivationCompression
+from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_store
+from lightning_memsave.techniques.low_precision import LowPrecision
+from lightning_memsave.techniques.optimizer_state import OptimizerState, check_optimizers
+from lightning_memsave.techniques.registry import Config, technique_of
+from lightning_memsave.techniques.sparsity import Sparsity
+
+C = TypeVar("C", bound=Config)
+
+
+def apply_to_model(session: Session, trainer: L.Trainer) -> None:
+    """Make layers sparse and lower weights, before the strategy moves the model and makes optimizers."""
+    _keep_weights_of_tuning(session, trainer)
+    session.sparse_training = None
+    _apply(session, trainer, Sparsity, _make_sparse)
+    _apply(session, trainer, LowPrecision, _lower_weights)
+
+
+def apply_to_steps(session: Session, trainer: L.Trainer) -> None:
+    """Open what steps run in, once the model is where it is trained."""
+    _apply(session, trainer, Checkpointing, _make_regions)
+    _apply(session, trainer, ActivationCompression, _open_store)
+
+
+def check_made_optimizers(session: Session, trainer: L.Trainer, *, is_wrapped: bool) -> None:
+    """Refuse optimizers that the recipe cannot change; weights of a default that steps aside have 32 bits again.
+
+    Args:
+        session: of the run.
+        trainer: its optimizers are made.
+        is_wrapped: whether DDP has wrapped the model, whose buckets have the dtype that weights had.
+
+    Raises:
+        ValueError: for an optimizer, and a technique that was asked for by name.
+    """
+    _apply(session, trainer, OptimizerState, _check_state)
+    if not is_wrapped:
+        _apply(session, trainer, LowPrecision, _check_steps)
+    if session.weights is not None and session.recipe.get(LowPrecision) is None:
+        for applied in session.changes:
+            if applied.technique == "low_precision":
+                applied.undo()
+        session.changes = [applied for applied in session.changes if applied.technique != "low_precision"]
+        session.weights = None
+
+
+def _apply(
+    session: Session, trainer: L.Trainer, kind: type[C], technique: Callable[[Session, L.Trainer, C], None]
+) -> None:
+    """Call a technique, if it is on; a default that this model or optimizer cannot carry steps aside."""
+    config = session.recipe.get(kind)
+    if config is None:
+        return
+    try:
+        technique(session, trainer, config)
+    except ValueError as error:
+        if kind not in session.recipe.by_default:
+            raise
+        rank_zero_info(f"memsave: {technique_of(config).stem} is left out: {error}")
+        session.recipe = session.recipe.without(kind)
+
+
+def _keep_weights_of_tuning(session: Session, trainer: L.Trainer) -> None:
+    """Keep weights before they change: the tuner puts back what it saved, but it saves when they have changed."""
+    is_lossy = any(session.recipe.get(kind) is not None for kind in (LowPrecision, Sparsity))
+    if is_lossy and any(getattr(callback, "_early_exit", False) for callback in callbacks_of(trainer)):
+        module = trainer.lightning_module
+        made = ((name, p) for name, p in module.named_parameters() if not is_lazy(p))
+        session.weights_of_tuning = module, {name: p.detach().clone() for name, p in made}
+
+
+def _make_sparse(session: Session, trainer: L.Trainer, config: Sparsity) -> None:
+    """Make layers sparse, as they were in the run that is resumed."""
+    session.sparse_training = SparseTraining(trainer, config, session.saved_sparsity)
+    session.changes.append(session.sparse_training.applied)
+
+
+def _lower_weights(session: Session, trainer: L.Trainer, config: LowPrecision) -> None:
+    session.weights, applied = lower_precision(trainer, config)
+    session.changes.append(applied)
+
+
+def _make_regions(session: Session, trainer: L.Trainer, config: Checkpointing) -> None:
+    """Make the regions that are known, or see to it that the first batch is rehearsed."""
+    scopes = session.scopes
+    if config.needs_a_plan:
+        scopes.planned = PlannedCheckpointing(trainer, config)
+    else:
+        scopes.regions = apply_checkpointing(trainer.lightning_module, config)
+    scopes.region_inputs = input_store() if config.offload else None
+
+
+def _open_store(session: Session, trainer: L.Trainer, config: ActivationCompression) -> None:
+    session.scopes.activations = ForwardScope(trainer, config)
+
+
+def _check_state(session: Session, trainer: L.Trainer, config: OptimizerState) -> None:
+    check_optimizers(trainer.strategy.optimizers, config, trainer.lightning_module)
+
+
+def _check_steps(session: Session, trainer: L.Trainer, config: LowPrecision) -> None:
+    for optimizer in trainer.strategy.optimizers:
+        check_steps_parameters_alone(optimizer, "precision")
