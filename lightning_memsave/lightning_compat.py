@@ -12,11 +12,14 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning.pytorch import Trainer
 
 from lightning_memsave.torch_internals.private_names import find
+
+Batch: TypeAlias = Any
+"""What a loader yields: tensors, in any containers and classes."""
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 _WRITTEN_FOR = NAMESPACES[0]

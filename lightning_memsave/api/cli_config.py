@@ -15,12 +15,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import yaml
 from torch.utils._pytree import tree_map
 
 from lightning_memsave.callbacks.memsave import MemSave
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.lightning_compat import NAMESPACES
+from lightning_memsave.lightning_compat import NAMESPACES, Batch
 from lightning_memsave.prediction.budgeted_run import STEPS_DEPEND_ON
 
 _READ = ("seed_everything", "model", "data", "optimizer", "lr_scheduler")
@@ -38,8 +39,8 @@ _NOTHING_ELSE = {
 class Configured:
     """What a config file says."""
 
-    module: Any
-    batch: Any
+    module: L.LightningModule
+    batch: Batch
     """The first one of its data; `None` where the file has none."""
     data_module: Any
     trainer: dict[str, Any]
@@ -120,7 +121,7 @@ def _processes(trainer: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _is_memsave(callback: Any) -> bool:
+def _is_memsave(callback: object) -> bool:
     name = str(callback.get("class_path") if isinstance(callback, Mapping) else callback)
     module, _, last = name.rpartition(".")
     if not module:

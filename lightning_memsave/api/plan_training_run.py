@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning as L
 
 from lightning_memsave.callbacks.memsave import MemSave
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.planner.plan import Plan
 
 
-def plan_training(module: L.LightningModule, batch: Any, memsave: MemSave) -> Plan:
+def plan_training(module: L.LightningModule, batch: Batch, memsave: MemSave) -> Plan:
     """Plan for a budget without training; `MemSave(plan)` then trains with it, here or elsewhere.
 
     Args:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import lightning as L
-
 from lightning_memsave.callbacks.memsave import MemSave
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.prediction.predictor import Predictor
@@ -19,7 +17,7 @@ def predict(
     *,
     num_samples: int | None = None,
     target: Literal["cpu", "cuda"] = "cpu",
-    **trainer: L.Trainer,
+    **trainer: Any,
 ) -> Prediction:
     """Predict the peak of a training step, without running it on real tensors and without a device.
 

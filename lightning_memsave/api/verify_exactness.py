@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_memsave.callbacks.memsave import MemSave
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.verification import Verification
-from lightning_memsave.lightning_compat import namespace_of
+from lightning_memsave.lightning_compat import Batch, namespace_of
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.prediction.dry_run import DoneError, fit, nothing_around
 from lightning_memsave.saved_tensors.randomness import Randomness
@@ -33,7 +33,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, to
 """Relative differences that rounding alone may make, in gradients of the widest parameters of a model."""
 
 
-def verify(module: L.LightningModule, batch: Any, memsave: MemSave | None = None, *, seed: int = 0) -> Verification:
+def verify(module: L.LightningModule, batch: Batch, memsave: MemSave | None = None, *, seed: int = 0) -> Verification:
     """Compare a training step with and without memory saving.
 
     Args:
@@ -116,7 +116,7 @@ class _FirstStep(L.Callback):
             self.gradients[name] = p.grad.clone()
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         if batch_idx == 0 and outputs:  # none where `training_step` returned none
             self.loss = outputs["loss"].detach().clone()
@@ -142,7 +142,7 @@ def _accelerators() -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
-def _one_run(module: L.LightningModule, batch: Any, memsave: MemSave, seed: int) -> _FirstStep:
+def _one_run(module: L.LightningModule, batch: Batch, memsave: MemSave, seed: int) -> _FirstStep:
     first = _FirstStep(memsave)
     with Randomness.untouched(_accelerators()), _seeds_kept():
         L.seed_everything(seed, verbose=False)

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lightning_memsave.callbacks.monitor import MemoryMonitor
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import MemoryReport
-from lightning_memsave.lightning_compat import callbacks_of
+from lightning_memsave.lightning_compat import Batch, callbacks_of
 from lightning_memsave.loops.session import Session
 from lightning_memsave.planner.memory_budget import Budget
 from lightning_memsave.planner.plan import Plan
@@ -149,7 +150,7 @@ class MemSave(MemoryMonitor):
         release(trainer.strategy)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
         """End a step; hold what was measured in it against the limits that were set; tell of patterns that changed."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)

@@ -13,10 +13,11 @@ import lightning as L
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lightning_memsave.core.errors import MemoryGrowthWarning, setting_error
 from lightning_memsave.core.report import MemoryReport
-from lightning_memsave.lightning_compat import callbacks_of, is_compiled
+from lightning_memsave.lightning_compat import Batch, callbacks_of, is_compiled
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.measuring.allocator_snapshot import Snapshot
@@ -174,7 +175,7 @@ class MemoryMonitor(Callback):
             _log.info(f"memsave: allocator snapshot in {recorded.save()}; open it at https://pytorch.org/memory_viz")
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         """Begin a step."""
         if self._leader is None:
@@ -191,7 +192,7 @@ class MemoryMonitor(Callback):
             )
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
         """End a step and log what was measured in it."""
         self._batch = None
@@ -303,7 +304,7 @@ class MemoryMonitor(Callback):
         return {"recipe": None, "every": self._meter.every}
 
 
-def _num_samples(batch: Any) -> int | None:
+def _num_samples(batch: Batch) -> int | None:
     try:
         return batch_size(batch)
     except UnsplittableBatchError:

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memsave.core.errors import MicrobatchWarning, NoEffectWarning, setting_error
 from lightning_memsave.core.report import Applied
+from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.loops.loss_reduction import Answer, ask
 from lightning_memsave.loops.loss_rules import LossRules
 from lightning_memsave.loops.microbatch_record import MicrobatchRecord
@@ -111,17 +112,17 @@ class BatchCutter:
         """Return whether a batch is not run as without microbatching."""
         return len(parts) > 1 or (self.config is not None and self.config.batchnorm == "running")
 
-    def sized_for(self, batch: Any, recovery: RecoveryPolicy | None) -> Microbatching:
+    def sized_for(self, batch: Batch, recovery: RecoveryPolicy | None) -> Microbatching:
         """Return the settings, with a number of samples that suits this batch where one has been learned."""
         assert self.config is not None
         size = None if recovery is None else recovery.size_for(batch)
         return self.config if size is None else self.config.of_size(size)
 
-    def can_cut(self, batch: Any) -> bool:
+    def can_cut(self, batch: Batch) -> bool:
         """Return whether smaller microbatches of this batch are possible, as far as is known."""
         return not self._given_up and self.has_samples(batch)
 
-    def has_samples(self, batch: Any) -> bool:
+    def has_samples(self, batch: Batch) -> bool:
         """Return whether a batch has more than one sample, and tells which they are."""
         try:
             return self.config is not None and self.config.num_samples(batch) > 1
@@ -201,12 +202,12 @@ class BatchCutter:
         self.record.changes(f"the losses of microbatches{what} do not {add_up} to that of the batch")
         return True
 
-    def used_by_hand(self, module: Any, num_parts: int) -> None:
+    def used_by_hand(self, module: L.LightningModule, num_parts: int) -> None:
         """Note that `microbatches(batch)` was called inside `training_step`."""
         if self.config is not None and num_parts > 1:
             self.record.begin(module, "training_step takes its batches")
 
-    def warn_if_unused(self, module: Any) -> None:
+    def warn_if_unused(self, module: L.LightningModule) -> None:
         """Warn where a module with manual optimization, which cuts its batches itself, has not done so."""
         is_refused = self.recovery is not None
         has_no_effect = self.config is not None and not is_refused and self.applied is None

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping
 from numbers import Number
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.loops.batch_structure import OF_LIGHTNING, Structure
 from lightning_memsave.loops.late_reduction import num_collectives
 from lightning_memsave.measuring.storages import tensors_in
@@ -42,10 +44,10 @@ class BatchStart:
     @torch.no_grad()  # what is kept here is no activation
     def __init__(
         self,
-        module: Any,
+        module: L.LightningModule,
         changing: set[str] | None,
         gradients: str = "made",
-        batch: Any = None,
+        batch: Batch = None,
         noise: NoiseSeeds | None = None,
         small_bytes: float = 2**20,
         most_entries: float = 2**12,
@@ -150,12 +152,12 @@ class BatchStart:
 _IMMUTABLE = (Number, str, bytes, type(None))
 
 
-def _is_plain(key: str, value: Any) -> bool:
+def _is_plain(key: str, value: object) -> bool:
     """Return whether an attribute of a module is put back: exact types, as others may mind being copied."""
     return key not in OF_LIGHTNING and (type(value) in CONTAINERS or isinstance(value, (*_IMMUTABLE, Tensor)))
 
 
-def _containers(batch: Any, seen: set[int] | None = None) -> Iterator[list[Any] | dict[Any, Any]]:
+def _containers(batch: Batch, seen: set[int] | None = None) -> Iterator[list[Any] | dict[Any, Any]]:
     """Yield the lists and dictionaries of a batch, those of dataclasses and `BatchEncoding` as well; each once."""
     seen = set() if seen is None else seen
     if id(batch) in seen:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_memsave.core.selection import is_scripted
+from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.saved_tensors.object_state import state_of
 from lightning_memsave.saved_tensors.randomness import PARTS_OF_TORCH
 from lightning_memsave.techniques.checkpointing import REGION
@@ -74,13 +75,13 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in left and name not in _OF_REGIONS}
 
 
-def _is_same(part: Any, before: Any) -> bool:
+def _is_same(part: Batch, before: Any) -> bool:
     if isinstance(part, set):
         return bool(part == before)
     return part.keys() == before.keys() and all(part[key] is before[key] for key in before)
 
 
-def _refilled(value: Any, twin: Any) -> Any:
+def _refilled(value: object, twin: Any) -> Any:
     """`value` in the state of `twin`; `twin` itself where that cannot be done in place."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray) and value.shape == twin.shape:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_memsave.lightning_compat import Batch
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
@@ -59,7 +61,7 @@ class DeferredLogs:
         self._calls.setdefault((fx, name), []).append(call)
 
     def flush(
-        self, batch: Any, losses: list[Tensor | None], reduction: Literal["mean", "sum"], num_accumulated: int = 1
+        self, batch: Batch, losses: list[Tensor | None], reduction: Literal["mean", "sum"], num_accumulated: int = 1
     ) -> None:
         """Log the merged values, with the full batch as the one they belong to.
 
@@ -108,7 +110,7 @@ class KeptLogs:
         """Begin the only microbatch, which is the batch."""
 
     def flush(
-        self, batch: Any, losses: list[Tensor | None], reduction: Literal["mean", "sum"], num_accumulated: int = 1
+        self, batch: Batch, losses: list[Tensor | None], reduction: Literal["mean", "sum"], num_accumulated: int = 1
     ) -> None:
         """Do nothing: everything is logged."""
 

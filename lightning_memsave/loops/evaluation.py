@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning as L
 
+from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.deferred_logs import DeferredLogs, KeptLogs
 from lightning_memsave.loops.merged_metrics import MergedMetrics
@@ -58,7 +59,7 @@ def evaluate(trainer: L.Trainer, session: Session, step: Callable[..., Any], arg
             raise OutOfMemoryUnrecoverableError(f"Memory ran out in {what}, which cannot be cut: {why_final}. {reason}")
 
 
-def _parts(session: Session, batch: Any) -> list[tuple[Any, float]]:
+def _parts(session: Session, batch: Batch) -> list[tuple[Any, float]]:
     assert session.evaluation is not None, "asked before"
     try:
         return session.cutter.sized_for(batch, session.evaluation).parts(batch)

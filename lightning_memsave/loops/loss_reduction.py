@@ -13,15 +13,17 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
+from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.loops.sample_noise import SampleNoise
@@ -107,7 +109,7 @@ class _Subject(NamedTuple):
     parts: list[tuple[Any, float]]
 
     @classmethod
-    def of(cls, batch: Any, num_samples: int, config: Microbatching) -> _Subject:
+    def of(cls, batch: Batch, num_samples: int, config: Microbatching) -> _Subject:
         """No more samples than fit with their gradients, where these are enough to tell."""
         if config.split_fn is not None:
             return cls(batch, config.parts(batch))
@@ -125,7 +127,7 @@ class _Subject(NamedTuple):
         return [n if rule.weight_fn is None else float(rule.weight_fn(part)) for part, n in self.parts]
 
 
-def _telling(batch: Any, num_samples: int, rules: list[ReductionRule]) -> list[int]:
+def _telling(batch: Batch, num_samples: int, rules: list[ReductionRule]) -> list[int]:
     """Return samples to which two rules give the most different shares, for each of the rules that count labels."""
     few = range(min(num_samples, _MOST_COUNTED))
     counts = {
@@ -193,13 +195,13 @@ class _Evaluation:
             losses = [_without_graph(functools.partial(self._loss_of, *each, sum(sizes))) for each in subjects]
         return Losses(losses[0], tuple(losses[1:]), self._tolerance())
 
-    def rules(self, batch: Any, config: Microbatching) -> list[ReductionRule]:
+    def rules(self, batch: Batch, config: Microbatching) -> list[ReductionRule]:
         """Return the rules that come into question."""
         if config.weight_fn is not None:
             return [ReductionRule("mean", config.weight_fn)]
         return rules_for(batch, self._seen.ignored)
 
-    def _loss_of(self, part: Any, start: int, num_samples: int, num_all: int) -> float:
+    def _loss_of(self, part: Batch, start: int, num_samples: int, num_all: int) -> float:
         trainer, module = self._trainer, self._trainer.lightning_module
         self._start.restore()
         module._current_fx_name = "training_step"
@@ -232,7 +234,7 @@ class _Evaluation:
         return max((_TOLERANCE[dtype] for dtype in self._dtypes), default=_TOLERANCE[torch.float32])
 
 
-def _set_mode(module: Any, is_training: bool) -> None:
+def _set_mode(module: L.LightningModule, is_training: bool) -> None:
     for layer in module.modules() if is_training else ():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             layer.eval()
@@ -309,7 +311,7 @@ class _WideLosses(TorchFunctionMode):
         super().__init__()
         self.ignored: set[int] = set()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if getattr(func, "__module__", "") == "torch.nn.functional" and ("loss" in name or "cross_entropy" in name):
@@ -324,9 +326,10 @@ class _WideLosses(TorchFunctionMode):
 _IGNORING = frozenset(("cross_entropy", "nll_loss"))
 
 
-def _wide(value: Any) -> Any:
-    is_narrow = isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize == 2
-    return value.float() if is_narrow else value
+def _wide(value: object) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize == 2:
+        return value.float()
+    return value
 
 
 def _loss_in(output: Any) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.loops.loss_reduction import Answer
 from lightning_memsave.techniques.microbatching import UnsplittableBatchError, batch_size
 from lightning_memsave.techniques.microbatching.reduction import ReductionRule
@@ -42,7 +43,7 @@ class LossRules:
         self._paths: set[int] = set()
         self._is_due = self._is_noted = self._hold_here_alone = False
 
-    def is_due(self, batch: Any, epoch: int, *, may_differ: bool = True) -> bool:
+    def is_due(self, batch: Batch, epoch: int, *, may_differ: bool = True) -> bool:
         """Return whether to ask, now that another batch is to be cut.
 
         Args:
@@ -106,14 +107,14 @@ class LossRules:
         self._paths.add(path)
 
 
-def _are_equal(batch: Any) -> bool:
+def _are_equal(batch: Batch) -> bool:
     try:
         return are_equal(batch, batch_size(batch))
     except UnsplittableBatchError:
         return False
 
 
-def _structure(batch: Any) -> Any:
+def _structure(batch: Batch) -> Any:
     """Return what a batch is made of, without its sizes."""
     leaves, tree = tree_flatten(batch)
     kinds = tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)

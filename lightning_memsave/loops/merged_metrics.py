@@ -129,7 +129,7 @@ class MergedMetrics:
             saved.restore()
 
     def _weighted(self, update: Callable[..., None]) -> Callable[..., None]:
-        def update_by_part(value: Any, weight: Any = None) -> None:
+        def update_by_part(value: object, weight: Any = None) -> None:
             if weight is None and not (isinstance(value, Tensor) and value.dim()):
                 value, weight = (value if self.weight else 0.0), self.weight
             update(value, weight)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 
-def detached(value: Any) -> Any:
+def detached(value: object) -> Any:
     """`value` without graphs, so that a microbatch's activations can be freed."""
     return tree_map_only(Tensor, Tensor.detach, value)
 
@@ -50,7 +50,7 @@ def _merge(values: list[Any], sizes: list[float]) -> Any:
     return tree_unflatten([_merge_leaf(list(leaf), sizes) for leaf in leaves], flat[0][1])
 
 
-def _has_parts(value: Any) -> bool:
+def _has_parts(value: object) -> bool:
     """Return whether it is a tuple or a named one; a `torch.Size`, for example, is a value of its own."""
     return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
 

@@ -48,7 +48,9 @@ _PRECISION_PLUGINS = tuple(f"{namespace}.plugins.precision" for namespace in NAM
 class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be missing
     """Lightning's closure, for one microbatch after the other."""
 
-    def __init__(self, loop: Any, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> None:
+    def __init__(
+        self, loop: Any, kwargs: OrderedDict[str, Any], optimizer: torch.optim.Optimizer, batch_idx: int
+    ) -> None:
         super().__init__(
             step_fn=loop._make_step_fn(kwargs),
             backward_fn=loop._make_backward_fn(optimizer),
@@ -284,5 +286,5 @@ class MicrobatchLoop(AutomaticOptimization):  # type: ignore[misc]  # untyped, a
         finally:
             self.steps = False
 
-    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: torch.optim.Optimizer, batch_idx: int) -> Any:
         return MicrobatchClosure(self, kwargs, optimizer, batch_idx)

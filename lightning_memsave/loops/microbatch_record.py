@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor
 
@@ -52,7 +52,7 @@ class MicrobatchRecord:
             reasons=tuple(self._reasons),
         )
 
-    def begin(self, module: Any, what: str) -> None:
+    def begin(self, module: L.LightningModule, what: str) -> None:
         """Note that a batch is about to be cut.
 
         Args:
@@ -88,7 +88,7 @@ class MicrobatchRecord:
                 stacklevel=2,
             )
 
-    def watch(self, module: Any, device: torch.device) -> Callable[[int], AbstractContextManager[None]]:
+    def watch(self, module: L.LightningModule, device: torch.device) -> Callable[[int], AbstractContextManager[None]]:
         """Return a function of the number of a part, whose context is put around `training_step` for that part.
 
         It notes side effects of the step in the first two batches that are cut, and later in the fourth, the eighth
@@ -107,7 +107,7 @@ class MicrobatchRecord:
 
         return around
 
-    def _note(self, effects: StepEffects, module: Any, part: int) -> None:
+    def _note(self, effects: StepEffects, module: L.LightningModule, part: int) -> None:
         self._makes_gradients |= part == 0 and effects.has_made_gradients
         if effects.has_drawn and not any(reason.startswith(_OTHER_MODULES) for reason in self._reasons):
             self.changes(f"{_OTHER_MODULES} training_step (it draws random numbers)")

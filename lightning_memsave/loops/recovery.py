@@ -23,6 +23,7 @@ import torch.distributed as dist
 from lightning_utilities.core import rank_zero
 
 from lightning_memsave.core.units import format_bytes, parse_bytes
+from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.fallbacks import Fallbacks
 from lightning_memsave.measuring.allocator import hold_addresses_back, read_peak, total_bytes
@@ -69,7 +70,7 @@ class RecoveryPolicy:
         self._latest: Measurement | None = None
         hold_addresses_back()
 
-    def size_for(self, batch: Any) -> int | None:
+    def size_for(self, batch: Batch) -> int | None:
         """Return samples per microbatch of this batch; `None` for all of them."""
         if self._start is not None and self.limit_elements is None:
             self.limit_elements = self._start * self._elements_per_sample(batch)
@@ -92,7 +93,7 @@ class RecoveryPolicy:
         """Go on with the sizes of an earlier run."""
         self.limit_elements, self.interval = learned["limit_elements"], learned["interval"]
 
-    def shrink(self, trainer: L.Trainer, batch: Any, can_cut: bool, what: str) -> bool:
+    def shrink(self, trainer: L.Trainer, batch: Batch, can_cut: bool, what: str) -> bool:
         """Take the next measure; `batch` is then run again. `False` if there is none.
 
         Args:
@@ -126,7 +127,7 @@ class RecoveryPolicy:
         _tell("the model cannot be checkpointed that way; run again without.")
         return True
 
-    def _without_smaller_parts(self, trainer: L.Trainer, batch: Any) -> str | None:
+    def _without_smaller_parts(self, trainer: L.Trainer, batch: Batch) -> str | None:
         """Go back to the size before the last growth, or take the next fallback; return what was done."""
         taken = self._back_to_what_fitted(batch)
         if taken is None and self._fallbacks is not None:
@@ -134,7 +135,7 @@ class RecoveryPolicy:
             self.has_new_regions |= taken is not None
         return taken
 
-    def _back_to_what_fitted(self, batch: Any) -> str | None:
+    def _back_to_what_fitted(self, batch: Batch) -> str | None:
         self._num_good = 0
         if self._limit_before_growth is None:
             return None
@@ -143,7 +144,7 @@ class RecoveryPolicy:
         self.interval *= 2
         return _sizes(self.size_for(batch))
 
-    def _halve(self, batch: Any) -> str | None:
+    def _halve(self, batch: Batch) -> str | None:
         num_samples = self._config.num_samples(batch)
         size = min(self.size_for(batch) or num_samples, num_samples)
         if size <= 1:
@@ -153,11 +154,11 @@ class RecoveryPolicy:
         self.limit_elements = smaller * self._elements_per_sample(batch)
         return _sizes(self.size_for(batch))
 
-    def _elements_per_sample(self, batch: Any) -> float:
+    def _elements_per_sample(self, batch: Batch) -> float:
         num_elements = sum(tensor.numel() for tensor in tensors_in(batch))
         return max(1.0, num_elements / max(1, self._config.num_samples(batch)))
 
-    def succeed(self, batch: Any, num_parts: int, device: torch.device, held_bytes: int | None) -> None:
+    def succeed(self, batch: Batch, num_parts: int, device: torch.device, held_bytes: int | None) -> None:
         """Count a batch that went well: after many of them, larger microbatches are tried.
 
         Args:
@@ -194,7 +195,7 @@ class RecoveryPolicy:
         growing = self._latest.by_category["activations"] + self._latest.by_category["temporary"]
         return self._latest.peak_bytes + growing <= self._max_bytes
 
-    def measured(self, trainer: L.Trainer, batch: Any, step: Measurement, may_cut: bool = True) -> bool:
+    def measured(self, trainer: L.Trainer, batch: Batch, step: Measurement, may_cut: bool = True) -> bool:
         """Hold a measured step against `max_bytes`; whether something was changed, so that the next is to be measured.
 
         The step itself has been taken already; what is done holds for the next one.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.report import Applied
+from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.loops.batch_cutter import BatchCutter
 from lightning_memsave.loops.fallbacks import Fallbacks
 from lightning_memsave.loops.recovery import RecoveryPolicy
@@ -32,7 +33,7 @@ class RecipeSource(Protocol):
     def decide(self, trainer: L.Trainer) -> Recipe:
         """Choose the recipe of this run."""
 
-    def may_cut(self, module: Any) -> bool:
+    def may_cut(self, module: L.LightningModule) -> bool:
         """Return whether a smaller microbatch is allowed when a step takes more than planned."""
 
 
@@ -100,7 +101,7 @@ class Session:
         with _naming_the_setting(self.weights):
             return self.scopes.run(trainer, step, args)
 
-    def measured(self, trainer: L.Trainer, batch: Any, step: Measurement | None, scheduled_bytes: int | None) -> bool:
+    def measured(self, trainer: L.Trainer, batch: Batch, step: Measurement | None, scheduled_bytes: int | None) -> bool:
         """Hold a step against the limits that were set; whether the next one should be measured, as that has changed.
 
         Args:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from lightning_memsave.lightning_compat import session_of
+from lightning_memsave.lightning_compat import Batch, session_of
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.merged_metrics import MergedMetrics
 from lightning_memsave.measuring.storages import tensors_in
@@ -23,7 +24,7 @@ from lightning_memsave.torch_internals.fake_tensors import is_fake
 
 
 @contextmanager
-def without_a_trace(trainer: L.Trainer, module: Any, batch: Any) -> Iterator[BatchStart]:
+def without_a_trace(trainer: L.Trainer, module: L.LightningModule, batch: Batch) -> Iterator[BatchStart]:
     """Nothing is logged or steps; modes, random state, gradients, buffers, metrics and plain attributes come back.
 
     So do the containers of the batch, of which a step may take things away, what a first forward pass builds, and the
@@ -75,7 +76,7 @@ class ParametersKept(TorchDispatchMode):
         self._parameters = {storage_key(p): p for p in module.parameters() if _has_storage(p)}
         self._before: list[tuple[Tensor, Tensor]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         if getattr(getattr(func, "_schema", None), "is_mutable", False):
             for tensor in filter(_has_storage, tensors_in((args, kwargs))):
                 parameter = self._parameters.pop(storage_key(tensor), None)
@@ -94,7 +95,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def values_kept(batch: Any) -> Iterator[None]:
+def values_kept(batch: Batch) -> Iterator[None]:
     """Tensors of a batch that a step changes in place, values or shapes, are as before; they are cloned for that.
 
     Of sparse and nested ones, and of those that are several tensors, the values only.

@@ -171,5 +171,5 @@ def _refuse(trainer: L.Trainer, config: Sparsity) -> None:
         )
 
 
-def _averages_weights(callback: Any) -> bool:
+def _averages_weights(callback: object) -> bool:
     return bool({cls.__name__ for cls in type(callback).__mro__} & {"WeightAveraging", "StochasticWeightAveraging"})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -25,7 +25,7 @@ class StepEffects:
         device: whose random numbers it may draw.
     """
 
-    def __init__(self, module: Any, device: torch.device) -> None:
+    def __init__(self, module: L.LightningModule, device: torch.device) -> None:
         owners = [(name, m) for name, m in module.named_modules() if not isinstance(m, Metric)]
         self._attributes = Attributes(owners)
         self._tensors = [(name, tensor, version_of(tensor)) for name, tensor in _tensors(owners)]

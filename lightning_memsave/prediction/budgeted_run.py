@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from lightning_memsave.core.errors import BudgetWarning, setting_error
 from lightning_memsave.core.report import Miss
 from lightning_memsave.core.units import format_bytes
-from lightning_memsave.lightning_compat import data_module_of, namespace_of
+from lightning_memsave.lightning_compat import Batch, data_module_of, namespace_of
 from lightning_memsave.loops.late_reduction import bytes_on_top
 from lightning_memsave.loops.optimizer_changes import most_accumulated
 from lightning_memsave.loops.trainer_features import ways_of_training
@@ -118,7 +118,7 @@ class BudgetedRun:
         is_same = all(None in (a, b) or a == b for a, b in zip(made_for, kind, strict=True))
         return self.plan is not None and is_same
 
-    def plan_for(self, module: Any, batch: Any) -> Plan:
+    def plan_for(self, module: L.LightningModule, batch: Batch) -> Plan:
         """Return the plan for a module and a batch outside of a run; with a plan instead of a budget, that."""
         if self._budget is not None:
             module = _with_all_layers(module)
@@ -179,12 +179,14 @@ class BudgetedRun:
                 "planning again."
             )
 
-    def may_cut(self, module: Any) -> bool:
+    def may_cut(self, module: L.LightningModule) -> bool:
         """Return whether a measured step beyond the budget may lead to smaller microbatches."""
         return self.plan is None or self.plan.recipe != "lossless" or not why_not_exact(module)
 
 
-def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: L.Trainer | None = None) -> Plan:
+def plan_for(
+    module: L.LightningModule, batch: Batch, budget: Budget, recipe: Recipe, trainer: L.Trainer | None = None
+) -> Plan:
     """Return the plan for one module and batch, in the situation of a trainer that is being set up, or of none.
 
     Raises:
@@ -220,7 +222,7 @@ def plan_for(module: Any, batch: Any, budget: Budget, recipe: Recipe, trainer: L
         ) from error
 
 
-def _with_all_layers(module: Any) -> Any:
+def _with_all_layers(module: L.LightningModule) -> Any:
     """Return a copy on which `configure_model` was called, as in a run before it is planned.
 
     Without that hook the module.
@@ -238,7 +240,9 @@ def _with_all_layers(module: Any) -> Any:
     return module
 
 
-def _predictors(module: Any, batch: Any, trainer: L.Trainer | None, stays_whole: bool) -> tuple[Predict, Predict]:
+def _predictors(
+    module: L.LightningModule, batch: Batch, trainer: L.Trainer | None, stays_whole: bool
+) -> tuple[Predict, Predict]:
     """Return what predicts, for shapes alone where that is possible; and what confirms a choice, by real steps.
 
     Args:
@@ -297,7 +301,7 @@ def _with_bytes(prediction: Prediction, category: str, num_bytes: int) -> Predic
     return replace(prediction, peak_bytes=prediction.peak_bytes + num_bytes, by_category=split)
 
 
-def _situation(module: Any, batch: Any, recipe: Recipe, trainer: L.Trainer | None) -> Situation:
+def _situation(module: L.LightningModule, batch: Batch, recipe: Recipe, trainer: L.Trainer | None) -> Situation:
     why, num_samples = "", samples_of(batch)
     if Microbatching not in recipe.switched_off:
         why = Trial(module, batch, trainer).why_whole(recipe.get(Microbatching) or Microbatching())
@@ -338,7 +342,7 @@ def _kind_of(trainer: L.Trainer) -> Sequence[Any]:
     )
 
 
-def _shapes(module: Any) -> int:
+def _shapes(module: L.LightningModule) -> int:
     return zlib.crc32(repr([tuple(p.shape) for p in module.parameters() if not is_lazy(p)]).encode())
 
 

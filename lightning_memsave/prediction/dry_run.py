@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
 import types
 import warnings
@@ -17,9 +16,10 @@ from typing import Any
 
 import lightning as L
 import torch.distributed as dist
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lightning_memsave.core.errors import BudgetWarning, MicrobatchWarning, NoEffectWarning, NotLosslessWarning
-from lightning_memsave.lightning_compat import namespace_of
+from lightning_memsave.lightning_compat import Batch, counterpart, namespace_of
 from lightning_memsave.loops.session import Session
 from lightning_memsave.measuring.ledger import Measurement
 from lightning_memsave.measuring.module_attribution import Breakdown, BreakdownLedger
@@ -38,13 +38,13 @@ _TOLD = (MicrobatchWarning, NotLosslessWarning, NoEffectWarning, BudgetWarning)
 def dry_run(
     namespace: str,
     module: Any,
-    batch: Any,
+    batch: Batch,
     recipe: Recipe,
     settings: dict[str, Any],
     data_module: Any = None,
     *,
     fake: bool,
-) -> Any:
+) -> StepWatch:
     """Take some steps; returns who has watched them: `measured`, `breakdown`, `flags`, `is_cut`.
 
     Args:
@@ -56,7 +56,7 @@ def dry_run(
         data_module: of the run, which a step may ask.
         fake: whether module and batch are of fake tensors.
     """
-    watch = _watch_class(namespace)(Session(recipe), fake)
+    watch: Any = counterpart(StepWatch, namespace)(Session(recipe), fake)
     with (
         on_paper(namespace, settings) as options,
         Randomness.untouched(),
@@ -69,7 +69,7 @@ def dry_run(
         with contextlib.suppress(DoneError):
             fit(trainer, module, batch, data_module)
     watch.flags = tuple(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, _TOLD)))
-    return watch
+    return watch  # type: ignore[no-any-return]  # for either namespace
 
 
 def enough_steps(max_steps: int) -> int:
@@ -87,7 +87,7 @@ class _Batches:
     There are more than anybody takes: whoever watches ends the run.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Batch) -> None:
         self._batch = batch
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ def nothing_around(namespace: str) -> dict[str, Any]:
     }
 
 
-def fit(trainer: L.Trainer, module: Any, batch: Any, data_module: Any = None) -> None:
+def fit(trainer: L.Trainer, module: Any, batch: Batch, data_module: Any = None) -> None:
     """Train a copy of a module on one batch; its own callbacks stay out of it: they write files.
 
     Args:
@@ -141,63 +141,63 @@ def _has_prepared(owner: Any, base: str) -> None:
     owner.prepare_data = types.MethodType(empty, owner)
 
 
-@functools.cache
-def _watch_class(namespace: str) -> Any:  # noqa: C901  # one class, counted as one function
-    class Watch(import_module(namespace).Callback):  # type: ignore[misc]  # a base known at run time
-        """Hands the recipe to the strategy, and counts the bytes of all steps but the first."""
+class StepWatch(L.Callback):
+    """Hands the recipe to the strategy, and counts the bytes of all steps but the first."""
 
-        def __init__(self, state: Session, fake: bool) -> None:
-            self._state, self._fake = state, fake
-            self._num_batches = 0
-            self._ledger: BreakdownLedger | None = None
-            self.measured: Measurement | None = None
-            self.breakdown: Breakdown | None = None
-            self.flags: tuple[str, ...] = ()
-            self.is_cut = False
-            """Whether a batch was cut on the assumption that this can be done."""
+    def __init__(self, state: Session, fake: bool) -> None:
+        self._state, self._fake = state, fake
+        self._num_batches = 0
+        self._ledger: BreakdownLedger | None = None
+        self.measured: Measurement | None = None
+        self.breakdown: Breakdown | None = None
+        self.flags: tuple[str, ...] = ()
+        self.is_cut = False
+        """Whether a batch was cut on the assumption that this can be done."""
 
-        def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-            adopt(trainer.strategy, self._state)
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Hand the recipe to the strategy."""
+        adopt(trainer.strategy, self._state)
 
-        def on_train_batch_start(
-            self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-        ) -> None:
-            if self._num_batches >= trainer.accumulate_grad_batches:
-                ledger = BreakdownLedger("cpu", fake=self._fake)
-                assert trainer.strategy.model is not None, "it trains"
-                ledger.watching(trainer.strategy.model, trainer.optimizers, batch)
-                self._ledger = ledger
-                ledger.__enter__()
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        """Count bytes from here on, in all steps but the first."""
+        if self._num_batches >= trainer.accumulate_grad_batches:
+            ledger = BreakdownLedger("cpu", fake=self._fake)
+            assert trainer.strategy.model is not None, "it trains"
+            ledger.watching(trainer.strategy.model, trainer.optimizers, batch)
+            self._ledger = ledger
+            ledger.__enter__()
 
-        def on_train_batch_end(
-            self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
-            self._num_batches += 1
-            self._close()
-            config = self._state.recipe.get(Microbatching)
-            self.is_cut = bool(self._state.cutter.rules.known) and config is not None and config.reduction == "auto"
-            if self._num_batches == _NUM_STEPS[self._fake] * trainer.accumulate_grad_batches:
-                self._state.cutter.warn_if_unused(pl_module)
-                raise DoneError
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
+    ) -> None:
+        """Keep the step if it is the highest so far, and end the run when all were seen."""
+        self._num_batches += 1
+        self._close()
+        config = self._state.recipe.get(Microbatching)
+        self.is_cut = bool(self._state.cutter.rules.known) and config is not None and config.reduction == "auto"
+        if self._num_batches == _NUM_STEPS[self._fake] * trainer.accumulate_grad_batches:
+            self._state.cutter.warn_if_unused(pl_module)
+            raise DoneError
 
-        def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-            self._close()
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Stop counting."""
+        self._close()
 
-        def _close(self) -> None:
-            ledger, self._ledger = self._ledger, None
-            if ledger is None:
-                return
-            ledger.__exit__(None, None, None)
-            found = ledger.measurement
-            if found is not None and (self.measured is None or found.peak_bytes > self.measured.peak_bytes):
-                self.measured, self.breakdown = found, ledger.breakdown
-
-    return Watch
+    def _close(self) -> None:
+        ledger, self._ledger = self._ledger, None
+        if ledger is None:
+            return
+        ledger.__exit__(None, None, None)
+        found = ledger.measurement
+        if found is not None and (self.measured is None or found.peak_bytes > self.measured.peak_bytes):
+            self.measured, self.breakdown = found, ledger.breakdown
 
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Nothing is logged: a run beside the user's is no run that anybody wants to read about."""
+    """Silence the log: a reader would take a trial's messages for those of the run."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.CRITICAL))  # what has no kernel for shapes is an error to the fake mode
     try:

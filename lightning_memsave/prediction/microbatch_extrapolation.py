@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lightning_memsave.core.errors import BudgetTooSmallError
 from lightning_memsave.core.units import parse_bytes
+from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.measuring.storages import tensors_in
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
@@ -18,7 +19,7 @@ T = TypeVar("T")
 _NOTED_BYTES = 64  # losses and logs of a microbatch, more than they are
 
 
-def two_microbatches(techniques: Sequence[Config], batch: Any) -> int | None:
+def two_microbatches(techniques: Sequence[Config], batch: Batch) -> int | None:
     """Return how many samples show the peak of a cut batch.
 
     Later microbatches meet what the second meets. `None`: all.
@@ -34,7 +35,7 @@ def two_microbatches(techniques: Sequence[Config], batch: Any) -> int | None:
     return sum(sizes[:2]) if len(sizes) > 2 else None
 
 
-def rest_bytes(batch: Any, num_used: int) -> int:
+def rest_bytes(batch: Batch, num_used: int) -> int:
     """Return what the samples of a batch that are not used would add.
 
     Their bytes, and what is noted of their microbatches.

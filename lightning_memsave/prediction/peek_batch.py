@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.lightning_compat import loaders_of
+from lightning_memsave.lightning_compat import Batch, loaders_of
 from lightning_memsave.saved_tensors.randomness import Randomness
 from lightning_memsave.techniques.microbatching import UnsplittableBatchError, batch_size
 
@@ -48,7 +48,7 @@ def samples_per_batch(trainer: L.Trainer) -> int | None:
     return None
 
 
-def samples_of(batch: Any) -> int | None:
+def samples_of(batch: Batch) -> int | None:
     """Return the number of samples of a batch; `None` where it does not tell."""
     with contextlib.suppress(UnsplittableBatchError):
         return batch_size(batch)

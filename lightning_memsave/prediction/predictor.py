@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.lightning_compat import namespace_of
+from lightning_memsave.lightning_compat import Batch, namespace_of
 from lightning_memsave.measuring.allocation_trace import Allocations, extended
 from lightning_memsave.measuring.module_attribution import Breakdown
 from lightning_memsave.measuring.storages import tensors_in
@@ -65,11 +65,11 @@ class Predictor:
     def __init__(
         self,
         module: Any,
-        batch: Any,
+        batch: Batch,
         *,
         data_module: Any = None,
         target: Literal["cpu", "cuda"] = "cpu",
-        **trainer: L.Trainer,
+        **trainer: Any,
     ) -> None:
         if target not in ("cpu", "cuda"):
             raise setting_error("target", "must be 'cpu' or 'cuda'", target, "The default is 'cpu'.")
@@ -201,7 +201,7 @@ class Predictor:
             if any(map(is_fake, tensors_in(self._batch))):
                 self._batch = self._make_batch()
 
-    def _train(self, module: Any, batch: Any, recipe: Recipe, *, fake: bool) -> Any:
+    def _train(self, module: Any, batch: Batch, recipe: Recipe, *, fake: bool) -> Any:
         if not fake:
             collect_copies(module)
         watch = dry_run(self._namespace, module, batch, recipe, self._trainer, self._data_module, fake=fake)
@@ -267,8 +267,8 @@ def largest_batch(predictor: Predictor, device_bytes: int, techniques: Recipe | 
 
 def largest_value(
     name: str,
-    module: Any,
-    batch: Any,
+    module: L.LightningModule,
+    batch: Batch,
     device_bytes: int,
     techniques: Recipe | Sequence[Any] = (),
     **settings: Any,

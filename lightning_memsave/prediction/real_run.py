@@ -21,9 +21,10 @@ from typing import Any
 import lightning as L
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lightning_memsave.core.report import CATEGORIES
-from lightning_memsave.lightning_compat import data_module_of, namespace_of
+from lightning_memsave.lightning_compat import Batch, data_module_of, namespace_of
 from lightning_memsave.loops.optimizer_changes import most_accumulated
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.loops.session import Session
@@ -62,7 +63,7 @@ class Trial:
         ValueError: when called: the settings cannot be used, or the step fails.
     """
 
-    def __init__(self, module: Any, batch: Any, trainer: L.Trainer | None = None) -> None:
+    def __init__(self, module: L.LightningModule, batch: Batch, trainer: L.Trainer | None = None) -> None:
         self._module, self._batch, self._trainer = module, batch, trainer
 
     def __call__(self, techniques: Sequence[Config]) -> Prediction:
@@ -75,7 +76,7 @@ class Trial:
     def _measured(self, techniques: Sequence[Config]) -> Prediction:
         batch, missing_bytes, whole = self._as_much_as_shows(techniques)
 
-        def stepped(techniques: Sequence[Config], batch: Any, whole: float) -> _Steps | None:
+        def stepped(techniques: Sequence[Config], batch: Batch, whole: float) -> _Steps | None:
             steps = _Steps(Recipe("trial", tuple(techniques)), self._num_batches, whole)
             return steps if self._has_room(steps, batch) else None
 
@@ -108,7 +109,7 @@ class Trial:
             return "with manual optimization only `lightning_memsave.microbatches(batch)` in `training_step` cuts them."
         return step.state.cutter.why_whole
 
-    def _has_room(self, steps: _OneStep, batch: Any) -> bool:
+    def _has_room(self, steps: _OneStep, batch: Batch) -> bool:
         """Train a copy for these steps; `False` where memory ran out."""
         collect_copies(self._module)
         with _without_a_trace(self._module), silence(), warnings.catch_warnings():
@@ -141,7 +142,7 @@ class Trial:
     def _device(self) -> torch.device:
         return torch.device("cpu") if self._trainer is None else self._trainer.strategy.root_device
 
-    def _fit(self, steps: Any, batch: Any) -> None:
+    def _fit(self, steps: Any, batch: Batch) -> None:
         data = None if self._trainer is None else data_module_of(self._trainer)
         fit(self._new_trainer(steps), copied(self._module), batch, data)
 
@@ -190,7 +191,7 @@ class _OneStep(pl.Callback):
         return self.state.cutter.applied is not None
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
         self.is_done = True
         raise DoneError
@@ -214,7 +215,7 @@ class _Steps(_OneStep):
         self._allocated: allocator.AllocatorBytes | None = None
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         step, position = divmod(batch_idx, self._num_batches)
         device = trainer.strategy.root_device
@@ -238,7 +239,7 @@ class _Steps(_OneStep):
         self._updates_seconds = time.thread_time()
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
         step, position = divmod(batch_idx, self._num_batches)
         if position < self._num_batches - 1 or step in (0, 3):
@@ -300,7 +301,7 @@ class _Steps(_OneStep):
 
 
 @contextlib.contextmanager
-def _without_a_trace(module: Any) -> Iterator[None]:
+def _without_a_trace(module: L.LightningModule) -> Iterator[None]:
     """Random states, gradient mode and what steps keep outside of the module leave as they came."""
     devices = {p.device for p in module.parameters()}
     if (accelerator := torch.accelerator.current_accelerator()) is not None and torch.accelerator.is_available():

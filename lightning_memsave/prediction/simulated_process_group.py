@@ -11,18 +11,23 @@ import copy
 import functools
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.lightning_compat import counterpart
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -40,7 +45,7 @@ def on_paper(namespace: str, settings: Mapping[str, Any]) -> Iterator[dict[str, 
     num_processes = num_processes_of(settings)
     strategy = _strategy(namespace, settings.get("strategy", "auto"), num_processes)
     options = {"devices": 1, **settings, "strategy": strategy, "accelerator": "cpu"}
-    if isinstance(strategy, _single_device(namespace)):
+    if isinstance(strategy, counterpart(SimulatedDevice, namespace)):
         yield options
         return
     if dist.is_initialized():
@@ -68,11 +73,11 @@ def num_processes_of(settings: Mapping[str, Any]) -> int:
     return math.prod(numbers)
 
 
-def _strategy(namespace: str, strategy: Any, num_processes: int) -> Any:
+def _strategy(namespace: str, strategy: str | Strategy, num_processes: int) -> Any:
     strategies = import_module(f"{namespace}.strategies")
     if strategy in ("auto", "memsave") or isinstance(strategy, strategies.SingleDeviceStrategy):
         if num_processes == 1:
-            return _single_device(namespace)(device="cpu")
+            return counterpart(SimulatedDevice, namespace)(device="cpu")
         strategy = "ddp"
     named = strategies.StrategyRegistry
     if isinstance(strategy, str) and strategy not in named:
@@ -84,56 +89,57 @@ def _strategy(namespace: str, strategy: Any, num_processes: int) -> Any:
         remedy = "Others own the step, and cannot be run without their processes."
         raise setting_error("strategy", rule, strategy if isinstance(strategy, str) else kind.__name__, remedy)
     found = named.get(strategy) if isinstance(strategy, str) else copy.deepcopy(strategy)
-    found.__class__ = _lonely(kind)
+    found.__class__ = _simulated(kind, namespace)
     return found
 
 
+class SimulatedDevice(SingleDeviceStrategy):
+    """One device; neither moves a module, which torch refuses for fake parameters, nor brings it back."""
+
+    def model_to_device(self) -> None:
+        """Leave the module where it is."""
+
+    def teardown(self) -> None:
+        """Leave the module where it is."""
+
+
+class SimulatedProcess(Strategy):
+    """One process of several, before a strategy of several; the process group is there already."""
+
+    _ddp_kwargs: dict[str, Any]
+
+    def _configure_launcher(self) -> None:
+        pass
+
+    def setup_environment(self) -> None:
+        """Set up ranks and meshes, which are made of numbers."""
+        with _disable_current_modes():
+            super().setup_environment()
+
+    def model_to_device(self) -> None:
+        """Leave the module where it is."""
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        """Wrap the model; called for DDP only, where `init_sync` would compare numbers of all processes."""
+        ddp = _LonelyDDP(model, **{**self._ddp_kwargs, "init_sync": False})
+        ddp.register_comm_hook(None, noop_hook)  # the "fake" group would not hand it the result
+        return ddp
+
+    def barrier(self, *_: object, **__: object) -> None:
+        """Wait for nobody."""
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return what this process has."""
+        return obj
+
+    def teardown(self) -> None:
+        """Leave the module where it is."""
+
+
 @functools.cache
-def _single_device(namespace: str) -> Any:
-    class OnPaper(import_module(f"{namespace}.strategies").SingleDeviceStrategy):  # type: ignore[misc]  # base at run time
-        """Neither moves a module, which torch refuses for fake parameters, nor brings it back."""
-
-        def model_to_device(self) -> None:
-            pass
-
-        def teardown(self) -> None:
-            pass
-
-    return OnPaper
-
-
-@functools.cache
-def _lonely(base: Any) -> Any:
-    class OnPaper(base):  # type: ignore[misc]  # as above
-        """One process of several; the process group is there already."""
-
-        def _configure_launcher(self) -> None:
-            pass
-
-        def setup_environment(self) -> None:
-            with _disable_current_modes():  # ranks and meshes are made of numbers
-                super().setup_environment()
-
-        def model_to_device(self) -> None:
-            pass
-
-        def _setup_model(self, model: nn.Module) -> nn.Module:
-            """Wrap the model; called for DDP only, where `init_sync` would compare numbers of all processes."""
-            ddp = _LonelyDDP(model, **{**self._ddp_kwargs, "init_sync": False})
-            ddp.register_comm_hook(None, noop_hook)  # the "fake" group would not hand it the result
-            return ddp
-
-        def barrier(self, *_: Any, **__: Any) -> None:
-            pass
-
-        def broadcast(self, obj: Any, src: int = 0) -> Any:
-            return obj
-
-        def teardown(self) -> None:
-            pass
-
-    OnPaper.__name__ = base.__name__  # for what is said about it
-    return OnPaper
+def _simulated(kind: type, namespace: str) -> type:
+    """Return a class of strategies for one process of several; under the name of the strategy, for messages."""
+    return type(kind.__name__, (counterpart(SimulatedProcess, namespace), kind), {"__module__": __name__})
 
 
 class _LonelyDDP(nn.parallel.DistributedDataParallel):
@@ -147,7 +153,7 @@ class _LonelyDDP(nn.parallel.DistributedDataParallel):
 class _RealNumbers(TorchDispatchMode):
     """DDP's own indices, which are its only int32 tensors, are real among fake tensors."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         """Runs any other operation as it is."""
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

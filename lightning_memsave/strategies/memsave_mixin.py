@@ -95,7 +95,8 @@ class MemSaveMixin(Strategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step in the scopes of the session."""
-        on_use = functools.partial(self.memsave.cutter.used_by_hand, self.lightning_module)
+        module: Any = self.lightning_module
+        on_use = functools.partial(self.memsave.cutter.used_by_hand, module)
         step = functools.partial(super().training_step, *args, **kwargs)
         with active_microbatching(self.memsave.recipe.get(Microbatching), on_use):
             return self.memsave.run(self._running_trainer, step, args)
@@ -133,7 +134,7 @@ class MemSaveMixin(Strategy):
 
     def teardown(self) -> None:
         """Give back what was changed, and tear down."""
-        module = self.lightning_module
+        module: Any = self.lightning_module
         try:  # first: what gives the model back takes memory, and the device may be full
             with pages_kept(self.optimizers):
                 super().teardown()
@@ -182,7 +183,7 @@ _AFTER_BACKWARD = (
 )
 
 
-def _reader_in_forward(module: Any) -> str | None:
+def _reader_in_forward(module: L.LightningModule) -> str | None:
     """Return a method of the module's own that says `.grad`, before backward as far as its name tells."""
     for cls in type(module).__mro__:
         if cls.__module__.startswith(("lightning.", "pytorch_lightning.", "torch.", "builtins")):
@@ -199,7 +200,7 @@ def _says_grad(code: types.CodeType) -> bool:
     return ("grad" in code.co_names and "autograd" not in code.co_names) or any(map(_says_grad, inside))
 
 
-def _remove_loop(module: Any) -> None:
+def _remove_loop(module: L.LightningModule | None) -> None:
     trainer = getattr(module, "_trainer", None)
     epoch_loop = trainer.fit_loop.epoch_loop if trainer is not None else None
     if epoch_loop is not None and hasattr(epoch_loop.automatic_optimization, "parent"):

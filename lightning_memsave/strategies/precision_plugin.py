@@ -6,16 +6,16 @@ inputs, targets and buffers as they are, and lets float32 norms stand between 16
 
 from __future__ import annotations
 
-import functools
 from importlib import import_module
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
-from lightning_memsave.lightning_compat import callbacks_of, namespace_of
+from lightning_memsave.lightning_compat import callbacks_of, counterpart, namespace_of
 from lightning_memsave.techniques.low_precision import LowPrecision, Weights
 
 
@@ -32,7 +32,9 @@ def lower_precision(trainer: L.Trainer, config: LowPrecision) -> tuple[Weights, 
     weights = config.lower(trainer.lightning_module)
     device = strategy.root_device.type
     if weights.scaling is not None:
-        strategy.precision_plugin = _scaled(plugins)("16-mixed", device, weights.scaling)
+        strategy.precision_plugin = counterpart(ScaledPrecision, namespace_of(strategy))(
+            "16-mixed", device, weights.scaling
+        )
     elif type(before) is plugins.Precision and weights.format.dtype == torch.bfloat16:
         strategy.precision_plugin = plugins.MixedPrecision("bf16-mixed", device)
 
@@ -84,25 +86,29 @@ def _check_precision(plugins: Any, plugin: Any, config: LowPrecision) -> None:
     )
 
 
-@functools.cache
-def _scaled(plugins: Any) -> Any:
+class ScaledPrecision(MixedPrecision):
     """Lightning's mixed precision, for gradients that are float16 themselves, which its scaler refuses.
 
     They stay scaled until they are float32 copies in the optimizer's step, which also looks for overflow.
     """
 
-    class MixedPrecision(plugins.MixedPrecision):  # type: ignore[misc]  # a base known at run time
-        def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-            return plugins.Precision.optimizer_step(self, *args, **kwargs)
+    scaler: Any
 
-        def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-            plugins.Precision.clip_gradients(self, *args, **kwargs)
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step as without a scaler."""
+        return Precision.optimizer_step(self, *args, **kwargs)
 
-        def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-            self.scaler.clip_by_value(self.main_params(optimizer), clip_val)
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Clip as without a scaler."""
+        Precision.clip_gradients(self, *args, **kwargs)
 
-        def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-            self.scaler.clip_by_norm(self.main_params(optimizer), clip_val)
+    def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Clip values of gradients that are scaled."""
+        self.scaler.clip_by_value(self.main_params(optimizer), clip_val)
 
-    MixedPrecision.__qualname__ = "MixedPrecision"  # under which its scale is saved, as Lightning's own
-    return MixedPrecision
+    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Clip the norm of gradients that are scaled."""
+        self.scaler.clip_by_norm(self.main_params(optimizer), clip_val)
+
+
+ScaledPrecision.__qualname__ = "MixedPrecision"  # under which its scale is saved, as Lightning's own

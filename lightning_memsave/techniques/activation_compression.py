@@ -28,7 +28,7 @@ the narrowest type. Codecs combine: `("exact", "int4")` computes again what it c
 
 Only tensors of operations that bear noise are coded lossily (`saved_tensors.policy` is the table); softmax, losses,
 statistics and custom functions keep every bit. What a normalisation reads has its noise bounded row by row
-(`saved_tensors.norm_recompute`). The noise is measured in `benchmarks/bench_activation_compression.py`.
+(`saved_tensors.norm_recompute`). The noise is measured in `benchmarks/memory_time/bench_activation_compression.py`.
 
 Sources: Chen et al., "ActNN", 2021 (https://arxiv.org/abs/2104.14129); Liu et al., "GACT", 2022
 (https://arxiv.org/abs/2206.11357) for activations of any network; Chen et al., 2016 (https://arxiv.org/abs/1604.06174),

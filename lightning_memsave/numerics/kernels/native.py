@@ -1,7 +1,8 @@
 """The CPU kernels in C, built on first use with the machine's compiler; without one, plain torch does the work.
 
-Measured on one thread against `torch.compile` of the reference and plain torch (`benchmarks/bench_codecs.py`): only C
-is faster than what it saves. The library is cached (`build.py`); compiling it takes about a second.
+Measured on one thread against `torch.compile` of the reference and plain torch
+(`benchmarks/memory_time/bench_codecs.py`): only C is faster than what it saves. The library is cached (`build.py`);
+compiling it takes about a second.
 """
 
 from __future__ import annotations
