@@ -41,7 +41,7 @@ VERSIONS ?= torch==2.10.0 torch==2.11.0 torch==2.12.0 torch==2.14.1 torch==2.15.
 
 test-versions: $(READY)  ## every room on other versions of torch and Lightning: hours, and 2 to 6 GB for each
 	$(BIN)/python tests/versions.py --record $(VERSIONS)
-	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python -m benchmarks.tables.write
 
 test-triton: $(READY)  ## the Triton kernels in interpreter mode, where no GPU is
 	$(BIN)/pip install --quiet --no-deps --target .venv/triton triton==3.9.0
@@ -64,19 +64,19 @@ $(PEERS): $(READY)
 	touch $@
 
 bench: $(PEERS)  ## memory and time of each technique on the CPU, held against the committed rows; writes the tables
-	$(BIN)/python benchmarks/run.py bench --jobs 2 --turns 2
-	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python -m benchmarks.run bench --jobs 2 --turns 2
+	$(BIN)/python -m benchmarks.tables.write
 
 bench-all: $(PEERS)  ## the same with every size, depth and paper, and more turns of each timing: hours
-	$(BIN)/python benchmarks/run.py all --jobs 2
-	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python -m benchmarks.run all --jobs 2
+	$(BIN)/python -m benchmarks.tables.write
 
 bench-quality: $(READY)  ## the next runs of each study of quality; again and again, for as long as one likes
-	$(BIN)/python benchmarks/run.py quality
-	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python -m benchmarks.run quality
+	$(BIN)/python -m benchmarks.tables.write
 
 bench-gpu: $(READY)  ## what says something new on CUDA
-	$(BIN)/python benchmarks/run.py gpu
+	$(BIN)/python -m benchmarks.run gpu
 
 docs: $(READY)  ## the site, in site/; fails on a link that leads nowhere
 	$(BIN)/mkdocs build --strict

@@ -1,9 +1,9 @@
 """Run benchmarks, and hold their rows against the committed ones.
 
-    python benchmarks/run.py bench --jobs 2       # memory and time of each technique, on the CPU; --turns 2: faster
-    python benchmarks/run.py all --jobs 2         # the same, with every size, depth and paper: some hours
-    python benchmarks/run.py quality              # the next part of each study that trains in parts
-    python benchmarks/run.py gpu                  # what says something new on CUDA; rows in results/*_cuda.csv
+    python -m benchmarks.run bench --jobs 2       # memory and time of each technique, on the CPU; --turns 2: faster
+    python -m benchmarks.run all --jobs 2         # the same, with every size, depth and paper: some hours
+    python -m benchmarks.run quality              # the next part of each study that trains in parts
+    python -m benchmarks.run gpu                  # what says something new on CUDA; rows in results/*_cuda.csv
 
 Afterwards tracked bytes must be those of the commit, and the allocator's within half a per cent (where the CPU has the
 same instructions: the workspace of kernels for 16 bits depends on them); exit status 1 otherwise.
@@ -22,9 +22,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from harness import TURNS
+from benchmarks.harness.measurement import TURNS
 
 HERE = Path(__file__).parent
+FOLDERS = {"bench": "memory_time", "quality": "quality"}
+"""Folders of scripts, by the first word of their name."""
 FIRST = (
     *("bench_dynamicconv", "bench_activation_compression", "bench_wrn", "bench_checkpointing"),
     *("bench_checkpointing_budget", "bench_papers"),
@@ -56,12 +58,13 @@ def scripts(what: str) -> list[str]:
         return list(GPU)
     if what == "quality":
         return list(STUDIES)
-    return [*FIRST, *sorted(path.stem for path in HERE.glob("bench_*.py") if path.stem not in FIRST)]
+    return [*FIRST, *sorted(path.stem for path in (HERE / "memory_time").glob("bench_*.py") if path.stem not in FIRST)]
 
 
 def run(name: str, arguments: Sequence[str] = ()) -> bool:
     start = time.monotonic()
-    process = subprocess.Popen([sys.executable, str(HERE / f"{name}.py"), *arguments], cwd=HERE.parent)
+    module = f"benchmarks.{FOLDERS[name.partition('_')[0]]}.{name}"
+    process = subprocess.Popen([sys.executable, "-m", module, *arguments], cwd=HERE.parent)
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     minutes, cpu_minutes = (time.monotonic() - start) / 60, (used.ru_utime + used.ru_stime) / 60

@@ -87,7 +87,7 @@ def test_technique_is_complete(stem):
     rooms = {
         "code": [f"lightning_memsave/techniques/{stem}.py", f"lightning_memsave/techniques/{stem}/__init__.py"],
         "test": [f"tests/techniques/test_{stem}.py"],
-        "benchmark": [f"benchmarks/bench_{stem}.py"],
+        "benchmark": [f"benchmarks/memory_time/bench_{stem}.py"],
         "page": [f"docs/techniques/{stem}.md"],
     }
     missing = [

@@ -1,19 +1,16 @@
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.harness import bfloat16
 from lightning_memsave import Ledger
 
 
-@pytest.fixture
-def bfloat16(monkeypatch):
-    module = importlib.import_module("bfloat16")
-    monkeypatch.setattr(module, "has_bfloat16_instructions", lambda: False)
-    return module
+@pytest.fixture(autouse=True)
+def without_bfloat16_instructions(monkeypatch):
+    monkeypatch.setattr(bfloat16, "has_bfloat16_instructions", lambda: False)
 
 
 def train_a_step():
@@ -25,7 +22,7 @@ def train_a_step():
     return [p.grad for p in model.parameters()], ledger.measurement.peak_bytes
 
 
-def test_products_are_those_of_torch_and_so_are_tracked_bytes(bfloat16):
+def test_products_are_those_of_torch_and_so_are_tracked_bytes():
     expected, peak_bytes = train_a_step()
     with bfloat16.faster_bfloat16():
         found, peak_bytes_inside = train_a_step()
@@ -35,7 +32,7 @@ def test_products_are_those_of_torch_and_so_are_tracked_bytes(bfloat16):
         assert (a - b).float().norm() <= 2**-6 * b.float().norm()  # two roundings
 
 
-def test_float32_is_left_alone_and_torch_comes_back(bfloat16):
+def test_float32_is_left_alone_and_torch_comes_back():
     x, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
     plain = nn.functional.conv2d(x, weight), x[0, 0] @ x[0, 1], nn.functional.conv2d(x.bfloat16(), weight.bfloat16())
     with bfloat16.faster_bfloat16():

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 
 import pytest
 import torch
 
-
-@pytest.fixture
-def fractals():
-    return importlib.import_module("generated.fractals")
+from benchmarks.models.generated import fractals
+from benchmarks.models.generated import german_numbers as german
 
 
-@pytest.fixture
-def german():
-    return importlib.import_module("generated.german_numbers")
-
-
-def test_images_are_the_same_from_the_same_seed_only(fractals):
+def test_images_are_the_same_from_the_same_seed_only():
     config = fractals.FractalConfig(num_classes=4)
     images, labels = fractals.generate(40, 1, config)
     again, _ = fractals.generate(40, 1, config)
@@ -31,13 +23,13 @@ def test_images_are_the_same_from_the_same_seed_only(fractals):
     assert (images != others).float().mean() > 0.9
 
 
-def test_asking_for_images_leaves_torchs_generator_alone(fractals):
+def test_asking_for_images_leaves_torchs_generator_alone():
     before = torch.get_rng_state()
     fractals.generate(4, 0, fractals.FractalConfig(num_classes=2))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_shape_tells_classes_apart_and_noise_hides_it(fractals):
+def test_shape_tells_classes_apart_and_noise_hides_it():
     """The nearest class mean of the shape, without colours: a classifier that knows nothing of this data."""
 
     def accuracy(noise):
@@ -57,7 +49,7 @@ def _edges(images):
     return torch.nn.functional.avg_pool2d(across[:, None], 8, 8).flatten(1)
 
 
-def test_every_number_is_read_back(german):
+def test_every_number_is_read_back():
     """An independent reader of German number words: greedy from the left, as the language is."""
     units = {
         word: n
@@ -86,14 +78,14 @@ def test_every_number_is_read_back(german):
     assert len({german.english_number(n) for n in numbers}) == len(numbers)
 
 
-def test_sentences_are_the_same_from_the_same_seed_and_splits_are_disjoint(german):
+def test_sentences_are_the_same_from_the_same_seed_and_splits_are_disjoint():
     train = german.generate(300, 3)
     assert train == german.generate(300, 3)
     assert not set(train) & set(german.generate(300, 4, without=set(train)))
     assert all(de.endswith(".") and en.endswith(".") for de, en in train)
 
 
-def test_parallel_files_must_have_as_many_lines(german, tmp_path):
+def test_parallel_files_must_have_as_many_lines(tmp_path):
     (tmp_path / "train.de").write_text("Ja.\nNein.\n", "utf-8")
     (tmp_path / "train.en").write_text("Yes.\n", "utf-8")
     with pytest.raises(ValueError, match=r"train.de and train.en must have as many lines as each other, got 2 and 1"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import doctest
-import importlib
 import math
 import re
 from pathlib import Path
@@ -12,38 +11,40 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
+from benchmarks import run
+from benchmarks.harness import measurement, paired, parts
+from benchmarks.models.generated import fractals, german_numbers
+from benchmarks.models.papers import dynamicconv
+
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    harness = importlib.import_module("harness")
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(measurement, "RESULTS", tmp_path)
     return tmp_path
 
 
 def test_a_row_takes_the_place_of_the_one_with_its_key(results):
-    harness = importlib.import_module("harness")
     for setting, value in (("a", 1), ("b", 2), ("a", 3)):
-        harness.put_row("x", {"setting": setting, "value": value}, ("setting",))
-    harness.put_row("x", {"setting": "c", "value": 4, "more": 5}, ("setting",))
-    found = harness.read_rows("x")
+        measurement.put_row("x", {"setting": setting, "value": value}, ("setting",))
+    measurement.put_row("x", {"setting": "c", "value": 4, "more": 5}, ("setting",))
+    found = measurement.read_rows("x")
     assert [(row["setting"], row["value"], row["more"]) for row in found] == [
         ("a", "3", ""),
         ("b", "2", ""),
         ("c", "4", "5"),
     ]
-    assert harness.read_rows("y") == []
+    assert measurement.read_rows("y") == []
 
 
 def test_a_row_says_where_it_comes_from():
-    environment = importlib.import_module("harness").environment()
+    environment = measurement.environment()
     assert re.fullmatch(r"[0-9a-f]{10}\+?", environment["commit"])
     assert {"date", "device", "torch", "lightning", "python"} < set(environment)
 
 
 def test_the_interval_is_that_of_a_paired_t_test():
-    paired = importlib.import_module("paired")
     values, baseline = [90.1, 88.0, 91.5, 89.9], [90.5, 88.9, 91.2, 90.6]
     comparison = paired.compare_pairs(values, baseline)
     referee = stats.ttest_rel(values, baseline, alternative="greater").confidence_interval(0.95)
@@ -52,18 +53,17 @@ def test_the_interval_is_that_of_a_paired_t_test():
 
 
 def test_one_pair_shows_nothing():
-    comparison = importlib.import_module("paired").compare_pairs([91.0], [90.0])
+    comparison = paired.compare_pairs([91.0], [90.0])
     assert comparison.half_width == math.inf
     assert comparison.verdict(0.4, 0.2) == "not shown"
 
 
 def test_pairs_must_be_pairs():
     with pytest.raises(ValueError, match="must be pairs, got 2 and 1"):
-        importlib.import_module("paired").compare_pairs([1.0, 2.0], [1.0])
+        paired.compare_pairs([1.0, 2.0], [1.0])
 
 
 def make_study(train):
-    parts = importlib.import_module("parts")
     settings = {"baseline": {}, "lean": {"microbatch": 1}}
     return parts.Study(name="wrn_quality", model="m", settings=settings, size={"epochs": 2}, train=train)
 
@@ -135,7 +135,6 @@ def test_a_part_that_fails_leaves_the_others(results, monkeypatch):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.csv")), ids=lambda path: path.stem)
 def test_rows_are_told_apart(path):
-    run = importlib.import_module("run")
     with path.open() as file:
         keys = [run._key(row) for row in csv.DictReader(file)]
     assert keys
@@ -143,27 +142,23 @@ def test_rows_are_told_apart(path):
 
 
 def test_bytes_that_differ_from_the_commit_are_named():
-    differences = importlib.import_module("run").differences
     row = {"model": "m", "setting": "s", "microbatch": "4", "peak_bytes": "1000", "cpu_time_ratio": "1.0"}
-    assert differences([row], [{**row, "cpu_time_ratio": "2.0"}]) == []
-    assert differences([row], [row, {**row, "microbatch": "5", "peak_bytes": "7"}]) == []  # a new row
-    assert differences([row], []) == ["m s 4: no row any more"]
-    assert differences([row], [{**row, "peak_bytes": "1001"}]) == ["m s 4: peak_bytes 1001, committed 1000"]
+    assert run.differences([row], [{**row, "cpu_time_ratio": "2.0"}]) == []
+    assert run.differences([row], [row, {**row, "microbatch": "5", "peak_bytes": "7"}]) == []  # a new row
+    assert run.differences([row], []) == ["m s 4: no row any more"]
+    assert run.differences([row], [{**row, "peak_bytes": "1001"}]) == ["m s 4: peak_bytes 1001, committed 1000"]
     plan = {"model": "m", "setting": "lossless", "budget": "0.5x", "budget_bytes": "9", "peak_bytes": "8"}
-    assert differences([plan], [{**plan, "peak_bytes": "9"}]) == []  # another plan, that keeps its budget too
-    assert differences([plan], [{**plan, "peak_bytes": "10"}]) == [
+    assert run.differences([plan], [{**plan, "peak_bytes": "9"}]) == []  # another plan, that keeps its budget too
+    assert run.differences([plan], [{**plan, "peak_bytes": "10"}]) == [
         "m lossless 0.5x 9: peak_bytes 10 is over the budget"
     ]
     allocated = {**row, "allocated_bytes": "2000"}
-    assert differences([allocated], [{**allocated, "allocated_bytes": "2010"}]) == []
-    assert len(differences([allocated], [{**allocated, "allocated_bytes": "2011"}])) == 1
+    assert run.differences([allocated], [{**allocated, "allocated_bytes": "2010"}]) == []
+    assert len(run.differences([allocated], [{**allocated, "allocated_bytes": "2011"}])) == 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["paired", "run", "generated.fractals", "generated.german_numbers", "papers.dynamicconv"],
-)
-def test_examples_in_docstrings_hold(name):
-    tried = doctest.testmod(importlib.import_module(name))
+@pytest.mark.parametrize("module", [paired, run, fractals, german_numbers, dynamicconv])
+def test_examples_in_docstrings_hold(module):
+    tried = doctest.testmod(module)
     assert tried.attempted
     assert not tried.failed

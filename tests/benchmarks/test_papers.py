@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from torch import nn
 
-
-@pytest.fixture
-def dynamicconv():
-    return importlib.import_module("papers.dynamicconv")
+from benchmarks.models.papers import dynamicconv, unrolled_lstm
 
 
 @pytest.fixture
-def make(dynamicconv):
+def make():
     def make(**changes):
         shape = {"width": 16, "hidden_width": 32, "num_heads": 2, "num_source_tokens": 20, "num_target_tokens": 20}
         kernels = {"encoder_kernels": (3, 5), "decoder_kernels": (3,)}
@@ -27,7 +22,7 @@ def make(dynamicconv):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("is_dynamic", [False, True])
-def test_convolution_is_the_sum_over_taps(dynamicconv, is_causal, is_dynamic):
+def test_convolution_is_the_sum_over_taps(is_causal, is_dynamic):
     torch.manual_seed(0)
     module = dynamicconv.HeadConvolution(6, 5, 2, is_causal, is_dynamic, dropout=0.0).double()
     x = torch.randn(3, 7, 6, dtype=torch.float64)
@@ -61,7 +56,7 @@ def test_padding_changes_nothing(make):
     torch.testing.assert_close(model(padded, target), model(source, target), rtol=1e-12, atol=1e-12)
 
 
-def test_it_learns_to_copy(make, dynamicconv):
+def test_it_learns_to_copy(make):
     module = make(dropout=0.0, kernel_dropout=0.0, label_smoothing=0.0)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(0)
@@ -76,10 +71,9 @@ def test_it_learns_to_copy(make, dynamicconv):
     assert (said[:, :5] == labels).float().mean() > 0.9
 
 
-def test_lstm_is_torchs_own(dynamicconv):
-    unrolled = importlib.import_module("papers.unrolled_lstm")
+def test_lstm_is_torchs_own():
     torch.manual_seed(0)
-    model = unrolled.UnrolledLSTM(num_layers=2, width=8, num_tokens=11, chunk_length=3).double()
+    model = unrolled_lstm.UnrolledLSTM(num_layers=2, width=8, num_tokens=11, chunk_length=3).double()
     tokens = torch.randint(0, 11, (4, 8))
     reference = nn.LSTM(8, 8, num_layers=2, batch_first=True).double()
     for layer, cell in enumerate(model.chunk.cells):

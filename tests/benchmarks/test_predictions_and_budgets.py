@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
-import importlib
+from pathlib import Path
 
 import pytest
 import torch
 
-from .conftest import ROOT
+from benchmarks.memory_time import bench_planner, bench_prediction
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -32,7 +34,7 @@ def on_one_thread():
 
 @pytest.mark.parametrize(("model", "setting"), [(row["model"], row["setting"]) for row in rows("prediction")])
 def test_predicted_peaks_are_within_one_per_cent(model, setting):
-    found = importlib.import_module("bench_prediction").row(model, setting)
+    found = bench_prediction.row(model, setting)
     assert abs(found["error_percent"]) <= (1.5 if (model, setting) in ROWS_OF_TABLES_ARE_READ else 1)
 
 
@@ -40,9 +42,8 @@ def test_predicted_peaks_are_within_one_per_cent(model, setting):
     ("model", "recipe", "budget"), [(row["model"], row["setting"], row["budget"]) for row in rows("planner")]
 )
 def test_budgets_are_kept_and_what_a_refusal_names_is_enough(model, recipe, budget):
-    planner = importlib.import_module("bench_planner")
-    make, batch = planner.subjects()[model]
-    row, found = planner.honesty_row(model, make, batch, budget, recipe)
+    make, batch = bench_planner.subjects()[model]
+    row, found = bench_planner.honesty_row(model, make, batch, budget, recipe)
     if isinstance(found, int):
-        row, _ = planner.honesty_row(model, make, batch, found, recipe)
+        row, _ = bench_planner.honesty_row(model, make, batch, found, recipe)
     assert row["within_budget"]

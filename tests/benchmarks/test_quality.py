@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
+
+from benchmarks.quality.quality_dynamicconv import Checkpoints, mean_of_checkpoints
 
 
 class OneWeight(LightningModule):
@@ -25,7 +25,6 @@ class OneWeight(LightningModule):
 
 
 def test_the_mean_is_of_the_steps_that_were_asked_for(tmp_path):
-    study = importlib.import_module("quality_dynamicconv")
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -33,10 +32,10 @@ def test_the_mean_is_of_the_steps_that_were_asked_for(tmp_path):
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=study.Checkpoints(tmp_path, (2, 5)),
+        callbacks=Checkpoints(tmp_path, (2, 5)),
     )
     trainer.fit(OneWeight(), DataLoader([torch.zeros(1)] * 6, batch_size=None))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2.pt", "5.pt"]
-    mean = study.mean_of_checkpoints(tmp_path)
+    mean = mean_of_checkpoints(tmp_path)
     assert mean["weight"].dtype == torch.float32
     assert mean["weight"].item() == (5 + 8) / 2

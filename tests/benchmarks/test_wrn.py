@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks.models import wrn
 from lightning_memsave.demo.model import WideResNet
 from lightning_memsave.measuring.meter import Meter
 
 pytestmark = pytest.mark.filterwarnings("ignore:Microbatches change the result", "ignore::UserWarning")
 
 
-@pytest.fixture
-def wrn():
-    return importlib.import_module("wrn")
-
-
 @pytest.mark.parametrize("arguments", [{}, {"sparsity": 0.9, "activations": "int4-chain"}])
-def test_two_microbatches_have_the_peak_of_many_less_what_the_batch_is_larger(wrn, arguments):
+def test_two_microbatches_have_the_peak_of_many_less_what_the_batch_is_larger(arguments):
     def peak_bytes(num_images):
         images = wrn.load(num_images, seed=1).tensors
         module = wrn.Classifier(WideResNet(depth=10, width=1))
@@ -32,7 +26,7 @@ def test_two_microbatches_have_the_peak_of_many_less_what_the_batch_is_larger(wr
     assert peak_bytes(12) - peak_bytes(4) == 8 * per_image + 4 * per_microbatch
 
 
-def test_a_row_has_every_figure(wrn):
+def test_a_row_has_every_figure():
     images, labels = wrn.load(8, seed=1).tensors
     two = images[:4].clone(), labels[:4].clone()
     found = wrn.measure(lambda: wrn.Classifier(WideResNet(depth=10, width=1)), (images, labels), two, {"microbatch": 2})
@@ -44,7 +38,7 @@ def test_a_row_has_every_figure(wrn):
     assert found["loss_class"] == "changed"
 
 
-def test_steps_that_are_timed_are_watched_by_nobody(wrn, monkeypatch):
+def test_steps_that_are_timed_are_watched_by_nobody(monkeypatch):
     watched = []
     begin = Meter.begin
 
@@ -59,6 +53,6 @@ def test_steps_that_are_timed_are_watched_by_nobody(wrn, monkeypatch):
     assert watched == [False, True, True, True, False, False, False]  # the last two are timed
 
 
-def test_images_of_8_bits_become_numbers_around_zero(wrn):
+def test_images_of_8_bits_become_numbers_around_zero():
     images, _ = wrn._as_float((torch.tensor([0, 255], dtype=torch.uint8), torch.zeros(2)))
     assert images.tolist() == [-1.0, 1.0]

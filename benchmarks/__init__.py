@@ -1,0 +1,1 @@
+"""Benchmarks of lightning-memsave; README.md beside this file says what to run."""

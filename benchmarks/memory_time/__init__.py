@@ -1,0 +1,1 @@
+"""Memory and time, a script each: rows in `results/`."""

@@ -1,0 +1,85 @@
+"""A model larger than the machine, predicted: Llama 2 7B, batch 1 x 2048, float32, AdamW, on 1 to 64 processes.
+
+No row can be held against a run here; `tests/prediction/prediction_program.py` holds small ones of the same kind, to
+the byte. Seconds and the process's own memory are what the prediction took.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.harness.measurement import environment, save_rows
+from lightning_memsave import MemSave, predict
+from lightning_memsave.core.report import CATEGORIES
+
+
+class Llama(L.LightningModule):
+    """The default of `LlamaConfig`: 32 layers, width 4096, 6.7 thousand million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = LlamaForCausalLM(LlamaConfig(use_cache=False))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class ShardedLlama(Llama):
+    """Each layer is gathered when it runs."""
+
+    def configure_model(self) -> None:
+        for part in (*self.model.model.layers, self.model):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+def sharded(num: int) -> dict[str, Any]:
+    return {"strategy": ModelParallelStrategy(data_parallel_size=num, tensor_parallel_size=1), "devices": num}
+
+
+WAYS: dict[str, tuple[type[Llama], dict[str, Any]]] = {
+    "one process": (Llama, {}),
+    "DDP, 8 processes": (Llama, {"strategy": "ddp", "devices": 8}),
+    "FSDP2, 8 processes": (ShardedLlama, sharded(8)),
+    "FSDP2, 64 processes": (ShardedLlama, sharded(64)),
+}
+SETTINGS = {"plain": lambda: MemSave("measure"), "checkpointed": lambda: MemSave("measure", checkpointing="blocks")}
+
+
+def row(way: str, setting: str) -> dict[str, Any]:
+    module, options = WAYS[way]
+    start = time.process_time()
+    found = predict(module, torch.zeros(1, 2048, dtype=torch.long), SETTINGS[setting](), **options)
+    assert found.source == "fake", found.flags
+    return {
+        "benchmark": "large",
+        "model": "Llama 2 7B, batch 1 x 2048, float32, AdamW",
+        "setting": f"{way}, {setting}",
+        "peak_bytes": found.peak_bytes,
+        **{f"{category}_bytes": found.by_category[category] for category in CATEGORIES},
+        "prediction_cpu_seconds": time.process_time() - start,
+        "prediction_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "quality": "none: nothing was trained",
+        **environment(),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    rows = []
+    for way in WAYS:
+        for setting in SETTINGS:
+            rows.append(row(way, setting))
+            print(way, setting, rows[-1]["peak_bytes"] / 2**30, rows[-1]["prediction_cpu_seconds"], flush=True)
+    save_rows("large", rows)

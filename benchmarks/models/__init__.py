@@ -1,0 +1,1 @@
+"""Models that are measured and trained, and data made from seeds."""

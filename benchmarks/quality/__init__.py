@@ -1,0 +1,1 @@
+"""Scripts that train to the end, and tell what becomes of quality."""

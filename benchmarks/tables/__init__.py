@@ -1,0 +1,1 @@
+"""The tables of README and docs, written from the rows."""

@@ -1,0 +1,143 @@
+"""The tables of docs/results.md."""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmarks.harness.paired import MARGINS
+from benchmarks.harness.parts import compared
+from benchmarks.harness.rows import MB, Row, by_setting, markdown, rows
+
+
+def wrn_alone() -> str:
+    """Each technique by itself at the whole batch."""
+    found = [row for row in rows("wrn") if row["microbatch"] == "100"]
+    head = ("technique", "tracked MB", "factor", "allocated MB", "factor", "CPU time", "loss class")
+    lines = [
+        (
+            row["setting"],
+            f"{float(row['peak_bytes']) / MB:.1f}",
+            f"{float(row['factor']):.2f}x",
+            f"{float(row['allocated_bytes']) / MB:.1f}",
+            f"{float(row['factor_allocated']):.2f}x",
+            f"{float(row['cpu_time_ratio']):.2f}x",
+            row["loss_class"],
+        )
+        for row in found
+    ]
+    return markdown(head, lines)
+
+
+HEADLINE = (
+    ("baseline", 100),
+    ("microbatch alone", 4),
+    ("the paper's four: sparsity 0.9, bf16, blocks", 4),
+    ("+ bf16", 4),
+    ("sparsity 0.85, int4-chain, 8-bit momentum, into-state, bf16", 4),
+    ("sparsity 0.95, int4-chain, 4-bit momentum, bf16", 4),
+    ("sparsity 0.95, int4-chain, 4-bit momentum, bf16", 2),
+)
+
+
+def headline() -> str:
+    """A few rows of WideResNet-28-2, for the README."""
+    found = {(row["setting"], int(row["microbatch"])): row for row in rows("wrn")}
+    head = ("WideResNet-28-2, batch 100", "microbatch", "peak", "factor", "CPU time")
+    names = {"+ bf16": "sparsity 0.9, int4-chain, 8-bit momentum, bf16"}
+    lines = [
+        (
+            names.get(setting, setting),
+            str(size),
+            f"{float(found[setting, size]['peak_bytes']) / MB:.1f} MB",
+            f"{float(found[setting, size]['factor']):.1f}x",
+            f"{float(found[setting, size]['cpu_time_ratio']):.1f}x",
+        )
+        for setting, size in HEADLINE
+        if (setting, size) in found
+    ]
+    return markdown(head, lines)
+
+
+def ladder(name: str) -> str:
+    """Settings against sizes of microbatch: tracked peak, factor, and the factor of what was allocated."""
+    found = rows(name)
+    whole = max(int(row["microbatch"]) for row in found)
+    sizes = sorted({int(row["microbatch"]) for row in found} - {whole}, reverse=True)
+    lines = []
+    for setting, same in by_setting([row for row in found if int(row["microbatch"]) < whole]):
+        by_size = {int(row["microbatch"]): row for row in same}
+        lines.append((setting, *(_cell(by_size[size]) if size in by_size else "" for size in sizes)))
+    baseline = next(row for row in found if row["setting"] == "baseline")
+    head = (f"baseline {float(baseline['peak_bytes']) / MB:.1f} MB", *(f"microbatch {size}" for size in sizes))
+    return markdown(head, lines)
+
+
+def _cell(row: Row) -> str:
+    factor = float(row["factor"])
+    shown = f"**{factor:.0f}x**" if factor >= 120 else f"{factor:.1f}x"
+    return f"{float(row['peak_bytes']) / MB:.2f} MB, {shown} ({float(row['factor_allocated']):.0f}x)"
+
+
+def quality(name: str, size: tuple[str, ...]) -> str:
+    """Mean and range over seeds, and the paired difference from the baseline; a table for each size of the study."""
+    found = rows(name)
+    if not found:
+        return "No run has ended yet: `make bench-quality`."
+    studies = dict.fromkeys(tuple(row[column] for column in size) for row in found)
+    return "\n\n".join(
+        _study(name, [row for row in found if tuple(row[c] for c in size) == values], size) for values in studies
+    )
+
+
+def _study(name: str, found: list[Row], size: tuple[str, ...]) -> str:
+    baseline = found[0]["setting"]
+    comparisons = compared(found, baseline)
+    margin, most_half_width = MARGINS[name]
+    base_peak = float(found[0]["peak_bytes"])
+    head = ("setting", "factor", "seeds", "quality", "difference", "95 % half-width", f"worse by more than {margin:g}?")
+    lines = []
+    for setting, same in by_setting(found):
+        values = [float(row["quality_value"]) for row in same]
+        c = comparisons.get(setting)
+        lines.append(
+            (
+                setting,
+                f"{base_peak / float(same[0]['peak_bytes']):.1f}x",
+                str(len(values)),
+                f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})",
+                "" if c is None else f"{c.mean:+.2f}",
+                "" if c is None else f"{c.half_width:.2f}",
+                "" if c is None else c.verdict(margin, most_half_width),
+            )
+        )
+    about = ", ".join(f"{found[0][column]} {column.removeprefix('num_')}" for column in size)
+    about = about.removesuffix(", 1 checkpoints")
+    return f"{found[0]['quality']}; {about}:\n\n{markdown(head, lines)}"
+
+
+def papers() -> str:
+    """Others' figures beside ours."""
+    head = ("model", "setting", "GB at the paper's batch", "ours", "theirs", "check")
+    lines = []
+    case = ""
+    for row in rows("papers"):
+        is_first = row["case"] != case
+        case = row["case"]
+        ours = float(row[row["quantity"]] or 1)
+        shown = {
+            "factor": f"{ours:.2f}x less",
+            "factor_beyond_lasting": f"{ours:.2f}x less, weights and momentum aside",
+            "saved": f"{ours:.1%} less",
+            "batch_ratio": f"batch {row['batch']} -> {row['largest_batch']} ({ours:.1f}x)",
+        }
+        lines.append(
+            (
+                f"{row['model']}, batch {row['batch']} ({row['paper']})" if is_first else "",
+                row["setting"],
+                f"{float(row['peak_bytes']) / 1e9:.2f}",
+                "" if is_first else shown[row["quantity"]],
+                row["theirs"] if is_first else "",
+                f"{float(row['check']):+.1%}" if row["check"] else "",
+            )
+        )
+    return markdown(head, lines, num_text=2)

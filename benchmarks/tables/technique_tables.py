@@ -1,0 +1,299 @@
+"""The tables of the README's demo and of the techniques' pages, checkpointing aside."""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmarks.harness.rows import MB, MIB, Row, by_setting, factor_and_time, markdown, mean, rows, standard_error
+
+
+def demo() -> str:
+    head = ("run", "peak", "factor", "activations", "optimizer state", "test accuracy (min to max)")
+    lines = []
+    for setting, runs in by_setting(rows("demo")):
+        accuracies = [float(row["quality_value"]) for row in runs]
+        lines.append(
+            (
+                setting,
+                f"{mean(runs, 'peak_bytes') / MIB:.1f} MiB",
+                f"{mean(runs, 'factor'):.2f}x",
+                f"{mean(runs, 'activations_bytes') / MIB:.1f} MiB",
+                f"{mean(runs, 'optimizer_state_bytes') / MIB:.1f} MiB",
+                f"{statistics.mean(accuracies):.1%} ({min(accuracies):.1%} to {max(accuracies):.1%})",
+            )
+        )
+    return markdown(head, lines)
+
+
+def activations() -> str:
+    """Kept bytes, peak, time and noise, for each model."""
+    head = ("model", "setting", "kept MB", "factor", "peak MB", "factor", "CPU time", "noise")
+    lines = []
+    for name in ("wrn", "gpt", "gpt_wide", "llama", "vocabulary", "vit"):
+        for i, row in enumerate(rows(f"activation_compression_{name}")):
+            noise = float(row["quality_value"])
+            lines.append(
+                (
+                    row["model"] if i == 0 else "",
+                    row["setting"],
+                    f"{float(row['kept_bytes']) / MB:.1f}",
+                    f"{float(row['kept_factor']):.2f}x" if float(row["kept_factor"]) < 1000 else "all",
+                    f"{float(row['peak_bytes']) / MB:.1f}",
+                    f"{float(row['factor']):.2f}x",
+                    f"{float(row['cpu_time_ratio']):.2f}x",
+                    f"{noise:.2g}" if noise else "0",
+                )
+            )
+    return markdown(head, lines, num_text=2)
+
+
+def codecs() -> str:
+    head = ("codec", "implementation", "B/element", "encode GB/s", "decode GB/s", "error on N(0, 1)")
+    lines = [
+        (
+            row["setting"],
+            row["implementation"],
+            f"{float(row['bytes_per_element']):.3f}",
+            f"{float(row['encode_gb_per_s']):.2f}",
+            f"{float(row['decode_gb_per_s']):.2f}",
+            f"{float(row['quality_value']):.4f}",
+        )
+        for row in rows("codecs")
+    ]
+    return markdown(head, lines, num_text=2)
+
+
+def quality() -> str:
+    """Accuracy of three seeds, and validation loss, after equal steps."""
+    head = ("training", "setting", "quality", "against the baseline")
+    lines = []
+    runs_of_digits = [row for row in rows("activation_compression_digits") if row["seed"] != "mean"]
+    digits = list(by_setting(runs_of_digits))
+    base = [float(row["test_accuracy"]) for row in digits[0][1]]
+    for i, (setting, runs) in enumerate(digits):
+        values = [float(row["test_accuracy"]) for row in runs]
+        error = ((statistics.variance(values) + statistics.variance(base)) / len(values)) ** 0.5
+        difference = statistics.mean(values) - statistics.mean(base)
+        lines.append(
+            (
+                "WideResNet-28-2, digits, test accuracy" if i == 0 else "",
+                setting,
+                f"{statistics.mean(values):.1%} ({min(values):.1%} to {max(values):.1%})",
+                f"{difference * 100:+.1f} points ± {error * 100:.1f}" if i else "",
+            )
+        )
+    loss = rows("activation_compression_bytes")
+    for i, row in enumerate(loss):
+        ratio = float(row["quality_value"]) / float(loss[0]["quality_value"])
+        lines.append(
+            (
+                "GPT on Python's source text, validation loss" if i == 0 else "",
+                row["setting"],
+                f"{float(row['quality_value']):.4f}",
+                f"{(ratio - 1) * 100:+.2f} %" if i else "",
+            )
+        )
+    return markdown(head, lines, num_text=2)
+
+
+def low_precision() -> str:
+    """Bytes per parameter by kind, peak, time of the update."""
+    head = ("setting", "weights", "gradients", "state", "together", "peak MB", "update s / 10M")
+    lines = []
+    for row in rows("low_precision"):
+        kinds = [f"{kind}bytes_per_parameter" for kind in ("weights_", "gradients_", "state_", "")]
+        lines.append(
+            (
+                row["setting"],
+                *(f"{float(row[kind]):.2f}" for kind in kinds),
+                f"{float(row['peak_bytes']) / MB:.1f}",
+                f"{float(row['update_cpu_seconds_per_10M']):.2f}",
+            )
+        )
+    return markdown(head, lines)
+
+
+def optimizer_state() -> str:
+    """The peak of a whole step, its time, and where the parameters go."""
+    head = ("setting", "factor", "CPU time of a step", "parameters' relative difference, 100 steps of fixed gradients")
+    found = rows("optimizer_state")[1:]
+    return markdown(
+        head, [(row["setting"], *factor_and_time(row), f"{float(row['quality_value']):.2g}") for row in found]
+    )
+
+
+def state_errors() -> str:
+    """Errors, time and temporaries of the optimizer's step."""
+    head = ("state", "bytes per parameter", "even", "uneven", "wide", "CPU time", "temporary bytes per element")
+    lines = []
+    for row in rows("optimizer_state_error"):
+        errors = (f"{float(row[f'{kind}_relative_error']):.2g}" for kind in ("even", "uneven", "wide"))
+        time = f"{float(row['cpu_time_ratio']):.1f}x" if row["cpu_time_ratio"] else ""
+        transient = row["transient_bytes_per_element"]
+        most = f"{float(transient):.1f}" if transient else ""
+        lines.append((row["setting"], f"{float(row['state_bytes_per_parameter']):.3f}", *errors, time, most))
+    return markdown(head, lines)
+
+
+def second_moments() -> str:
+    """What a step divides by, over plain Adam's, after some steps."""
+    found = list(by_setting(rows("into_state")))
+    steps = [f"step {row['n']}, {row['num_microbatches']} microbatches" for row in found[0][1]]
+    lines = []
+    for setting, each in found:
+        roots = (f"{float(r['p50']):.2f} ({float(r['p05']):.2f} to {float(r['p95']):.2f})" for r in each)
+        lines.append((setting, *roots, f"{float(each[-1]['relative_difference']):.2f}"))
+    return markdown(("gradients", *steps, f"first moment's error, step {found[0][1][-1]['n']}"), lines)
+
+
+def low_precision_quality(model: str) -> str:
+    """What three seeds reach, and how far it is from float32 with the same seed; of rows whose model starts so."""
+    found = [row for row in rows("low_precision_quality") if row["model"].startswith(model)]
+    if not found:
+        return "No run has ended yet: `python -m benchmarks.quality.quality_low_precision`."
+    is_loss = "loss" in found[0]["quality"]
+    column, scale, unit = ("relative_difference", 100, " %") if is_loss else ("difference", 1, " points")
+    head = ("setting", found[0]["quality"].partition(",")[0], "against float32", "CPU time of training")
+    lines = []
+    seconds = 0.0
+    for setting, runs in by_setting(found):
+        values = [float(run["quality_value"]) for run in runs]
+        differences = [scale * float(run[column]) for run in runs]
+        error = standard_error(differences)
+        seconds = seconds or mean(runs, "cpu_seconds_run")
+        lines.append(
+            (
+                setting,
+                f"{statistics.mean(values):.{4 if is_loss else 2}f}",
+                f"{statistics.mean(differences):+.2f}{unit} ± {error:.2f}" if lines else "",
+                f"{mean(runs, 'cpu_seconds_run') / seconds:.1f}x",
+            )
+        )
+    return markdown(head, lines)
+
+
+def peft() -> str:
+    """Bytes of a step of LoRA, by kind."""
+    head = (
+        "setting",
+        "weights MB",
+        "gradients",
+        "state",
+        "activations",
+        "peak MB",
+        "factor",
+        "CPU time",
+        "gradients differ",
+    )
+    kinds = ("weights", "gradients", "optimizer_state", "activations", "peak")
+    lines = []
+    for row in rows("peft"):
+        held = {kind: float(row[f"{kind}_bytes"]) / MB for kind in kinds}
+        difference = row["quality_value"] and f"{float(row['quality_value']):.0e}".replace("0e+00", "0")
+        lines.append((row["setting"], *(f"{held[kind]:.2f}" for kind in kinds), *factor_and_time(row), difference))
+    return markdown(head, lines)
+
+
+def microbatching() -> str:
+    """Peak and time against the size of the microbatch."""
+    head = ("model", "setting", "peak MB", "factor", "CPU time", "gradients' relative difference")
+    lines = [
+        (
+            row["model"] if i == 0 else "",
+            row["setting"],
+            f"{float(row['peak_bytes']) / MB:.1f}",
+            *factor_and_time(row),
+            f"{float(row['quality_value']):.0e}" if float(row["quality_value"]) else "0",
+        )
+        for name in ("microbatching", "microbatching_gpt")
+        for i, row in enumerate(rows(name))
+    ]
+    return markdown(head, lines, num_text=2)
+
+
+def recovery() -> str:
+    """A run that never runs out of memory, and the guards alone."""
+    head = ("WideResNet-28-2, batch 100", "CPU time", "ms per batch")
+    lines = [
+        (row["setting"], f"{float(row['cpu_time_ratio']):.4f}x", f"{1000 * float(row['cpu_seconds_p50']):.2f}")
+        for row in rows("recovery")
+    ]
+    return markdown(head, lines)
+
+
+def batchnorm() -> str:
+    """Accuracy against the size of the microbatch, for each way to normalise."""
+    found = dict(by_setting(rows("microbatching_batchnorm")))
+
+    def cell(runs: list[Row]) -> str:
+        values = [float(row["quality_value"]) for row in runs]
+        return f"{statistics.mean(values):.1%} ({min(values):.1%} to {max(values):.1%})"
+
+    sizes = list(dict.fromkeys(name.split()[-1] for name in found if "microbatch" in name))
+    lines = [
+        (
+            size,
+            *(
+                cell(found[f"{mode}, microbatch {size}"]) if f"{mode}, microbatch {size}" in found else whole
+                for mode, whole in (("ghost", cell(found["whole batches"])), ("running", ""))
+            ),
+        )
+        for size in sizes
+    ]
+    return markdown(("microbatch", '`"ghost"`', '`"running"`'), lines)
+
+
+def sparsity_steps() -> str:
+    """What is held between steps, and the step itself."""
+    head = ("model", "setting", "held MB", "factor", "peak MB", "factor", "CPU time", "differs from masked dense")
+    lines = []
+    for name in ("sparsity", "sparsity_bert"):
+        dense: Row = {}
+        for row in rows(name):
+            is_first = row["model"] != dense.get("model")
+            dense = row if is_first else dense
+            lines.append(
+                (
+                    row["model"] if is_first else "",
+                    row["setting"],
+                    f"{float(row['held_bytes']) / MB:.2f}",
+                    f"{float(dense['held_bytes']) / float(row['held_bytes']):.2f}x",
+                    f"{float(row['peak_bytes']) / MB:.1f}",
+                    *factor_and_time(row),
+                    f"{float(row['quality_value']):.0f} tensors" if name == "sparsity" else "",
+                )
+            )
+    return markdown(head, lines, num_text=2)
+
+
+def sparsity_digits() -> str:
+    """Mean and standard error of three seeds, a method in each row; the bytes held at most during a run."""
+    found = rows("sparsity_digits")
+    sparsities = [s for s in dict.fromkeys(row["sparsity"] for row in found) if float(s)]
+    head = ("method", *(f"{float(s):.0%} zero" for s in sparsities), "held MB at 90 %")
+    lines = []
+    for setting, runs in by_setting(found):
+        cells = [[r for r in runs if r["sparsity"] in (s, "0.0")] for s in sparsities]
+        held = [r for r in runs if r["sparsity"] in ("0.9", "0.0")]
+        accuracies = (_mean_and_error([float(r["quality_value"]) for r in cell]) for cell in cells)
+        lines.append((setting, *accuracies, f"{mean(held, 'held_bytes') / MB:.2f}"))
+    return markdown(head, lines)
+
+
+def sparsity_text() -> str:
+    """Mean and standard error of three seeds, a method in each row."""
+    found = rows("sparsity_text")
+    sparsities = [s for s in sorted({row["sparsity"] for row in found}, key=float) if float(s)]
+    head = ("method", *(f"{float(s):.0%} zero" for s in sparsities), "held MB at 90 %")
+    lines = []
+    for setting, runs in by_setting(found):
+        cells = [[float(r["quality_value"]) for r in runs if r["sparsity"] in (s, "0.0")] for s in sparsities]
+        losses = (f"{statistics.mean(c):.3f} ± {standard_error(c):.3f}" for c in cells)
+        held = [r for r in runs if r["sparsity"] in ("0.9", "0.0")]
+        lines.append((setting, *losses, f"{mean(held, 'held_bytes') / MB:.2f}"))
+    return markdown(head, lines)
+
+
+def _mean_and_error(values: list[float]) -> str:
+    error = standard_error(values)
+    return f"{statistics.mean(values):.1%} ± {error * 100:.1f}"

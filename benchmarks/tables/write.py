@@ -1,0 +1,86 @@
+"""Write the tables of README and docs from the rows in `results/`, or from the code: python -m benchmarks.tables.write.
+
+A page marks the place of a table: `<!-- name:start -->`, `<!-- name:end -->`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks.harness.rows import ROOT
+from benchmarks.tables import compatibility_tables, planner_tables, record_tables, technique_tables
+
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"demo": technique_tables.demo, "record": record_tables.headline},
+    "docs/techniques/activation_compression.md": {
+        "measured": technique_tables.activations,
+        "codecs": technique_tables.codecs,
+        "quality": technique_tables.quality,
+    },
+    "docs/techniques/microbatching.md": {
+        "sizes": technique_tables.microbatching,
+        "recovery": technique_tables.recovery,
+        "batchnorm": technique_tables.batchnorm,
+    },
+    "docs/peft.md": {"measured": technique_tables.peft},
+    "docs/techniques/low_precision.md": {
+        "measured": technique_tables.low_precision,
+        "quality": partial(technique_tables.low_precision_quality, "GPT"),
+        "digits": partial(technique_tables.low_precision_quality, "WideResNet"),
+    },
+    "docs/techniques/optimizer_state.md": {
+        "errors": technique_tables.state_errors,
+        "second-moments": technique_tables.second_moments,
+        "measured": technique_tables.optimizer_state,
+    },
+    "docs/techniques/checkpointing.md": {
+        "blocks": planner_tables.checkpointing_blocks,
+        "depth": planner_tables.checkpointing_depth,
+        "resnet1000": planner_tables.checkpointing_resnet1000,
+        "budget": planner_tables.checkpointing_budget,
+        "compression": planner_tables.checkpointing_codecs,
+    },
+    "docs/techniques/sparsity.md": {
+        "steps": technique_tables.sparsity_steps,
+        "digits": technique_tables.sparsity_digits,
+        "text": technique_tables.sparsity_text,
+    },
+    "docs/results.md": {
+        "wrn-alone": record_tables.wrn_alone,
+        "wrn": partial(record_tables.ladder, "wrn"),
+        "wrn-quality": partial(record_tables.quality, "wrn_quality", ("pixels", "num_train", "epochs", "num_test")),
+        "dynamicconv": partial(record_tables.ladder, "dynamicconv"),
+        "dynamicconv-quality": partial(
+            record_tables.quality, "dynamicconv_quality", ("num_train", "epochs", "num_test", "num_checkpoints")
+        ),
+        "papers": record_tables.papers,
+    },
+    "docs/prediction.md": {"large": planner_tables.large, "prediction": planner_tables.prediction},
+    "docs/planning.md": {"budgets": planner_tables.planner},
+    "docs/compatibility.md": {
+        "techniques": compatibility_tables.techniques,
+        "refusals": compatibility_tables.refusals,
+        "versions": compatibility_tables.versions,
+        "private_names": compatibility_tables.private_names,
+    },
+}
+
+
+def with_tables(page: str) -> str:
+    """The text of a page with its tables written anew."""
+    text = (ROOT / page).read_text()
+    for name, table in TABLES[page].items():
+        start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
+        before, _, rest = text.partition(start)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise ValueError(f"{page} has no place for the table {name!r}")
+        text = f"{before}{start}\n{table()}\n{end}{after}"
+    return text
+
+
+if __name__ == "__main__":
+    for page in TABLES:
+        (ROOT / page).write_text(with_tables(page))
+        print(page)
