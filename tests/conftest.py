@@ -22,7 +22,10 @@ torch.set_num_threads(1)  # for fixtures of modules and sessions, which are made
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_and_a_seed():
+def _one_thread_and_a_seed(monkeypatch):
+    from lightning_memsave.prediction import after_fit
+
+    monkeypatch.setattr(after_fit, "LEAST_SECONDS", 0.0)  # summaries of fits predict nothing, but where that is tested
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)

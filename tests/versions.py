@@ -30,7 +30,12 @@ SUBSET = {
 """What stands closest to private names."""
 USERS = {
     "transformers": {
-        "saved_tensors": ["test_zoo.py", "test_checkpoint_regions.py", "test_linear_cross_entropy.py"],
+        "saved_tensors": [
+            "test_zoo.py",
+            "test_checkpoint_regions.py",
+            "test_linear_cross_entropy.py",
+            "test_arguments.py",
+        ],
         "planner": ["test_architectures.py"],
         "loops": ["test_loss_rules.py", "test_microbatch_loop.py", "test_recovery_of_odd_runs.py"],
         "strategies": ["test_peft.py"],

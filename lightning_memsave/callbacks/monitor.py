@@ -7,7 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
@@ -25,7 +25,7 @@ from lightning_memsave.measuring.leak_detection import GrowthWatch
 from lightning_memsave.measuring.ledger import Measurement
 from lightning_memsave.measuring.live_tensors import alive
 from lightning_memsave.measuring.meter import Meter
-from lightning_memsave.reporting.loggers import agreed, log_config, log_step, log_summary, of_the_largest_rank
+from lightning_memsave.reporting.loggers import agreed, log_config, log_step, log_summary, of_the_largest_rank, one_line
 from lightning_memsave.reporting.messages import growth_text, miss_text, post_mortem_text
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.microbatching.split import UnsplittableBatchError, batch_size
@@ -78,8 +78,7 @@ class MemoryMonitor(Callback):
         self._leader: MemoryMonitor | None = None
         self._followers: list[MemoryMonitor] = []
         self._has_figures_to_log = False
-        self._baseline_peak_bytes: int | None = None
-        self._baseline_source: Literal["measured", "predicted"] | None = None
+        self._baseline: MemoryReport | Prediction | None = None
         self._prediction: Prediction | None = None
         self._growth = GrowthWatch()
         self._batch: Any = None
@@ -101,9 +100,7 @@ class MemoryMonitor(Callback):
             )
         if baseline.peak_bytes is None:
             raise setting_error("baseline", "must have a measured peak", None, "Fit the baseline first.")
-        is_predicted = isinstance(baseline, Prediction)
-        self._baseline_peak_bytes = baseline.peak_bytes
-        self._baseline_source = "predicted" if is_predicted else "measured"
+        self._baseline = baseline
         return self
 
     def with_prediction(self, prediction: Prediction) -> MemoryMonitor:
@@ -124,9 +121,8 @@ class MemoryMonitor(Callback):
         return measured
 
     def _held_against(self, measured: MemoryReport) -> MemoryReport:
-        if self._baseline_source is not None:
-            peak_bytes, source = self._baseline_peak_bytes, self._baseline_source
-            measured = dataclasses.replace(measured, baseline_peak_bytes=peak_bytes, baseline_source=source)
+        if self._baseline is not None:
+            measured = with_baseline(measured, self._baseline)
         if (predicted := self._prediction) is not None:
             measured = dataclasses.replace(
                 measured,
@@ -245,12 +241,18 @@ class MemoryMonitor(Callback):
         self._meter.abandon()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the final figures to the loggers that keep summaries, and one line for people."""
+        """Write the final figures to the loggers that keep summaries, and tell people."""
         self._has_figures_to_log = False
         if self._leader is None:
-            log_summary(trainer, of_the_largest_rank(trainer, self.report))
+            report = of_the_largest_rank(trainer, self.report)
+            log_summary(trainer, report)
+            self._tell(trainer, report)
         if (text := self._outcome()) is not None:
             rank_zero_info(text)
+
+    def _tell(self, trainer: L.Trainer, report: MemoryReport) -> None:
+        """Tell people what the fit took."""
+        rank_zero_info(one_line(report))
 
     def _outcome(self) -> str | None:
         """Return the line for people, of what this callback was told to expect."""
@@ -272,6 +274,7 @@ class MemoryMonitor(Callback):
                     self._meter.end_step(trainer.global_step)
                 if self.report.peak_bytes is not None:
                     log_summary(trainer, self.report)
+                    rank_zero_info(one_line(self.report))
             except Exception as error:  # the run's own error is the one to be raised
                 _log.error(f"memsave: the final figures could not be logged: {error}")
         self._batch = None
@@ -302,6 +305,18 @@ class MemoryMonitor(Callback):
 
     def _config(self) -> dict[str, Any]:
         return {"recipe": None, "every": self._meter.every}
+
+
+def with_baseline(measured: MemoryReport, baseline: MemoryReport | Prediction) -> MemoryReport:
+    """Return a report that is held against another run."""
+    is_measured = isinstance(baseline, MemoryReport)
+    return dataclasses.replace(
+        measured,
+        baseline_peak_bytes=baseline.peak_bytes,
+        baseline_source="measured" if is_measured else "predicted",
+        baseline_by_category=dict(baseline.by_category),
+        baseline_step_seconds=baseline.step_seconds if isinstance(baseline, MemoryReport) else None,
+    )
 
 
 def _num_samples(batch: Batch) -> int | None:

@@ -60,7 +60,10 @@ class MemoryProgressBar(RichProgressBar):
         if self._monitor is None:
             names = [type(c).__name__ for c in callbacks]
             raise setting_error(
-                "callbacks", "must hold a MemSave or MemoryMonitor", names, "A MemoryProgressBar only shows."
+                "callbacks",
+                "must hold a MemSave or MemoryMonitor",
+                names,
+                "A MemoryProgressBar displays what one of them measures.",
             )
         self._peak_bytes = None
         self._prints_lines = self.is_enabled and not Console(**self._console_options).is_terminal

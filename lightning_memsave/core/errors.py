@@ -32,7 +32,7 @@ def check_unused(config: Any, names: str, needed: str) -> None:
     for name in names.split():
         if (value := getattr(config, name)) != defaults[name]:
             raise setting_error(
-                f"{type(config).__name__}.{name}", f"is read with {needed} alone", value, f"Leave `{name}` out."
+                f"{type(config).__name__}.{name}", f"is used with {needed} only", value, f"Leave `{name}` out."
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
@@ -124,6 +124,13 @@ class MemoryReport:
     baseline_peak_bytes: int | None = None
     baseline_source: Literal["measured", "predicted"] | None = None
     """`None` also of a run that was read from a log which does not tell (CSV)."""
+    baseline_by_category: Mapping[str, int] = field(default_factory=dict)
+    baseline_step_seconds: float | None = None
+    """Median wall time of the baseline's steps, where they were measured."""
+    next_setting: str | None = None
+    """The setting that would lower the peak most from here, as a user writes it; `None` where none is known."""
+    next_peak_bytes: int | None = None
+    """What is predicted for it."""
     predicted_peak_bytes: int | None = None
     """What was predicted for this run; `None` without a prediction."""
     predicted_by_category: Mapping[str, int] = field(default_factory=dict)
@@ -152,6 +159,13 @@ class MemoryReport:
         return self.baseline_peak_bytes / self.peak_bytes
 
     @property
+    def step_ratio(self) -> float | None:
+        """Time of a step, as a multiple of the baseline's; `None` where one of them was not measured."""
+        if not self.step_seconds or not self.baseline_step_seconds:
+            return None
+        return self.step_seconds / self.baseline_step_seconds
+
+    @property
     def miss(self) -> Miss | None:
         """How far the prediction was off; `None` without a measurement, or a prediction by category.
 
@@ -172,6 +186,10 @@ class MemoryReport:
     def loss_class_reasons(self) -> tuple[str, ...]:
         """Why, one line per technique that is not exact."""
         return tuple(reason for a in self.applied for reason in a.reasons)
+
+    def __str__(self) -> str:
+        """Return a table for people: the peak, what it was before, by category, and what was done about it."""
+        return "\n".join(_lines(self))
 
     def metrics(self) -> dict[str, float]:
         """Return everything measured, under the names that every logger sees.
@@ -204,7 +222,7 @@ class MemoryReport:
         kept = {each.name: getattr(self, each.name) for each in fields(self)}
         applied = [{name: getattr(a, name) for name in _APPLIED} for a in self.applied]
         timeline = None if self.timeline is None else asdict(self.timeline)
-        splits = {"by_category": dict(self.by_category), "predicted_by_category": dict(self.predicted_by_category)}
+        splits = {each: dict(getattr(self, each)) for each in _SPLITS}
         return {**kept, **splits, "applied": applied, "timeline": timeline}
 
     @classmethod
@@ -218,3 +236,62 @@ class MemoryReport:
 
 
 _APPLIED = ("technique", "summary", "loss_class", "reasons")
+_SPLITS = ("by_category", "predicted_by_category", "baseline_by_category")
+_IN_WORDS: Mapping[LossClass, str] = {
+    "exact": "the result of plain Lightning",
+    "unbiased": "noise that averages to zero",
+    "approximate": "noise with a small bias",
+    "changed": "another result than plain Lightning",
+}
+_BAR, _LONGEST = 24, 72  # columns
+_MUCH_TIME, _LITTLE_MEMORY, _MORE = 1.3, 1.2, 0.995
+
+
+def _lines(report: MemoryReport) -> Iterator[str]:
+    if report.peak_bytes is None:
+        yield "no step was measured"
+        return
+    yield " | ".join(_headline(report))
+    before, after = report.baseline_by_category, report.by_category
+    largest = max([*before.values(), *after.values(), 1])
+    for name in CATEGORIES:
+        sizes = before.get(name, 0), after.get(name, 0)
+        if any(sizes):
+            then = f"{format_bytes(sizes[0]):>10} -> " if before else ""
+            yield f"{name.replace('_', ' '):<16}{then}{format_bytes(sizes[1]):>10}  {_bar(*sizes, largest)}".rstrip()
+    for applied in report.applied:
+        yield f"{applied.technique.replace('_', ' ')}: {applied.summary}"
+    reasons = report.loss_class_reasons
+    yield f"{report.loss_class}: {_IN_WORDS[report.loss_class]}"
+    yield from (f"  {reason}" if len(reason) <= _LONGEST else f"  {reason[:_LONGEST]}..." for reason in reasons)
+    yield from _verdicts(report.factor, report.step_ratio)
+    if report.next_setting is not None:
+        yield f"next: {report.next_setting} (predicted: {format_bytes(report.next_peak_bytes)})"
+
+
+def _verdicts(factor: float | None, step_ratio: float | None) -> Iterator[str]:
+    if factor is None:
+        return
+    if factor < _MORE:
+        yield "these settings take more memory than plain Lightning here"
+    elif factor < _LITTLE_MEMORY and step_ratio is not None and step_ratio > _MUCH_TIME:
+        yield f"not worth it here: {factor:.2f}x less memory for {step_ratio:.2f}x the time of a step"
+
+
+def _headline(report: MemoryReport) -> Iterator[str]:
+    peak = f"peak {format_bytes(report.peak_bytes)}"
+    if report.factor is None:
+        yield peak
+    else:
+        source = f" (baseline {report.baseline_source})" if report.baseline_source else ""
+        is_less = f"{report.factor:.2f}x less" if abs(report.factor - 1) > 1 - _MORE else "as plain Lightning"
+        yield f"{peak} instead of {format_bytes(report.baseline_peak_bytes)}, {is_less}{source}"
+    yield report.loss_class
+    if report.step_ratio is not None:
+        yield f"step {report.step_ratio - 1:+.0%}"
+
+
+def _bar(before: int, after: int, largest: int) -> str:
+    """Draw what is left as full blocks, and what was saved as light ones."""
+    full, all_of_it = (round(_BAR * size / largest) for size in (after, max(before, after)))
+    return "█" * full + "░" * (all_of_it - full)

@@ -158,8 +158,8 @@ class BatchCutter:
         if rules.known and rules.weights(parts) is not None:
             return True
         self.record.ran_whole(
-            "A batch is run whole: its loss is zero, not finite, none, or the same for all samples, which does not say "
-            'which kind it is of. `Microbatching(reduction="mean")` or `"sum"` does.'
+            "A batch is run whole: its loss is zero, not finite, none, or the same for all samples, which does not "
+            'show how the losses of microbatches add up. Set `Microbatching(reduction="mean")` or `"sum"`.'
         )
         return False
 

@@ -157,7 +157,9 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
             OutOfMemoryUnrecoverableError: with that.
         """
         if missing("autograd"):
-            raise OutOfMemoryUnrecoverableError(f"Memory runs out after every exact measure. The error was: {failure}")
+            raise OutOfMemoryUnrecoverableError(
+                f"Memory ran out after every exact measure was taken. The error was: {failure}"
+            )
         trainer, batch = self._loop.trainer, self._kwargs["batch"]
         ledger = Ledger(trainer.strategy.root_device).watching(trainer.strategy.model, trainer.optimizers, batch)
         try:
@@ -279,8 +281,8 @@ class MicrobatchLoop(AutomaticOptimization):  # type: ignore[misc]  # untyped, a
             ):
                 raise
             raise OutOfMemoryUnrecoverableError(
-                "Memory ran out in the optimizer's update. Parameters may be half new, so the batch is not run "
-                "again: resume from the last checkpoint, with `foreach=False` in the optimizer or "
+                "Memory ran out in the optimizer's update. Some parameters may have been updated already, so the "
+                "batch is not run again: resume from the last checkpoint, with `foreach=False` in the optimizer or "
                 f'`optimizer_state="8bit"`. The error was: {error}'
             ) from error
         finally:

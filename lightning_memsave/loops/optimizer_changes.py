@@ -95,7 +95,9 @@ def _name_readers(trainer: L.Trainer) -> None:
     for owner in (trainer.lightning_module, *callbacks_of(trainer)):
         for hook in ("on_after_backward", "on_before_optimizer_step"):
             if is_overridden(owner, hook):
-                rank_zero_info(f"memsave: {type(owner).__name__}.{hook} sees no gradients: backward ends them.")
+                rank_zero_info(
+                    f"memsave: {type(owner).__name__}.{hook} finds no gradients: they are freed in backward."
+                )
 
 
 def ways_of_stepping(trainer: L.Trainer) -> dict[str, bool]:

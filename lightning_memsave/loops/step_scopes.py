@@ -26,7 +26,7 @@ class StepScopes:
         self.planned: PlannedCheckpointing | None = None
         """Regions that are chosen when the first batch comes."""
         self.region_inputs: SavedTensorStore | None = None
-        """Where the inputs of regions are kept; `None`: on the device."""
+        """Keeps the inputs of regions; `None`: they stay on the device."""
         self.is_rehearsing = False
         """Whether `training_step` runs to learn something of it, which is no time to plan regions."""
 

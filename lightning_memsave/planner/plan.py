@@ -164,7 +164,7 @@ class Plan:
                 for stem, settings in found.pop("techniques").items()
             )
         except (AttributeError, KeyError, TypeError, RecursionError) as error:
-            raise setting_error("plan", "must be what a plan is written as", str(error), remedy) from error
+            raise setting_error("plan", "must be a plan as `Plan.to_json` writes it", str(error), remedy) from error
         return from_data(cls, found, "plan", remedy, techniques=techniques)
 
     def to_json(self) -> str:

@@ -199,7 +199,7 @@ def plan_for(
     if not any(True for _ in module.parameters()):
         raise setting_error(
             "budget",
-            "needs a module whose layers are there",
+            "needs a module that has its layers",
             f"{type(module).__name__} without parameters",
             "Make them in `__init__` or `configure_model`, or let the run plan: `MemSave(budget=...)`.",
         )
@@ -251,7 +251,7 @@ def _predictors(
         trainer: that is being set up, or `None`.
         stays_whole: whether the run will not cut its batches, which shapes alone do not tell.
     """
-    options = {} if trainer is None else _options_of(trainer)
+    options = {} if trainer is None else options_of(trainer)
     is_cuda = trainer is not None and trainer.strategy.root_device.type == "cuda"
     data = None if trainer is None else data_module_of(trainer)
     predictor = Predictor(module, lambda: batch, data_module=data, target="cuda" if is_cuda else "cpu", **options)
@@ -267,7 +267,7 @@ def _predictors(
             raise
         except Exception as error:  # of user code, on a copy of the module
             raise StepFailedError(f"{type(error).__name__}: {error}") from error
-        return _with_bytes(found, "data", missing_bytes)
+        return found.with_bytes("data", missing_bytes)
 
     return predict, Trial(module, batch, trainer)
 
@@ -281,10 +281,7 @@ def _agreed(trainer: L.Trainer, predict: Predict) -> Predict:
     def agreed(techniques: Sequence[Config]) -> Prediction:
         answer: Prediction | ValueError
         try:
-            answer = predict(techniques)
-            lasting = sum(answer.by_category[name] for name in ("weights", "optimizer_state", "data"))
-            on_top = bytes_on_top(trainer.lightning_module, answer.peak_bytes, lasting)
-            answer = _with_bytes(answer, "gradients", on_top)
+            answer = under_ddp(predict(techniques), trainer.lightning_module)
         except ValueError as error:
             answer = error
         answer = trainer.strategy.broadcast(answer)
@@ -295,10 +292,10 @@ def _agreed(trainer: L.Trainer, predict: Predict) -> Predict:
     return agreed
 
 
-def _with_bytes(prediction: Prediction, category: str, num_bytes: int) -> Prediction:
-    split = dict(prediction.by_category)
-    split[category] = split.get(category, 0) + num_bytes
-    return replace(prediction, peak_bytes=prediction.peak_bytes + num_bytes, by_category=split)
+def under_ddp(prediction: Prediction, module: L.LightningModule) -> Prediction:
+    """Return the prediction of one process with what DDP takes on top."""
+    lasting = sum(prediction.by_category[name] for name in ("weights", "optimizer_state", "data"))
+    return prediction.with_bytes("gradients", bytes_on_top(module, prediction.peak_bytes, lasting))
 
 
 def _situation(module: L.LightningModule, batch: Batch, recipe: Recipe, trainer: L.Trainer | None) -> Situation:
@@ -325,7 +322,8 @@ def _situation(module: L.LightningModule, batch: Batch, recipe: Recipe, trainer:
     )
 
 
-def _options_of(trainer: L.Trainer) -> dict[str, Any]:
+def options_of(trainer: L.Trainer) -> dict[str, Any]:
+    """Return the arguments of a `Trainer` that a step depends on, for another one that takes the same step."""
     options = {name: getattr(trainer, name) for name in STEPS_DEPEND_ON}
     return options | {"accumulate_grad_batches": most_accumulated(trainer)}
 
@@ -352,7 +350,7 @@ def _refuse(budget: Budget, ways: Sequence[str]) -> None:
         if way in ways:
             raise setting_error(
                 "budget",
-                f"cannot be planned with {way}: one step of a copy of the module does not show what the run will take",
+                f"cannot be planned with {way}: one step of a copy of the module does not show the memory of the run",
                 budget.text,
                 "Set techniques by hand, for example `microbatch=8`.",
             )

@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import os
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -38,6 +40,7 @@ from lightning_memsave.simulation.predicted_step import Prediction, prediction_o
 from lightning_memsave.simulation.value_propagation import FactsMode, ReadsValueError
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
 from lightning_memsave.techniques.microbatching.split import cloned, resized, take
+from lightning_memsave.torch_internals.autograd_graph import autograd_is_running
 from lightning_memsave.torch_internals.fake_tensors import FakeTensorMode, is_fake
 from lightning_memsave.torch_internals.model_copies import collect_copies, copied
 from lightning_memsave.torch_internals.private_names import require
@@ -57,6 +60,8 @@ class Predictor:
             the first is predicted, which has the largest shards.
         data_module: of the run, which a step may ask.
         target: `"cuda"`: what a CUDA device would hold, besides; dropout then keeps its mask as it does there.
+        deadline: the processor time (`time.process_time`) at which a prediction on fake tensors is given up.
+        only_fake: whether a step that reads values is an error, instead of being run on real ones.
 
     Raises:
         ValueError: `module` is no LightningModule, or `devices` is no number.
@@ -69,12 +74,14 @@ class Predictor:
         *,
         data_module: Any = None,
         target: Literal["cpu", "cuda"] = "cpu",
+        deadline: float = math.inf,
+        only_fake: bool = False,
         **trainer: Any,
     ) -> None:
         if target not in ("cpu", "cuda"):
             raise setting_error("target", "must be 'cpu' or 'cuda'", target, "The default is 'cpu'.")
         require("fake tensors", "prediction")
-        self._target = target
+        self._target, self._deadline, self._only_fake = target, deadline, only_fake
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._make = (lambda: module) if isinstance(module, nn.Module) else module
         is_made = isinstance(batch, (types.FunctionType, types.MethodType, functools.partial, type))  # not: callable
@@ -119,11 +126,13 @@ class Predictor:
         if self._why is None:
             try:
                 return self._fake(recipe, num_samples)
-            except ValueError:
+            except (ValueError, TimeoutError):
                 raise
             except Exception as error:  # a value is read, or there is no kernel for shapes alone
                 text = " ".join(str(error).split())[:200]
                 self._why = text if isinstance(error, ReadsValueError) else f"{type(error).__name__}: {text}"
+        if self._only_fake:
+            raise ValueError(f"The step cannot be run without values ({self._why}).")
         return self._measured(recipe, num_samples)
 
     def _fake(self, recipe: Recipe, num_samples: int | None) -> Prediction:
@@ -140,6 +149,7 @@ class Predictor:
             hidden_from_transformers(),
             unlogged(),
             self._as_on_target(),
+            _given_up_at(self._deadline),
         ):
             if num_samples is not None:
                 batch = resized(batch, batch_size(batch), num_samples)
@@ -249,6 +259,25 @@ class Predictor:
             F.dropout = before
 
 
+@contextlib.contextmanager
+def _given_up_at(deadline: float) -> Iterator[None]:
+    """Give up when a module is called after the deadline; not in backward, where an error would end the process.
+
+    Raises:
+        TimeoutError: it is over.
+    """
+
+    def check(*_: Any) -> None:
+        if time.process_time() > deadline and not autograd_is_running():
+            raise TimeoutError("a prediction takes longer than it may")
+
+    hook = nn.modules.module.register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def largest_batch(predictor: Predictor, device_bytes: int, techniques: Recipe | Sequence[Any] = ()) -> int:
     """Return the largest number of samples that fits; 0 where one does not.
 
@@ -261,7 +290,9 @@ def largest_batch(predictor: Predictor, device_bytes: int, techniques: Recipe | 
         ValueError: the samples of the batch cannot be told, or more than a thousand million fit.
     """
     if (present := predictor.num_samples) is None:
-        raise setting_error("batch", "must tell its samples", "none", "Its tensors must share their first dimension.")
+        raise setting_error(
+            "batch", "must show how many samples it has", "none", "Its tensors must share their first dimension."
+        )
     return _largest(lambda num: predictor(techniques, num_samples=num).needed_bytes[1], device_bytes, max(1, present))
 
 

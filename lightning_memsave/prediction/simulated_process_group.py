@@ -50,7 +50,9 @@ def on_paper(namespace: str, settings: Mapping[str, Any]) -> Iterator[dict[str, 
         return
     if dist.is_initialized():
         remedy = "Predict before the run, or in a process of its own."
-        raise setting_error("devices", "cannot be predicted where a process group is", num_processes, remedy)
+        raise setting_error(
+            "devices", "cannot be predicted in a process that has a process group", num_processes, remedy
+        )
     excepthook = sys.excepthook  # replaced with every group
     dist.init_process_group("fake", rank=0, world_size=num_processes)
     try:

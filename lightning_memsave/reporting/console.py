@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
+from lightning_utilities.core import rank_zero
 from rich.console import Console
 from rich.markup import escape
+from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
-from lightning_memsave.core.report import CATEGORIES
+from lightning_memsave.core.report import CATEGORIES, MemoryReport
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.core.verification import Verification
 from lightning_memsave.reporting.comparison import Comparison
@@ -42,6 +46,24 @@ def comparison_tables(comparison: Comparison, width: int = 80, title: str = "") 
             if row.heading in ("factor", "loss class", CATEGORIES[-1]):
                 table.add_section()
         yield table
+
+
+def show_summary(report: MemoryReport, why_no_baseline: str = "") -> None:
+    """Print a box with what a fit took, unless Lightning's log is silenced.
+
+    Args:
+        report: of the fit.
+        why_no_baseline: why nothing is known of the plain step; empty where something is.
+    """
+    if not rank_zero.log.isEnabledFor(logging.INFO):
+        return
+    text = Text(str(report))
+    if why_no_baseline:
+        text.append(f"\nno baseline: {why_no_baseline}")
+    text.highlight_regex(r"[\d.]+x less|^next:.*", "bold")
+    text.highlight_regex("█+", "green")
+    text.highlight_regex("░+", "dim")
+    Console().print(Panel(text, title="lightning-memsave", title_align="left", expand=False))
 
 
 def print_comparison(comparison: Comparison, console: Console, title: str = "") -> None:

@@ -34,7 +34,7 @@ def build_workspace(target: str, metric: str = "test/accuracy") -> Workspace:
         ValueError: `target` is of another form.
     """
     if not re.fullmatch(r"[^/\s]+/[^/\s]+", target):
-        raise setting_error("target", "must be ENTITY/PROJECT", target, "Both stand in the address of your project.")
+        raise setting_error("target", "must be ENTITY/PROJECT", target, "Both are in your project's URL.")
     from wandb_workspaces import workspaces
 
     entity, project = target.split("/")

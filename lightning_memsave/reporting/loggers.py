@@ -36,7 +36,7 @@ def log_config(trainer: Any, config: Mapping[str, Any]) -> None:
                 # With the run's own: TensorBoard shows the first that it is told, and Lightning tells them after this.
                 logger.log_hyperparams({**own, "memsave": dict(config)})
         except Exception as error:  # MLflow's, for one, do not change; settings must not end a run
-            rank_zero_info(f"memsave: {type(logger).__name__} has not taken the settings: {error}")
+            rank_zero_info(f"memsave: {type(logger).__name__} did not accept the settings: {error}")
 
 
 def _hyperparameters(trainer: Any) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def _record_summary(trainer: Any, report: MemoryReport) -> None:
 
 
 def log_summary(trainer: Any, report: MemoryReport) -> None:
-    """Log the final figures, and print one line on the terminal."""
+    """Log the final figures."""
     measured = {"memsave/num_steps_measured": report.num_steps_measured} if report.num_steps_measured else {}
     log_metrics(trainer, {**report.metrics(), **measured})
     if trainer.is_global_zero:
@@ -72,7 +72,6 @@ def log_summary(trainer: Any, report: MemoryReport) -> None:
             if wandb_run.is_wandb(logger):
                 wandb_run.record_charts(logger.experiment, report, _global_step(trainer))
     _record_summary(trainer, report)
-    rank_zero_info(one_line(report))
 
 
 def of_the_largest_rank(trainer: Any, report: MemoryReport) -> MemoryReport:

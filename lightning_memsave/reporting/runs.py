@@ -182,7 +182,7 @@ def _read(files: Sequence[Path]) -> Run:
     except OSError:
         raise
     except (DamagedFileError, UnicodeDecodeError, csv.Error, yaml.YAMLError) as error:
-        raise setting_error("run", "must be whole", f"{path} ({error})", _REMEDY) from error
+        raise setting_error("run", "must be complete and readable", f"{path} ({error})", _REMEDY) from error
     except Exception as error:  # files hold anything, and one of them must not end the comparison
         what = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise setting_error("run", "must be a run", str(path), what) from error

@@ -71,7 +71,7 @@ def _values(items: Iterable[Any]) -> dict[str, Any]:
 
 def _records(content: bytes) -> Iterator[bytes]:
     if len(content) < _HEADER.size or _HEADER.unpack_from(content) != _MAGIC:
-        raise DamagedFileError("no header of wandb's")
+        raise DamagedFileError("no header of a W&B record")
     position, parts = _HEADER.size, list[bytes]()
     while position + _FRAGMENT.size <= len(content):
         left_in_block = _BLOCK_BYTES - position % _BLOCK_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from lightning_memsave.core.plain_data import from_data
@@ -70,6 +70,11 @@ class Prediction:
             return self.peak_bytes, self.peak_bytes
         low, high = self.cuda.context_bytes
         return self.cuda.reserved_bytes + low, self.cuda.reserved_bytes + high
+
+    def with_bytes(self, category: str, num_bytes: int) -> Prediction:
+        """Return the prediction with more bytes of one category at its peak."""
+        split = {**self.by_category, category: self.by_category.get(category, 0) + num_bytes}
+        return replace(self, peak_bytes=self.peak_bytes + num_bytes, by_category=split)
 
     def fits(self, device_bytes: int) -> bool | None:
         """Return whether that is enough; `None` where it lies between the bounds."""

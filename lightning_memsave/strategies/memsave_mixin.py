@@ -32,6 +32,8 @@ from lightning_memsave.techniques.optimizer_state import pages_kept
 class MemSaveMixin(Strategy):
     """Adds a session to a strategy of Lightning's: what it sets up, runs and checkpoints is as the recipe says."""
 
+    callback_class: type[L.Callback] | None = None
+    """The callback of a run that names one of our strategies and has no `MemSave`: it measures, logs and sums up."""
     _memsave: Session | None = None
     _memsave_before: Session | None = None
     _has_fitted = False
@@ -48,6 +50,14 @@ class MemSaveMixin(Strategy):
     def _running_trainer(self) -> Any:
         module: Any = self.lightning_module
         return module.trainer
+
+    def connect(self, model: L.LightningModule) -> None:
+        """Take the model, and see to it that a fit has a `MemSave` among its callbacks."""
+        super().connect(model)
+        trainer, kind = getattr(model, "_trainer", None), self.callback_class
+        if trainer is not None and trainer.state.fn == "fit" and kind is not None and not trainer.barebones:
+            if not any(isinstance(callback, kind) for callback in callbacks_of(trainer)):
+                callbacks_of(trainer).insert(0, kind())
 
     def setup(self, trainer: L.Trainer) -> None:
         """Set up model and optimizers with what the recipe says."""

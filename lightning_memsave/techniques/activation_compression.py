@@ -99,7 +99,7 @@ class ActivationCompression:
     def __post_init__(self) -> None:
         for codec in self.codecs:
             if codec not in CODECS:
-                raise setting_error("activations", f"must be of {', '.join(map(repr, CODECS))}", codec, _REMEDY)
+                raise setting_error("activations", f"must be among {', '.join(map(repr, CODECS))}", codec, _REMEDY)
         lossy = [codec for codec in self.codecs if codec in _LOSSY]
         if not self.codecs or len(lossy) > 1 or len(set(self.codecs)) < len(self.codecs):
             raise setting_error("activations", "must name codecs once, and one lossy one at most", self.codecs, _REMEDY)

@@ -576,3 +576,10 @@ def test_compiled_dropout_draws_the_numbers_that_it_draws_alone(recipe):
         weights.append([p.detach() for p in model.parameters()])
     assert memsave.report.num_steps_measured > 0
     assert all(map(torch.equal, *weights))
+
+
+def test_the_representation_says_what_was_set():
+    assert repr(MemSave()) == "MemSave('lossless')"
+    assert repr(MemSave(budget="8GiB")) == "MemSave('lossless', budget='8GiB')"
+    shown = repr(MemSave("balanced", microbatch=4, checkpointing="blocks"))
+    assert shown == "MemSave('balanced', microbatch=4, checkpointing='blocks')"

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import pytest
-
 from lightning_memsave import Applied, MemoryReport
 from lightning_memsave.core.report import LOSS_CLASSES, worst_loss_class
-from lightning_memsave.core.units import format_bytes
 
 
 def test_undo_happens_once_and_keep_forgets_the_way_back():
@@ -50,9 +47,36 @@ def test_what_was_not_measured_is_none_and_absent_from_metrics():
     }
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**20, "1.0 MiB"), (3 * 2**30, "3.0 GiB"), (-2048, "-2.0 KiB")],
-)
-def test_units(num_bytes, text):
-    assert format_bytes(num_bytes) == text
+def measured(**changed):
+    figures = {"peak_bytes": 2**20, "by_category": {"weights": 2**18, "activations": 3 * 2**18}}
+    return MemoryReport(**{**figures, **changed})
+
+
+def test_printed_a_report_is_a_table_of_before_and_after():
+    report = measured(
+        baseline_peak_bytes=2**22, baseline_source="predicted", step_seconds=1.08, baseline_step_seconds=1.0,
+        baseline_by_category={"weights": 2**18, "activations": 2**22 - 2**18},
+        next_setting='checkpointing="sqrt"', next_peak_bytes=2**19,
+    )  # fmt: skip
+    assert str(report).splitlines() == [
+        "peak 1.0 MiB instead of 4.0 MiB, 4.00x less (baseline predicted) | exact | step +8%",
+        "weights          256.0 KiB ->  256.0 KiB  ██",
+        "activations        3.8 MiB ->  768.0 KiB  █████░░░░░░░░░░░░░░░░░░░",
+        "exact: the result of plain Lightning",
+        'next: checkpointing="sqrt" (predicted: 512.0 KiB)',
+    ]
+
+
+def test_printed_a_report_without_baseline_has_what_was_measured():
+    assert str(MemoryReport()) == "no step was measured"
+    assert str(measured()).splitlines()[0] == "peak 1.0 MiB | exact"
+
+
+def test_what_is_not_worth_its_time_is_said():
+    slow = {"step_seconds": 1.6, "baseline_step_seconds": 1.0}
+    worth = measured(baseline_peak_bytes=2**21, baseline_source="measured", **slow)
+    assert "not worth it" not in str(worth)
+    little = measured(baseline_peak_bytes=round(1.12 * 2**20), baseline_source="measured", **slow)
+    assert "not worth it here: 1.12x less memory for 1.60x the time of a step" in str(little)
+    more = measured(baseline_peak_bytes=round(0.98 * 2**20), baseline_source="measured")
+    assert "these settings take more memory than plain Lightning here" in str(more)

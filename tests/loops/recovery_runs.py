@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import lightning as L
 import torch
+from torch import nn
 
-from tests.loops.test_recovery import QUIET, Net, data
+from tests.loops.test_recovery import QUIET, Hungry, Net, data
 
 
 def limited(make=Net, limit=8, where="forward"):
@@ -27,3 +28,17 @@ class Deterministic(Net):
         loss = (self.last(self.hungry(self.norm(self.first(batch[0])))) - batch[1]).square().mean()
         self.log("loss", loss)
         return loss
+
+
+class OnDicts(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.hungry = nn.Linear(4, 1), Hungry()
+
+    def training_step(self, batch, batch_idx):
+        labels = batch.pop("labels")  # as transformers' examples do
+        batch["more"].append(1)
+        return (self.hungry(self.layer(batch["x"])) - labels).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)

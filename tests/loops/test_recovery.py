@@ -147,16 +147,6 @@ def test_memory_that_runs_out_while_the_loss_is_probed_says_nothing_about_the_lo
     assert memsave.report.microbatch_size == 4  # the probe takes no more samples than fit
 
 
-def test_what_was_switched_off_is_not_taken_up():
-    module = Net()
-    module.hungry.limit = 16
-    slots = {"microbatch": Microbatching(size="auto", reduction="mean"), "activations": False, "checkpointing": False}
-    memsave = MemSave(**slots)
-    L.Trainer(**QUIET, max_epochs=1, callbacks=[memsave]).fit(module, data())
-    assert memsave.report.num_oom_recovered == 1
-    assert [applied.technique for applied in memsave.report.applied] == ["early_zero_grad", "microbatching"]
-
-
 MESSAGES = (
     "CUDA out of memory. Tried to allocate 2.00 MiB",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",

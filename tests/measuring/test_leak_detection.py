@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
 import torch
 from torch import nn
 
@@ -127,30 +126,3 @@ def test_nothing_that_is_kept_is_kept_by_the_watch():
     run.kept.clear()
     gc.collect()
     assert storage() is None
-
-
-def test_lines_add_up_to_what_the_step_made_of_its_peak():
-    model = nn.Sequential(nn.Linear(N, N), nn.ReLU())
-    with Ledger().watching(model) as ledger:
-        x = torch.randn(8, N)
-        y = model(x)
-    measured = ledger.measurement
-    assert y.shape == (8, N)
-    made = measured.peak_bytes - measured.by_category["weights"]
-    assert sum(measured.by_line.values()) == made == 3 * 8 * N * 4
-    assert len(measured.by_line) == 2
-    assert all(line.startswith("measuring/test_leak_detection.py:") for line in measured.by_line)
-
-
-@pytest.mark.parametrize("inside", ["backward", "optimizer"])
-def test_what_no_user_line_made_is_said_so(inside):
-    model = nn.Linear(N, N)
-    optimizer = torch.optim.AdamW(model.parameters())
-    loss = model(torch.randn(8, N)).sum()
-    if inside == "optimizer":
-        loss.backward()
-    with Ledger().watching(model, [optimizer]) as ledger:
-        loss.backward() if inside == "backward" else optimizer.step()
-    made = ledger.measurement.by_line
-    made = {line: size for line, size in made.items() if size > 4}  # backward begins with a 1 that its caller makes
-    assert list(made) == ["the backward pass, the optimizer, or a library"]

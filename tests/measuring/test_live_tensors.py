@@ -10,7 +10,6 @@ from torch import nn
 
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.measuring.live_tensors import alive
-from lightning_memsave.torch_internals.autograd_graph import kept_by
 
 N = 257  # a size that nothing else in the process has
 CPU = torch.device("cpu")
@@ -124,36 +123,6 @@ def test_no_hook_is_run():
     found = sizes(nn.Identity())
     assert found[("activations", "kept by ExpBackward0")] == 3 * N * 4
     assert y.shape == x.shape
-
-
-def test_a_graph_that_has_run_keeps_nothing():
-    x = torch.randn(3, N, requires_grad=True)
-    y = x.exp()
-    total = y.sum()
-    total.backward()
-    assert list(kept_by(y.grad_fn)) == []
-
-
-def test_private_names_of_the_graph_are_there():
-    """`_raw_saved_*` and `.data` of what they hold (torch 2.13): for operations and for functions of one's own."""
-
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x, x + 1)
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 2 * grad
-
-    x = torch.randn(3, requires_grad=True)
-    (kept,) = kept_by(x.exp().grad_fn)
-    assert torch.equal(kept, x.exp())
-    doubled = Double.apply(x)  # up to torch 2.10 a node of Python's does not keep what it stands for alive
-    first, second = kept_by(doubled.grad_fn)
-    assert torch.equal(first, x)
-    assert torch.equal(second, x + 1)
 
 
 def test_other_devices_are_left_out():

@@ -12,7 +12,6 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_memsave import Ledger
-from lightning_memsave.measuring.operation_cost import measure_speed
 from lightning_memsave.measuring.step_trace import trace_step
 from tests.steps import STEPS, gpt2, mlp
 
@@ -324,24 +323,3 @@ def test_a_compiled_module_is_traced_eagerly_and_compiled_afterwards(traced_firs
     assert counter.frame_count == 1
     assert len(runs) == (2 if traced_first else 3)
     torch._dynamo.reset()
-
-
-def test_speeds_are_measured_once_and_outside_of_modes():
-    measure_speed.cache_clear()
-    model = nn.Linear(4, 4)
-    trace = trace_step(model, lambda: model(torch.zeros(2, 4)).sum().backward())
-    speed = measure_speed("cpu")
-    assert measure_speed("cpu") is speed
-    assert 0 < speed.bytes < math.inf
-    assert 0 < speed.flops < math.inf
-    assert max(storage.num_bytes for storage in trace.storages) < 2**20  # not the matrices of the measurement
-
-
-def test_a_larger_product_takes_longer_and_a_view_takes_no_time():
-    def seconds(size):
-        model, x = nn.Linear(size, size, bias=False), torch.zeros(size, size)
-        ops = trace_step(model, lambda: model(x)).ops
-        assert {op.seconds for op in ops if op.name == "aten.t"} == {0.0}
-        return sum(op.seconds for op in ops)
-
-    assert seconds(32) < seconds(256) < seconds(512)

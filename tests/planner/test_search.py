@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import itertools
 import math
 import random
-from pathlib import Path
 
 import pytest
 
 from lightning_memsave import Checkpointing, EarlyZeroGrad, Microbatching, OptimizerState
 from lightning_memsave.core.errors import BudgetTooSmallError
 from lightning_memsave.core.report import CATEGORIES
-from lightning_memsave.planner.memory_budget import needed_bytes
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.planner.search import Search, in_order
-from lightning_memsave.planner.search_space import (
-    MANY_BLOCKS,
-    OVERHEAD,
-    TIERS,
-    describe,
-    dimensions,
-    levels,
-    overhead_of,
-    regions_for,
-    time_factor,
-)
-from lightning_memsave.simulation.predicted_step import CudaBytes, Prediction
+from lightning_memsave.planner.search_space import TIERS, describe, regions_for, time_factor
+from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.sparsity import Sparsity
-
-
-def rows(name):
-    text = (Path(__file__).parents[2] / "benchmarks" / "results" / f"{name}.csv").read_text()
-    return list(csv.DictReader(text.splitlines()))
-
-
-NESTED = [row for row in rows("checkpointing_depth") if row["setting"] == "recursive"]
+from tests.planner.test_search_space import table
 
 
 class Model:
@@ -78,10 +58,6 @@ class Model:
         split |= {"weights": int(weights), "gradients": int(gradients)}
         split |= {"optimizer_state": int(weights * factor), "activations": int(kept)}
         return Prediction(peak_bytes=sum(split.values()), by_category=split)
-
-
-def table(tier, is_cut_exact=True):
-    return dimensions(1000, 2000, tier=tier, num_samples=64, is_cut_exact=is_cut_exact)
 
 
 def everything(model, tier, is_cut_exact=True):
@@ -328,93 +304,6 @@ def test_a_faster_setting_of_a_worse_loss_class_is_not_taken():
     assert set(found.split(", ")) <= texts
 
 
-def test_a_recipe_never_uses_what_a_later_one_may():
-    assert levels(table("lossless", is_cut_exact=False)) == [(0, 0)]
-    assert levels(table("balanced", is_cut_exact=False)) == [(0, 0), (2, 1), (3, 1)]
-    assert levels(table("extreme")) == [(0, 0), (2, 1), (3, 1), (3, 2)]
-    for options in table("lossless").values():
-        assert {option.loss_class for option in options} == {"exact"}
-
-
-def test_microbatches_that_change_a_result_are_not_lossless():
-    assert len(table("lossless", is_cut_exact=False)[Microbatching]) == 1
-    sizes = [o.config.size for o in table("lossless")[Microbatching] if o.config is not None]
-    assert sizes == [32, 22, 16, 11, 8, 6, 4, 3, 2, 1]
-
-
-def times(table, kind):
-    return {option.text: option.time_factor for option in table[kind]}
-
-
-def test_settings_cost_what_the_model_makes_them_cost():
-    small, large = (
-        dimensions(1000, 2000, tier="balanced", num_samples=64, is_cut_exact=True, overhead=each)
-        for each in (0.25, 0.006)
-    )
-    for kind, text in (
-        (Microbatching, "microbatch=32"),
-        (ActivationCompression, 'activations="exact"'),
-        (OptimizerState, 'optimizer_state=OptimizerState(first_moment="32bit", gradients="release")'),
-    ):
-        assert times(small, kind)[text] > times(large, kind)[text] > 1
-    assert times(small, Microbatching)["microbatch=16"] == 1.75  # four parts
-    tight, wide = (
-        dimensions(size, 2000, tier="lossless", num_samples=64, is_cut_exact=True)[Checkpointing][1]
-        for size in (500, 1900)
-    )
-    assert tight.time_factor > wide.time_factor > 1
-    beyond = dimensions(3000, 2000, tier="lossless", num_samples=64, is_cut_exact=True)[Checkpointing][1]
-    assert beyond.time_factor == 1.05
-
-
-@pytest.mark.parametrize(
-    ("setting", "text"),
-    [
-        ("8bit", 'optimizer_state="8bit"'),
-        ("4bit", 'optimizer_state="4bit"'),
-        ("32bit, released", 'optimizer_state=OptimizerState(first_moment="32bit", gradients="release")'),
-        ("8bit, released", 'optimizer_state=OptimizerState(gradients="release")'),
-    ],
-)
-def test_optimizer_state_costs_what_was_measured(setting, text):
-    (row,) = (row for row in rows("optimizer_state") if row["setting"] == setting)
-    factor = times(table("extreme"), OptimizerState)[text]
-    assert float(row["cpu_time_ratio_p20"]) * 0.98 < factor < float(row["cpu_time_ratio_p80"]) * 1.02
-
-
-def nested_regions(**known):
-    table = dimensions(1000, 2000, tier="lossless", num_samples=64, is_cut_exact=True, **known)
-    return times(table, Checkpointing)['checkpointing="recursive"']
-
-
-@pytest.mark.parametrize("row", NESTED, ids=lambda row: row["n"])
-def test_nested_regions_cost_what_was_measured_at_every_depth(row):
-    low, high = float(row["cpu_time_ratio_p20"]), float(row["cpu_time_ratio_p80"])
-    assert low * 0.95 < nested_regions(num_blocks=int(row["n"])) < high * 1.05
-
-
-def test_nested_regions_of_a_few_blocks_are_hardly_slower_than_the_best_groups():
-    table = dimensions(1000, 2000, tier="lossless", num_samples=64, is_cut_exact=True)
-    groups = times(table, Checkpointing)['checkpointing="sqrt"']
-    assert nested_regions(num_blocks=1) == nested_regions(num_blocks=4) == groups < nested_regions(num_blocks=12)
-    assert nested_regions() == nested_regions(num_blocks=MANY_BLOCKS)
-
-
-@pytest.mark.parametrize(
-    ("num_operations", "seconds", "expected"),
-    [
-        (1000, 0.014, 0.25),
-        (1000, 0.015, 0.25),  # the nearest power of two
-        (1000, 35.0, OVERHEAD),
-        (1000, 1e-6, 1.0),
-        (None, 1.0, OVERHEAD),
-        (10, None, OVERHEAD),
-    ],
-)
-def test_how_much_of_a_step_starts_operations(num_operations, seconds, expected):
-    assert overhead_of(num_operations, seconds) == expected
-
-
 def test_settings_that_exclude_each_other_are_never_predicted():
     asked = []
 
@@ -435,9 +324,3 @@ def test_settings_that_exclude_each_other_are_never_predicted():
     asked.clear()
     ddp.lowest()
     assert not any(isinstance(t, OptimizerState) and t.gradients == "release" for each in asked for t in each)
-
-
-def test_what_is_needed_is_what_the_budget_means():
-    assert needed_bytes(Prediction(peak_bytes=10, workspace_bytes=3)) == 13
-    cuda = CudaBytes(allocated_bytes=10, reserved_bytes=20)
-    assert needed_bytes(Prediction(peak_bytes=10, cuda=cuda)) == 20

@@ -11,92 +11,24 @@ import time
 import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
-from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_memsave import (
-    BudgetWarning,
-    MemoryMonitor,
-    MemSave,
-    Microbatching,
-    OptimizerState,
-    Plan,
-    Recipe,
-    plan_training,
-    predict,
-)
+from lightning_memsave import BudgetWarning, MemoryMonitor, MemSave, Microbatching, OptimizerState, Plan, plan_training
 from lightning_memsave.planner.search import Search
 from lightning_memsave.prediction import budgeted_run
-from lightning_memsave.prediction.peek_batch import first_batch
 from lightning_memsave.prediction.real_run import Trial
 from lightning_memsave.reporting.messages import outcome
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, norm=nn.LayerNorm) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = norm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Net(L.LightningModule):
-    norm: type[nn.Module] = nn.LayerNorm
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 32), *(Block(32, self.norm) for _ in range(3)), nn.Linear(32, 3))
-        self.seen: list[float] = []
-
-    def training_step(self, batch, batch_idx):
-        loss = F.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("loss", loss)
-        return loss
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.seen.append(float(batch[0].sum()))
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), 0.01, foreach=False)
+from tests.prediction.budget_runs import ONLY_PARTS, Net, Wide, data, train
 
 
 class Noisy(Net):
     norm = nn.BatchNorm1d
 
 
-def data(shuffle=True, **options):
-    generator = torch.Generator().manual_seed(3)
-    rows, labels = torch.randn(384, 8, generator=generator), torch.randint(3, (384,), generator=generator)
-    return DataLoader(TensorDataset(rows, labels), 96, shuffle=shuffle, **options)
-
-
-def train(memsave, kind=Net, *, loader=None, ckpt_path=None, callbacks=(), **options):
-    torch.manual_seed(0)
-    module = kind() if isinstance(kind, type) else kind
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=options.pop("max_epochs", 2),
-        callbacks=[*([memsave] if memsave is not None else []), *callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-    trainer.fit(module, loader or data(), ckpt_path=ckpt_path)
-    return trainer, module
-
-
 def same_bits(a, b):
     return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
-
-
-ONLY_PARTS = {"activations": False, "checkpointing": False, "optimizer_state": False}
-"""With these, microbatches are the only dimension, and few predictions are made."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -211,21 +143,6 @@ def test_what_cannot_fit_is_refused_before_training_and_the_smallest_that_can_is
         plan_training(module, next(iter(data())), MemSave(budget=smallest - 1, **few))
 
 
-def test_each_module_has_a_plan_of_its_own():
-    memsave = MemSave(budget="1x", **ONLY_PARTS)
-    small, large = (plan_training(make(), next(iter(data())), memsave) for make in (Net, Wide))
-    assert large.baseline_by_category["weights"] == small.baseline_by_category["weights"] + 4 * 100 * 101
-
-
-def test_a_prediction_under_a_budget_is_of_its_plan():
-    memsave, batch = MemSave(budget="0.9x", **ONLY_PARTS), torch.ones(512, 32)
-    with pytest.raises(ValueError, match=r"`budget` needs a plan first, got '0\.9x'"):
-        predict(BoringModel(), batch, memsave)
-    made = plan_training(BoringModel(), batch, memsave)
-    plain, planned, again = (predict(BoringModel(), batch, *given) for given in ((), (memsave,), (MemSave(made),)))
-    assert planned.peak_bytes == again.peak_bytes <= made.budget_bytes < plain.peak_bytes
-
-
 def test_lossless_never_cuts_a_batch_whose_statistics_count():
     few = {"checkpointing": False, "optimizer_state": False}
     memsave = MemSave(budget="0.85x", **few)
@@ -245,12 +162,6 @@ def test_what_is_set_stays_as_it_is_set():
     assert "activation_compression" in stems
     assert "checkpointing" not in stems
     assert all(step.technique == "microbatching" for step in made.steps)
-
-
-class Wide(Net):
-    def __init__(self):
-        super().__init__()
-        self.more = torch.nn.Linear(100, 100)
 
 
 def test_a_resumed_run_has_the_plan_of_the_first_one(tmp_path, monkeypatch):
@@ -280,7 +191,7 @@ def asked(monkeypatch, planned):
     found = []
 
     def plan_for(module, batch, budget, recipe, trainer=None):
-        found.append(None if trainer is None else budgeted_run._options_of(trainer)["accumulate_grad_batches"])
+        found.append(None if trainer is None else budgeted_run.options_of(trainer)["accumulate_grad_batches"])
         return planned[0].plan
 
     monkeypatch.setattr(budgeted_run, "plan_for", plan_for)
@@ -356,94 +267,6 @@ def test_when_nothing_is_left_a_miss_is_warned_of(monkeypatch):
         train(MemSave(budget=400_000, microbatch=False, **ONLY_PARTS))
 
 
-def test_the_first_batch_is_the_runs_and_nothing_moves_on():
-    generator = torch.Generator().manual_seed(1)
-    seen = []
-
-    class Look(L.Callback):
-        def setup(self, trainer, pl_module, stage):
-            state = torch.get_rng_state()
-            seen.append(first_batch(trainer))
-            assert torch.equal(state, torch.get_rng_state())
-
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            seen.append(batch)
-
-    train(None, callbacks=[Look()], loader=data(generator=generator), max_epochs=1)
-    assert all(torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))
-
-
-class OpenedInWorkers(Dataset):
-    """As of a file whose handle may not be shared by processes that are forked later."""
-
-    opened = None
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        worker = get_worker_info()
-        assert worker is not None, "read in the main process"
-        self.opened = worker.id
-        return torch.tensor([index, self.opened])
-
-
-@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"batch_size": None, "sampler": [3, 4]}])
-def test_the_first_batch_is_read_by_a_worker_where_the_run_has_workers(options):
-    loader = DataLoader(OpenedInWorkers(), num_workers=2, **{"batch_size": 4, **options})
-    trainer = L.Trainer(accelerator="cpu", logger=False)
-    trainer.strategy.connect(BoringModel())
-    trainer._data_connector.attach_data(BoringModel(), train_dataloaders=loader)
-    found = first_batch(trainer)
-    assert torch.equal(found, next(iter(loader)))
-    assert loader.dataset.opened is None
-    assert loader.num_workers == 2
-
-
-class Kept(DataLoader):
-    """As loaders that keep their workers between epochs."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.kept = super().__iter__()
-
-    def __iter__(self):
-        yield from [next(self.kept) for _ in range(len(self))]
-
-
-class Halved(DataLoader):
-    def __iter__(self):
-        return (batch / 2 for batch in super().__iter__())
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("kind", [Kept, Halved])
-def test_loaders_of_other_kinds_are_read_as_they_are_and_lose_nothing(kind, num_workers):
-    loader = kind(torch.arange(4.0) + 1, batch_size=2, num_workers=num_workers)
-    trainer = L.Trainer(accelerator="cpu", logger=False)
-    trainer.strategy.connect(BoringModel())
-    trainer._data_connector.attach_data(BoringModel(), train_dataloaders=loader)
-    found = first_batch(trainer)
-    assert torch.equal(found, next(iter(loader)))
-    assert torch.equal(found, torch.tensor([1.0, 2.0]) / (2 if kind is Halved else 1))
-
-
-@pytest.mark.parametrize("size", [48, 32, 30, 20, 14, 5])
-def test_a_trial_of_microbatches_has_the_peak_of_the_run_also_where_they_are_uneven(size):
-    recipe = Recipe("cut", (Microbatching(size=size),))
-    memsave = MemSave(recipe)
-    train(memsave, loader=data(shuffle=False), max_epochs=1)
-    found = Trial(Net(), next(iter(data(shuffle=False))))(recipe.techniques)
-    num_left_out = -(-96 // size) - 2
-    assert 0 <= found.peak_bytes - memsave.report.peak_bytes <= 64 * num_left_out  # what is noted of each
-
-
-def test_data_that_can_be_read_once_is_refused():
-    batches = iter([(torch.randn(4, 8), torch.zeros(4, dtype=torch.long))] * 4)
-    with pytest.raises(ValueError, match="can be read from the start again"):
-        train(MemSave(budget="0.5x"), loader=batches)
-
-
 def test_a_finder_of_batch_sizes_is_refused():
     module = Net()
     module.batch_size = 8
@@ -484,9 +307,7 @@ def test_layers_that_a_run_makes_are_planned_for(monkeypatch):
     assert not list(module.parameters())
     made_for = budgeted_run._shapes(budgeted_run._with_all_layers(module))
     assert memsave.budgeted._made_for[0] == made_for  # as a run will see it
-    with pytest.raises(
-        ValueError, match=r"`budget` needs a module whose layers are there, got 'Late without parameters'"
-    ):
+    with pytest.raises(ValueError, match=r"`budget` needs a module that has its layers, got 'Late without parameters'"):
         plan_training(Late("setup"), batch, MemSave(budget="0.9x"))
 
     def fails():

@@ -11,11 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memsave import Checkpointing, MemSave, Microbatching, Recipe, microbatches, plan_training, predict
-from lightning_memsave.core.errors import BudgetTooSmallError, MicrobatchWarning
+from lightning_memsave.core.errors import MicrobatchWarning
 from lightning_memsave.planner.memory_budget import machine_bytes
 from lightning_memsave.planner.search_space import MANY_BLOCKS
 from lightning_memsave.prediction.budgeted_run import _situation
-from lightning_memsave.prediction.microbatch_extrapolation import as_if_whole
 from lightning_memsave.prediction.real_run import Trial
 
 SAMPLES, WIDTH = 64, 32
@@ -253,23 +252,6 @@ def test_the_smallest_peak_that_a_refusal_names_is_enough_and_is_that_of_the_bes
     memsave = MemSave(budget=least, **only_regions)
     train(memsave, Contrastive())
     assert memsave.report.peak_bytes + memsave.plan.workspace_bytes <= least
-
-
-def test_regions_of_a_part_get_the_budget_of_the_run_less_what_is_missing():
-    asked = []
-
-    def predict(techniques):
-        asked.extend(techniques)
-        error = BudgetTooSmallError("too small")
-        error.lowest_bytes = 700
-        raise error
-
-    regions = Checkpointing(budget=1000), Checkpointing(budget=0.5), Checkpointing(method="blocks")
-    techniques = [Microbatching(size=4), *regions]
-    with pytest.raises(BudgetTooSmallError) as raised:
-        as_if_whole(predict, techniques, 300)
-    assert raised.value.lowest_bytes == 1000
-    assert asked == [techniques[0], Checkpointing(budget=700), *techniques[2:]]
 
 
 def test_a_trial_chooses_the_regions_of_the_run():

@@ -9,7 +9,6 @@ import pytest
 
 from lightning_memsave import MemoryReport
 from lightning_memsave.reporting.comparison import compare
-from lightning_memsave.reporting.figures import draw
 from lightning_memsave.reporting.runs import Run
 
 
@@ -117,9 +116,3 @@ def test_quality_is_what_most_runs_have_logged():
     runs.append(run("4", peak_bytes=4, **{"val/accuracy": 0.5, "test/accuracy": 0.9}))
     assert compare(runs).quality.name == "val/accuracy"
     assert compare(runs[3:]).quality.name == "test/accuracy"
-
-
-def test_runs_whose_names_are_numbers_have_a_bar_each():
-    figures = draw(compare([run(name, peak_bytes=8) for name in ("8", "16", "0.1")]))
-    assert figures["breakdown"].layout.yaxis.type == "category"
-    assert list(figures["breakdown"].data[0].y) == ["1 8", "2 16", "3 0.1"]

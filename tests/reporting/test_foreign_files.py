@@ -18,7 +18,6 @@ from lightning_memsave.reporting.comparison import compare
 from lightning_memsave.reporting.console import print_comparison, print_settings
 from lightning_memsave.reporting.page import write_page
 from lightning_memsave.reporting.runs import Run, read_runs
-from lightning_memsave.reporting.wandb_file import read_log
 from lightning_memsave.simulation.predicted_step import Prediction
 from tests.reporting.test_runs import entry, history, measured_row
 from tests.reporting.test_wandb_run import log_of
@@ -187,20 +186,6 @@ def test_references_of_settings_are_counted(folder):
     assert "more than 20000 values" in left_out(folder)
     (folder / "other" / "hparams.yaml").write_text("a: x\n" * 100_000)
     assert "bytes, more than" in left_out(folder)
-
-
-def test_a_record_of_many_fragments_takes_the_time_of_its_bytes(tmp_path):
-    """Joined one by one, 3,000 fragments would be copied 1,500 times each."""
-    record = entry(history={"text": "x" * 100_000_000})
-    size = 32 * 1024 - 7
-    parts = [record[i : i + size] for i in range(0, len(record), size)]
-    kinds = [2, *[3] * (len(parts) - 2), 4]
-    path = tmp_path / "run-abc.wandb"
-    path.write_bytes(log_of(*zip(kinds, parts, strict=True)))
-    start = time.process_time()
-    (row,) = read_log(path).history
-    assert len(row["text"]) == 100_000_000
-    assert time.process_time() - start < 60
 
 
 @pytest.mark.parametrize("place", ["../secret.json", "/dev/zero", "link.json"])

@@ -55,6 +55,23 @@ def gradients(model, x, store=None, autocast=False):
     return {"loss": loss.detach(), "x": x.grad, **grads, **{n: b.clone() for n, b in model.named_buffers()}}
 
 
+def same_bits(function, x, *parameters, store=None, autocast=False, layout=None):
+    """The store's tally, after its gradients were found equal to plain autograd's, to the bit."""
+    store, both = store or exact(), []
+    for scope in (torch.enable_grad(), store.scope()):
+        torch.manual_seed(3)
+        leaf = x.clone(memory_format=layout or torch.preserve_format).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), scope:
+            out = Data.apply(function(Data.apply(leaf)))
+        both.append(torch.autograd.grad(out.float().square().sum(), [leaf, *parameters]))
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+    return store.tally
+
+
+def parameter(*shape):
+    return nn.Parameter(torch.randn(*shape))
+
+
 def assert_same_bits(ours, plain):
     assert ours.keys() == plain.keys()
     for name, value in plain.items():

@@ -7,13 +7,23 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memsave.techniques.optimizer_state import (
-    OptimizerState,
-    apply_optimizer_state,
-)
+from lightning_memsave.techniques.optimizer_state import OptimizerState, apply_optimizer_state
+from lightning_memsave.techniques.optimizer_state.host_offload import Elsewhere
 
 CONFIG = OptimizerState(backend="bitsandbytes")
 ALL_32BIT = OptimizerState(min_size=10**9, backend="bitsandbytes")
+ALL = {"min_size": 0, "keep_embeddings_32bit": False, "keep_norms_32bit": False}
+FORMATS = {
+    "8bit": OptimizerState(backend="own", **ALL),
+    "4bit": OptimizerState(first_moment="4bit", **ALL),
+    "fp8": OptimizerState(first_moment="fp8", **ALL),
+    "factored": OptimizerState(second_moment="factored", **ALL),
+    "4bit-factored": OptimizerState(first_moment="4bit", second_moment="factored", **ALL),
+    "5bit-factored": OptimizerState(first_moment="5bit", second_moment="factored", **ALL),
+    "lowrank": OptimizerState(projection="galore", rank=16, **ALL),
+    "apollo": OptimizerState(projection="apollo", rank=16, **ALL),
+    "offload": OptimizerState(placement="host", **ALL),
+}
 
 
 class Lion(torch.optim.Optimizer):
@@ -126,6 +136,14 @@ def state_bytes(optimizer):
             if isinstance(value, torch.Tensor):
                 storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
     return sum(storages.values())
+
+
+def bytes_held(optimizer):
+    counts = ("step", "mu_product")
+    moments = (v for state in optimizer.state.values() for k, v in state.items() if k not in counts)
+    on_device = (v for v in moments if not isinstance(v, (Elsewhere, int)))
+    tensors = (t for v in on_device for t in (v if isinstance(v, tuple) else (v,)))
+    return sum(t.nbytes for t in tensors)
 
 
 def state_dtypes(optimizer, p):

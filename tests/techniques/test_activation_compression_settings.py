@@ -42,7 +42,7 @@ def gradients(model):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"codecs": ("int3",)}, "`activations` must be of 'exact'"),
+        ({"codecs": ("int3",)}, "`activations` must be among 'exact'"),
         ({"codecs": ("int4", "int8")}, "one lossy one at most"),
         ({"codecs": ("exact", "exact")}, "must name codecs once"),
         ({"codecs": ()}, "must name codecs once"),
@@ -51,7 +51,7 @@ def gradients(model):
         ({"operations": {"nosuchfunction": "int4"}}, "must name functions of torch.*got 'nosuchfunction'"),
         ({"min_numel": 0}, "must be a positive integer, got 0"),
         ({"codecs": ("offload",), "offload_folder": "/no/such/folder"}, "must be an existing folder"),
-        ({"offload_folder": "/tmp"}, 'is read with the codec "offload" alone'),
+        ({"offload_folder": "/tmp"}, 'is used with the codec "offload" only'),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(settings, message):
@@ -61,7 +61,7 @@ def test_a_wrong_setting_is_refused_by_name(settings, message):
 
 @pytest.mark.parametrize("value", [3, ["int4", 5], object()])
 def test_a_wrong_shorthand_is_refused(value):
-    with pytest.raises(ValueError, match="`activations` must be of"):
+    with pytest.raises(ValueError, match="`activations` must be among"):
         ActivationCompression.from_shorthand(value)
 
 

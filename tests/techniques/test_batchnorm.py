@@ -230,11 +230,11 @@ def test_the_modules_are_named():
         ({"growth_interval": 0}, "positive integer, got 0"),
         ({"headroom_fraction": 1.0}, r"in \[0, 1\), got 1.0"),
         ({"max_bytes": "much"}, "positive size"),
-        ({"max_bytes": "1GiB", "size": 4}, r"max_bytes` is read with size=\"auto\" alone, got '1GiB'"),
-        ({"growth_interval": 10, "size": 4}, r'growth_interval` is read with size="auto" alone, got 10'),
-        ({"start": 2, "size": 4}, r'start` is read with size="auto" alone, got 2'),
+        ({"max_bytes": "1GiB", "size": 4}, r"max_bytes` is used with size=\"auto\" only, got '1GiB'"),
+        ({"growth_interval": 10, "size": 4}, r'growth_interval` is used with size="auto" only, got 10'),
+        ({"start": 2, "size": 4}, r'start` is used with size="auto" only, got 2'),
         ({"start": 0}, "positive integer, got 0"),
-        ({"batchnorm_warmup": 7}, r'batchnorm_warmup` is read with batchnorm="running" alone, got 7'),
+        ({"batchnorm_warmup": 7}, r'batchnorm_warmup` is used with batchnorm="running" only, got 7'),
     ],
 )
 def test_wrong_settings_are_refused(options, message):

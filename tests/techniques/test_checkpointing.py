@@ -24,23 +24,9 @@ from lightning_memsave.techniques.checkpointing.region_selection import repeated
 from lightning_memsave.torch_internals.model_copies import copied
 from tests.contracts.spec import Spec
 
+from .checkpointing_subjects import BLOCKS, Block, scripted, stack
+
 SPEC = Spec(config=Checkpointing(), loss_class="exact", bit_equal=True, shrinks="activations")
-
-BLOCKS = Checkpointing()
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 8, p: float = 0.0, inplace: bool = False, momentum: float | None = 0.1) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.BatchNorm1d(width, momentum=momentum), nn.Linear(width, width)
-        self.act, self.drop = nn.ReLU(inplace=inplace), nn.Dropout(p)
-
-    def forward(self, x):
-        return x + self.drop(self.linear(self.act(self.norm(x))))
-
-
-def stack(**options) -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(*(Block(**options) for _ in range(3))), nn.Linear(8, 4))
 
 
 class Spectral(nn.Module):
@@ -286,56 +272,7 @@ def test_in_place_edit_of_a_regions_input_raises():
         model(torch.randn(3, 8))
 
 
-@pytest.mark.parametrize(
-    ("modules", "expected"),
-    [
-        ("Block", ["1.0", "1.1", "1.2"]),
-        (Block, ["1.0", "1.1", "1.2"]),
-        ("1.*", ["1.0", "1.1", "1.2"]),
-        ("1.[02]", ["1.0", "1.2"]),
-        (lambda name, module: name.endswith(".2"), ["1.2"]),
-        ("1", ["1"]),
-    ],
-)
-def test_selectors_choose_the_outermost_matches(modules, expected):
-    model = stack()
-    apply_checkpointing(model, Checkpointing(modules=modules))
-    assert [n for n, m in model.named_modules() if "_checkpoint_region" in vars(m)] == expected
-
-
-class OfLists(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.ModuleList([Block(), Block()]), Block()])
-
-    def forward(self, x):
-        for block in (*self.blocks[0], self.blocks[1]):
-            x = block(x)
-        return x
-
-
-@pytest.mark.parametrize("modules", ["blocks", "blocks*", "ModuleList", lambda name, module: "Block" not in name])
-def test_of_a_list_that_nobody_calls_the_members_are_taken(modules):
-    model = OfLists()
-    applied = apply_checkpointing(model, Checkpointing(modules=modules))
-    assert applied.summary == "3 regions: 3 x Block"
-    with pytest.raises(ValueError, match=r"modules of the model that are called, got"):
-        apply_checkpointing(OfLists(), Checkpointing(regions=[["blocks"]]))
-    with pytest.raises(ValueError, match=r"This model has: Block \(3\)\."):
-        apply_checkpointing(OfLists(), Checkpointing(modules="Nothing"))
-
-
-def test_levels_that_only_hold_layers_are_no_regions():
-    model = OfLists()
-    model.blocks = nn.ModuleList(nn.Module() for _ in range(2))
-    for level in model.blocks:
-        level.block = nn.ModuleList([Block(), Block()])
-    assert [name for name, _ in repeated_blocks(model)] == [f"blocks.{i}.block.{j}" for i in (0, 1) for j in (0, 1)]
-
-
 # ------------------------------------------------------------------- TorchScript
-def scripted(block):
-    return torch.jit.script(block)
 
 
 def traced(block):
@@ -352,23 +289,6 @@ def test_blocks_that_torchscript_runs_are_left_out_by_name(kind):
     x = torch.randn(6, 8)
     for _ in range(4):  # TorchScript compiles in the second call
         assert_same_bits(train_step(plain, x), train_step(ours, x))
-
-
-@pytest.mark.parametrize(
-    ("config", "where"),
-    [
-        (Checkpointing(modules="Block"), "1.1.linear"),
-        (Checkpointing(modules="1"), "1.1.linear"),
-        (Checkpointing(regions=[["0"], ["1.1"]]), "1.1.linear"),
-        (BLOCKS, "1.0.linear"),
-    ],
-)
-def test_what_torchscript_runs_is_refused_by_name(config, where):
-    model = stack()
-    for block in model[1] if config is BLOCKS else [model[1][1]]:
-        block.linear = scripted(block.linear)
-    with pytest.raises(ValueError, match=rf"must not name what is or holds a TorchScript module.*got '{where}'"):
-        apply_checkpointing(model, config)
 
 
 def activation_of(x: torch.Tensor) -> torch.Tensor:
@@ -409,11 +329,6 @@ def test_wrong_settings_name_what_there_is():
         apply_checkpointing(model, BLOCKS)
 
 
-def test_groups_of_plain_sequentials_are_found_when_there_is_nothing_else():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
-    assert [name for name, _ in repeated_blocks(model)] == ["0", "1", "2"]
-
-
 def test_double_backward_through_a_region():
     model, x = stack(), torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
     model = model.double().eval()
@@ -425,20 +340,3 @@ def test_double_backward_through_a_region():
         return torch.autograd.grad(first.square().sum(), x)[0]
 
     torch.testing.assert_close(second(model), second(plain), rtol=1e-12, atol=0)
-
-
-def test_blocks_of_classes_that_are_made_anew_are_blocks():
-    def block():
-        class Made(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.linear, self.act = nn.Linear(4, 4), nn.ReLU()
-
-            def forward(self, x):
-                return self.act(self.linear(x))
-
-        return Made()
-
-    model = nn.Sequential(*(block() for _ in range(3)))
-    applied = apply_checkpointing(model, Checkpointing())
-    assert applied.summary.startswith("3 regions")

@@ -241,3 +241,25 @@ def test_bfloat16_gradients_have_no_frozen_weights_to_lower():
         ValueError, match=r"`LowPrecision.lower_frozen` needs a format of weights, got 'bf16-gradients'"
     ):
         LowPrecision(format="bf16-gradients", lower_frozen=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("format", "fp16"), ("seed", -1), ("initial_scale", 0.0), ("growth_interval", 0)]
+)
+def test_settings_are_checked(name, value):
+    with pytest.raises(ValueError, match=r"`precision` must be one of 'bf16-sr'|`LowPrecision." + name):
+        LowPrecision(**{name: value})
+
+
+def test_shorthands():
+    assert LowPrecision.from_shorthand(True) == LowPrecision.from_shorthand("bf16-sr") == LowPrecision()
+    assert LowPrecision.from_shorthand("bf16+8").format == "bf16+8"
+
+
+def test_an_optimizer_of_all_parameters_is_refused_and_nothing_changed():
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ValueError, match="`precision` needs an optimizer that steps each parameter by itself"):
+        apply_low_precision(model, optimizer, LowPrecision(format="bf16+8"))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert list(model.buffers()) == []

@@ -19,7 +19,6 @@ from lightning_memsave.techniques.microbatching import (
     split,
     why_not_exact,
 )
-from lightning_memsave.techniques.microbatching.reduction import infer_reduction
 from lightning_memsave.techniques.microbatching.split import cloned, take
 from tests.contracts.spec import Spec
 
@@ -136,21 +135,6 @@ def test_an_empty_batch_is_one_part():
     assert split(torch.zeros(0, 3), 2)[0][1] == 0
 
 
-@pytest.mark.parametrize(
-    ("loss", "expected"),
-    [
-        (lambda x: x.square().mean(), "mean"),
-        (lambda x: x.square().sum(), "sum"),
-        (lambda x: torch.cdist(x, x).mean(), "neither"),
-        (lambda x: x.square().mean().sqrt(), "neither"),
-        (lambda x: x.new_zeros(()), "either"),
-    ],
-)
-def test_reduction_is_told_from_losses(loss, expected):
-    x = torch.randn(7, 2, dtype=torch.float64)
-    assert infer_reduction(lambda part: float(loss(part)), x, [(x[:2], 2), (x[2:], 5)], 1e-9) == expected
-
-
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "10", None])
 def test_wrong_sizes_are_refused_by_name(size):
     with pytest.raises(ValueError, match="microbatch"):
@@ -224,7 +208,7 @@ def test_parts_of_a_sum_have_no_shares():
 
 
 def test_a_sum_has_no_use_for_weights():
-    with pytest.raises(ValueError, match=r'weight_fn` is read with reduction="auto" or "mean" alone'):
+    with pytest.raises(ValueError, match=r'weight_fn` is used with reduction="auto" or "mean" only'):
         Microbatching(reduction="sum", weight_fn=len)
 
 

@@ -116,25 +116,6 @@ def test_a_sparse_model_keeps_its_pattern_under_one_threshold_for_all():
 
 
 # ------------------------------------------------------------------------------- refusals
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"sparsity": 1.0}, "fraction from 0 to below 1"),
-        ({"sparsity": -0.1}, "fraction from 0 to below 1"),
-        ({"sparsity": True}, "fraction from 0 to below 1"),
-        ({"sparsity": "4:2"}, "fraction from 0 to below 1"),
-        ({"sparsity": "many"}, "fraction from 0 to below 1"),
-        ({"method": "lottery"}, "must be one of 'static'"),
-        ({"initial": "zeros"}, "must be one of 'random'"),
-        ({"distribution": "even"}, "must be one of 'uniform'"),
-        ({"sparsity": "2:4", "method": "set"}, "in groups"),
-        ({"sparsity": "2:4", "distribution": "erk"}, "in groups"),
-        ({"initial": "snip", "method": "rigl"}, '"snip" with method="static"'),
-    ],
-)
-def test_wrong_settings(settings, text):
-    with pytest.raises(ValueError, match=text):
-        Sparsity(**settings)
 
 
 def test_selections_that_match_nothing():

@@ -16,7 +16,6 @@ from transformers import BertConfig, BertForTokenClassification, GPT2Config, GPT
 from lightning_memsave import LabelCount, MemSave, Microbatching, microbatches
 from lightning_memsave.core.errors import MicrobatchWarning, NotLosslessWarning
 from lightning_memsave.techniques.microbatching import active_microbatching
-from lightning_memsave.techniques.microbatching.reduction import ReductionRule
 
 TINY = {"vocab_size": 30, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
 DROPLESS = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
@@ -100,11 +99,6 @@ def test_the_wrong_weights_are_noticed():
         unshifted = trained(module, size=3, weight_fn=LabelCount())
     assert largest_difference(unshifted, whole) > 1e-5
     assert largest_difference(trained(module, size=3), whole) < 1e-6  # found without any
-
-
-def test_a_batch_without_labels_weighs_its_parts_alike():
-    parts = [({"labels": torch.full((2, 3), -100)}, 2.0)] * 2
-    assert ReductionRule("mean", LabelCount()).weights(parts) == [0.5, 0.5]
 
 
 class Masked(L.LightningModule):

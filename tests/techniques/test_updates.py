@@ -495,14 +495,6 @@ def test_the_length_of_the_run_is_asked_for():
     assert MaskUpdates(model, made, config, 0)._until == 1
 
 
-@pytest.mark.parametrize(
-    "options", [{"every": 0}, {"fraction": 0.0}, {"fraction": 1.0}, {"until": 0}, {"until": 1.5}, {"until": -1}]
-)
-def test_wrong_schedules(options):
-    with pytest.raises(ValueError, match=f"UpdateSchedule.{next(iter(options))}"):
-        UpdateSchedule(**options)
-
-
 @pytest.mark.parametrize("method", ["dsr", "gradual", "set", "snip"])
 def test_a_graph_that_is_kept_does_not_disturb_the_next_step(method):
     config = setting("static", initial="snip") if method == "snip" else setting(method, schedule={"every": 1})
@@ -523,9 +515,3 @@ def test_a_graph_that_is_kept_does_not_disturb_the_next_step(method):
     optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept[0].backward()
-
-
-def test_a_pattern_that_stays_has_no_schedule():
-    with pytest.raises(ValueError, match=r"Sparsity.schedule` is read with a method by which weights move alone"):
-        Sparsity(schedule=UpdateSchedule(every=50))
-    assert Sparsity(schedule=UpdateSchedule()) == Sparsity()

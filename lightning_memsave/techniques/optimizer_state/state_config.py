@@ -128,7 +128,7 @@ class OptimizerState:
         if self.backend != "auto" and self.format != "8bit":
             raise setting_error(
                 "OptimizerState.backend",
-                "is of 8-bit state alone",
+                "is for 8-bit state only",
                 self.format,
                 'Use `first_moment="8bit"`, or no backend.',
             )
@@ -136,7 +136,7 @@ class OptimizerState:
         if self.gradients == "into-state" and of_others:
             raise setting_error(
                 "OptimizerState.gradients",
-                '="into-state" needs moments of whole gradients that we can add to',
+                '="into-state" needs moments of whole gradients in a format of our own',
                 f"{self.format!r} with backend={self.backend!r}",
                 'Use `first_moment="8bit"` with `backend="own"`, or `gradients="release"`.',
             )

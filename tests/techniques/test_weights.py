@@ -1,4 +1,4 @@
-"""What stays float32, and what frozen weights become."""
+"""Weights in 16 bits: what stays float32, what is read and written whole, and what frozen ones become."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from torch import nn
 
 from lightning_memsave import LowPrecision, apply_low_precision
 from lightning_memsave.techniques.low_precision import Weights, estimate_low_precision
+from lightning_memsave.techniques.low_precision.weights import parameters_kept_32bit
 from tests.techniques.low_precision_subjects import (
     DTYPES,
+    ERRORS,
+    FORMATS,
     OPTIMIZERS,
     WITH_CORRECTION,
     every_format,
@@ -51,28 +54,6 @@ def test_modules_that_stay_float32(keep, kept):
 def test_a_selector_that_matches_nothing_is_an_error():
     with pytest.raises(ValueError, match=r"LowPrecision.keep_32bit. must match a module, got 'Conv\*'"):
         lowered(keep_32bit=("Conv*",))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("format", "fp16"), ("seed", -1), ("initial_scale", 0.0), ("growth_interval", 0)]
-)
-def test_settings_are_checked(name, value):
-    with pytest.raises(ValueError, match=r"`precision` must be one of 'bf16-sr'|`LowPrecision." + name):
-        LowPrecision(**{name: value})
-
-
-def test_shorthands():
-    assert LowPrecision.from_shorthand(True) == LowPrecision.from_shorthand("bf16-sr") == LowPrecision()
-    assert LowPrecision.from_shorthand("bf16+8").format == "bf16+8"
-
-
-def test_an_optimizer_of_all_parameters_is_refused_and_nothing_changed():
-    model = network()
-    optimizer = torch.optim.LBFGS(model.parameters())
-    with pytest.raises(ValueError, match="`precision` needs an optimizer that steps each parameter by itself"):
-        apply_low_precision(model, optimizer, LowPrecision(format="bf16+8"))
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert list(model.buffers()) == []
 
 
 @pytest.mark.parametrize("weight_format", WITH_CORRECTION)
@@ -154,3 +135,91 @@ def test_a_lowered_weight_that_is_unfrozen_later_trains(weight_format):
         reference.step()
     assert float((whole(model[0]) - before).mean()) == pytest.approx(plain.item(), rel=0.15)
     assert whole(model[0]).dtype == torch.float32
+
+
+# ------------------------------------------------------------------------------- by themselves
+def kept_names(model, keep=()):
+    kept = parameters_kept_32bit(model, keep)
+    return {name for name, p in model.named_parameters() if p in kept}
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
+
+
+def test_vectors_that_stand_by_themselves_stay_float32():
+    model = nn.Sequential(Scaled(), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Embedding(3, 3))
+    assert kept_names(model) == {"0.scale", "1.weight", "1.bias"}
+    assert kept_names(model, ("2",)) == {"0.scale", "1.weight", "1.bias", "2.weight", "2.bias"}
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_weights_are_as_near_as_their_format(weight_format):
+    model = nn.Linear(64, 64)
+    exact = model.weight.detach().clone()
+    weights = Weights(model, weight_format, (), 0)
+    assert set(weights) == set(model.parameters())
+    assert model.weight in weights
+    assert exact not in weights
+    error = (weights.whole(model.weight) - exact).abs()
+    assert (error <= ERRORS[weight_format] * exact.abs() + 1e-7).all()
+    assert error.any(), "float32 does not fit"
+
+
+@pytest.mark.parametrize("weight_format", WITH_CORRECTION)
+def test_what_was_written_is_read_again_to_the_bit(weight_format):
+    model = nn.Linear(64, 64)
+    weights = Weights(model, weight_format, (), 0)
+    with torch.no_grad():
+        weights.write(model.weight, torch.randn(64, 64), num_steps=1)
+        first = weights.whole(model.weight)
+        weights.write(model.weight, first, num_steps=2)
+    assert torch.equal(weights.whole(model.weight), first)
+
+
+def test_noise_has_no_side_and_tells_steps_and_draws_apart():
+    model = nn.Linear(100, 100)
+    weights, value = Weights(model, "bf16-sr", (), 0), torch.full((100, 100), 1 + 2.0**-9)  # a quarter of a step
+    rounded = [weights.rounded(model.weight, value, n, draw).float() for n in range(10) for draw in (0, 1)]
+    assert all(set(each.unique().tolist()) == {1.0, 1 + 2.0**-7} for each in rounded)
+    up = torch.stack([each > 1 for each in rounded]).double()
+    assert abs(float(up.mean()) - 0.25) < 4 * (0.25 * 0.75 / up.numel()) ** 0.5
+    assert not any(torch.equal(a, b) for i, a in enumerate(rounded) for b in rounded[:i])
+    assert torch.equal(weights.rounded(model.weight, value, 0).float(), rounded[0])
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_a_model_has_its_dtypes_and_buffers_back(weight_format):
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8).bfloat16())
+    names = [name for name, _ in model.named_buffers()]
+    weights = Weights(model, weight_format, (), 0)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    whole_before = weights.whole(model[0].weight)
+    weights.restore()
+    assert [p.dtype for p in model.parameters()] == [torch.float32] * 4 + [torch.bfloat16] * 2
+    assert [name for name, _ in model.named_buffers()] == names
+    assert torch.equal(model[0].weight, whole_before)
+    assert torch.equal(model[0].weight.grad, torch.ones(8, 8))
+    assert list(weights) == []
+    assert {key: value.dtype for key, value in model[0].state_dict().items()} == {
+        "weight": torch.float32,
+        "bias": torch.float32,
+    }
+
+
+def test_weights_beyond_float16_are_refused_by_name():
+    for value in (7e4, float("inf"), float("nan")):
+        model = nn.Sequential(nn.Linear(4, 4))
+        with torch.no_grad():
+            model[0].weight[1, 2] = -value
+        with pytest.raises(ValueError, match=r'65,504 in float16, got .0.weight with .*precision="bf16-sr"'):
+            Weights(model, "fp16-scaled", (), 0)
+        assert model[0].weight.dtype == torch.float32
+    model[0].requires_grad_(False)
+    with torch.no_grad():
+        model[0].weight[1, 2] = 65504.0
+    model[0].requires_grad_(True)
+    Weights(model, "fp16-scaled", (), 0)
+    assert model[0].weight[1, 2] == 65504.0

@@ -1,0 +1,27 @@
+"""Fixtures of the loss that is computed in chunks."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_memsave.saved_tensors import linear_cross_entropy as module
+
+from .head_nets import BATCH, TIME
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The shapes of the inputs whose loss was answered."""
+    seen, forward = [], module._LinearCrossEntropy.forward
+
+    def counted(ctx, rows, *args):
+        seen.append(tuple(rows.shape))
+        return forward(ctx, rows, *args)
+
+    monkeypatch.setattr(module._LinearCrossEntropy, "forward", counted)
+    return seen
+
+
+@pytest.fixture(params=[2**18, 7 * BATCH * TIME], ids=["at once", "7 classes at a time"])
+def chunk_numel(request, monkeypatch):
+    monkeypatch.setitem(module.CHUNK_NUMEL, "cpu", request.param)
