@@ -24,7 +24,8 @@ ROOMS += ("loops", "strategies", "prediction", "callbacks", "api", "contracts", 
 SUBSET = {
     **{room: [f"tests/{room}"] for room in ROOMS[:6]},
     "techniques": ["tests/techniques/test_quantized.py", "tests/techniques/test_activation_compression.py"],
-    "strategies": ["tests/strategies/test_first_forward.py", "tests/strategies/test_lightning_features.py"],
+    "loops": ["tests/loops/test_batch_structure.py"],
+    "strategies": ["tests/strategies/test_lightning_features.py"],
     "contracts": ["tests/contracts"],
 }
 """What stands closest to private names."""
@@ -37,11 +38,20 @@ USERS = {
             "test_arguments.py",
         ],
         "planner": ["test_architectures.py"],
-        "loops": ["test_loss_rules.py", "test_microbatch_loop.py", "test_recovery_of_odd_runs.py"],
+        "loops": [
+            *("test_loss_reduction.py", "test_microbatch_loop.py", "test_batch_snapshot.py", "test_batch_cutter.py"),
+            *("test_sample_noise.py", "test_microbatch_record.py", "test_merged_metrics.py", "test_merged_outputs.py"),
+            *("test_deferred_logs.py", "test_recovery_of_odd_runs.py"),
+        ],
         "strategies": ["test_peft.py"],
     },
     "peft": {"strategies": ["test_peft.py"]},
-    "torchmetrics": {"loops": ["test_microbatch_loop.py", "test_planned_checkpointing.py", "test_evaluation.py"]},
+    "torchmetrics": {
+        "loops": [
+            *("test_microbatch_loop.py", "test_planned_checkpointing.py", "test_evaluation.py"),
+            *("test_merged_metrics.py", "test_deferred_logs.py", "test_step_effects.py"),
+        ]
+    },
 }
 """The tests that use a package, which run on other versions of it."""
 BESIDE = {"torch==2.14.1": ["torchvision==0.29.1"]}

@@ -6,6 +6,14 @@ import dataclasses
 from typing import Any
 
 
+def add_note(error: BaseException, text: str) -> None:
+    """Add a line below the message of an error; to the message itself in Python 3.10, where errors have no notes."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        error.args = ("\n".join([*map(str, error.args[:1]), text]), *error.args[1:])
+
+
 def setting_error(name: str, rule: str, value: object, remedy: str) -> ValueError:
     """Build the one error that a user sees for a wrong setting.
 

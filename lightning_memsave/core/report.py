@@ -65,6 +65,10 @@ class Timeline:
     by_category: Mapping[str, tuple[int, ...]]
     """Bytes alive after each of `events`; has every name of `CATEGORIES`."""
 
+    def __post_init__(self) -> None:
+        if any(len(sizes) != len(self.events) for sizes in self.by_category.values()):
+            raise ValueError("a timeline has as many bytes of each category as it has events")
+
     @property
     def total_bytes(self) -> tuple[int, ...]:
         """The sum over the categories at each of `events`."""

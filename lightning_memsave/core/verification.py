@@ -32,7 +32,8 @@ class Verification:
     @property
     def largest_difference(self) -> float:
         """The largest of all."""
-        return max([self.loss_difference, *self.gradient_differences.values(), *self.buffer_differences.values()])
+        found = [self.loss_difference, *self.gradient_differences.values(), *self.buffer_differences.values()]
+        return math.nan if any(map(math.isnan, found)) else max(found)
 
     @property
     def holds(self) -> bool:

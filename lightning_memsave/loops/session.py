@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave.core.errors import add_note
 from lightning_memsave.core.report import Applied
 from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.loops.batch_cutter import BatchCutter
@@ -203,9 +204,10 @@ def _naming_the_setting(weights: Weights | None) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if weights is not None and any(word in str(error) for word in _OF_DTYPES):
-            error.add_note(
+            add_note(
+                error,
                 f"memsave: by `MemSave(precision=...)`, {weights.reason} and the step runs under autocast. Where an "
                 "operation takes no 16-bit numbers, give it `.float()` ones, or keep its module as it is: "
-                "`LowPrecision(keep_32bit=...)`."
+                "`LowPrecision(keep_32bit=...)`.",
             )
         raise

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_memsave.torch_internals.autograd_graph import unwatched
 from lightning_memsave.torch_internals.fake_tensors import is_fake, is_plain
 
-_PIECE = 2**14  # elements that are turned into float64 at once
+_PIECE = 2**14  # elements that are turned into float64 at once: sums of 32 bits err by more than rounding does
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.complex128: 1e-10, torch.complex64: 1e-4}
 _COARSE = 2e-2  # 16 bits; masks, of which rounding flips a few entries
 
@@ -36,14 +36,13 @@ def fingerprint(tensor: Tensor) -> Fingerprint | None:
         return None
     with torch.no_grad(), unwatched(), _disable_current_modes():  # the memory of a few numbers is not the step's
         values = tensor.detach()
-        values = torch.view_as_real(values) if values.is_complex() else values
+        values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values.resolve_neg()
         order = sorted(range(values.dim()), key=values.stride, reverse=True)  # as it lies in memory: no copy
         flat = values.permute(order).reshape(-1)
         if not len(flat):
             return 0.0, 0.0
-        is_wide = flat.dtype in (torch.float32, torch.float64)
-        if is_wide or flat.device.type != "cpu":  # kernels that take no memory, and give the same for the same
-            kind = None if is_wide else torch.float64
+        if flat.device.type != "cpu":  # kernels that take no memory, and give the same for the same
+            kind = torch.float64
             magnitude = torch.linalg.vector_norm(flat, 1, dtype=kind) if flat.is_floating_point() else flat.numel()
             return float(flat.sum(dtype=kind)), float(magnitude)
         wide = (piece.to(torch.float64) for piece in flat.split(_PIECE))
@@ -65,5 +64,7 @@ def is_near(first: Fingerprint, second: Fingerprint, dtype: torch.dtype, num_ele
     False
     """
     tolerance = _ROUNDING.get(dtype, _COARSE) / math.sqrt(max(1, num_elements))
+    if not all(map(math.isfinite, (*first, *second))):
+        return str(first) == str(second)
     apart = max(abs(first[0] - second[0]), abs(first[1] - second[1]))
     return not apart > tolerance * max(first[1], second[1])  # nor for what is not a number

@@ -161,7 +161,7 @@ class CallTracker(TorchFunctionMode):
 
     @contextmanager
     def unseen(self, name: str) -> Iterator[None]:
-        """CallTracker inside are not looked at: what they keep is kept for one function of that `name`."""
+        """Calls inside are not looked at: what they keep is kept for one function of that `name`."""
         if not is_innermost(self):
             yield
             return

@@ -73,6 +73,7 @@ class Randomness:
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy[1])
+            _latest.clear()  # its pair of normal numbers may be another, of the same bytes
         for generator, private_state in self._private:
             _set_state(generator, private_state)
 

@@ -13,7 +13,7 @@ from lightning_memsave.saved_tensors.randomness import generators_in
 
 
 class Group:
-    """CallTracker that are one region when they follow each other: an identity that the modules called have in common.
+    """Calls that are one region when they follow each other: an identity that the modules called have in common.
 
     Args:
         num_members: how many modules there are.

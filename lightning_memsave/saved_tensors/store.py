@@ -151,7 +151,7 @@ class SavedTensorStore:
         return torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
 
     def unseen(self, name: str) -> AbstractContextManager[None]:
-        """CallTracker inside are not looked at: what they keep is kept for one function of that `name`.
+        """Calls inside are not looked at: what they keep is kept for one function of that `name`.
 
         For compiled regions: a function mode that is active would be compiled into them.
         """

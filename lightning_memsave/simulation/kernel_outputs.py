@@ -31,6 +31,8 @@ def _with_float_statistics(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
 
 
 def _with_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    if not torch.is_grad_enabled():  # then the kernel keeps nothing
+        return out
     tensors = {index: a for index, a in enumerate(args) if isinstance(a, Tensor)}
     shapes = tuple((index, tuple(t.shape), t.dtype) for index, t in tensors.items())
     plain = tuple(
@@ -47,7 +49,7 @@ def _with_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
 @functools.cache
 def _workspace_bytes(func: Any, shapes: Any, plain: Any, num_steps: int) -> int:
     args: dict[int, Any] = {index: list(a) if isinstance(a, tuple) else a for index, a in plain}
-    with unset_fake_temporarily(), torch.enable_grad():  # without, the kernel keeps nothing
+    with unset_fake_temporarily(), torch.enable_grad():
         for index, shape, dtype in shapes:
             args[index] = torch.zeros((num_steps, *shape[1:]) if index == 0 else shape, dtype=dtype)
         out = func(*(args[index] for index in sorted(args)))

@@ -78,11 +78,20 @@ class FactsMode(TorchDispatchMode):
         if _follow(func, args, kwargs, out):
             return out
         rule = _RULES.get(func.overloadpacket)
+        if func._schema.is_mutable and not isinstance(out, Tensor):  # of lists, for example
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and is_fake(leaf):
+                    note(leaf, UNKNOWN)
         if isinstance(out, Tensor) and is_fake(out) and (rule is not None or func._schema.is_mutable):
             facts = UNKNOWN if rule is None else rule(args, kwargs)
-            is_part = func._schema.is_mutable and out.nbytes < out.untyped_storage().nbytes()
-            note(out, _union(facts, facts_of(out)) if is_part else facts)
+            _note(func, out, facts)
         return out
+
+
+def _note(func: Any, out: Tensor, facts: Facts) -> None:
+    """Note facts of an output; an edit of a part leaves the rest of its storage as it was."""
+    is_part = func._schema.is_mutable and out.nbytes < out.untyped_storage().nbytes()
+    note(out, _union(facts, facts_of(out)) if is_part else facts)
 
 
 def _uncached(func: Any, args: Any, kwargs: Any) -> Any:
@@ -102,7 +111,8 @@ def note_values(fake: Tensor, real: Tensor) -> None:
     if is_fake(real):
         note(fake, facts_of(real))
         if (values := _values_of(real)) is not None:
-            _values[fake] = values.clone()
+            with unset_fake_temporarily():
+                _values[fake] = values.clone()
         return
     if real.device.type == "meta" or real.dtype.is_floating_point or real.dtype.is_complex:
         return
@@ -137,7 +147,7 @@ def _follow(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
         for fake, values in zip(outputs, (v for v in tree_leaves(real) if isinstance(v, Tensor)), strict=True):
             _values[fake] = values
             if not func.is_view:
-                note(fake, _facts_in(values))
+                _note(func, fake, _facts_in(values))
     return True
 
 
@@ -180,7 +190,8 @@ def _read(func: Any, tensor: Tensor) -> Any:
             return values.item()
     facts = facts_of(tensor)
     if facts.low is not None and facts.low == facts.high:
-        return bool(facts.low) if tensor.dtype == torch.bool else facts.low
+        kind = bool if tensor.dtype == torch.bool else float if tensor.dtype.is_floating_point else int
+        return kind(facts.low)
     try:
         return func(tensor)
     except DataDependentOutputException:
@@ -267,6 +278,11 @@ def _union(first: Facts, second: Facts) -> Facts:
     )
 
 
+def _padded(args: Any, kwargs: Any) -> Facts:
+    value = args[2] if len(args) > 2 else 0
+    return _either(args[0], value if args[0].dtype.is_floating_point else int(value))  # it comes as a float
+
+
 def _randint(args: Any, kwargs: Any) -> Facts:
     low, high = (0, args[0]) if isinstance(args[1], (list, tuple)) else args[:2]
     return Facts(low, high - 1)
@@ -306,7 +322,7 @@ def _negated(args: Any, kwargs: Any) -> Facts:
 def _reduced(args: Any, kwargs: Any) -> Facts:
     """`all` and `any`: told where all elements agree."""
     facts = facts_of(args[0])
-    if facts.low is not None and facts.high is not None:
+    if facts.low is not None and facts.high is not None and args[0].numel():
         if facts.low > 0 or facts.high < 0:
             return Facts(1, 1, 1)
         if facts.low == facts.high == 0:
@@ -338,7 +354,7 @@ _RULES: Mapping[Any, _Rule] = {
     **dict.fromkeys((aten.sub, aten.sub_), _shifted(-1)),
     aten.where: lambda args, kwargs: _either(*args[1:]),
     **dict.fromkeys((aten.masked_fill, aten.masked_fill_), lambda args, kwargs: _either(args[0], args[2])),
-    aten.constant_pad_nd: lambda args, kwargs: _either(args[0], args[2] if len(args) > 2 else 0),
+    aten.constant_pad_nd: _padded,
     aten.cat: lambda args, kwargs: _either(*args[0]),
     aten.stack: lambda args, kwargs: _either(*args[0]),
     aten.eq: _compared(_equal),

@@ -55,9 +55,10 @@ class MemSaveMixin(Strategy):
         """Take the model, and see to it that a fit has a `MemSave` among its callbacks."""
         super().connect(model)
         trainer, kind = getattr(model, "_trainer", None), self.callback_class
-        if trainer is not None and trainer.state.fn == "fit" and kind is not None and not trainer.barebones:
-            if not any(isinstance(callback, kind) for callback in callbacks_of(trainer)):
-                callbacks_of(trainer).insert(0, kind())
+        if trainer is None or kind is None or trainer.state.fn != "fit" or trainer.barebones:
+            return
+        if not any(isinstance(callback, kind) for callback in callbacks_of(trainer)):
+            callbacks_of(trainer).insert(0, kind())
 
     def setup(self, trainer: L.Trainer) -> None:
         """Set up model and optimizers with what the recipe says."""

@@ -43,7 +43,7 @@ class Facts(NamedTuple):
 
 
 UNKNOWN = Facts()
-_facts: dict[int, tuple[weakref.ref[torch.UntypedStorage], Facts]] = {}
+_facts: dict[int, tuple[weakref.ref[torch.UntypedStorage], torch.dtype, Facts]] = {}
 _num_set = WeakIdKeyDictionary()
 
 
@@ -75,19 +75,34 @@ def with_values(function: Callable[[], T]) -> T:
 
 
 def note(tensor: Tensor, facts: Facts) -> None:
-    """Remember what is known of the values of a fake tensor, until its storage dies."""
-    storage = tensor.untyped_storage()
+    """Remember what is known of the values of a fake tensor, in its dtype, until its storage dies."""
+    storage, facts = tensor.untyped_storage(), _that_fit(facts, tensor.dtype)
     address = storage._cdata
     if facts == UNKNOWN:
         _facts.pop(address, None)
     else:
-        _facts[address] = weakref.ref(storage, lambda _: _facts.pop(address, None)), facts
+        _facts[address] = weakref.ref(storage, lambda _: _facts.pop(address, None)), tensor.dtype, facts
+
+
+def _that_fit(facts: Facts, dtype: torch.dtype) -> Facts:
+    """Return facts of numbers once they are of a dtype: booleans are 0 or 1, and integers that are too large wrap."""
+    low, high = facts.low, facts.high
+    if low is None or high is None:
+        return facts
+    if dtype == torch.bool:
+        is_true = low > 0 or high < 0
+        return Facts(1, 1, 1) if is_true else Facts(0, 0, 1) if low == high == 0 else Facts(0, 1, facts.num_values)
+    if not dtype.is_floating_point and not dtype.is_complex:
+        info = torch.iinfo(dtype)
+        if low < info.min or high > info.max:
+            return Facts(num_values=facts.num_values)
+    return facts
 
 
 def facts_of(tensor: Tensor) -> Facts:
-    """Return what was noted of the storage of a fake tensor."""
+    """Return what was noted of the storage of a fake tensor; nothing where it is seen as another dtype."""
     noted = _facts.get(tensor.untyped_storage()._cdata)
-    return UNKNOWN if noted is None or noted[0]() is None else noted[1]
+    return UNKNOWN if noted is None or noted[0]() is None or noted[1] != tensor.dtype else noted[2]
 
 
 def integer_range(tensor: Tensor) -> tuple[int, int]:

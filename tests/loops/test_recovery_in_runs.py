@@ -12,7 +12,7 @@ from lightning_memsave.core.errors import NotLosslessWarning
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.loops import recovery
 from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError
-from lightning_memsave.loops.recovery import Recovery
+from lightning_memsave.loops.recovery import RecoveryPolicy
 from lightning_memsave.measuring.ledger import Measurement
 from tests.loops.recovery_runs import Deterministic, limited, train
 from tests.loops.test_recovery import QUIET, Net
@@ -122,7 +122,7 @@ def test_growth_leaves_head_room(monkeypatch):
     monkeypatch.setattr(
         recovery, "read_peak", lambda device: type("Bytes", (), {"allocated_bytes": now["peak"], "reserved_bytes": 0})
     )
-    grower = Recovery(Microbatching(growth_interval=1, headroom_fraction=0.1))
+    grower = RecoveryPolicy(Microbatching(growth_interval=1, headroom_fraction=0.1))
     grower.limit_elements = 4.0
     batch, device = torch.zeros(8, 2), torch.device("cpu")
     now["peak"] = 501  # 100 before the step and 401 in it: 902 with twice as much
@@ -161,7 +161,7 @@ def test_a_limit_in_bytes_holds_without_an_error_of_the_device():
 
 @pytest.mark.parametrize(("weights", "expected"), [(900, 4.0), (1100, None)])
 def test_nothing_is_cut_for_a_limit_below_what_the_model_takes_itself(weights, expected):
-    recovery = Recovery(Microbatching(max_bytes=1000))
+    recovery = RecoveryPolicy(Microbatching(max_bytes=1000))
     by_category = {**dict.fromkeys(CATEGORIES, 0), "weights": weights, "activations": 500}
     step = Measurement(peak_bytes=weights + 500, by_category=by_category)
     assert recovery.measured(None, torch.zeros(8, 2), step) == (expected is not None)
@@ -169,7 +169,7 @@ def test_nothing_is_cut_for_a_limit_below_what_the_model_takes_itself(weights, e
 
 
 def test_growth_respects_the_limit_in_bytes():
-    grower = Recovery(Microbatching(max_bytes=1000, growth_interval=1))
+    grower = RecoveryPolicy(Microbatching(max_bytes=1000, growth_interval=1))
     grower.limit_elements = 4.0
     batch, device = torch.zeros(8, 2), torch.device("cpu")
     grower.succeed(batch, 4, device, None)

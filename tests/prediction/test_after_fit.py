@@ -152,7 +152,8 @@ def test_the_box_shows_the_report_and_can_be_switched_off(patient, info, capsys)
     assert "lightning-memsave" not in capsys.readouterr().out
 
 
-def test_the_box_is_silent_where_the_log_of_lightning_is(patient, capsys):
+def test_the_box_is_silent_where_the_log_of_lightning_is(patient, info, capsys):
+    rank_zero.log.setLevel(logging.ERROR)
     fit(MemSave(microbatch=8))
     assert capsys.readouterr().out == ""
 

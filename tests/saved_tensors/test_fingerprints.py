@@ -79,9 +79,26 @@ def test_a_flipped_sign_is_noticed_where_magnitudes_are_the_same():
     assert not is_near(fingerprint(x), fingerprint(-x), x.dtype, 1000)
 
 
-def test_what_is_not_a_number_is_near_anything():
-    x = torch.tensor([1.0, math.nan])
-    assert is_near(fingerprint(x), fingerprint(torch.ones(2)), x.dtype, 2)
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_near_its_like_alone(number):
+    x = torch.tensor([1.0, number])
+    assert is_near(fingerprint(x), fingerprint(x.clone()), x.dtype, 2)
+    assert not is_near(fingerprint(x), fingerprint(torch.ones(2)), x.dtype, 2)
+    assert not is_near(fingerprint(torch.ones(2)), fingerprint(x), x.dtype, 2)
+
+
+@pytest.mark.parametrize("num_elements", [10**4, 10**6, 10**7])
+def test_rounding_and_another_order_are_no_difference(num_elements):
+    x = torch.rand(num_elements)
+    rounded = x * (1 + 6e-8 * torch.randn(num_elements))
+    assert is_near(fingerprint(x), fingerprint(rounded), x.dtype, num_elements)
+    assert is_near(fingerprint(x), fingerprint(x[torch.randperm(num_elements)]), x.dtype, num_elements)
+
+
+def test_conjugated_and_negated_tensors_are_seen_as_their_values():
+    x = torch.randn(10, dtype=torch.complex64)
+    assert fingerprint(x.conj()) == fingerprint(x.conj().resolve_conj())
+    assert fingerprint(x.conj().imag) == fingerprint(x.conj().imag.resolve_neg())
 
 
 def test_no_mode_sees_a_fingerprint_being_taken():

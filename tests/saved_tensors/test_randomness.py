@@ -112,3 +112,18 @@ def test_a_generator_is_what_has_a_state_that_can_be_kept():
     assert all(map(is_generator, PRIVATE))
     for other in (random.SystemRandom(), np.random, torch, random, 3, iter([1])):
         assert not is_generator(other)
+
+
+def test_half_of_a_pair_of_normal_numbers_comes_back_with_the_state_it_was_in():
+    np.random.seed(0)  # noqa: NPY002  # the global generator is meant
+    draw = np.random.randn
+    draw()
+    first = Randomness([])
+    second_number = draw()
+    Randomness([])
+    first.restore()
+    again = Randomness([])
+    assert first.equals(again)
+    assert draw() == second_number
+    again.restore()
+    assert draw() == second_number

@@ -96,3 +96,10 @@ def test_of_long_inputs_the_workspace_grows_evenly(monkeypatch):
     page = 4096
     assert abs(made[-1][1] - real[-1][1]) <= 8 * page
     assert made[:-1] == real[:-1]
+
+
+def test_a_recurrent_layer_keeps_no_workspace_without_gradients():
+    model, x = nn.LSTM(8, 8), torch.randn(5, 3, 8)
+    with torch.no_grad():
+        real, fake = real_and_fake(model, x)
+    assert [each for each in real[0] if each[1]] == [each for each in fake[0] if each[1]]

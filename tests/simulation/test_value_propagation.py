@@ -52,7 +52,7 @@ def test_values_that_follow_from_the_batch_are_the_real_ones(name):
         assert made.tolist() == real.tolist()
         assert bool((made == made.clone()).all())
         assert torch.equal(made, made.clone())
-        if made.dtype == torch.int64 and name != "through a view":
+        if made.dtype == torch.int64:
             assert integer_range(made)[0] <= int(real.min()) <= int(real.max()) <= integer_range(made)[1]
     assert torch.equal(x, ids())
 
@@ -269,3 +269,55 @@ def test_comparisons_with_a_number_are_known_where_they_cannot_differ(low, width
     assert known >= results
     if compare not in ("eq", "ne"):
         assert known == results
+
+
+# ---------------------------------------------------------------------- dtypes, lists and edits of parts
+LARGE = 2**21  # elements: more than are followed one by one
+
+
+def test_integers_that_wrap_have_no_known_range():
+    with fake_tensors(nn.Identity()):
+        wrapped = torch.randint(0, 256, (10,), dtype=torch.uint8) + 10
+        assert integer_range(wrapped) == (0, 255)
+        assert integer_range(torch.randint(0, 300, (10,)).to(torch.uint8)) == (0, 255)
+        assert integer_range(torch.randint(0, 200, (10,)).to(torch.uint8)) == (0, 199)
+
+
+def test_a_cast_to_booleans_is_of_what_is_not_zero():
+    with fake_tensors(nn.Identity()):
+        x = torch.randint(2, 8, (10,))
+        assert not bool((~x.bool()).any())
+        assert bool(torch.full((LARGE,), 5, dtype=torch.bool)[0])
+        assert integer_range(torch.full((LARGE,), 5, dtype=torch.bool).long()) == (1, 1)
+
+
+def test_an_edit_of_a_list_of_tensors_ends_what_was_known_of_them():
+    with fake_tensors(nn.Identity()):
+        z = torch.zeros(LARGE, dtype=torch.int64)
+        torch._foreach_add_([z], 5)
+        with pytest.raises(ReadsValueError):
+            z[0].item()
+
+
+def test_a_number_is_read_in_its_dtype():
+    with fake_tensors(nn.Identity()):
+        one = torch.ones(LARGE)
+        assert one[0].item() == 1.0
+        assert isinstance(one[0].item(), float)
+        with pytest.raises(ReadsValueError):
+            one.view(torch.int32)[0].item()
+
+
+def test_none_of_no_elements_is_true():
+    with fake_tensors(nn.Identity()), pytest.raises(ReadsValueError):
+        bool(torch.randint(1, 5, (LARGE, 0)).any())
+
+
+def test_padding_with_a_number_keeps_a_range():
+    with fake_tensors(nn.Identity()):
+        assert integer_range(F.pad(torch.randint(3, 9, (40,)), (2, 2))) == (0, 8)
+
+
+def test_values_of_a_tensor_that_is_made_among_fakes_are_followed():
+    with fake_tensors(nn.Identity()) as fake:
+        assert (fake(torch.tensor([[5, 0]])) + 1).tolist() == [[6, 1]]

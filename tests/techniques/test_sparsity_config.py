@@ -39,7 +39,7 @@ def test_a_pattern_that_stays_has_no_schedule():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"every": 0}, "UpdateSchedule.every` must be at least 1"),
+        ({"every": 0}, "UpdateSchedule.every` must be a positive integer"),
         ({"fraction": 0.0}, "UpdateSchedule.fraction` must be between 0 and 1"),
         ({"fraction": 1.0}, "UpdateSchedule.fraction` must be between 0 and 1"),
         ({"fraction": float("nan")}, "UpdateSchedule.fraction` must be between 0 and 1"),

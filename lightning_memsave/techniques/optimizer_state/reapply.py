@@ -80,7 +80,7 @@ def check_replaceable(optimizer: torch.optim.Optimizer, config: OptimizerState) 
     raise setting_error(
         "optimizer_state",
         f"cannot change on an optimizer {reason}",
-        f"{config.format!r} instead of {format_of(optimizer)!r}",
+        f"{config.format} instead of {format_of(optimizer)}",
         remedy,
     )
 

@@ -29,11 +29,13 @@ class UpdateSchedule:
     """When updates end: a number of steps (an integer), or a fraction of the run (a float)."""
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise setting_error("UpdateSchedule.every", "must be at least 1", self.every, "Count optimizer steps.")
+        if type(self.every) is not int or self.every < 1:
+            raise setting_error(
+                "UpdateSchedule.every", "must be a positive integer", self.every, "Count optimizer steps."
+            )
         if not 0 < self.fraction < 1:
             raise setting_error("UpdateSchedule.fraction", "must be between 0 and 1", self.fraction, "Try 0.3.")
-        if self.until <= 0 or (isinstance(self.until, float) and self.until > 1):
+        if not self.until > 0 or (isinstance(self.until, float) and self.until > 1):
             raise setting_error(
                 "UpdateSchedule.until",
                 "must be a positive number of steps, or a fraction of the run up to 1.0",
