@@ -143,7 +143,7 @@ class _Foreign:
 
 @contextmanager
 def rebuilding_weights() -> Iterator[None]:
-    """Inside, no dense weight is kept; what else is kept goes where it would have gone."""
+    """Keep no dense weight for backward while entered; what else is kept goes where it would have gone."""
     if not torch.is_grad_enabled():
         yield
         return

@@ -55,7 +55,6 @@ from lightning_memsave.techniques.optimizer_state.moment_codecs import codec_of
 from lightning_memsave.techniques.optimizer_state.optimizer_accumulation import check_into_state
 from lightning_memsave.techniques.optimizer_state.optimizer_mapping import check_paged, find_mapping, is_8bit
 from lightning_memsave.techniques.optimizer_state.paged import pages_kept
-from lightning_memsave.techniques.optimizer_state.param_filter import parameters_kept_32bit
 from lightning_memsave.techniques.optimizer_state.quantized import (
     check_quantizable,
     dequantize_state,
@@ -74,7 +73,7 @@ from lightning_memsave.techniques.optimizer_state.reapply import (
     memory,
 )
 from lightning_memsave.techniques.optimizer_state.state_checks import check_whole
-from lightning_memsave.techniques.optimizer_state.state_config import OptimizerState
+from lightning_memsave.techniques.optimizer_state.state_config import OptimizerState, parameters_kept_32bit
 from lightning_memsave.techniques.optimizer_state.state_dict_layout import (
     decoded_state_dict,
     for_adafactor,

@@ -10,7 +10,7 @@ memory: R * M for each.
 
 Loss class: `changed`: weights move along each step's gradient, of which only the length is the optimizer's.
 
-Source: Zhu et al., "APOLLO: SGD-like QuantizedState, AdamW-level Performance", 2024 (https://arxiv.org/abs/2412.05270).
+Source: Zhu et al., "APOLLO: SGD-like Memory, AdamW-level Performance", 2024 (https://arxiv.org/abs/2412.05270).
 Different: signs for normal numbers (Achlioptas, "Database-friendly random projections", 2003); the factor sqrt(N / R)
 at every rank, which makes steps as long as the optimizer's own, so that its learning rate goes on to be right (the
 paper: 1 at R = N / 4, sqrt(128) at R = 1); lengths of G itself, which is at hand, where the paper divides by those of

@@ -8,7 +8,7 @@ State: R * M for each moment and N * R for P, instead of N * M for each moment.
 
 Loss class: `changed`: what lies outside of the subspace is not learned until the subspace turns.
 
-Source: Zhao et al., "GaLore: QuantizedState-Efficient LLM Training by Gradient Low-Rank Projection", 2024
+Source: Zhao et al., "GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection", 2024
 (https://arxiv.org/abs/2403.03507). Different: singular vectors by subspace iteration from a hashed start (Halko,
 Martinsson, Tropp, 2011, https://arxiv.org/abs/0909.4061), any optimizer inside, weight decay outside of the subspace,
 and no factor alpha: the learning rate is the optimizer's.

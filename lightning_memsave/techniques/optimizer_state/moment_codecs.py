@@ -20,7 +20,7 @@ element goes from step to step by the golden ratio, so that it is spread evenly,
 the error after 200 steps of fixed gradients falls by a fifth to a third. Each rounding is right on average over the
 elements, but no longer independent of the last: a moment that follows slowly is off by a part of a code's distance.
 
-Sources: Dettmers et al., 2021 (https://arxiv.org/abs/2110.02861) for blocks; Li, Chen, Zhu, "QuantizedState Efficient
+Sources: Dettmers et al., 2021 (https://arxiv.org/abs/2110.02861) for blocks; Li, Chen, Zhu, "Memory Efficient
 Optimizers with 4-bit States", 2023 (https://arxiv.org/abs/2309.01507) for leaving out zero, and for 4 bits beside means
 ("4-bit Factor"); Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (https://arxiv.org/abs/2209.05433);
 Shazeer, Stern, "Adafactor", 2018 (https://arxiv.org/abs/1804.04235) for the means, of which the second moment is their

@@ -23,7 +23,7 @@ then only moves the parameters. What that changes, with microbatch gradients g_1
 
 Low-bit moments are rounded once per microbatch (and second ones once more) instead of once per step, stochastically.
 
-Sources: Zhang et al., "Adam Accumulation to Reduce QuantizedState Footprints of both Activations and Gradients for
+Sources: Zhang et al., "Adam Accumulation to Reduce Memory Footprints of both Activations and Gradients for
 Large-scale DNN Training", 2023 (https://arxiv.org/abs/2305.19982) for moments instead of gradients; Alon, Matias,
 Szegedy, "The Space Complexity of Approximating the Frequency Moments", 1996 (https://doi.org/10.1145/237814.237823) for
 the signs; Deming, Stephan, 1940 (https://doi.org/10.1214/aoms/1177731829) for the fitting. Ours: signs for the second

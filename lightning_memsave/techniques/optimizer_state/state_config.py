@@ -1,4 +1,4 @@
-"""The settings of lean optimizer state."""
+"""The settings of lean optimizer state, and the parameters whose state they leave as it is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
+from torch import Tensor, nn
+
 from lightning_memsave.core.errors import check_unused, setting_error
-from lightning_memsave.core.selection import Selector, as_selectors
+from lightning_memsave.core.selection import Selector, as_selectors, is_norm, select
 
 FirstMoment = Literal["8bit", "5bit", "4bit", "fp8", "32bit"]
 SecondMoment = Literal["8bit", "4bit", "fp8", "32bit", "factored"]
@@ -191,3 +194,34 @@ def _whole(settings: Mapping[str, Any]) -> tuple[str, str, str, str | None]:
     is_elsewhere = placement != "device" or projection is not None
     first = settings.get("first_moment") or ("32bit" if is_elsewhere else "8bit")
     return first, settings.get("second_moment") or first, placement, projection
+
+
+_MUST_MOVE = ("offload",)  # whatever it belongs to, as nothing is rounded
+
+
+def parameters_kept_32bit(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> set[Tensor]:
+    """Return the parameters that are small, complex, or of a module that `config` names.
+
+    Of the whole model: what is unfrozen later comes into the optimizer then (`add_param_group`).
+
+    Raises:
+        ValueError: a selector that matches no module.
+    """
+    parameters = [*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
+    kept: set[Tensor] = {p for p in parameters if p.numel() < config.min_size or p.is_complex()}
+    for module in select("OptimizerState.keep_32bit", config.keep_32bit, model):
+        kept.update(module.parameters())
+    if config.format in _MUST_MOVE:
+        return kept
+    heads = _output_embeddings(model)
+    for module in model.modules():
+        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module in heads
+        if (is_norm(module) and config.keep_norms_32bit) or (is_embedding and config.keep_embeddings_32bit):
+            kept.update(module.parameters(recurse=False))
+    return kept
+
+
+def _output_embeddings(model: nn.Module) -> set[nn.Module]:
+    """Return the heads that the models of `transformers` inside of `model` name: one score for each row of a table."""
+    named = (getattr(module, "get_output_embeddings", None) for module in model.modules())
+    return {head for find in named if callable(find) and isinstance(head := find(), nn.Module)}
