@@ -13,6 +13,7 @@ from benchmarks.tables import compatibility_tables, planner_tables, record_table
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"demo": technique_tables.demo, "record": record_tables.headline},
+    "docs/index.md": {"demo": technique_tables.demo},
     "docs/techniques/activation_compression.md": {
         "measured": technique_tables.activations,
         "codecs": technique_tables.codecs,
