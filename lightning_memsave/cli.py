@@ -1,11 +1,10 @@
-"""The command line: parse, call, print."""
+"""The commands: call, print. Their arguments are read in `lightning_memsave_cli`, which imports nothing heavy."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -14,89 +13,21 @@ from typing import Any
 from lightning_memsave.core.errors import setting_error
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `lightning-memsave`; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="lightning-memsave", description="Train in a fraction of the memory.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="train WideResNet-28-2 with and without memory saving, and compare")
-    demo.add_argument("--out", type=Path, default=Path("memsave-demo"), help="where results go (default: %(default)s)")
-    demo.add_argument("--data-dir", type=Path, help="CIFAR-10's binary version (default: scikit-learn's digits)")
-    demo.add_argument("--epochs", type=int, default=3, help="passes over the data (default: %(default)s)")
-    demo.add_argument("--batch-size", type=int, default=100, help="samples per step (default: %(default)s)")
-    demo.add_argument("--seed", type=int, default=0, help="of weights, split and order (default: %(default)s)")
-    demo.add_argument("--no-wandb", dest="wandb", action="store_false", help="do not write offline W&B runs")
-    demo.set_defaults(run=_demo)
-    compare = commands.add_parser("compare", help="hold the memory and the quality of runs against each other")
-    compare.add_argument(
-        "runs", nargs="+", type=Path, help="W&B run folders, Lightning CSV folders, JSON; first: baseline"
-    )
-    compare.add_argument("--out", type=Path, help="write one HTML page that needs no network")
-    compare.add_argument("--metric", help="what quality is (default: an accuracy or a loss that was logged)")
-    compare.add_argument("--better", choices=("higher", "lower"), help="which way (default: as its name says)")
-    compare.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    compare.set_defaults(run=_compare)
-    dashboard = commands.add_parser("dashboard", help="save a W&B workspace for the runs of a project")
-    dashboard.add_argument("target", metavar="ENTITY/PROJECT")
-    dashboard.add_argument("--metric", default="test/accuracy", help="what quality is (default: %(default)s)")
-    dashboard.add_argument("--json", type=Path, metavar="FILE", help="write the specification; needs no network")
-    dashboard.set_defaults(run=_dashboard)
-    check = commands.add_parser("verify", help="compare a training step of your module with and without memory saving")
-    check.add_argument("module", metavar="MODULE:CLASS", help="a LightningModule, or what makes it")
-    check.add_argument("--batch", required=True, metavar="MODULE:NAME", help="a batch, a loader, or a function of one")
-    check.add_argument("--recipe", default="lossless", help="as `MemSave(recipe)` (default: %(default)s)")
-    _add_slots(check)
-    check.add_argument("--seed", type=int, default=0, help="of both steps (default: %(default)s)")
-    check.set_defaults(run=_verify)
-    plan = commands.add_parser("plan", help="predict the memory of a training step of your module")
-    plan.add_argument(
-        "module", nargs="?", metavar="MODULE:CLASS", help="a LightningModule, or what makes it without arguments"
-    )
-    plan.add_argument("--batch", metavar="MODULE:NAME", help="a batch, a loader, or a function of one")
-    plan.add_argument("--config", type=Path, metavar="FILE", help="of LightningCLI: model, data, precision, MemSave")
-    plan.add_argument("--recipe", help="as `MemSave(recipe)` (default: lossless)")
-    plan.add_argument("--budget", metavar="SIZE", help="as `MemSave(budget)`: plan, and predict a step under the plan")
-    _add_slots(plan)
-    plan.add_argument("--trainer-precision", help="as `Trainer(precision=...)`, for example bf16-mixed")
-    plan.add_argument("--strategy", help="as `Trainer(strategy=...)`, for example ddp")
-    plan.add_argument("--devices", type=int, help="of the run, of which one process is predicted (default: 1)")
-    plan.add_argument("--num-nodes", type=int, help="of the run (default: 1)")
-    plan.add_argument("--target", choices=("cpu", "cuda"), default="cpu", help="of which device (default: %(default)s)")
-    plan.add_argument(
-        "--device-memory", metavar="SIZE", help="what it must fit in, for example 8GiB; exit status 1 if not"
-    )
-    plan.add_argument(
-        "--largest",
-        metavar="NAME",
-        help="find the largest batch that fits in --device-memory (`batch`), or the largest value of an argument of "
-        "the function that makes the batch or the model, such as a length or a depth",
-    )
-    plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    plan.add_argument("--figure", type=Path, metavar="FILE", help="write the timeline as an HTML page")
-    plan.set_defaults(run=_plan)
-    options = vars(parser.parse_args(arguments))
-    command, run = options.pop("command"), options.pop("run")
+def run(command: str, options: dict[str, Any]) -> int:
+    """Run a command, with what `lightning_memsave_cli` has read for it; returns the exit status."""
+    commands: dict[str, Callable[..., int | None]] = {
+        "demo": _demo,
+        "compare": _compare,
+        "dashboard": _dashboard,
+        "verify": _verify,
+        "plan": _plan,
+    }
     try:
         with _current_folder():  # whatever is called there may import from it
-            return run(**options) or 0
-    except ModuleNotFoundError as error:
-        # Lightning gives its own such errors no name. Others may be about a module of the user's.
-        extra = _EXTRAS.get(command)
-        is_extra = extra is not None and (error.name is None or error.name.partition(".")[0] in extra)
-        remedy = f" `{command}` needs its extra: pip install 'lightning-memsave[{command}]'" if is_extra else ""
-        print(f"error: {error}.{remedy}", file=sys.stderr)
-        return 2
-    except ValueError as error:
+            return commands[command](**options) or 0
+    except (ModuleNotFoundError, ValueError) as error:  # the first is of a module of the user's
         print(f"error: {error}", file=sys.stderr)
         return 2
-
-
-_EXTRAS = {
-    "compare": ("plotly",),
-    "dashboard": ("wandb_workspaces",),
-    "demo": ("sklearn", "matplotlib", "plotly", "wandb_workspaces"),
-    "plan": ("jsonargparse", "plotly"),
-}
-"""What each command imports that only its extra installs."""
 
 
 def _demo(**options: Any) -> None:
@@ -124,7 +55,7 @@ def _compare(runs: Sequence[Path], out: Path | None, metric: str | None, better:
         print(f"Page: {out.resolve()}", file=sys.stderr)
 
 
-def _dashboard(target: str, metric: str, json: Path | None) -> None:
+def _dashboard(target: str, metric: str | None, json: Path | None) -> None:
     from lightning_memsave.reporting.dashboard import build_workspace, save_workspace, write_workspace
 
     workspace = build_workspace(target, metric)
@@ -141,14 +72,11 @@ def _verify(module: str, batch: str, seed: int, recipe: str, **slots: Any) -> in
     from lightning_memsave.callbacks import MemSave
     from lightning_memsave.reporting.console import print_verification
 
-    result = verify(_made(_named(module)), _made(_named(batch)), MemSave(recipe, **slots), seed=seed)
+    first, data_module = _first_batch(_named(batch))
+    memsave = MemSave(recipe, **_values(slots))
+    result = verify(_made(_named(module)), first, memsave, seed=seed, data_module=data_module)
     print_verification(result, Console())
     return 0 if result.holds else 1
-
-
-def _add_slots(command: argparse.ArgumentParser) -> None:
-    for slot in ("sparsity", "precision", "microbatch", "activations", "checkpointing", "optimizer-state"):
-        command.add_argument(f"--{slot}", type=_value, help=f"as `MemSave({slot.replace('-', '_')}=...)`")
 
 
 _PLANNED_FOR: dict[str, tuple[Any, ...]] = {
@@ -190,8 +118,9 @@ def _plan(
         raise setting_error("--largest", "needs --device-memory", largest, "For example `--device-memory 8GiB`.")
     given = {"precision": trainer_precision, "strategy": strategy, "devices": devices, "num_nodes": num_nodes}
     given = {"target": target, **{name: value for name, value in given.items() if value is not None}}
-    model, samples, settings, techniques = _subject(module, batch, config, recipe, {"budget": budget, **slots}, given)
-    predictor = Predictor(model, _made(samples), **settings)
+    slots = {"budget": budget, **_values(slots)}
+    model, samples, first, settings, techniques = _subject(module, batch, config, recipe, slots, given)
+    predictor = Predictor(model, first, **settings)
     prediction = predictor(techniques)
     fits = None if device_bytes is None else prediction.fits(device_bytes)
     data = {**prediction.as_dict(), "device_bytes": device_bytes, "fits": fits}
@@ -204,10 +133,10 @@ def _plan(
     if json:
         print(json_module.dumps(data))
     else:
-        print_prediction(prediction, Console(), device_bytes)
         if largest is not None:
             unit = " samples" if largest == "batch" else ""
             print(f"largest {largest} that fits: {data[f'largest_{largest}']}{unit}")
+        print_prediction(prediction, Console(), device_bytes)
     if figure is not None:
         print(f"Figure: {write_figure(prediction, figure).resolve()}", file=sys.stderr)
     return 1 if device_bytes is not None and fits is not True else 0
@@ -220,8 +149,11 @@ def _subject(
     recipe: str | None,
     slots: dict[str, Any],
     given: dict[str, Any],
-) -> tuple[Any, Any, dict[str, Any], Any]:
-    """Return the model or what makes it, the same of the batch, arguments of `Trainer`, and what is switched on."""
+) -> tuple[Any, Any, Any, dict[str, Any], Any]:
+    """Return the model or what makes it, the same of the batch, a batch, settings, and what is switched on.
+
+    The settings are those of the predictor: arguments of `Trainer`, and the data module.
+    """
     from lightning_memsave.api import plan_training
     from lightning_memsave.callbacks import MemSave
     from lightning_memsave.prediction.simulated_process_group import num_processes_of
@@ -240,9 +172,11 @@ def _subject(
         if found is None:
             raise setting_error(name, "must be given", None, "Name one, or a `--config` that has it.")
     settings |= given
+    first, data_module = _first_batch(samples)
+    settings.setdefault("data_module", data_module)
     memsave = MemSave(recipe or "lossless", **slots) if memsave is None or recipe else _besides(memsave, slots)
     if memsave.budgeted is None:
-        return model, samples, settings, memsave.recipe
+        return model, samples, first, settings, memsave.recipe
     for name, plain in _PLANNED_FOR.items():
         if (value := settings.get(name)) is not None and value not in plain:
             rule = f"is planned here for a CPU in the module's own precision, not with another {name}"
@@ -251,9 +185,9 @@ def _subject(
     if (num := num_processes_of(settings)) > 1:
         remedy = "The run plans for all of them itself: start it, or name techniques instead of a budget."
         raise setting_error("devices", "must be 1 where a budget is to be planned before the run", num, remedy)
-    plan = plan_training(_made(model), _made(samples), memsave)
+    plan = plan_training(_made(model), first, memsave)
     print(plan, file=sys.stderr)
-    return model, samples, settings, plan.as_recipe()
+    return model, samples, first, settings, plan.as_recipe()
 
 
 def _besides(memsave: Any, slots: dict[str, Any]) -> Any:
@@ -265,25 +199,33 @@ def _besides(memsave: Any, slots: dict[str, Any]) -> Any:
 
 
 def _made(found: Any) -> Any:
-    """Return the value, called if it can be; of a loader, its first batch."""
+    """Return the value, called if it can be."""
+    from torch import nn
+
+    return found() if callable(found) and not isinstance(found, nn.Module) else found
+
+
+def _first_batch(found: Any) -> tuple[Any, Any]:
+    """Return a batch: the value, or the first of a loader or of a LightningDataModule, which comes second."""
     from torch import nn
     from torch.utils.data import DataLoader
 
-    if callable(found) and not isinstance(found, nn.Module):
-        found = found()
-    return next(iter(found)) if isinstance(found, DataLoader) else found
+    from lightning_memsave.api.cli_config import first_batch
+
+    made = _made(found)
+    if hasattr(made, "train_dataloader") and not isinstance(made, nn.Module):  # of either Lightning
+        return first_batch(made), made
+    return next(iter(made)) if isinstance(made, DataLoader) else made, None
 
 
 def _maker(found: Any) -> Any:
     """Return what makes a batch, with the arguments of `found`; the batch itself where nothing makes it."""
-    from torch import nn
-
-    if not callable(found) or isinstance(found, nn.Module):
-        return _made(found)
+    if not callable(found):
+        return _first_batch(found)[0]
 
     @functools.wraps(found)
     def make(*args: Any, **kwargs: Any) -> Any:
-        return _made(found(*args, **kwargs))
+        return _first_batch(found(*args, **kwargs))[0]
 
     return make
 
@@ -309,6 +251,10 @@ def _current_folder() -> Iterator[None]:
         sys.path.remove("")
 
 
+def _values(slots: dict[str, str | None]) -> dict[str, Any]:
+    return {name: None if text is None else _value(text) for name, text in slots.items()}
+
+
 def _value(text: str) -> Any:
     """Return a number, a name, names with commas, true or false, as a slot of `MemSave` takes it.
 
@@ -323,7 +269,3 @@ def _value(text: str) -> Any:
         with suppress(ValueError):
             return kind(text)
     return text
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -55,3 +56,10 @@ def test_the_site_builds(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_recorded_console_is_what_runs_show():
+    spec = importlib.util.spec_from_file_location("recordings", ROOT / "docs" / "recordings.py")
+    recordings = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recordings)
+    assert recordings.page() == recordings.PAGE.read_text()

@@ -24,7 +24,7 @@ from lightning_memsave.techniques.registry import TECHNIQUES
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "lightning_memsave"
-FILES = sorted(SOURCE.rglob("*.py"))
+FILES = sorted([*SOURCE.rglob("*.py"), ROOT / "lightning_memsave_cli.py"])
 STEMS = [technique.stem for technique in TECHNIQUES]
 
 

@@ -16,3 +16,4 @@ assert home.is_relative_to(Path(sys.argv[1]).resolve()), home
 assert (home.parent / "py.typed").is_file()
 print(f"wheel: imported {lightning_memsave.__version__} from {home.parent}")
 PY
+PYTHONPATH="$work/site" "$work/site/bin/lightning-memsave" --version

@@ -79,7 +79,7 @@ def read_config(path: Path, model_class: Any = None, *, with_data: bool = True) 
         )
     return Configured(
         module=cli.model,
-        batch=_first_of(cli.datamodule) if with_data and cli.datamodule is not None else None,
+        batch=first_batch(cli.datamodule) if with_data and cli.datamodule is not None else None,
         data_module=cli.datamodule,
         trainer={name: trainer[name] for name in STEPS_DEPEND_ON if trainer.get(name) is not None}
         | _processes(trainer),
@@ -144,8 +144,8 @@ def _namespace(model_class: Any, config: Mapping[str, Any]) -> str:
     return next((name for name in known if any(base.startswith(f"{name}.") for base in bases)), known[0])
 
 
-def _first_of(data: Any) -> Any:
-    """Return the first batch, of each loader where there are several."""
+def first_batch(data: Any) -> Any:
+    """Return the first training batch of a LightningDataModule, of each loader where there are several."""
     data.prepare_data()
     data.setup("fit")
     return tree_map(lambda loader: next(iter(loader)), data.train_dataloader())

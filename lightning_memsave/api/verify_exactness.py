@@ -2,6 +2,9 @@
 
 A step is taken by Lightning's own loop on a copy of the module. Compared are the loss, the gradients that the optimizer
 gets, and the buffers afterwards, by module. The steps that follow tell peak and time.
+
+Where activations are kept with noise, the first step is taken several times, each with another draw of it: the mean of
+the gradients must approach the plain one as fast as noise that averages to zero does.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ import contextlib
 import functools
 import math
 import os
+import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -21,19 +26,30 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_memsave.callbacks.memsave import MemSave
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.core.verification import Verification
+from lightning_memsave.core.verification import Noise, Verification
 from lightning_memsave.lightning_compat import Batch, namespace_of
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
-from lightning_memsave.prediction.dry_run import DoneError, fit, nothing_around
+from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.prediction.dry_run import DoneError, fit, nothing_around, silence
 from lightning_memsave.saved_tensors.randomness import Randomness
+from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.torch_internals.model_copies import copied
 
 _NUM_STEPS = 8  # the second and the third are measured, the others timed
+_NUM_DRAWS = 8  # of noise: a bias as large as that is told from chance
+_MOST_ELEMENTS = 2**16  # of each gradient that are kept of each draw
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 """Relative differences that rounding alone may make, in gradients of the widest parameters of a model."""
 
 
-def verify(module: L.LightningModule, batch: Batch, memsave: MemSave | None = None, *, seed: int = 0) -> Verification:
+def verify(
+    module: L.LightningModule,
+    batch: Batch,
+    memsave: MemSave | None = None,
+    *,
+    seed: int = 0,
+    data_module: Any = None,
+) -> Verification:
     """Compare a training step with and without memory saving.
 
     Args:
@@ -41,6 +57,7 @@ def verify(module: L.LightningModule, batch: Batch, memsave: MemSave | None = No
         batch: what `training_step` takes.
         memsave: the settings; by default `MemSave()`.
         seed: of the random numbers of both.
+        data_module: of the run, whose hooks see the batch.
 
     Raises:
         ValueError: the module trains by manual optimization, whose gradients nobody hands out; memory runs out
@@ -56,9 +73,9 @@ def verify(module: L.LightningModule, batch: Batch, memsave: MemSave | None = No
         raise ValueError(
             "`verify` needs automatic optimization: under manual optimization no step hands its gradients out."
         )
-    baseline = MemSave("measure")
+    run = functools.partial(_one_run, module, batch, data_module, seed)
     try:
-        plain = _one_run(module, batch, baseline, seed)
+        plain = run(MemSave("measure"))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -67,9 +84,9 @@ def verify(module: L.LightningModule, batch: Batch, memsave: MemSave | None = No
         ) from error
     if not plain.gradients:
         raise ValueError("`verify` needs gradients: in the first step no parameter that requires one has got it.")
-    ours = _one_run(module, batch, memsave or MemSave(), seed)
+    ours = run(memsave or MemSave())
     is_exact = ours.memsave.report.loss_class == "exact"
-    return Verification(
+    found = Verification(
         plain=plain.memsave.report,
         report=ours.memsave.report,
         loss_difference=_relative(ours.loss, plain.loss),
@@ -79,13 +96,77 @@ def verify(module: L.LightningModule, batch: Batch, memsave: MemSave | None = No
             (_TOLERANCE.get(p.dtype, 5e-2) for p in module.parameters() if p.is_floating_point()), default=1e-3
         ),
     )
+    config = _recipe_of(ours.memsave).get(ActivationCompression)
+    if config is None or is_exact or found.loss_class == "changed" or not math.isfinite(found.largest_difference):
+        return found
+    draws = [_sampled(ours.gradients, plain.gradients)]
+    with silence(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run above has said what there is to say
+        for draw in range(1, _NUM_DRAWS):
+            again = run(_redrawn(ours.memsave, draw), num_steps=1)
+            draws.append(_sampled(again.gradients, plain.gradients))
+    expected = _sampled(plain.gradients, plain.gradients)
+    differences = (torch.stack(draws) - expected) / expected.norm()
+    return replace(found, noise=noise_of(differences, _lossy_codecs(config)))
+
+
+def noise_of(differences: Tensor, codecs: tuple[str, ...]) -> Noise:
+    """Return what draws of noise do on average.
+
+    The chance is that of an analysis of variance: `num_draws` times the square of the mean, over the variance of the
+    draws about it, is F-distributed where nothing but noise is there. Its degrees of freedom are Satterthwaite's, from
+    how much the draws resemble each other, and its tail is Paulson's approximation.
+
+    Args:
+        differences: [draws, elements].
+        codecs: what makes the noise.
+    """
+    num = len(differences)
+    products = differences @ differences.T
+    squared_size, squared_mean = float(products.diagonal().mean()), float(products.mean().clamp(min=0))
+    first, second = torch.triu_indices(num, num, 1)
+    resemblance = float(products[first, second].square().mean())
+    variance = (squared_size - squared_mean) * num / (num - 1)
+    chance = 1.0
+    if squared_mean:
+        a = 2 * resemblance / (9 * squared_size**2)
+        b = a / (num - 1)
+        root = (num * squared_mean / variance) ** (1 / 3) if variance > 0 else math.inf
+        deviations = (1 - b - (1 - a) / root) / (math.sqrt(b + a / root**2) or 1.0)
+        chance = math.erfc(deviations / math.sqrt(2)) / 2
+    return Noise(codecs=codecs, num_draws=num, size=squared_size**0.5, mean_size=squared_mean**0.5, chance=chance)
+
+
+def _recipe_of(memsave: MemSave) -> Recipe:
+    return memsave.recipe if memsave.plan is None else memsave.plan.as_recipe()
+
+
+def _redrawn(memsave: MemSave, draw: int) -> MemSave:
+    """Return the same settings with another noise."""
+    recipe = _recipe_of(memsave)
+    techniques = [
+        replace(each, seed=each.seed + draw) if isinstance(each, ActivationCompression) else each
+        for each in recipe.techniques
+    ]
+    return MemSave(replace(recipe, techniques=tuple(techniques)))
+
+
+def _lossy_codecs(config: ActivationCompression) -> tuple[str, ...]:
+    named = dict.fromkeys([*config.codecs, *config.modules.values(), *config.operations.values()])
+    return tuple(codec for codec in named if not ActivationCompression(codecs=(codec,)).is_exact)
+
+
+def _sampled(gradients: dict[str, Tensor], plain: dict[str, Tensor]) -> Tensor:
+    """Return evenly spaced elements of the gradients that the plain step has; zeros for one that is missing."""
+    found = [gradients.get(name, torch.zeros_like(p)).flatten() for name, p in plain.items()]
+    return torch.cat([flat[:: max(1, len(flat) // _MOST_ELEMENTS)].double().cpu() for flat in found])
 
 
 class _FirstStep(L.Callback):
     """Keeps what the first step was about, and ends the run after the last."""
 
-    def __init__(self, memsave: MemSave) -> None:
-        self.memsave = memsave
+    def __init__(self, memsave: MemSave, num_steps: int) -> None:
+        self.memsave, self._num_steps = memsave, num_steps
         self.gradients: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}
         self.loss = torch.tensor(math.nan)
@@ -121,7 +202,7 @@ class _FirstStep(L.Callback):
         if batch_idx == 0 and outputs:  # none where `training_step` returned none
             self.loss = outputs["loss"].detach().clone()
             self.buffers = {n: b.clone() for n, b in pl_module.named_buffers() if b.is_floating_point()}
-        if batch_idx == _NUM_STEPS - 1:
+        if batch_idx == self._num_steps - 1:
             raise DoneError
 
 
@@ -142,16 +223,18 @@ def _accelerators() -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
-def _one_run(module: L.LightningModule, batch: Batch, memsave: MemSave, seed: int) -> _FirstStep:
-    first = _FirstStep(memsave)
+def _one_run(
+    module: L.LightningModule, batch: Batch, data_module: Any, seed: int, memsave: MemSave, num_steps: int = _NUM_STEPS
+) -> _FirstStep:
+    first = _FirstStep(memsave, num_steps)
     with Randomness.untouched(_accelerators()), _seeds_kept():
         L.seed_everything(seed, verbose=False)
         namespace = namespace_of(module)
         trainer = import_module(namespace).Trainer(
-            max_steps=_NUM_STEPS, devices=1, callbacks=[memsave, first], **nothing_around(namespace)
+            max_steps=num_steps, devices=1, callbacks=[memsave, first], **nothing_around(namespace)
         )
         try:
-            fit(trainer, copied(module), batch)
+            fit(trainer, copied(module), batch, data_module)
         except DoneError:
             pass
         finally:

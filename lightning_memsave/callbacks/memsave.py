@@ -55,7 +55,7 @@ class MemSave(MemoryMonitor):
             `OptimizerState(...)`, for example with `projection="galore"`, `gradients="release"` or `"into-state"`.
         summary: whether the fit ends with a box (`print(memsave.report)` has the same text): the peak beside that of
             plain Lightning, which is predicted unless `compare_to` was given another one, and a setting that would
-            save more. Predictions take two seconds of processor time, or 5 % of a long fit. The box goes where
+            save more. Predictions take at most four seconds of processor time, or 5 % of a long fit. The box goes where
             Lightning's log is not silenced.
 
     Raises:
@@ -200,7 +200,15 @@ class MemSave(MemoryMonitor):
         """Predict what the fit would have taken without memory saving, and what would save more."""
         seconds, peak_bytes = seconds_allowed(time.monotonic() - self._began), measured.peak_bytes
         assert peak_bytes is not None, "asked before"
-        self._outlook = look_ahead(trainer, module, self._sample, self._in_force, peak_bytes, seconds)
+        self._outlook = look_ahead(
+            trainer,
+            module,
+            self._sample,
+            self._in_force,
+            peak_bytes,
+            seconds,
+            has_baseline=measured.baseline_peak_bytes is not None,
+        )
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop measuring, and give the strategy back: a later fit without this callback is without its settings."""

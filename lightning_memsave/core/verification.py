@@ -7,6 +7,33 @@ from dataclasses import dataclass, field
 
 from lightning_memsave.core.report import LossClass, MemoryReport
 
+_BY_CHANCE = 1e-4
+"""How rarely noise that averages to zero may be taken for more than that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """How the gradient differs in several draws of a setting's noise; sizes are relative to the plain gradient's."""
+
+    codecs: tuple[str, ...]
+    """What makes the noise."""
+    num_draws: int
+    size: float
+    """The root mean square of the draws' differences."""
+    mean_size: float
+    """The size of the mean of the differences: `size` over the root of `num_draws` where noise averages to zero."""
+    chance: float
+    """How often noise that averages to zero leaves a mean as large as this."""
+
+    @property
+    def bias(self) -> float:
+        """Size of what more draws would not average away, as estimated from these."""
+        return math.sqrt(max(0.0, (self.num_draws * self.mean_size**2 - self.size**2) / (self.num_draws - 1)))
+
+    def averages_to_zero(self, tolerance: float) -> bool:
+        """Return whether what the mean leaves is chance, or no more than rounding."""
+        return math.isfinite(self.size) and (self.chance >= _BY_CHANCE or self.bias <= tolerance)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
@@ -23,6 +50,9 @@ class Verification:
     buffer_differences: dict[str, float] = field(default_factory=dict)
     """The same for each module with floating-point buffers."""
     tolerance: float
+    """What rounding alone may make."""
+    noise: Noise | None = None
+    """Differences over several draws, where activations are kept with noise and nothing else changes the result."""
 
     @property
     def loss_class(self) -> LossClass:
@@ -37,7 +67,13 @@ class Verification:
 
     @property
     def holds(self) -> bool:
-        """Whether the step is what its loss class says: `exact` within rounding; for the others, finite."""
+        """Whether the step is what its loss class says.
+
+        `exact`: equal within rounding. `unbiased`: that the loss is, and that noise averages to zero. Others: finite.
+        """
         if self.loss_class == "exact":
             return self.largest_difference <= self.tolerance
-        return math.isfinite(self.largest_difference)
+        noise = self.noise if self.loss_class == "unbiased" else None
+        if self.loss_class == "unbiased" and not self.loss_difference <= self.tolerance:  # noise is in backward alone
+            return False
+        return math.isfinite(self.largest_difference) and (noise is None or noise.averages_to_zero(self.tolerance))

@@ -62,6 +62,8 @@ class BatchCutter:
         if not self._has_tried:
             self._has_tried = True
             self.config.try_functions(batch)
+            if self.recovery is not None:
+                self.recovery.begin(trainer.lightning_module)
         config, parts = self.config, whole
         if not self._given_up:
             try:

@@ -21,6 +21,8 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning_utilities.core import rank_zero
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_memsave.core.units import format_bytes, parse_bytes
 from lightning_memsave.lightning_compat import Batch
@@ -65,10 +67,16 @@ class RecoveryPolicy:
         self.changing: set[str] | None = None
         self.has_new_regions = False
         """Whether no batch has gone well since a measure was taken that may be regions."""
+        self._is_settled = False
         self._num_good = 0
         self._limit_before_growth: float | None = None
         self._latest: Measurement | None = None
         hold_addresses_back()
+
+    def begin(self, module: nn.Module) -> None:
+        """Choose the first size of the smallest microbatches."""
+        if self._config.goal == "smallest" and self._start is None:
+            self._start = smallest_size(module)
 
     def size_for(self, batch: Batch) -> int | None:
         """Return samples per microbatch of this batch; `None` for all of them."""
@@ -87,11 +95,13 @@ class RecoveryPolicy:
 
     def state_dict(self) -> dict[str, Any]:
         """Return sizes, as plain values for a checkpoint."""
-        return {"limit_elements": self.limit_elements, "interval": self.interval}
+        settled = {"is_settled": True} if self._is_settled else {}
+        return {"limit_elements": self.limit_elements, "interval": self.interval, **settled}
 
     def load_state_dict(self, learned: dict[str, Any]) -> None:
         """Go on with the sizes of an earlier run."""
         self.limit_elements, self.interval = learned["limit_elements"], learned["interval"]
+        self._is_settled = learned.get("is_settled", False)
 
     def shrink(self, trainer: L.Trainer, batch: Batch, can_cut: bool, what: str) -> bool:
         """Take the next measure; `batch` is then run again. `False` if there is none.
@@ -207,7 +217,7 @@ class RecoveryPolicy:
             may_cut: whether smaller microbatches are allowed; exact measures are in any case.
         """
         if self._max_bytes is None:
-            return False
+            return self._config.goal == "smallest" and self._grow_below_the_rest(batch, step)
         self._latest = step
         if step.peak_bytes <= self._max_bytes:
             return False
@@ -220,7 +230,28 @@ class RecoveryPolicy:
         _tell(f"a step took {over}; " + (f"from now on {taken}." if taken else "nothing is left to be done."))
         return taken is not None
 
+    def _grow_below_the_rest(self, batch: Batch, step: Measurement) -> bool:
+        """Double the smallest microbatches where that does not make activations the larger part of the peak.
 
+        Once it would, their size is settled, in runs that are resumed as well.
+        """
+        size, growing = self.size_for(batch), sum(map(step.by_category.__getitem__, _OF_THE_SAMPLES))
+        is_large = size is None or 2 * growing > step.peak_bytes - growing or size >= self._config.num_samples(batch)
+        self._is_settled |= is_large or self.num_recovered > 0
+        if self._is_settled or size is None:
+            return False
+        assert self.limit_elements is not None, "there is a size"
+        self.limit_elements *= 2
+        _tell(f"activations take {format_bytes(growing)} of {format_bytes(step.peak_bytes)}: {_sizes(2 * size)}.")
+        return True
+
+
+def smallest_size(module: nn.Module) -> int:
+    """Return samples of the smallest microbatch: one, or two where BatchNorm takes statistics of them."""
+    return 2 if any(isinstance(each, _BatchNorm) and each.training for each in module.modules()) else 1
+
+
+_OF_THE_SAMPLES = ("activations", "temporary")
 _OF_THE_MODEL = ("weights", "gradients", "optimizer_state")
 """What smaller microbatches do not lower."""
 

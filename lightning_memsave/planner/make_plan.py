@@ -277,6 +277,7 @@ def _techniques(
         start=chosen.size if chosen is not None and chosen.size != "auto" else None,
         max_bytes=max(1, budget_bytes - found.prediction.workspace_bytes - situation.noted_bytes),
         growth_interval=None,
+        goal="fit",
         keeps_gradients=False,  # a copy that no prediction has
     )
     others = tuple(t for t in techniques if t is not chosen)

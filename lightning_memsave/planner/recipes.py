@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -14,10 +15,12 @@ from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
 from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
+from lightning_memsave.techniques.optimizer_state.state_config import SHORTHANDS
 from lightning_memsave.techniques.registry import TECHNIQUES, Config, technique_of
 from lightning_memsave.techniques.sparsity import Sparsity
 
 C = TypeVar("C", bound=Config)
+_LONGEST_VALUE = 40  # characters of a setting in the name of a recipe
 
 
 @dataclass(frozen=True)
@@ -87,14 +90,22 @@ class Recipe:
     def as_dict(self) -> dict[str, Any]:
         """Plain values for loggers and checkpoints; functions and classes by name.
 
+        `recipe` has what was set besides the recipe's own choice, as arguments of `MemSave`.
+
+        >>> resolve("lossless", {"checkpointing": "blocks", "microbatch": False}).as_dict()["recipe"]
+        'lossless, microbatch=False, checkpointing=blocks'
         >>> Recipe("mine", (EarlyZeroGrad(),)).as_dict()
         {'recipe': 'mine', 'early_zero_grad': {}}
         """
-        settings = {
-            technique_of(config).stem: {key: _plain(value) for key, value in asdict(config).items()}
-            for config in self.techniques
-        }
-        return {"recipe": self.name, **settings}
+        given = [self.name]
+        for technique in TECHNIQUES:
+            config = self.get(technique.config)
+            if technique.slot and technique.config in self.switched_off:
+                given.append(f"{technique.slot}=False")
+            elif technique.slot and config is not None and technique.config not in self.by_default:
+                given.append(f"{technique.slot}={_as_written(config)}")
+        settings = {technique_of(config).stem: _plain(asdict(config)) for config in self.techniques}
+        return {"recipe": ", ".join(given), **settings}
 
 
 def _rows(config: Config) -> tuple[str, ...]:
@@ -114,7 +125,35 @@ def _why_not(config: Config, ways: Sequence[str]) -> str | None:
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
     return getattr(value, "__qualname__", repr(value))
+
+
+def _as_written(config: Config) -> str:
+    """Return the shorthand of settings where they have one, else what differs from their defaults.
+
+    >>> _as_written(Microbatching(size=10)), _as_written(Microbatching(size=10, strict=True))
+    ('10', 'Microbatching(size=10, strict=True)')
+    >>> _as_written(ActivationCompression(codecs=("exact", "int4"))), _as_written(OptimizerState(first_moment="4bit"))
+    ('[exact, int4]', '4bit')
+    """
+    shorthand, plain = technique_of(config).shorthand, vars(type(config)())
+    for value in (*vars(config).values(), *SHORTHANDS):
+        with suppress(ValueError, TypeError):  # not every value is one
+            if shorthand is not None and not isinstance(value, bool) and shorthand(value) == config:
+                return _in_words(value)
+    given = {name: value for name, value in vars(config).items() if value is not None and value != plain[name]}
+    return f"{type(config).__name__}({', '.join(f'{name}={_in_words(value)}' for name, value in given.items())})"
+
+
+def _in_words(value: Any) -> str:
+    words = [value] if not isinstance(value, (tuple, list)) else value
+    text = ", ".join(str(_plain(each)) for each in words)
+    text = text if len(words) == 1 else f"[{text}]"
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 def _of_defaults(name: str, *techniques: Config) -> Recipe:
@@ -126,23 +165,25 @@ RECIPES = {
     "measure": Recipe("measure"),
     # Equal to plain Lightning up to rounding, and nearly free of cost until memory runs out.
     "lossless": _of_defaults("lossless", EarlyZeroGrad(), Microbatching()),
-    # A small noise in activations, zero on average (unbiased), and moments rounded to 8 bits (changed).
+    # Equal to plain Lightning up to rounding: blocks are run again in backward, which takes time at once.
+    "exact": _of_defaults("exact", EarlyZeroGrad(), Microbatching(), Checkpointing(method="blocks")),
+    # Small noise everywhere: activations in 4 bits, weights of 24 bits under autocast, moments of 8 bits.
     "balanced": _of_defaults(
         "balanced",
         EarlyZeroGrad(),
+        LowPrecision(format="bf16+8"),
         Microbatching(),
-        ActivationCompression(codecs=("exact", "int8")),
+        ActivationCompression(codecs=("exact", "int4-chain")),
         OptimizerState(first_moment="8bit"),
     ),
-    # The whole ladder: nine weights of ten are zero, the others in bfloat16, what is kept in few bits or not at all.
+    # The smallest peak: nine weights of ten are zero, the others in bfloat16, and microbatches as small as helps.
     "extreme": _of_defaults(
         "extreme",
         EarlyZeroGrad(),
         Sparsity(sparsity=0.9),
         LowPrecision(format="bf16-sr"),
-        Microbatching(),
-        ActivationCompression(codecs=("exact", "int4")),
-        Checkpointing(method="blocks"),
+        Microbatching(goal="smallest"),
+        ActivationCompression(codecs=("exact", "int4-chain")),
         OptimizerState(first_moment="4bit"),
     ),
 }

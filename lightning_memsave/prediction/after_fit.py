@@ -1,7 +1,7 @@
 """What a fit would have taken without memory saving, and which setting would save more: predicted when it is over.
 
 Nothing of the run is touched: a copy of the module takes a step on fake tensors, which takes no memory, on one sample
-that was kept from the first batch. It takes two seconds of processor time, or a
+that was kept from the first batch. It takes four seconds of processor time, or a
 small share of what the fit took.
 """
 
@@ -31,7 +31,7 @@ from lightning_memsave.techniques.microbatching.split import UnsplittableBatchEr
 from lightning_memsave.techniques.optimizer_state import OptimizerState
 from lightning_memsave.techniques.registry import Config
 
-LEAST_SECONDS = 2.0
+LEAST_SECONDS = 4.0
 """Seconds of processor time that predictions may take after any fit."""
 SHARE = 0.05
 """Share of a fit's seconds that it may take after a long one."""
@@ -86,6 +86,8 @@ def look_ahead(
     recipe: Recipe,
     peak_bytes: int,
     seconds: float,
+    *,
+    has_baseline: bool = False,
 ) -> Outlook:
     """Predict the plain step, and with what is left of the time, settings that would save more.
 
@@ -95,7 +97,8 @@ def look_ahead(
         sample: of the first batch.
         recipe: that was in force.
         peak_bytes: what was measured.
-        seconds: how long this may take.
+        seconds: how long this may take, of processor time.
+        has_baseline: whether the plain step is known already.
     """
     if seconds < _NO_TIME:
         return Outlook(why_not="there is no time for it")
@@ -116,11 +119,11 @@ def look_ahead(
                 only_fake=True,
                 **options_of(trainer),
             )
-            baseline = predictor((), num_samples=sample.num_samples)
+            baseline = None if has_baseline else predictor((), num_samples=sample.num_samples)
     except Exception as error:  # of user code, on a copy of the module, once the fit is over
         return Outlook(why_not=" ".join(str(error).split())[:200])
     is_ddp = trainer.world_size > 1
-    if is_ddp:
+    if is_ddp and baseline is not None:
         baseline = under_ddp(baseline, module)
     setting, least = None, round(_WORTH_TELLING * peak_bytes)
     for text, config in _CANDIDATES:

@@ -17,6 +17,7 @@ import os
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.lightning_compat import Batch, namespace_of
+from lightning_memsave.loops.recovery import smallest_size
 from lightning_memsave.measuring.allocation_trace import Allocations, extended
 from lightning_memsave.measuring.module_attribution import Breakdown
 from lightning_memsave.measuring.storages import tensors_in
@@ -123,6 +125,7 @@ class Predictor:
                 module exists as fake tensors only.
         """
         recipe = techniques if isinstance(techniques, Recipe) else Recipe("predicted", tuple(techniques))
+        recipe = self._with_first_size(recipe)
         if self._why is None:
             try:
                 return self._fake(recipe, num_samples)
@@ -134,6 +137,14 @@ class Predictor:
         if self._only_fake:
             raise ValueError(f"The step cannot be run without values ({self._why}).")
         return self._measured(recipe, num_samples)
+
+    def _with_first_size(self, recipe: Recipe) -> Recipe:
+        """Return a recipe whose smallest microbatches have the size that they have in the first batch."""
+        config = recipe.get(Microbatching)
+        if config is None or config.goal != "smallest":
+            return recipe
+        fixed = config.of_size(config.start or smallest_size(self._module))
+        return replace(recipe, techniques=tuple(fixed if t is config else t for t in recipe.techniques))
 
     def _fake(self, recipe: Recipe, num_samples: int | None) -> Prediction:
         module: Any = fake_copy(self._module, self._mode)

@@ -16,6 +16,7 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.reporting.runs import Run
+from lightning_memsave.reporting.settings import changes_nothing, differences, without_seeds
 
 _BETTER_WHEN_LOWER = {
     "loss",
@@ -41,6 +42,7 @@ _BETTER_WHEN_LOWER = {
     "cer",
     "fid",
 }
+_NUMBER = re.compile(r" \(\d+\)$")  # of runs that have one name
 _STAGES = ("test", "val", "valid", "validation")
 _QUALITY = ("acc", "accuracy", "f1", "auroc", "auc", "iou", "miou", "map", "bleu", "rouge", "psnr", "r2")
 
@@ -87,7 +89,20 @@ class Comparison:
     front: tuple[int, ...]
     """Positions of the runs that no other beats in both peak and quality, from the smallest peak up."""
     differences: Mapping[str, tuple[str, ...]]
-    """Settings that are not the same in all runs."""
+    """Settings that are not the same in all runs; of techniques, those that a run has set."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What has to be known to read the figures, a sentence each."""
+        notes = []
+        if all(run.report.factor is None for run in self.runs):
+            notes.append('No baseline: add one by training once with `MemSave("measure")` and naming that run first.')
+        if self.quality is not None and sum(self.quality.of(run) is not None for run in self.runs) > 1:
+            settings = {(without_seeds(run.config) or _NUMBER.sub("", run.name), run.applied) for run in self.runs}
+            if len(settings) == len(self.runs):
+                what = f"differences in {self.quality.name} are more than noise"
+                notes.append(f"Each setting was run once, with one seed, so whether {what} is not known.")
+        return tuple(notes)
 
     def to_json(self) -> str:
         """Return every figure as measured, for programs."""
@@ -108,16 +123,17 @@ def compare(runs: Sequence[Run], metric: str | None = None, better: str | None =
     """Hold runs against each other.
 
     Args:
-        runs: at least one; the first is the baseline of those that have none.
+        runs: at least one; the baseline of those that have none is the first that changes nothing, else the first.
         metric: what quality is; by default the first of the usual names that most runs have logged.
         better: `"higher"` or `"lower"`; by default, what the metric's name says (a loss is better when lower).
 
     Raises:
         ValueError: no run has logged `metric`.
     """
-    first = runs[0].report
-    if first.peak_bytes is not None:
-        runs = [_against(run, first.peak_bytes) for run in runs]
+    plain = [run for run in runs if run.report.peak_bytes is not None and changes_nothing(run.config)]
+    baselines = plain or (runs[:1] if len(runs) > 1 else [])
+    if baselines:
+        runs = [_against(run, run if run in plain else baselines[0]) for run in runs]
     name = _choose(runs, metric)
     quality = None
     if name is not None:
@@ -128,12 +144,13 @@ def compare(runs: Sequence[Run], metric: str | None = None, better: str | None =
         quality=quality,
         rows=tuple(_rows(runs, quality)),
         front=_front(runs, quality),
-        differences=_differences(runs),
+        differences=differences([run.config for run in runs]),
     )
 
 
-def _against(run: Run, peak_bytes: int) -> Run:
-    if run.report.baseline_peak_bytes is not None:
+def _against(run: Run, baseline: Run) -> Run:
+    peak_bytes = baseline.report.peak_bytes
+    if None in (peak_bytes, run.report.peak_bytes) or run.report.baseline_peak_bytes is not None:
         return run
     return replace(run, report=replace(run.report, baseline_peak_bytes=peak_bytes, baseline_source="measured"))
 
@@ -205,13 +222,12 @@ def _rows(runs: Sequence[Run], quality: Quality | None) -> Iterable[ComparisonRo
     seconds = runs[0].report.step_seconds
     yield figure("peak_bytes", "peak", format_bytes)
     yield figure("peak_bytes", "peak bytes")
-    yield figure("factor", "factor", "{:.2f}x".format)
-    if quality is not None:
-        yield row(quality.name, quality.name, quality.of, _short)
-    yield row("step_time_ratio", "step time", lambda run: _ratio(run.report.step_seconds, seconds), "{:.2f}x".format)
-    yield row("loss_class", "loss class", lambda run: run.loss_class)
-    yield from map(category, CATEGORIES)
     optional = [
+        figure("factor", "factor", "{:.2f}x".format),
+        *([] if quality is None else [row(quality.name, quality.name, quality.of, _short)]),
+        row("step_time_ratio", "step time", lambda run: _ratio(run.report.step_seconds, seconds), "{:.2f}x".format),
+        row("loss_class", "loss class", lambda run: run.loss_class),
+        *map(category, CATEGORIES),
         figure("baseline_source", "baseline"),
         figure("budget_bytes", "budget", format_bytes),
         figure("predicted_peak_bytes", "predicted peak", format_bytes),
@@ -231,19 +247,3 @@ def _ratio(value: float | None, baseline: float | None) -> float | None:
 
 def _short(value: float) -> str:
     return f"{value:.4g}"
-
-
-# ------------------------------------------------------------------ settings
-def _differences(runs: Sequence[Run]) -> dict[str, tuple[str, ...]]:
-    flat = [dict(_flat(run.config)) for run in runs]
-    names = dict.fromkeys(name for settings in flat for name in settings)
-    found = {name: tuple(settings.get(name, "") for settings in flat) for name in names}
-    return {name: values for name, values in found.items() if len(set(values)) > 1}
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        elif value is not None:
-            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)

@@ -70,14 +70,15 @@ def print_comparison(comparison: Comparison, console: Console, title: str = "") 
     """Print the tables and what their marks mean."""
     for table in comparison_tables(comparison, console.width, title):
         console.print(table)
-    console.print(_legend(comparison), markup=False)
+    for line in (_legend(comparison), *comparison.notes):
+        console.print(line, markup=False)
 
 
 def print_settings(comparison: Comparison, console: Console) -> None:
     """Print where the settings of the runs differ, one run after the other."""
     for position, run in enumerate(comparison.runs if comparison.differences else ()):
         own = {name: values[position] for name, values in comparison.differences.items() if values[position]}
-        settings = ", ".join(f"{name}={value}" for name, value in own.items()) or "nothing that another run has not"
+        settings = "; ".join(f"{name}={value}" for name, value in own.items()) or "nothing that another run has not"
         console.print(f"{run.name}: {settings}", markup=False, highlight=False)
 
 
@@ -98,13 +99,44 @@ def print_verification(result: Verification, console: Console, num_shown: int = 
     plain, ours = result.plain, result.report
     seconds = ours.step_seconds, plain.step_seconds
     time = f", {seconds[0] / seconds[1]:.2f} times its seconds" if seconds[0] and seconds[1] else ""
-    limit = f"at most {result.tolerance:.0e}" if result.loss_class == "exact" else "finite"
     console.print(
         f"loss: {result.loss_difference:.1e}; peak: {format_bytes(ours.peak_bytes)} instead of "
-        f"{format_bytes(plain.peak_bytes)}{time}\n"
-        f"{result.loss_class}, so differences must be {limit}: {'yes' if result.holds else 'NO'}",
+        f"{format_bytes(plain.peak_bytes)}{time}",
+        *_meaning(result),
+        sep="\n",
         highlight=False,
+        markup=False,
+        soft_wrap=True,
     )
+
+
+def _meaning(result: Verification) -> Iterator[str]:
+    """Yield what differences mean in a setting of this loss class, and whether these are more than that."""
+    verdict = "yes" if result.holds else "NO"
+    if result.loss_class == "exact":
+        yield f"exact, so differences must be at most {result.tolerance:.0e}: {verdict}"
+        return
+    noise, is_unbiased = result.noise, result.loss_class == "unbiased"
+    if noise is not None:
+        is_expected = not is_unbiased or noise.averages_to_zero(result.tolerance)
+        verb, but = "expected" if is_expected else "more than expected", "" if is_unbiased else " but for a small bias"
+        yield (
+            f"difference: {_percent(noise.size)} of the gradient's size: {verb} of {', '.join(noise.codecs)}, whose "
+            f"noise averages to zero{but}"
+        )
+        yield (
+            f"  (the mean of {noise.num_draws} draws of the noise is {_percent(noise.mean_size)} off; noise alone "
+            f"leaves about {_percent(noise.size / noise.num_draws**0.5)})"
+        )
+    rule = "are expected, but must be finite"
+    if is_unbiased:
+        rule = f"must average to zero, and that of the loss be at most {result.tolerance:.0e}"
+    yield f"{result.loss_class}, so differences {rule}: {verdict}"
+    yield from (f"  {reason}" for reason in result.report.loss_class_reasons)
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.3g} %"
 
 
 def _legend(comparison: Comparison) -> str:

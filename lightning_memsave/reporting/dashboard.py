@@ -23,12 +23,12 @@ PEAK = "memsave/peak_bytes"
 _BY_CATEGORY = [f"memsave/peak_{category}_bytes" for category in CATEGORIES]
 
 
-def build_workspace(target: str, metric: str = "test/accuracy") -> Workspace:
+def build_workspace(target: str, metric: str | None = "test/accuracy") -> Workspace:
     """Return the workspace of a project, without asking anybody.
 
     Args:
         target: `ENTITY/PROJECT`.
-        metric: what quality is, as it was logged.
+        metric: what quality is, as it was logged; `None` shows only what every run has, memory and time.
 
     Raises:
         ValueError: `target` is of another form.
@@ -38,6 +38,7 @@ def build_workspace(target: str, metric: str = "test/accuracy") -> Workspace:
     from wandb_workspaces import workspaces
 
     entity, project = target.split("/")
+    pinned = [PEAK, "memsave/factor", "memsave/loss_class", *([] if metric is None else [metric])]
     return workspaces.Workspace(
         entity=entity,
         project=project,
@@ -49,17 +50,18 @@ def build_workspace(target: str, metric: str = "test/accuracy") -> Workspace:
         settings=workspaces.WorkspaceSettings(x_axis=STEP_METRIC),
         runset_settings=workspaces.RunsetSettings(
             order=[workspaces.Ordering(workspaces.Summary(PEAK), ascending=True)],
-            pinned_columns=[f"summary:{name}" for name in (PEAK, "memsave/factor", "memsave/loss_class", metric)],
+            pinned_columns=[f"summary:{name}" for name in pinned],
         ),
     )
 
 
-def _panels(metric: str) -> dict[str, list[Any]]:
+def _panels(metric: str | None) -> dict[str, list[Any]]:
     from wandb_workspaces.reports import v2
 
     panels: Any = v2  # exports without saying so
-    peak, quality = panels.SummaryMetric(PEAK), panels.SummaryMetric(metric)
-    lower = is_better_when_lower(metric)
+    costs = [("memsave/step_seconds", "seconds per step", True)]
+    if metric is not None:
+        costs.insert(0, (metric, metric, is_better_when_lower(metric)))
     return {
         "Which run is the smallest?": [
             panels.BarPlot(title="Peak, bytes", metrics=[PEAK]),
@@ -67,15 +69,13 @@ def _panels(metric: str) -> dict[str, list[Any]]:
         ],
         "What did it cost?": [
             panels.ScatterPlot(
-                title=f"Peak against {metric}; the line is the Pareto front",
-                x=peak,
-                y=quality,
+                title=f"Peak against {name}; the line is the Pareto front",
+                x=panels.SummaryMetric(PEAK),
+                y=panels.SummaryMetric(key),
                 running_ymin=lower,
                 running_ymax=not lower,
-            ),
-            panels.ScatterPlot(
-                title="Peak against seconds per step", x=peak, y=panels.SummaryMetric("memsave/step_seconds")
-            ),
+            )
+            for key, name, lower in costs
         ],
         "Where did the bytes go?": [
             panels.BarPlot(title="Peak by category, bytes", metrics=list(_BY_CATEGORY)),

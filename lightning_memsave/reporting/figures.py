@@ -24,8 +24,10 @@ RUN_COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377",
 # With the colour, so that no run is told by its colour alone.
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
 DASHES = ("solid", "dash", "dot", "dashdot")
-_LABELS = ("top center", "bottom center", "middle right", "middle left")  # so that equal points can be read
-_NAME_COLUMNS = 20
+_LABELS = ("top center", "bottom center", "top right", "bottom left")  # so that neighbours can be read
+_COLUMNS = 44  # of text in a picture, on a phone
+_ROOM = 0.05  # of a quality, to either side of runs that hardly differ in it
+_FEW_STEPS = 8
 
 
 def draw(comparison: Comparison) -> Mapping[str, Figure]:
@@ -51,9 +53,9 @@ def new_figure(x: str, y: str, **layout: Any) -> Figure:
     figure = Figure()
     figure.update_layout(
         template="none",
-        margin={"l": 8, "r": 8, "t": 8, "b": 8},
-        xaxis={"title": {"text": x}, "automargin": True},
-        yaxis={"title": {"text": y}, "automargin": True},
+        margin={"l": 8, "r": 20, "t": 8, "b": 8},  # to the right, half of the last number
+        xaxis={"title": {"text": x, "font": {"size": 13}}, "automargin": True},
+        yaxis={"title": {"text": y, "font": {"size": 13}}, "automargin": True},
         hovermode="closest",
         showlegend=False,
         **layout,
@@ -76,12 +78,16 @@ def _of_run(position: int) -> dict[str, Any]:
 
 def _tradeoff(comparison: Comparison, quality: Quality) -> Figure:
     """Peak against quality, the front as a line."""
-    figure = new_figure("peak, MiB", f"{_text(quality.name)} ({quality.direction})")
+    figure = new_figure("peak, MiB", f"{_text(quality.name, _COLUMNS)}<br>({quality.direction})")
     points = {}
     for position, run in enumerate(comparison.runs):
         value = quality.of(run)
         if value is not None and run.report.peak_bytes is not None:
             points[position] = (run.report.peak_bytes / MIB, value)
+    lowest, highest = (each(value for _, value in points.values()) for each in (min, max))
+    middle = lowest / 2 + highest / 2
+    reach = max(0.6 * (highest - lowest), _ROOM * abs(middle)) or _ROOM
+    figure.update_yaxes(range=[middle - reach, middle + reach])
     figure.add_scatter(
         x=[points[position][0] for position in comparison.front],
         y=[points[position][1] for position in comparison.front],
@@ -90,7 +96,7 @@ def _tradeoff(comparison: Comparison, quality: Quality) -> Figure:
         hoverinfo="skip",
         meta={"runs": list(comparison.front)},
     )
-    for position, (peak, value) in points.items():
+    for order, (position, (peak, value)) in enumerate(sorted(points.items(), key=lambda point: point[1])):
         run = comparison.runs[position]
         figure.add_scatter(
             x=[peak],
@@ -98,7 +104,7 @@ def _tradeoff(comparison: Comparison, quality: Quality) -> Figure:
             mode="markers+text",
             **{**_of_run(position), "hovertemplate": "%{customdata}<extra></extra>"},
             text=[_number(position)],
-            textposition=_LABELS[position % len(_LABELS)],
+            textposition=_LABELS[order % len(_LABELS)],
             cliponaxis=False,
             customdata=[
                 f"{_text(run.name)}<br>{run.report.peak_bytes} bytes<br>{_text(quality.name)} {value!r}"
@@ -110,9 +116,9 @@ def _tradeoff(comparison: Comparison, quality: Quality) -> Figure:
 
 def _breakdown(comparison: Comparison) -> Figure:
     """Stacked bars: what the bytes of each peak were."""
-    figure = new_figure("peak, MiB", "", barmode="stack", bargap=0.35)
+    figure = new_figure("peak, MiB", "", barmode="stack", bargap=0.77)
     measured = [(p, run) for p, run in enumerate(comparison.runs) if run.report.peak_bytes is not None]
-    names = [f"{_number(position)} {_text(run.name, _NAME_COLUMNS)}" for position, run in measured]
+    names = [f"{_number(position)} {_text(run.name)}" for position, run in measured]
     for category, colour in zip(CATEGORIES, CATEGORY_COLOURS, strict=True):
         sizes = [run.report.by_category.get(category, 0) for _, run in measured]
         figure.add_bar(
@@ -125,36 +131,47 @@ def _breakdown(comparison: Comparison) -> Figure:
             customdata=[f"{category.replace('_', ' ')}<br>{format_bytes(size)}<br>{size} bytes" for size in sizes],
             hovertemplate="%{y}<br>%{customdata}<extra></extra>",
         )
-    peaks = [(run.report.peak_bytes or 0) / MIB for _, run in measured]
-    figure.add_scatter(
-        x=peaks,
+    figure.add_scatter(  # above the bars, where there is room for names
+        x=[0] * len(names),
         y=names,
         mode="text",
-        text=[_size_and_factor(run.report) for _, run in measured],
+        text=[_above(f"{_number(position)} {run.name}: {_size_and_factor(run.report)}") for position, run in measured],
         textposition="middle right",
         cliponaxis=False,
         hoverinfo="skip",
         showlegend=False,
         meta={"runs": [position for position, _ in measured]},
     )
-    figure.update_xaxes(range=[0, 1.75 * max(peaks, default=1.0)])  # room for the text
+    figure.update_xaxes(autorangeoptions={"clipmin": 0})
     figure.update_layout(
         showlegend=True,
         legend={"orientation": "h", "traceorder": "normal", "y": 1.02, "yanchor": "bottom", "x": 0, "entrywidth": 110},
-        yaxis={"type": "category", "autorange": "reversed", "showgrid": False},  # names such as "8" are no numbers
-        height=150 + 64 * len(measured),
+        yaxis={  # names such as "8" are no numbers
+            "type": "category",
+            "autorange": "reversed",
+            "showgrid": False,
+            "showticklabels": False,
+        },
+        height=115 + 64 * len(measured),
     )
     return figure
 
 
+def _above(text: str) -> str:
+    """Return text that stands above a point when its middle is at it: as many empty lines follow, and one."""
+    lines = _text(text, _COLUMNS)
+    return lines + "<br>\u00a0" * (lines.count("<br>") + 2)
+
+
 def _size_and_factor(report: MemoryReport) -> str:
-    factor = "" if report.factor is None else f", {report.factor:.1f}x"
-    return f" {format_bytes(report.peak_bytes)}{factor if (report.factor or 0) >= 1.05 else ''}"
+    factor = "" if report.factor is None else f", {report.factor:.1f}x less"
+    text = f"{format_bytes(report.peak_bytes)}{factor if (report.factor or 0) >= 1.05 else ''}"
+    return text.replace(" ", "\u00a0")  # stays in one line
 
 
 def _timelines(comparison: Comparison) -> Figure:
     """Return live bytes through the step with the highest peak."""
-    figure = new_figure("allocations and frees of one step, first to last", "live, MiB", yaxis_rangemode="tozero")
+    figure = new_figure("allocations and frees of one step", "live, MiB", yaxis_rangemode="tozero")
     for position, run in enumerate(comparison.runs):
         line = run.report.timeline
         if line is None:
@@ -174,7 +191,7 @@ def _timelines(comparison: Comparison) -> Figure:
             text=texts,
             **_of_run(position),
         )
-    figure.update_xaxes(tickformat=".0%")
+    figure.update_xaxes(tickformat=".0%", range=[0, 1], dtick=0.25)
     return figure
 
 
@@ -190,6 +207,8 @@ def _drift(comparison: Comparison) -> Figure:
                 text=[f"{_text(run.name)}<br>step {step}<br>{peak} bytes" for step, peak in run.peaks],
                 **_of_run(position),
             )
+    if max((step for run in comparison.runs for step, _ in run.peaks), default=0) <= _FEW_STEPS:
+        figure.update_xaxes(dtick=1)  # no half steps
     return figure
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -25,7 +26,7 @@ _QUESTIONS = {
     ),
     "breakdown": (
         "Where did the bytes go?",
-        "What was alive at the peak of each run, and how many times less that is than its baseline's.",
+        "What was alive at the peak of each run, and how many times less that is than without memory saving.",
     ),
     "timeline": (
         "How does a step fill the memory?",
@@ -60,7 +61,8 @@ def _page(comparison: Comparison, title: str, plotly: str) -> Iterator[str]:
     yield '<meta name="color-scheme" content="light dark">'
     yield f"<title>{html.escape(title)}</title>"
     yield f"<style>{here.joinpath('page.css').read_text('utf-8')}</style></head><body>"
-    yield f"<header><h1>{html.escape(title)}</h1><p>{html.escape(headline(comparison))}</p></header><main>"
+    yield f"<header><h1>{html.escape(title)}</h1><p>{html.escape(headline(comparison))}</p>"
+    yield "".join(f'<p class="note">{html.escape(note)}</p>' for note in comparison.notes) + "</header><main>"
     yield from _toggles(comparison)
     for name in figures:
         question, answer = _QUESTIONS[name]
@@ -79,14 +81,16 @@ def headline(comparison: Comparison) -> str:
     measured = [run for run in comparison.runs if run.report.peak_bytes is not None]
     if not measured:
         return "No run has a measured peak."
-    smallest = min(measured, key=lambda run: run.report.peak_bytes or 0)
-    first, quality, factor = comparison.runs[0], comparison.quality, smallest.report.factor
-    parts = [f"{smallest.name} is the smallest: {format_bytes(smallest.report.peak_bytes)}"]
-    if factor is not None and smallest is not first:
-        parts.append(f"{factor:.2f}x less than its baseline of {format_bytes(smallest.report.baseline_peak_bytes)}")
-    if quality is not None and (value := quality.of(smallest)) is not None:
-        before = quality.of(first)
-        against = "" if before is None or smallest is first else f" against {before:.4g} of {first.name}"
+    best = max(measured, key=lambda run: (run.report.factor or 0, -(run.report.peak_bytes or 0)))
+    report, first, quality = best.report, comparison.runs[0], comparison.quality
+    parts = [f"The smallest peak is that of {best.name}: {format_bytes(report.peak_bytes)}"]
+    if report.factor is not None and report.factor > 1:
+        before = format_bytes(report.baseline_peak_bytes)
+        sizes = f"{format_bytes(report.peak_bytes)} instead of {before}"
+        parts = [f"{report.factor:.2f}x less memory with {best.name}: {sizes}"]
+    if quality is not None and (value := quality.of(best)) is not None:
+        plain = quality.of(first)
+        against = "" if plain is None or best is first else f" against {plain:.4g} of {first.name}"
         parts.append(f"{quality.name} {value:.4g}{against}")
     return ", ".join(parts) + "."
 
@@ -98,12 +102,17 @@ def _in_script(text: str) -> str:
     return text
 
 
+def _breakable(name: str) -> str:
+    """Return a name as HTML that goes on in the next line between its words."""
+    return re.sub(r"(?<=[._/=])(?=\w)", "<wbr>", html.escape(name))
+
+
 def _toggles(comparison: Comparison) -> Iterator[str]:
     yield "<fieldset><legend>Runs</legend>"
     for position, run in enumerate(comparison.runs):
         colour = RUN_COLOURS[position % len(RUN_COLOURS)]
         yield f'<label><input type="checkbox" checked data-run="{position}"><span class="swatch" '
-        yield f'style="background:{colour}"></span>{position + 1} {html.escape(run.name)}</label>'
+        yield f'style="background:{colour}"></span>{position + 1} {_breakable(run.name)}</label>'
     yield "</fieldset>"
 
 
@@ -116,7 +125,7 @@ def _table(comparison: Comparison) -> Iterator[str]:
     for position, run in enumerate(comparison.runs):
         mark = ' <span title="on the Pareto front">●</span>' if position in comparison.front else ""
         yield f'<tr data-run="{position}"><th scope="row" data-value="{position}">{position + 1} '
-        yield f"{html.escape(run.name)}{mark}</th>{''.join(_cells(comparison.rows, position))}</tr>"
+        yield f"{_breakable(run.name)}{mark}</th>{''.join(_cells(comparison.rows, position))}</tr>"
     yield "</tbody></table></div>"
     if comparison.quality is not None:
         yield f"<p>● on the Pareto front of peak and {html.escape(comparison.quality.name)} "
@@ -137,12 +146,13 @@ def _settings(comparison: Comparison) -> Iterator[str]:
     if not comparison.differences:
         yield "<p>None that were logged.</p></section>"
         return
-    yield '<div class="scroll" tabindex="0" role="region" aria-label="Settings that differ"><table><thead><tr>'
+    yield '<div class="scroll" tabindex="0" role="region" aria-label="Settings that differ">'
+    yield '<table class="settings"><thead><tr>'
     yield '<th scope="col">setting</th>'
     for position, run in enumerate(comparison.runs):
-        yield f'<th scope="col" data-run="{position}">{position + 1} {html.escape(run.name)}</th>'
+        yield f'<th scope="col" data-run="{position}">{position + 1} {_breakable(run.name)}</th>'
     yield "</tr></thead><tbody>"
     for name, values in comparison.differences.items():
-        cells = (f'<td data-run="{position}">{html.escape(value)}</td>' for position, value in enumerate(values))
-        yield f'<tr><th scope="row">{html.escape(name)}</th>{"".join(cells)}</tr>'
+        cells = (f'<td data-run="{position}">{_breakable(value)}</td>' for position, value in enumerate(values))
+        yield f'<tr><th scope="row">{_breakable(name)}</th>{"".join(cells)}</tr>'
     yield "</tbody></table></div></section>"

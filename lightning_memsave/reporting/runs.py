@@ -17,7 +17,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.plain_data import from_data
 from lightning_memsave.core.report import CATEGORIES, MemoryReport, Timeline
 from lightning_memsave.reporting.foreign_files import DamagedFileError, printable, read_bytes, read_settings
+from lightning_memsave.reporting.settings import name_of
 from lightning_memsave.reporting.wandb_file import read_log
 from lightning_memsave.reporting.wandb_run import TIMELINE
 
@@ -109,12 +110,14 @@ def run_of(
 def read_runs(paths: Iterable[Path]) -> list[Run]:
     """Read every run that `paths` name, in their order; runs of one name are numbered.
 
-    Of a folder of runs, those that cannot be read are left out with a warning, unless they are all there is.
+    A path may say what its run is called: `NAME=PATH`. A run without a name is called by its settings. Of a folder of
+    runs, those that cannot be read are left out with a warning, unless they are all there is.
 
     Raises:
         ValueError: a path holds no run that can be read, or there is none at all.
     """
-    found = [run for path in paths for run in _read_all(path)]
+    named = [_with_name(path) for path in paths]
+    found = [replace(run, name=name or run.name) for name, path in named for run in _read_all(path)]
     if not found:
         raise setting_error("run", "must be given", [], _REMEDY)
     times: dict[str, int] = {}
@@ -122,8 +125,13 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     for run in found:
         times[run.name] = times.get(run.name, 0) + 1
         number = times[run.name]
-        runs.append(run if number == 1 else dataclasses.replace(run, name=f"{run.name} ({number})"))
+        runs.append(run if number == 1 else replace(run, name=f"{run.name} ({number})"))
     return runs
+
+
+def _with_name(path: Path) -> tuple[str, Path]:
+    name, _, where = str(path).partition("=")
+    return (name, Path(where)) if name and where and not path.exists() else ("", path)
 
 
 def _read_all(path: Path) -> list[Run]:
@@ -200,12 +208,14 @@ def _read_wandb(paths: Sequence[Path]) -> Run:
     if not parts:
         raise DamagedFileError("none of its parts can be read")
     logs = [log for _, log in parts]
-    run = _from_rows(logs[-1].name or paths[-1].stem, [row for log in logs for row in log.history], logs[-1].config)
+    name = logs[-1].name or paths[-1].stem
+    is_named = name not in (paths[-1].stem, paths[-1].stem.removeprefix("run-"))  # else it is the run's id
+    run = _from_rows(name, is_named, [row for log in logs for row in log.history], logs[-1].config)
     summary = {name: value for log in logs for name, value in log.summary.items()}
     tables = [(files, str(row[_TIMELINE_PATH])) for files, log in parts for row in log.history if _TIMELINE_PATH in row]
-    return dataclasses.replace(
+    return replace(
         run,
-        report=dataclasses.replace(
+        report=replace(
             run.report,
             timeline=_timeline(*tables[-1]) if tables else None,
             baseline_source=summary.get("memsave/baseline_source"),
@@ -235,7 +245,8 @@ def _read_csv(path: Path) -> Run:
         raise DamagedFileError("no column `step` with figures, as Lightning's CSV logger writes it")
     folder = path.parent.resolve()
     name = f"{folder.parent.name}/{folder.name}"
-    return _from_rows(name, rows, read_settings(path.with_name("hparams.yaml")))
+    is_named = re.fullmatch(r"lightning_logs/version_\d+", name) is None  # else it is Lightning's
+    return _from_rows(name, is_named, rows, read_settings(path.with_name("hparams.yaml")))
 
 
 def _number(text: object) -> Any:
@@ -255,7 +266,7 @@ def _without_prefix(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, 
     return [{name.removeprefix(prefix): value for name, value in row.items()} for row in rows]
 
 
-def _from_rows(name: str, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> Run:
+def _from_rows(name: str, is_named: bool, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> Run:
     rows = _without_prefix(rows)
     last: dict[str, Any] = {}
     for row in rows:
@@ -275,15 +286,17 @@ def _from_rows(name: str, rows: Sequence[Mapping[str, Any]], config: Mapping[str
     )
     if measured:
         highest = max(measured, key=lambda row: int(row["memsave/peak_bytes"]))
-        peak = int(highest["memsave/peak_bytes"])
-        factor = highest.get("memsave/factor")
-        report = dataclasses.replace(
+        held = [row for row in measured if "memsave/factor" in row]  # a baseline may be known at the end only
+        report = replace(
             report,
-            peak_bytes=peak,
+            peak_bytes=int(highest["memsave/peak_bytes"]),
             by_category={c: int(highest[f"memsave/peak_{c}_bytes"]) for c in CATEGORIES},
-            baseline_peak_bytes=None if factor is None else round(factor * peak),  # exact: both are whole numbers
+            # Exact: both are whole numbers.
+            baseline_peak_bytes=round(held[-1]["memsave/factor"] * held[-1]["memsave/peak_bytes"]) if held else None,
         )
     metrics = {key: value for key, value in last.items() if not _NOT_A_METRIC.fullmatch(key) and math.isfinite(value)}
+    if not is_named:
+        name = name_of(config, any(key.startswith("memsave/") for key in last)) or name
     return Run(name=name, report=report, metrics=metrics, config=config, peaks=tuple(map(_peak, steps)))
 
 

@@ -223,6 +223,111 @@ def test_a_module_of_the_other_lightning():
     assert verify(OtherModel(), torch.ones(8, 32), MemSave(microbatch=2)).holds
 
 
+class Rectified(Net):
+    """Linear layers and ReLU alone: what is kept with noise leaves gradients unbiased."""
+
+    statistic = 0.0
+
+    def __init__(self):
+        super().__init__(nn.Identity)
+        self.first, self.middle, self.last = nn.Linear(6, 64), nn.Linear(64, 64), nn.Linear(64, 2)
+        self.drop = nn.Identity()
+
+    def training_step(self, batch, batch_idx):
+        y = self.last(self.middle(self.first(batch[0]).relu()).relu())
+        seen = self.statistic * y.sum(0).square().sum()  # of the batch, and its gradient alone
+        return (y - batch[1]).square().mean() + seen - seen.detach()
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "int2"])
+def test_noise_that_averages_to_zero_is_expected(batch, codec):
+    module = Rectified()
+    result = verify(module, batch, MemSave(activations=ActivationCompression(codecs=(codec,), min_numel=1)))
+    assert result.loss_class == "unbiased"
+    assert result.holds
+    assert (result.noise.codecs, result.noise.num_draws) == ((codec,), 8)
+    assert 0 < result.noise.mean_size < 1.5 * result.noise.size / 8**0.5
+
+
+def test_a_draw_that_is_no_number_is_not_expected(batch, monkeypatch):
+    run = verify_exactness._one_run
+
+    def spoiled(*args, num_steps=verify_exactness._NUM_STEPS):
+        found = run(*args, num_steps)
+        if num_steps == 1:
+            found.gradients["last.bias"] *= math.nan
+        return found
+
+    monkeypatch.setattr(verify_exactness, "_one_run", spoiled)
+    result = verify(Rectified(), batch, MemSave(activations=ActivationCompression(codecs=("int4",), min_numel=1)))
+    assert result.largest_difference < math.inf
+    assert not result.holds
+
+
+def test_a_difference_that_is_there_in_every_draw_is_no_noise(batch):
+    module = Rectified()
+    module.statistic = 0.01
+    whole = verify(module, batch, MemSave(activations=ActivationCompression(codecs=("int4",), min_numel=1)))
+    cut = ActivationCompression(codecs=("int4",), min_numel=1)
+    parts = verify(module, batch, MemSave(activations=cut, microbatch=8))
+    assert (whole.loss_class, parts.loss_class) == ("unbiased", "unbiased")
+    assert whole.holds
+    assert not parts.holds
+    assert parts.noise.bias > 0.1
+
+
+@pytest.mark.parametrize(
+    "memsave", [MemSave(), MemSave(activations="exact"), MemSave(precision="bf16-sr", activations="int4")], ids=repr
+)
+def test_draws_are_taken_only_where_nothing_but_noise_changes_the_result(batch, memsave, monkeypatch):
+    monkeypatch.setattr(verify_exactness, "noise_of", lambda *_: pytest.fail("several draws"))
+    assert verify(Rectified(), batch, memsave).noise is None
+
+
+def draws(num, elements, seed):
+    """Rounding to a whole number up or down, so that the mean is the number: some of it hardly ever goes up."""
+    generator = torch.Generator().manual_seed(seed)
+    fraction = torch.rand(elements, generator=generator, dtype=torch.float64)
+    return (torch.rand(num, elements, generator=generator, dtype=torch.float64) < fraction).double() - fraction
+
+
+def test_noise_without_a_bias_is_rarely_taken_for_more():
+    """Chances of noise are spread evenly: a hundredth of them is below a hundredth."""
+    found = torch.tensor([verify_exactness.noise_of(draws(8, 64, seed), ("x",)).chance for seed in range(2000)])
+    assert float((found < 0.5).double().mean()) == pytest.approx(0.5, abs=0.05)
+    assert float((found < 0.01).double().mean()) < 0.02
+    assert float(found.min()) > 1e-5
+
+
+def test_a_bias_as_large_as_the_noise_is_told_from_it():
+    for seed in range(200):
+        errors = draws(8, 4096, seed)
+        bias = errors.square().mean() ** 0.5
+        found = verify_exactness.noise_of(errors + bias, ("x",))
+        assert found.chance < 1e-4
+        assert found.bias == pytest.approx(float(bias) * 64, rel=0.05)
+
+
+@pytest.mark.parametrize("num", [4, 8, 16])
+def test_the_chance_is_that_of_an_analysis_of_variance(num):
+    """The referee: scipy's F distribution, and the ratio of variances as its textbook has it."""
+    stats = pytest.importorskip("scipy.stats")
+    for shift in (0.0, 0.02, 0.05, 0.1):
+        errors = (draws(num, 300, 1) + shift).numpy()
+        mean = errors.mean(0)
+        within = ((errors - mean) ** 2).sum() / (num - 1)
+        sizes = (errors**2).sum(1).mean()
+        pairs = [float(errors[i] @ errors[j]) ** 2 for i in range(num) for j in range(i)]
+        degrees = sizes**2 / (sum(pairs) / len(pairs))
+        expected = stats.f.sf(num * (mean**2).sum() / within, degrees, degrees * (num - 1))
+        assert verify_exactness.noise_of(torch.tensor(errors), ("x",)).chance == pytest.approx(expected, rel=0.2)
+
+
+def test_draws_without_any_difference_have_no_noise():
+    found = verify_exactness.noise_of(torch.zeros(4, 8, dtype=torch.float64), ("x",))
+    assert (found.size, found.mean_size, found.bias, found.chance) == (0, 0, 0, 1)
+
+
 def test_a_plan_is_that_of_a_run(batch):
     """Trials of plans are not looked at as the steps are that are compared."""
     torch.manual_seed(0)

@@ -7,10 +7,10 @@ import math
 import pytest
 
 from lightning_memsave import Applied, MemoryReport
-from lightning_memsave.core.verification import Verification
+from lightning_memsave.core.verification import Noise, Verification
 
 
-def verification(loss_class="exact", loss=0.0, gradients=None, buffers=None):
+def verification(loss_class="exact", loss=0.0, gradients=None, buffers=None, noise=None):
     applied = Applied(technique="x", summary="x", loss_class=loss_class)
     return Verification(
         plain=MemoryReport(peak_bytes=8),
@@ -19,6 +19,7 @@ def verification(loss_class="exact", loss=0.0, gradients=None, buffers=None):
         gradient_differences=gradients or {},
         buffer_differences=buffers or {},
         tolerance=1e-5,
+        noise=noise,
     )
 
 
@@ -54,7 +55,34 @@ def test_the_largest_difference_is_of_loss_gradients_and_buffers(differences, la
 def test_exact_means_within_rounding_and_all_others_finite(loss_class, difference, holds, place):
     found = verification(loss_class, **{place: difference if place == "loss" else {"a": difference}})
     assert found.loss_class == loss_class
-    assert found.holds is holds
+    assert found.holds is (holds and (loss_class, place) != ("unbiased", "loss"))  # its noise is in backward alone
+
+
+def noise(mean_size, chance, size=0.2):
+    return Noise(codecs=("int4",), num_draws=4, size=size, mean_size=mean_size, chance=chance)
+
+
+@pytest.mark.parametrize(
+    ("found", "bias"),
+    [(noise(0.2, 0), 0.2), (noise(0.1, 1), 0.0), (noise(0.05, 1), 0.0), (noise(0.15, 0), (0.05 / 3) ** 0.5)],
+)
+def test_the_bias_is_what_the_mean_has_beyond_the_noise_over_the_root_of_the_draws(found, bias):
+    assert found.bias == pytest.approx(bias, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("found", "holds"),
+    [
+        (noise(0.1, 0.5), True),
+        (noise(0.2, 1e-3), True),
+        (noise(0.2, 1e-9), False),
+        (noise(1e-5, 1e-9, size=1.5e-5), True),  # a bias below what rounding alone may make
+        (noise(math.nan, math.nan, size=math.nan), False),
+    ],
+)
+def test_unbiased_means_that_the_mean_is_off_by_chance_or_rounding_alone(found, holds):
+    assert verification("unbiased", gradients={"a": 0.2}, noise=found).holds is holds
+    assert verification("approximate", gradients={"a": 0.2}, noise=found).holds
 
 
 def test_nothing_applied_claims_to_be_exact():

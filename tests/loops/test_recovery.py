@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
@@ -18,6 +19,7 @@ from torchmetrics import MeanMetric
 
 from lightning_memsave import ActivationCompression, MemSave, Microbatching
 from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError, is_out_of_memory
+from lightning_memsave.loops.recovery import RecoveryPolicy
 from tests.strategies.record import Record
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_memsave.core.errors.NotLosslessWarning")  # numbers are drawn
@@ -304,3 +306,53 @@ def test_a_real_limit_kills_plain_lightning_and_not_this():
     assert "can't allocate memory" in plain.stderr
     assert "finished 2" in recovered.stdout, recovered.stderr[-2000:]
     assert "run again with" in recovered.stderr
+
+
+# ---------------------------------------------------------------------- the smallest microbatches
+def measured(activations, rest):
+    split = {"weights": rest, "gradients": 0, "optimizer_state": 0, "activations": activations, "temporary": 0}
+    return SimpleNamespace(peak_bytes=activations + rest, by_category={**split, "data": 0})
+
+
+def smallest(module=None):
+    policy = RecoveryPolicy(Microbatching(goal="smallest"))
+    policy.begin(module or nn.Linear(2, 2))
+    return policy
+
+
+def test_the_smallest_microbatch_is_one_sample_or_two_where_statistics_are_taken():
+    batch = torch.zeros(8, 4)
+    assert smallest().size_for(batch) == 1
+    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    assert smallest(norm).size_for(batch) == 2
+    assert smallest(norm.eval()).size_for(batch) == 1
+
+
+def test_the_smallest_microbatches_grow_while_activations_are_the_smaller_part():
+    policy, batch = smallest(), torch.zeros(8, 4)
+    assert policy.size_for(batch) == 1
+    assert policy.measured(None, batch, measured(10, 100))
+    assert policy.size_for(batch) == 2
+    assert policy.measured(None, batch, measured(20, 100))
+    assert policy.size_for(batch) == 4
+    assert not policy.measured(None, batch, measured(60, 100))  # twice that would be more than the rest
+    assert not policy.measured(None, batch, measured(1, 100))
+    assert policy.size_for(batch) == 4
+
+
+def test_a_settled_size_stays_settled_in_a_run_that_is_resumed():
+    policy, batch = smallest(), torch.zeros(8, 4)
+    policy.size_for(batch)
+    policy.measured(None, batch, measured(60, 100))
+    resumed = smallest()
+    resumed.load_state_dict(policy.state_dict())
+    assert not resumed.measured(None, batch, measured(1, 100))
+    assert resumed.size_for(batch) == 1
+
+
+def test_the_smallest_microbatches_end_at_the_whole_batch():
+    policy, batch = smallest(), torch.zeros(2, 4)
+    policy.size_for(batch)
+    assert policy.measured(None, batch, measured(1, 100))
+    assert policy.size_for(batch) == 2
+    assert not policy.measured(None, batch, measured(2, 100))

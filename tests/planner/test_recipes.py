@@ -41,11 +41,14 @@ def test_as_dict_is_plain_and_names_functions_and_classes():
     assert plain["microbatching"]["size"] == 2
     assert plain["microbatching"]["weight_fn"].endswith("tokens")
     assert plain["checkpointing"]["modules"] == "Microbatching"
-    assert plain["recipe"] == "mine"
+    assert plain["recipe"].startswith("mine, microbatch=Microbatching(size=2, weight_fn=")
+    assert plain["recipe"].endswith(", checkpointing=Checkpointing(modules=Microbatching), optimizer_state=8bit")
 
 
 def test_unknown_recipes_list_what_there_is():
-    with pytest.raises(ValueError, match=r"'measure', 'lossless', 'balanced', 'extreme' or a `Recipe`, got 'fast'"):
+    with pytest.raises(
+        ValueError, match=r"'measure', 'lossless', 'exact', 'balanced', 'extreme' or a `Recipe`, got 'fast'"
+    ):
         resolve("fast", {})
 
 

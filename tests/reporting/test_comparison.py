@@ -93,6 +93,56 @@ def test_first_run_is_the_baseline_of_those_without():
     assert [each.report.factor for each in compare([run("a"), run("b", 50)]).runs] == [None, None]
 
 
+PLAIN = {"memsave": {"recipe": "measure", "every": 200}}
+
+
+def test_a_run_that_changes_nothing_is_the_baseline_wherever_it_stands():
+    comparison = compare([run("a", 50), run("b", 200, PLAIN), run("c", 100, PLAIN), run("d", 20)])
+    assert [each.report.factor for each in comparison.runs] == [4.0, 1.0, 1.0, 10.0]
+    alone = compare([run("a", 200, PLAIN)]).runs[0].report
+    assert (alone.factor, alone.baseline_source) == (1.0, "measured")
+
+
+NO_BASELINE = 'No baseline: add one by training once with `MemSave("measure")` and naming that run first.'
+
+
+@pytest.mark.parametrize(
+    ("runs", "is_known"),
+    [
+        ([run("plain, by CSV"), run("a", 50)], False),
+        ([run("a", 50)], False),
+        ([run("plain, by CSV"), run("a", 50, baseline=100)], True),
+        ([run("a", 100), run("b", 50)], True),
+        ([run("plain, by CSV"), run("a", 50), run("b", 100, PLAIN)], True),
+    ],
+)
+def test_without_a_baseline_one_sentence_stands_for_the_factors(runs, is_known):
+    comparison = compare(runs)
+    assert ("factor" in [row.heading for row in comparison.rows]) == is_known
+    assert (NO_BASELINE in comparison.notes) == (not is_known)
+
+
+def test_a_run_without_a_peak_has_no_baseline():
+    assert compare([run("a", 100), run("b")]).runs[1].report.baseline_peak_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("runs", "is_once"),
+    [
+        ([run("a", 2, {"lr": 1}, acc=0.5), run("b", 1, {"lr": 2}, acc=0.5)], True),
+        ([run("a", 2, {"lr": 1, "seed": 0}, acc=0.5), run("b", 1, {"lr": 1, "seed": 1}, acc=0.5)], False),
+        ([run("a", 2, {"seed": 0}, acc=0.5), run("b", 1, {"speed": 1}, acc=0.5)], True),
+        ([run("plain", acc=0.5), run("plain (2)", acc=0.6)], False),
+        ([run("a", acc=0.5), run("b", acc=0.6)], True),
+        ([run("a", 2, acc=0.5), run("b", 1)], False),
+        ([run("a", 2), run("b", 1)], False),
+    ],
+)
+def test_where_each_setting_was_run_once_the_noise_is_said_to_be_unknown(runs, is_once):
+    note = "Each setting was run once, with one seed, so whether differences in acc are more than noise is not known."
+    assert (note in compare(runs).notes) == is_once
+
+
 def test_equal_settings_are_not_listed():
     settings = {"a": {"b": 1, "c": None}, "d": [1, 2]}
     others = {"a": {"b": 2}, "d": [1, 2], "e": {}}

@@ -11,9 +11,9 @@ import sys
 import pytest
 import wandb
 
-from lightning_memsave import cli
 from lightning_memsave.core.report import CATEGORIES, MemoryReport
 from lightning_memsave.reporting.dashboard import build_workspace, save_workspace, write_workspace
+from lightning_memsave_cli import main
 from tests.reporting.wandb_server import serving
 
 pytest.importorskip("wandb_workspaces")
@@ -40,11 +40,33 @@ def no_network(monkeypatch, tmp_path):
 
 @pytest.fixture
 def specification(no_network, tmp_path):
-    assert cli.main(["dashboard", "me/my-project", "--json", str(tmp_path / "w.json")]) == 0
+    assert main(["dashboard", "me/my-project", "--json", str(tmp_path / "w.json")]) == 0
     return json.loads((tmp_path / "w.json").read_text())
 
 
-def test_panels_ask_the_questions(specification, capsys):
+@pytest.fixture
+def with_accuracy(no_network, tmp_path):
+    command = ["dashboard", "me/my-project", "--metric", "test/accuracy", "--json", str(tmp_path / "w.json")]
+    assert main(command) == 0
+    return json.loads((tmp_path / "w.json").read_text())
+
+
+def test_without_a_metric_the_costs_are_what_every_run_has(specification):
+    ((kind, scatter),) = panels_of(specification)["What did it cost?"]
+    assert kind == "Scatter Plot"
+    assert (scatter["xAxis"], scatter["yAxis"]) == ("summary:memsave/peak_bytes", "summary:memsave/step_seconds")
+    assert scatter["showMinYAxisLine"] is True, "less time is better"
+    assert not scatter["showMaxYAxisLine"]
+    assert set(re.findall(r"summary:([^\"]+)", json.dumps(specification))) == {
+        "memsave/peak_bytes",
+        "memsave/factor",
+        "memsave/loss_class",
+        "memsave/step_seconds",
+    }
+
+
+def test_panels_ask_the_questions(with_accuracy):
+    specification = with_accuracy
     assert (specification["entity"], specification["project"]) == ("me", "my-project")
     panels = panels_of(specification)
     assert list(panels) == [
@@ -54,7 +76,7 @@ def test_panels_ask_the_questions(specification, capsys):
         "Does it grow?",
         "Which settings?",
     ]
-    kind, scatter = panels["What did it cost?"][0]
+    (kind, scatter), _ = panels["What did it cost?"]
     assert kind == "Scatter Plot"
     assert (scatter["xAxis"], scatter["yAxis"]) == ("summary:memsave/peak_bytes", "summary:test/accuracy")
     assert scatter["showMaxYAxisLine"] is True
@@ -83,13 +105,13 @@ def test_less_of_a_loss_is_better(tmp_path, no_network):
 
 @pytest.mark.parametrize("target", ["", "me", "me/", "/p", "a/b/c", "me/my project"])
 def test_a_target_of_another_form_is_refused(capsys, target):
-    assert cli.main(["dashboard", target, "--json", "never-written.json"]) == 2
+    assert main(["dashboard", target, "--json", "never-written.json"]) == 2
     assert "`target` must be ENTITY/PROJECT" in capsys.readouterr().err
 
 
 def test_missing_extra_is_named(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)  # importing it now raises
-    assert cli.main(["dashboard", "me/p", "--json", str(tmp_path / "w.json")]) == 2
+    assert main(["dashboard", "me/p", "--json", str(tmp_path / "w.json")]) == 2
     assert "pip install 'lightning-memsave[dashboard]'" in capsys.readouterr().err
 
 
@@ -112,7 +134,7 @@ def test_without_account_saving_names_the_other_way(monkeypatch, tmp_path, capsy
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    assert cli.main(["dashboard", "me/p"]) == 2
+    assert main(["dashboard", "me/p"]) == 2
     err = capsys.readouterr().err
     assert "API key" in err
     assert "--json FILE" in err

@@ -112,10 +112,31 @@ def test_names_are_text(name):
         assert html.escape(name) in shown
 
 
-def test_a_long_name_takes_several_lines_beside_its_bar():
-    (label, *_) = draw(compare([run("x" * 95, 8)]))["breakdown"].data[0].y
-    lines = label.removeprefix("1 ").split("<br>")
-    assert [len(each) for each in lines] == [20, 20, 20, 20, 15]
+def test_a_name_stands_above_its_bar_in_lines_that_end_between_words():
+    name = "microbatch=10, activations=[exact, int4], checkpointing=blocks, optimizer_state=4bit"
+    (trace,) = [trace for trace in draw(compare([run(name, 8 * MIB)]))["breakdown"].data if trace.type == "scatter"]
+    lines = trace.text[0].split("<br>")
+    written = [line for line in lines if line != "\u00a0"]
+    assert " ".join(written) == f"1 {name}: 8.0\u00a0MiB"
+    assert max(map(len, written)) <= 44, "what a phone has room for"
+    assert len(lines) == 2 * len(written) + 1, "the middle of the text is the bar"
+    assert lines[: len(written)] == written
+
+
+def test_quality_that_hardly_differs_is_not_drawn_as_if_it_did():
+    def shown(*values):
+        return draw(compare([run("a", 8, value) for value in values]))["tradeoff"].layout.yaxis.range
+
+    assert shown(0.5, 0.5) == pytest.approx((0.475, 0.525))
+    assert shown(0.5, 0.502) == pytest.approx((0.47595, 0.52605))
+    assert shown(0.0) == pytest.approx((-0.05, 0.05))
+    assert shown(0.0, 1.0) == pytest.approx((-0.1, 1.1))
+
+
+def test_there_are_no_half_steps():
+    few = draw(compare([run("a", 8, peaks=((1, 7), (2, 8)))]))["drift"]
+    many = draw(compare([run("a", 8, peaks=((1, 7), (200, 8)))]))["drift"]
+    assert (few.layout.xaxis.dtick, many.layout.xaxis.dtick) == (1, None)
 
 
 def test_runs_whose_names_are_numbers_have_a_bar_each():

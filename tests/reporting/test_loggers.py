@@ -268,7 +268,7 @@ def test_the_first_that_tensorboard_hears_has_the_hyperparameters_of_the_run_as_
     recorder = Recorder()
     L.Trainer(**QUIET, callbacks=[MemSave(microbatch=2)], logger=recorder).fit(WithHyperparameters())
     assert recorder.hyperparams[0]["width"] == 7
-    assert recorder.hyperparams[0]["memsave"]["recipe"] == "lossless"
+    assert recorder.hyperparams[0]["memsave"]["recipe"] == "lossless, microbatch=2"
     assert recorder.hyperparams[1:] == [{"width": 7}]  # Lightning's
 
 

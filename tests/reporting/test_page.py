@@ -12,6 +12,7 @@ from plotly.offline import get_plotlyjs
 
 from lightning_memsave import MemoryReport
 from lightning_memsave.core.report import CATEGORIES, Timeline
+from lightning_memsave.planner.recipes import resolve
 from lightning_memsave.reporting.comparison import compare
 from lightning_memsave.reporting.page import write_page
 from lightning_memsave.reporting.runs import Run
@@ -80,11 +81,33 @@ def test_charts_are_there_when_their_figures_are(tmp_path):
 
 def test_the_first_line_is_the_answer(tmp_path):
     page = page_of([run("first", 4, 0.9), run("second", 1, 0.8)], tmp_path / "page.html")
-    expected = (
-        "second is the smallest: 6.0 MiB, 4.00x less than its baseline of 24.0 MiB, "
-        "test/accuracy 0.8 against 0.9 of first."
-    )
+    expected = "4.00x less memory with second: 6.0 MiB instead of 24.0 MiB, test/accuracy 0.8 against 0.9 of first."
     assert expected in page.text
+
+
+def test_where_no_run_takes_less_the_first_line_says_no_factor(tmp_path):
+    page = page_of([run("first", 1, 0.9), run("second", 4, 0.8)], tmp_path / "page.html")
+    assert "The smallest peak is that of first: 6.0 MiB, test/accuracy 0.9." in page.text
+    assert "less memory with" not in page.text
+
+
+def test_what_has_to_be_known_stands_under_the_first_line(tmp_path):
+    runs = [run("plain", None, 0.9), run("a", 1, 0.8)]
+    page, notes = page_of(runs, tmp_path / "page.html"), compare(runs).notes
+    assert len(notes) == 2
+    assert all(page.text.index(note) < page.text.index("How much smaller") for note in notes)
+    assert "factor" not in [text for text, _ in page.table[0]]
+
+
+def test_settings_that_nobody_has_set_are_not_in_the_page(tmp_path):
+    configs = [{"memsave": resolve(*each).as_dict()} for each in (("measure", {}), ("lossless", {"microbatch": 10}))]
+    page = page_of([run(f"r{i}", 3 - i, config=config) for i, config in enumerate(configs)], tmp_path / "page.html")
+    ((_, rows),) = [each for each in page.rows if each[0] is None]
+    assert [[text for text, _ in row] for row in rows] == [
+        ["setting", "1 r0", "2 r1"],
+        ["memsave.recipe", "measure", "lossless, microbatch=10"],
+        ["memsave.microbatching.size", "", "10"],
+    ]
 
 
 @pytest.mark.parametrize("name", EVIL)
@@ -158,7 +181,7 @@ def test_it_loads_draws_and_hovers(opened):
     tab = opened(RUNS)
     assert tab.locator(".chart .main-svg").count() >= 4
     assert tab.locator("#breakdown .bars .point").count() == 3 * len(CATEGORIES)
-    tab.locator("#tradeoff .scatterlayer .point").nth(1).hover(force=True)
+    tab.locator("#tradeoff .scatterlayer .point").nth(0).hover(force=True)  # the smallest is drawn first
     hover = tab.locator("#tradeoff .hoverlayer").text_content()
     assert "small" in hover
     assert f"{6 * MIB} bytes" in hover
@@ -218,6 +241,37 @@ def test_nothing_is_wider_than_the_screen(opened, width):
         [*RUNS, run("a name that is much too long " * 4 + "x" * 60, 3, 0.5)], viewport={"width": width, "height": 800}
     )
     assert tab.evaluate("document.documentElement.scrollWidth") == width
+
+
+LONG = "microbatch=10, activations=[exact, int4], checkpointing=blocks, optimizer_state=4bit"
+
+
+@in_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_text_of_a_picture_is_cut(opened, width):
+    tab = opened([*RUNS[:3], run(LONG, 3, 0.5)], viewport={"width": width, "height": 800})
+    outside = """(width) => [...document.querySelectorAll(".chart text")].filter((text) => {
+        const at = text.getBoundingClientRect(), chart = text.closest(".chart").getBoundingClientRect();
+        return at.width && (at.left < 0 || at.right > width || at.top < chart.top || at.bottom > chart.bottom);
+    }).map((text) => text.textContent)"""
+    assert tab.evaluate(outside, width) == []
+    lines = tab.locator("#breakdown .textpoint").nth(3).locator("tspan.line").all_text_contents()
+    assert " ".join(line for line in lines if line.strip()) == f"4 {LONG}: 18.0\u00a0MiB,\u00a01.3x\u00a0less"
+
+
+@in_browser
+def test_axes_fit_what_is_drawn(opened):
+    tab = opened(RUNS)
+    axes = """(name) => {
+        const {xaxis, yaxis} = document.getElementById(name)._fullLayout;
+        return [xaxis.range, yaxis.range];
+    }"""
+    (first, last), _ = tab.evaluate(axes, "breakdown")
+    assert first == 0
+    assert 24 <= last <= 1.1 * 24, "the longest bar reaches the end"
+    for (low, high), values in zip(tab.evaluate(axes, "tradeoff"), ((6, 24), (0.1, 0.9)), strict=True):
+        assert low < values[0] < values[1] < high
+        assert high - low < 1.4 * (values[1] - values[0]), "most of the picture is what the runs span"
 
 
 @in_browser

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import warnings
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -19,10 +20,13 @@ from torch.utils.data import DataLoader
 
 from lightning_memsave import Applied, MemoryReport, MemSave, wandb_logger
 from lightning_memsave.core.report import CATEGORIES, Timeline
+from lightning_memsave.planner.recipes import resolve
+from lightning_memsave.prediction import after_fit
 from lightning_memsave.reporting.comparison import compare
 from lightning_memsave.reporting.console import print_comparison
 from lightning_memsave.reporting.page import write_page
 from lightning_memsave.reporting.runs import Run, read_runs, run_of
+from lightning_memsave.reporting.wandb_run import record_config
 from tests.reporting.html_page import Page
 from tests.reporting.test_wandb_run import log_of, wandb_session
 from tests.reporting.wandb_file import payloads, wandb_paths
@@ -146,6 +150,60 @@ def test_a_killed_run_keeps_its_last_figures(logged, tmp_path):
     assert run.report.by_category == dict(report.by_category)
     assert run.report.num_steps_measured == 2
     assert run.loss_class == "exact"  # of the summary after the last measured step
+
+
+def test_a_baseline_that_is_known_at_the_end_only_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(after_fit, "LEAST_SECONDS", 60.0)
+    memsave = MemSave(microbatch=2)
+    trainer_with(memsave, CSVLogger(tmp_path, "csv", "one")).fit(OddModel())
+    assert memsave.report.factor is not None, "it is predicted after the fit"
+    (run,) = read_runs([tmp_path])
+    assert run.report.factor == memsave.report.factor
+    assert run.report.baseline_peak_bytes == memsave.report.baseline_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("memsave", "columns", "name"),
+    [
+        (None, "loss", "plain"),
+        ({"recipe": "measure", "every": 200}, "loss", "plain"),
+        ({"recipe": None, "every": 200}, "loss", "plain"),
+        ({"recipe": "extreme", "sparsity": {"sparsity": 0.9}}, "loss", "extreme"),
+        ({"recipe": "lossless", "microbatching": {"size": "auto"}}, "loss", "lossless"),
+        ({"recipe": "lossless, microbatch=10", "microbatching": {"size": 10}}, "loss", "microbatch=10"),
+        (None, "memsave/microbatch_size", "lightning_logs/version_3"),
+    ],
+)
+def test_a_run_without_a_name_is_called_by_its_settings(tmp_path, memsave, columns, name):
+    paths = [
+        tmp_path / "lightning_logs" / "version_3",
+        tmp_path / "mine" / "version_3",
+        tmp_path / "lightning_logs/one",
+    ]
+    for path in paths:
+        path.mkdir(parents=True)
+        (path / "metrics.csv").write_text(f"step,{columns}\n0,5\n")
+        (path / "hparams.yaml").write_text(json.dumps({} if memsave is None else {"memsave": memsave}))
+    assert [run.name for run in read_runs(paths)] == [name, "mine/version_3", "lightning_logs/one"]
+
+
+def test_wandb_runs_without_a_name_are_called_by_their_settings(tmp_path):
+    with wandb_session():
+        for options in ({}, {"name": "given"}):
+            run = wandb_logger("p", save_dir=str(tmp_path), offline=True, quiet=True, **options).experiment
+            record_config(run, resolve("lossless", {"microbatch": 2, "checkpointing": "blocks"}).as_dict())
+            wandb.finish()
+    assert {run.name for run in read_runs([tmp_path])} == {"microbatch=2, checkpointing=blocks", "given"}
+
+
+def test_the_caller_can_name_a_run(tmp_path):
+    folder = tmp_path / "lr=0.1"
+    folder.mkdir()
+    (folder / "metrics.csv").write_text("step,loss\n0,0.5\n")
+    names = [run.name for run in read_runs([Path(f"slow one={folder}"), folder, Path(f"slow one={folder}")])]
+    assert names == ["slow one", f"{tmp_path.name}/lr=0.1", "slow one (2)"]
+    with pytest.raises(ValueError, match="must be a file or folder with a run"):
+        read_runs([Path(f"={folder}")])
 
 
 def test_report_survives_json():

@@ -181,7 +181,7 @@ def test_charts_have_the_bytes_of_the_report(run):
 def test_config_has_the_resolved_recipe(run):
     config = run[0].config["memsave"]
     microbatching = config.pop("microbatching")
-    assert config == {"recipe": "lossless", "early_zero_grad": {}, "every": 200}
+    assert config == {"recipe": "lossless, microbatch=2", "early_zero_grad": {}, "every": 200}
     assert microbatching == {
         "size": 2,
         "reduction": "auto",
@@ -193,6 +193,7 @@ def test_config_has_the_resolved_recipe(run):
         "growth_interval": 500,
         "headroom_fraction": 0.1,
         "max_bytes": None,
+        "goal": "fit",
         "keeps_gradients": True,
         "start": None,
     }

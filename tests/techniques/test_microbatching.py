@@ -238,3 +238,11 @@ def test_a_list_of_alike_items_is_not_guessed_about(batch):
     assert [len(part) for part, _ in microbatches([torch.zeros(6, 3), torch.zeros(6)], size=2)] == [2, 2, 2]
     parts = [part for part, _ in microbatches(tuple(torch.zeros(4, 3) for _ in range(6)), size=2)]
     assert [part[0].shape for part in parts] == [(2, 3), (2, 3)]
+
+
+def test_the_smallest_is_a_goal_of_auto():
+    assert Microbatching.from_shorthand("smallest") == Microbatching(size="auto", goal="smallest")
+    with pytest.raises(ValueError, match=r'`Microbatching.goal` must be "fit" or "smallest", got \'least\''):
+        Microbatching(goal="least")
+    with pytest.raises(ValueError, match=r'goal` is used with size="auto" only'):
+        Microbatching(size=4, goal="smallest")

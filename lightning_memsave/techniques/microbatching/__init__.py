@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-_OF_RECOVERY = "start growth_interval headroom_fraction max_bytes keeps_gradients"
+_OF_RECOVERY = "start goal growth_interval headroom_fraction max_bytes keeps_gradients"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,12 @@ class Microbatching:
     """Samples whose activations may live at once; sizes of the parts differ by at most one. `"auto"`: all of them until
     memory runs out; then the same batch is run again with less, exact measures first, then half the samples."""
     start: int | None = None
-    """Samples per microbatch to begin with, under `"auto"`; `None`: whole batches."""
+    """Samples per microbatch to begin with, under `"auto"`; `None`: whole batches, or one sample with
+    `goal="smallest"` (two where BatchNorm needs them)."""
+    goal: Literal["fit", "smallest"] = "fit"
+    """Goal of `"auto"`. `"fit"`: microbatches as large as memory allows. `"smallest"`: as small as lowers the peak;
+    they are doubled after a measured step as long as activations and temporaries take less than half of what is held
+    anyway."""
     reduction: Literal["auto", "mean", "sum"] = "auto"
     """How the loss depends on the batch. `"auto"` evaluates it three times on a few samples, in the first batch and now
     and then, without gradients: a mean over samples, over labels that are not -100 or over unmasked tokens, or a sum. A
@@ -137,6 +142,8 @@ class Microbatching:
             raise setting_error(
                 "Microbatching.headroom_fraction", "must be in [0, 1)", self.headroom_fraction, "The default is 0.1."
             )
+        if self.goal not in ("fit", "smallest"):
+            raise setting_error("Microbatching.goal", 'must be "fit" or "smallest"', self.goal, 'The default is "fit".')
         if self.start is not None and (not isinstance(self.start, int) or self.start < 1):
             raise setting_error(
                 "Microbatching.start", "must be a positive integer", self.start, "Use `None` for whole batches."
@@ -159,14 +166,16 @@ class Microbatching:
 
     @classmethod
     def from_shorthand(cls, value: object) -> Microbatching:
-        """`microbatch=10` is `Microbatching(size=10)`; `"auto"` and `True` are `Microbatching(size="auto")`."""
+        """Return the settings of `microbatch=10` (a size), `"auto"` or `True` (as large as fits), or `"smallest"`."""
         if value is True:
             return cls()
+        if value == "smallest":
+            return cls(goal="smallest")
         if isinstance(value, int) or value == "auto":
             return cls(size=value)  # checked in __post_init__
         raise setting_error(
             "microbatch",
-            'must be a positive integer, "auto" or `Microbatching(...)`',
+            'must be a positive integer, "auto", "smallest" or `Microbatching(...)`',
             value,
             "For example `microbatch=10`.",
         )
