@@ -70,7 +70,8 @@ def record(run: Callable[[], None]) -> str:
     """Return what a run shows on the console, without Lightning's own lines."""
     shown = io.StringIO()
     handler = logging.StreamHandler(shown)
-    handler.addFilter(lambda message: re.match("memsave: (?!finding out)", message.getMessage()) is not None)  # has times
+    # One line has times.
+    handler.addFilter(lambda each: re.match("memsave: (?!finding out)", each.getMessage()) is not None)
     logger, before = rank_zero.log, rank_zero.log.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

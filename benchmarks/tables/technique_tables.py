@@ -25,6 +25,20 @@ def demo() -> str:
     return markdown(head, lines)
 
 
+def recipes() -> str:
+    """What one word saves, for each model."""
+    head = ("model", "`MemSave(...)`", "peak", "less", "CPU time", "loss class")
+    lines, model = [], ""
+    for row in rows("recipes"):
+        name = "plain Lightning" if row["setting"] == "measure" else f'`"{row["setting"]}"`'
+        size = f"{float(row['peak_bytes']) / MIB:.1f} MiB"
+        lines.append(
+            ("" if row["model"] == model else row["model"], name, size, *factor_and_time(row), row["loss_class"])
+        )
+        model = row["model"]
+    return markdown(head, lines, num_text=2)
+
+
 def activations() -> str:
     """Kept bytes, peak, time and noise, for each model."""
     head = ("model", "setting", "kept MB", "factor", "peak MB", "factor", "CPU time", "noise")

@@ -12,7 +12,7 @@ from benchmarks.harness.rows import ROOT
 from benchmarks.tables import compatibility_tables, planner_tables, record_tables, technique_tables
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"demo": technique_tables.demo, "record": record_tables.headline},
+    "README.md": {"recipes": technique_tables.recipes, "record": record_tables.headline},
     "docs/index.md": {"demo": technique_tables.demo},
     "docs/techniques/activation_compression.md": {
         "measured": technique_tables.activations,
