@@ -253,7 +253,7 @@ _MUCH_TIME, _LITTLE_MEMORY, _MORE = 1.3, 1.2, 0.995
 
 def _lines(report: MemoryReport) -> Iterator[str]:
     if report.peak_bytes is None:
-        yield "no step was measured"
+        yield "no step was measured: the first never is, and a run of at least two steps has one that is"
         return
     yield " | ".join(_headline(report))
     before, after = report.baseline_by_category, report.by_category

@@ -70,7 +70,6 @@ def scaler():
         ({"accumulate_grad_batches": 3}, ["accumulate_grad_batches"]),
         ({"gradient_clip_val": 0.5}, ["gradient clipping by norm"]),
     ],
-    ids=str,
 )
 def test_each_way_has_its_name_and_no_other(options, expected):
     assert ways(**options) == expected
