@@ -39,15 +39,17 @@ class MemSave(MemoryMonitor):
     Every slot takes a shorthand or a Config; `None` keeps the recipe's choice and `False` switches a technique off.
 
     Args:
-        recipe: `"lossless"` (what is exact and free), `"balanced"` (small, stated errors), `"extreme"` (the whole
-            ladder), `"measure"` (change nothing: the baseline run), a `Recipe`, or a `Plan` that was made before.
+        recipe: `"lossless"` (what is exact and free), `"exact"` (blocks are run again in backward), `"balanced"` (small
+            noise), `"extreme"` (the smallest peak), `"measure"` (change nothing: the baseline run), a `Recipe`, or a
+            `Plan` that was made before.
         budget: what a step may take: `"8GiB"`, a number of bytes, `"60%"` of the device, `"0.25x"` of the plain step.
             The first batch is planned for, before training: of what the recipe allows, the cheapest that fits. What is
             set besides stays as it is set.
         sparsity: the fraction of weights that are zero (`0.9`), `"2:4"`, or `Sparsity(...)`.
         precision: how weights are stored: `"bf16-sr"`, `"bf16+8"`, `"bf16-kahan"`, `"fp16-scaled"`,
             `"bf16-gradients"`, or `LowPrecision(...)`.
-        microbatch: samples per microbatch, `"auto"` (recover when memory runs out), or `Microbatching(...)`.
+        microbatch: samples per microbatch, `"auto"` (recover when memory runs out), `"smallest"` (as small as lowers
+            the peak), or `Microbatching(...)`.
         activations: how saved activations are kept: `"exact"`, `"int8"`, `"int4"`, `"int4-chain"`, a list such as
             `["exact", "int4"]`, or `ActivationCompression(...)`.
         checkpointing: `"blocks"`, `"sqrt"`, `"recursive"`, or `Checkpointing(...)`, for example with a `budget`.
@@ -55,8 +57,8 @@ class MemSave(MemoryMonitor):
             `OptimizerState(...)`, for example with `projection="galore"`, `gradients="release"` or `"into-state"`.
         summary: whether the fit ends with a box (`print(memsave.report)` has the same text): the peak beside that of
             plain Lightning, which is predicted unless `compare_to` was given another one, and a setting that would
-            save more. Predictions take at most four seconds of processor time, or 5 % of a long fit. The box goes where
-            Lightning's log is not silenced.
+            save more. Predictions take four seconds of processor time at most, after long fits 5 % of the fit. There is
+            no box where Lightning's log is silenced.
 
     Raises:
         ValueError: a setting is wrong or two of them cannot be combined; before training starts.
@@ -111,6 +113,7 @@ class MemSave(MemoryMonitor):
         self._state: Session | None = None
         self._began, self._outlook = 0.0, Outlook()
         self._sample: Sample | None = None
+        self._highest_bytes = 0
 
     def __repr__(self) -> str:
         """Return what was set."""
@@ -171,20 +174,13 @@ class MemSave(MemoryMonitor):
         """Tell the loggers how this run is configured."""
         super().on_fit_start(trainer, pl_module)
         self._began, self._sample, self._outlook = time.monotonic(), None, Outlook()
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
-    ) -> None:
-        """Begin a step; keep a sample of the first batch, for the summary."""
-        if self._sample is None and self._is_summed_up(trainer):
-            with contextlib.suppress(Exception):  # a batch of a class that cannot be cut
-                self._sample = Sample.of(batch)
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self._highest_bytes = 0
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the final figures to the loggers, and the summary for people."""
         if self._is_summed_up(trainer) and self.report.peak_bytes is not None:
-            self._look_ahead(trainer, pl_module, self.report)
+            seconds = seconds_allowed(time.monotonic() - self._began)
+            self._outlook = look_ahead(trainer, pl_module, self._sample, self._in_force, self.report, seconds)
         super().on_fit_end(trainer, pl_module)
 
     def _tell(self, trainer: L.Trainer, report: MemoryReport) -> None:
@@ -196,19 +192,13 @@ class MemSave(MemoryMonitor):
     def _is_summed_up(self, trainer: L.Trainer) -> bool:
         return self._summary and trainer.is_global_zero and not trainer.barebones
 
-    def _look_ahead(self, trainer: L.Trainer, module: L.LightningModule, measured: MemoryReport) -> None:
-        """Predict what the fit would have taken without memory saving, and what would save more."""
-        seconds, peak_bytes = seconds_allowed(time.monotonic() - self._began), measured.peak_bytes
-        assert peak_bytes is not None, "asked before"
-        self._outlook = look_ahead(
-            trainer,
-            module,
-            self._sample,
-            self._in_force,
-            peak_bytes,
-            seconds,
-            has_baseline=measured.baseline_peak_bytes is not None,
-        )
+    def _keep_sample(self, trainer: L.Trainer, batch: Batch) -> None:
+        """Keep a sample of the measured batch with the highest peak, from which plain Lightning's is predicted."""
+        step = self._meter.tracked
+        if step is not None and step.peak_bytes > self._highest_bytes and self._is_summed_up(trainer):
+            self._highest_bytes = step.peak_bytes
+            with contextlib.suppress(Exception):  # a batch of a class that cannot be cut
+                self._sample = Sample.of(batch)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop measuring, and give the strategy back: a later fit without this callback is without its settings."""
@@ -222,6 +212,7 @@ class MemSave(MemoryMonitor):
     ) -> None:
         """End a step; hold what was measured in it against the limits that were set; tell of patterns that changed."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._keep_sample(trainer, batch)
         if (
             self._state is not None
             and self._state.sparse_training is not None

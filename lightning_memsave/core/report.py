@@ -242,18 +242,18 @@ class MemoryReport:
 _APPLIED = ("technique", "summary", "loss_class", "reasons")
 _SPLITS = ("by_category", "predicted_by_category", "baseline_by_category")
 _IN_WORDS: Mapping[LossClass, str] = {
-    "exact": "the result of plain Lightning",
+    "exact": "plain Lightning's result, but for rounding",
     "unbiased": "noise that averages to zero",
     "approximate": "noise with a small bias",
     "changed": "another result than plain Lightning",
 }
 _BAR, _LONGEST = 24, 72  # columns
-_MUCH_TIME, _LITTLE_MEMORY, _MORE = 1.3, 1.2, 0.995
+_MUCH_TIME, _LITTLE_MEMORY, _SAME = 1.3, 1.2, 0.005
 
 
 def _lines(report: MemoryReport) -> Iterator[str]:
     if report.peak_bytes is None:
-        yield "no step was measured: the first never is, and a run of at least two steps has one that is"
+        yield "no step was measured: measuring starts with the second step of the optimizer"
         return
     yield " | ".join(_headline(report))
     before, after = report.baseline_by_category, report.by_category
@@ -276,7 +276,7 @@ def _lines(report: MemoryReport) -> Iterator[str]:
 def _verdicts(factor: float | None, step_ratio: float | None) -> Iterator[str]:
     if factor is None:
         return
-    if factor < _MORE:
+    if factor < 1 - _SAME:
         yield "these settings take more memory than plain Lightning here"
     elif factor < _LITTLE_MEMORY and step_ratio is not None and step_ratio > _MUCH_TIME:
         yield f"not worth it here: {factor:.2f}x less memory for {step_ratio:.2f}x the time of a step"
@@ -288,7 +288,8 @@ def _headline(report: MemoryReport) -> Iterator[str]:
         yield peak
     else:
         source = f" (baseline {report.baseline_source})" if report.baseline_source else ""
-        is_less = f"{report.factor:.2f}x less" if abs(report.factor - 1) > 1 - _MORE else "as plain Lightning"
+        is_less = f"{report.factor:.2f}x less" if report.factor > 1 else f"{1 / report.factor:.2f}x more"
+        is_less = "as plain Lightning" if abs(report.factor - 1) < _SAME else is_less
         yield f"{peak} instead of {format_bytes(report.baseline_peak_bytes)}, {is_less}{source}"
     yield report.loss_class
     if report.step_ratio is not None:

@@ -1,6 +1,7 @@
 """Fallbacks: the exact measures against too little memory besides smaller microbatches, in the order of their cost.
 
-They take time, so they wait until memory runs out. What the user has set, or switched off, is left as it is.
+They take time, so they wait until memory runs out. Techniques that the user has set, or switched off, are left as they
+are; inputs of regions leave the device in any case.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Fallbacks:
         self._num_taken = 0
         self.num_learned = 0
         """Measures that an earlier run has found to be needed."""
+        self.regions_refused = False
+        """Whether the model cannot be checkpointed, as regions have shown that were withdrawn."""
 
     @property
     def num_needed(self) -> int:
@@ -44,6 +47,8 @@ class Fallbacks:
         while self._num_taken < len(measures):
             measure = measures[self._num_taken]
             self._num_taken += 1
+            if self.regions_refused and measure is not _compress:
+                continue
             with suppress(ValueError):  # nothing to work on, or not possible in this way of training
                 if (taken := measure(trainer, session_of(trainer).recipe, self._scopes)) is not None:
                     return taken
@@ -62,6 +67,7 @@ class Fallbacks:
         if not session_of(trainer).recipe.leaves_open(Checkpointing) or not scopes.undo_regions():
             return False
         scopes.regions = scopes.planned = scopes.region_inputs = None
+        self.regions_refused = True
         return True
 
 

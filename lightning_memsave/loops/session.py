@@ -69,7 +69,7 @@ class Session:
             keeps_gradients = config.keeps_gradients and Microbatching not in recipe.by_default
             self.recovery = RecoveryPolicy(config, self.fallbacks, start=config.start, keeps_gradients=keeps_gradients)
             self.evaluation = RecoveryPolicy(config)  # which has no activations to spare: it only cuts
-        self.cutter = BatchCutter(config, self.recovery, warns=recipe.name == "lossless")
+        self.cutter = BatchCutter(config, self.recovery, warns=recipe.name in ("lossless", "exact"))
         self.zero_grad_first = recipe.get(EarlyZeroGrad) is not None
 
     def decided(self, trainer: L.Trainer) -> Recipe:
@@ -180,7 +180,9 @@ class Session:
         num_measures = self.fallbacks.num_needed
         if not num_measures and self.recovery.limit_elements is None and self.evaluation.limit_elements is None:
             return {}
+        refused = {"regions_refused": True} if self.fallbacks.regions_refused else {}
         return {
+            **refused,
             "num_measures": num_measures,
             "training": self.recovery.state_dict(),
             "evaluation": self.evaluation.state_dict(),
@@ -190,6 +192,7 @@ class Session:
         """Start from what an earlier run has found out: the same measures are taken before the first batch."""
         if "num_measures" in learned and self.recovery is not None and self.evaluation is not None:
             self.fallbacks.num_learned = learned["num_measures"]
+            self.fallbacks.regions_refused = learned.get("regions_refused", False)
             self.recovery.load_state_dict(learned["training"])
             self.evaluation.load_state_dict(learned["evaluation"])
 

@@ -70,8 +70,8 @@ def make_plan(
 
     Args:
         budget: what it has to fit into.
-        recipe: what may be used (`ladder.TIERS`; any other name as `"lossless"`). What somebody has set, or switched
-            off, stays as it is; the rest is open.
+        recipe: what may be used (`search_space.TIERS`; any other name as `"lossless"`). What was set, or switched off,
+            stays as it is; the rest is open.
         situation: model, batch and device.
         plain: the step without any technique.
         predict: predicts a step under Configs; raises `ValueError` where they cannot be used.

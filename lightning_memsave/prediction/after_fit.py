@@ -1,35 +1,39 @@
 """What a fit would have taken without memory saving, and which setting would save more: predicted when it is over.
 
-Nothing of the run is touched: a copy of the module takes a step on fake tensors, which takes no memory, on one sample
-that was kept from the first batch. It takes four seconds of processor time, or a
-small share of what the fit took.
+A copy of the module takes a step on fake tensors, which takes no memory, on one sample that was kept from a batch. It
+takes four seconds of processor time at most; after long fits, a small share of the fit's seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
 from lightning_memsave.core.compatibility import check_compatibility
+from lightning_memsave.core.report import LOSS_CLASSES, LossClass, MemoryReport
 from lightning_memsave.lightning_compat import Batch, data_module_of, is_compiled
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.prediction.budgeted_run import options_of, under_ddp
+from lightning_memsave.prediction.budgeted_run import options_of
 from lightning_memsave.prediction.predictor import Predictor
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.low_precision import LowPrecision
+from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.split import UnsplittableBatchError, batch_size, cloned, take
 from lightning_memsave.techniques.optimizer_state import OptimizerState
 from lightning_memsave.techniques.registry import Config
+
+_log = logging.getLogger("lightning.pytorch.memsave")
 
 LEAST_SECONDS = 4.0
 """Seconds of processor time that predictions may take after any fit."""
@@ -37,13 +41,13 @@ SHARE = 0.05
 """Share of a fit's seconds that it may take after a long one."""
 _NO_TIME = 0.1  # seconds, in which nothing is predicted
 _WORTH_TELLING = 0.9  # of the measured peak
-_CANDIDATES: tuple[tuple[str, Config], ...] = (
-    ('checkpointing="blocks"', Checkpointing()),
-    ('activations="exact"', ActivationCompression()),
-    ('optimizer_state="8bit"', OptimizerState()),
-    ('precision="bf16-sr"', LowPrecision()),
+_CANDIDATES: tuple[tuple[str, Config, LossClass], ...] = (
+    ('checkpointing="blocks"', Checkpointing(), "exact"),
+    ('activations="exact"', ActivationCompression(), "exact"),
+    ('optimizer_state="8bit"', OptimizerState(), "changed"),
+    ('precision="bf16-sr"', LowPrecision(), "changed"),
 )
-"""Settings that need no number, exact ones first."""
+"""Settings that need no number, and their loss class."""
 
 
 @dataclass(frozen=True)
@@ -84,30 +88,27 @@ def look_ahead(
     module: L.LightningModule,
     sample: Sample | None,
     recipe: Recipe,
-    peak_bytes: int,
+    report: MemoryReport,
     seconds: float,
-    *,
-    has_baseline: bool = False,
 ) -> Outlook:
     """Predict the plain step, and with what is left of the time, settings that would save more.
 
     Args:
         trainer: its fit is over, and its strategy torn down.
         module: that was trained, as it was before.
-        sample: of the first batch.
+        sample: of the measured batch with the highest peak.
         recipe: that was in force.
-        peak_bytes: what was measured.
+        report: of the fit; where it has a baseline, none is predicted.
         seconds: how long this may take, of processor time.
-        has_baseline: whether the plain step is known already.
     """
+    if trainer.world_size > 1:
+        return Outlook(why_not="it is not predicted with several processes")
     if seconds < _NO_TIME:
-        return Outlook(why_not="there is no time for it")
-    ways = ways_of_training(trainer)
+        return Outlook(why_not="there is no time to predict it")
     if sample is None:
         return Outlook(why_not="the samples of a batch cannot be told")
-    if is_compiled(module) or (trainer.world_size > 1 and "DDP" not in ways):
-        return Outlook(why_not="a step of this way of training cannot be predicted")
-    deadline = time.process_time() + seconds
+    if is_compiled(module):
+        return Outlook(why_not="a module that is compiled as a whole cannot be predicted")
     try:
         with _unheard():
             predictor = Predictor(
@@ -115,28 +116,55 @@ def look_ahead(
                 sample.batch,
                 data_module=data_module_of(trainer),
                 target="cuda" if trainer.strategy.root_device.type == "cuda" else "cpu",
-                deadline=deadline,
+                deadline=time.process_time() + seconds,
                 only_fake=True,
                 **options_of(trainer),
             )
-            baseline = None if has_baseline else predictor((), num_samples=sample.num_samples)
+            plain = None if report.factor is not None else predictor((), num_samples=sample.num_samples)
     except Exception as error:  # of user code, on a copy of the module, once the fit is over
         return Outlook(why_not=" ".join(str(error).split())[:200])
-    is_ddp = trainer.world_size > 1
-    if is_ddp and baseline is not None:
-        baseline = under_ddp(baseline, module)
-    setting, least = None, round(_WORTH_TELLING * peak_bytes)
-    for text, config in _CANDIDATES:
+    baseline = None if plain is None else _as_measured(plain)
+    if report.num_oom_recovered:  # what recovery has done is in no recipe
+        return Outlook(baseline=baseline)
+    size, microbatching = report.microbatch_size, recipe.get(Microbatching)
+    if size is not None and microbatching is not None:
+        fixed = microbatching.of_size(size)
+        recipe = replace(recipe, techniques=tuple(fixed if t is microbatching else t for t in recipe.techniques))
+    return replace(_next(predictor, sample, recipe, report, ways_of_training(trainer)), baseline=baseline)
+
+
+def _next(predictor: Predictor, sample: Sample, recipe: Recipe, report: MemoryReport, ways: Sequence[str]) -> Outlook:
+    """Return the setting with the smallest peak, of the class of the run where there is one, and what it takes."""
+    assert report.peak_bytes is not None, "asked before"
+    least = round(_WORTH_TELLING * report.peak_bytes)
+    found: list[tuple[bool, int, str]] = []
+    for text, config, loss_class in _CANDIDATES:
         if not recipe.leaves_open(type(config)):
             continue
-        with contextlib.suppress(Exception), _unheard():
+        is_worse = LOSS_CLASSES.index(loss_class) > LOSS_CLASSES.index(report.loss_class)
+        try:
             further = Recipe(recipe.name, (*recipe.techniques, config))
             check_compatibility([*further.rows(), *ways])
-            found = predictor(further, num_samples=sample.num_samples)
-            found = under_ddp(found, module) if is_ddp else found
-            if found.peak_bytes < least:
-                setting, least = text, found.peak_bytes
-    return Outlook(baseline=baseline, next_setting=setting, next_peak_bytes=None if setting is None else least)
+            with _unheard():
+                peak_bytes = _as_measured(predictor(further, num_samples=sample.num_samples)).peak_bytes
+        except TimeoutError:
+            break
+        except Exception as error:  # refused, or of user code
+            _log.debug(f"memsave: {text} is not predicted: {error}")
+            continue
+        if peak_bytes < least:
+            found.append((is_worse, peak_bytes, f"{text}, which changes the result" if is_worse else text))
+    if not found:
+        return Outlook()
+    _, peak_bytes, text = min(found)
+    return Outlook(next_setting=text, next_peak_bytes=peak_bytes)
+
+
+def _as_measured(prediction: Prediction) -> Prediction:
+    """Return a prediction with the peak that a run measures: on CUDA, that of the allocator."""
+    if prediction.cuda is None:
+        return prediction
+    return prediction.with_bytes("temporary", prediction.cuda.allocated_bytes - prediction.peak_bytes)
 
 
 @contextlib.contextmanager

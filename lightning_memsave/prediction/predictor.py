@@ -135,7 +135,8 @@ class Predictor:
                 text = " ".join(str(error).split())[:200]
                 self._why = text if isinstance(error, ReadsValueError) else f"{type(error).__name__}: {text}"
         if self._only_fake:
-            raise ValueError(f"The step cannot be run without values ({self._why}).")
+            why, self._why = self._why, None
+            raise ValueError(f"The step cannot be run without values ({why}).")
         return self._measured(recipe, num_samples)
 
     def _with_first_size(self, recipe: Recipe) -> Recipe:

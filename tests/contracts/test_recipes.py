@@ -52,6 +52,15 @@ def test_each_recipe_takes_less_than_the_one_before():
     assert len(set(peaks)) == 3
 
 
+def test_exact_is_bit_equal():
+    memsave = MemSave("exact")
+    _, plain = train(None, double=False)
+    _, ours = train(memsave, double=False)
+    assert_parameters(plain, ours, bit_equal=True)
+    assert memsave.report.loss_class == "exact"
+    assert "checkpointing" in [applied.technique for applied in memsave.report.applied]
+
+
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("name", ["balanced", "extreme"])
 def test_checkpoints_are_plain_and_resume_is_bit_equal(name, tmp_path):

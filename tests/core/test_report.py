@@ -62,7 +62,7 @@ def test_printed_a_report_is_a_table_of_before_and_after():
         "peak 1.0 MiB instead of 4.0 MiB, 4.00x less (baseline predicted) | exact | step +8%",
         "weights          256.0 KiB ->  256.0 KiB  ██",
         "activations        3.8 MiB ->  768.0 KiB  █████░░░░░░░░░░░░░░░░░░░",
-        "exact: the result of plain Lightning",
+        "exact: plain Lightning's result, but for rounding",
         'next: checkpointing="sqrt" (predicted: 512.0 KiB)',
     ]
 

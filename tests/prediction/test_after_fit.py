@@ -17,6 +17,7 @@ from lightning_memsave import MemSave
 from lightning_memsave.prediction import after_fit
 from lightning_memsave.prediction.after_fit import Sample, seconds_allowed
 from lightning_memsave.prediction.predictor import Predictor
+from lightning_memsave.torch_internals.fake_tensors import is_fake
 
 
 def _layers():
@@ -81,28 +82,50 @@ def test_a_run_that_changes_nothing_is_its_own_baseline():
 
 def test_a_step_that_reads_values_has_no_baseline_and_is_not_run_again(patient):
     class Reads(Stack):
-        num_steps = 0
+        num_real_steps = 0
 
         def training_step(self, batch, batch_idx):
-            type(self).num_steps += 1
+            type(self).num_real_steps += not is_fake(batch)
             loss = super().training_step(batch, batch_idx)
             return loss * 2 if loss.item() > 0.5 else loss
 
     memsave = fit(MemSave(microbatch=False), Reads())
     assert memsave.report.factor is None
     assert "without values" in memsave._outlook.why_not
+    assert Reads.num_real_steps == 4
 
 
 def test_the_model_and_the_random_numbers_are_left_as_they_are(patient):
-    module = Stack()
-    fit(MemSave(), module)
-    weights, state = [p.clone() for p in module.parameters()], torch.get_rng_state()
-    torch.manual_seed(0)
-    again = Stack()
-    again.load_state_dict(module.state_dict())
-    assert all(map(torch.equal, weights, again.parameters()))
-    torch.set_rng_state(state)
-    assert all(p.grad is None or not hasattr(p.grad, "fake_mode") for p in module.parameters())
+    class Drops(Stack):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(nn.functional.dropout(batch), batch_idx)
+
+    ends = []
+    for summary in (True, False):
+        torch.manual_seed(3)
+        module = Drops()
+        memsave = fit(MemSave(microbatch=False, summary=summary), module)
+        assert (memsave._outlook.baseline is not None) == summary
+        ends.append(([p.clone() for p in module.parameters()], torch.get_rng_state()))
+    assert all(map(torch.equal, ends[0][0], ends[1][0]))
+    assert torch.equal(ends[0][1], ends[1][1])
+
+
+def test_the_baseline_is_of_the_measured_batch_with_the_highest_peak(patient):
+    def run(memsave):
+        options = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+        batches = DataLoader([torch.ones(n, 64) for n in (64, 512, 128)], batch_size=None)
+        trainer = L.Trainer(callbacks=[memsave], max_epochs=1, accelerator="cpu", logger=False, **options)
+        trainer.fit(Stack(), batches)
+        return memsave.report
+
+    assert run(MemSave(checkpointing="blocks")).baseline_peak_bytes == run(MemSave("measure")).peak_bytes
+
+
+def test_advice_of_a_worse_loss_class_says_so_and_comes_last(patient):
+    taken = {"checkpointing": "blocks", "activations": False, "precision": False}
+    report = fit(MemSave(**taken)).report
+    assert report.next_setting == 'optimizer_state="8bit", which changes the result'
 
 
 def test_what_a_step_prints_is_printed_once_per_step(patient, capsys):
@@ -145,9 +168,8 @@ def test_the_box_shows_the_report_and_can_be_switched_off(patient, info, capsys)
     memsave = fit(MemSave(microbatch=8))
     shown = capsys.readouterr().out
     assert shown.startswith("╭─ lightning-memsave")
-    assert "2 steps" not in shown
     for line in str(memsave.report).splitlines():
-        assert line[:40] in shown
+        assert line[:40] in shown  # longer ones are wrapped
     fit(MemSave(microbatch=8, summary=False))
     assert "lightning-memsave" not in capsys.readouterr().out
 

@@ -103,7 +103,7 @@ class Microbatching:
         is_number = isinstance(self.size, int) and not isinstance(self.size, bool) and self.size > 0
         if not is_number and self.size != "auto":
             raise setting_error(
-                "microbatch", 'must be a positive integer or "auto"', self.size, "Use 1 for the smallest."
+                "microbatch", 'must be a positive integer or "auto"', self.size, "Use 1 for single samples."
             )
         if self.reduction not in ("auto", "mean", "sum"):
             raise setting_error(
