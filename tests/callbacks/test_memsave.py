@@ -253,7 +253,7 @@ def test_logged_settings_are_without_defaults_that_stepped_aside(monkeypatch):
     monkeypatch.setattr("lightning_memsave.callbacks.monitor.log_config", lambda _, config: logged.append(config))
     for module in (Regressor(), Rprop()):
         fit(MemSave("balanced"), module)
-    both = {"recipe", "early_zero_grad", "microbatching", "activation_compression", "every"}
+    both = {"recipe", "early_zero_grad", "low_precision", "microbatching", "activation_compression", "every"}
     assert [set(config) for config in logged] == [both | {"optimizer_state"}, both]
 
 
