@@ -82,7 +82,7 @@ def test_a_format_that_changes_no_parameters_state_says_so(state):
 
 
 def test_a_default_that_changes_nothing_is_silent():
-    assert fit(Keeps(), recipe="balanced", activations=False).loss_class == "exact"  # warnings are errors here
+    assert fit(Keeps(), recipe="balanced", activations=False, precision=False).loss_class == "exact"  # warnings are errors here
 
 
 class ClipsItself(BoringModel):

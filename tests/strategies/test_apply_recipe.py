@@ -93,7 +93,7 @@ def test_the_store_is_open_where_activations_are_on():
 
 
 def test_a_default_that_an_optimizer_cannot_carry_steps_aside_and_what_was_asked_for_is_refused(told):
-    memsave, look = fitted(Net(torch.optim.LBFGS), recipe="balanced", activations=False)
+    memsave, look = fitted(Net(torch.optim.LBFGS), recipe="balanced", activations=False, precision=False)
     assert look.session.recipe.get(OptimizerState) is None
     assert [a.technique for a in memsave.report.applied] == ["early_zero_grad"]
     assert len(told) == 1
@@ -103,7 +103,7 @@ def test_a_default_that_an_optimizer_cannot_carry_steps_aside_and_what_was_asked
 
 
 def test_short_weights_by_default_are_long_again_where_the_optimizer_cannot_step_them(told):
-    slots = {"recipe": "extreme", "sparsity": False, "activations": False, "checkpointing": False}
+    slots = {"recipe": "extreme", "sparsity": False, "activations": False, "microbatch": False}
     memsave, look = fitted(Net(torch.optim.LBFGS), lambda t: t.lightning_module.blocks[0][0].weight.dtype, **slots)
     assert look.seen == [torch.float32] * 2
     assert look.session.weights is None
