@@ -20,6 +20,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning_memsave.core.compatibility import check_compatibility
 from lightning_memsave.core.report import LOSS_CLASSES, LossClass, MemoryReport
 from lightning_memsave.lightning_compat import Batch, data_module_of, is_compiled
+from lightning_memsave.loops.planned_checkpointing import has_room
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.prediction.budgeted_run import options_of
@@ -105,6 +106,8 @@ def look_ahead(
         return Outlook(why_not="it is not predicted with several processes")
     if seconds < _NO_TIME:
         return Outlook(why_not="there is no time to predict it")
+    if not has_room():
+        return Outlook(why_not="there are too few addresses left to predict it")
     if sample is None:
         return Outlook(why_not="the samples of a batch cannot be told")
     if is_compiled(module):
