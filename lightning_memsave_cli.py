@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         remedy = f"pip install 'lightning-memsave[{command}]'"
         print(f"error: `{command}` needs {', '.join(missing)}, not installed here: {remedy}", file=sys.stderr)
         return 2
-    return import_module("lightning_memsave.cli").run(command, options)  # type: ignore[no-any-return]
+    from lightning_memsave import cli  # here: it imports torch, which help does not need
+
+    return cli.run(command, options)
 
 
 def _imported(command: str, options: dict[str, Any]) -> Iterator[str]:
@@ -62,13 +63,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _added(commands: Any, name: str, what: str, example: str) -> argparse.ArgumentParser:
     """Add a command: what it does as a sentence, and an example below its options."""
-    return commands.add_parser(  # type: ignore[no-any-return]
+    added: argparse.ArgumentParser = commands.add_parser(
         name,
         help=what[0].lower() + what[1:].removesuffix("."),
         description=what,
         epilog=f"example:\n  lightning-memsave {name} {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    return added
 
 
 def _add_demo(commands: Any) -> None:

@@ -63,3 +63,9 @@ def test_the_recorded_console_is_what_runs_show():
     recordings = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recordings)
     assert recordings.page() == recordings.PAGE.read_text()
+
+
+def test_what_readme_shows_of_the_console_was_recorded():
+    shown = re.findall(r"^```text\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    assert len(shown) == 2
+    assert all(text in (DOCS / "console.md").read_text() for text in shown)

@@ -45,7 +45,7 @@ EXTRAS = [
 @pytest.mark.parametrize(("command", "arguments", "module"), EXTRAS)
 def test_a_missing_extra_is_said_before_the_work_begins(monkeypatch, capsys, command, arguments, module):
     monkeypatch.setitem(sys.modules, module, None)  # importing it now raises
-    monkeypatch.setattr(cli, "import_module", lambda name: pytest.fail("work has begun"))
+    monkeypatch.setattr("lightning_memsave.cli.run", lambda *_: pytest.fail("work has begun"))
     assert cli.main([command, *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -309,14 +309,15 @@ class MemoryMonitor(Callback):
 
 def with_baseline(measured: MemoryReport, baseline: MemoryReport | Prediction) -> MemoryReport:
     """Return a report that is held against another run."""
-    is_measured = isinstance(baseline, MemoryReport)
-    return dataclasses.replace(
+    held = dataclasses.replace(
         measured,
         baseline_peak_bytes=baseline.peak_bytes,
-        baseline_source="measured" if is_measured else "predicted",
+        baseline_source="predicted",
         baseline_by_category=dict(baseline.by_category),
-        baseline_step_seconds=baseline.step_seconds if isinstance(baseline, MemoryReport) else None,
     )
+    if isinstance(baseline, Prediction):
+        return held
+    return dataclasses.replace(held, baseline_source="measured", baseline_step_seconds=baseline.step_seconds)
 
 
 def _num_samples(batch: Batch) -> int | None:

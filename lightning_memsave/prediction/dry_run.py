@@ -56,7 +56,7 @@ def dry_run(
         data_module: of the run, which a step may ask.
         fake: whether module and batch are of fake tensors.
     """
-    watch: Any = counterpart(StepWatch, namespace)(Session(recipe), fake)
+    watch: StepWatch = counterpart(StepWatch, namespace)(Session(recipe), fake)
     with (
         on_paper(namespace, settings) as options,
         Randomness.untouched(),
@@ -69,7 +69,7 @@ def dry_run(
         with contextlib.suppress(DoneError):
             fit(trainer, module, batch, data_module)
     watch.flags = tuple(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, _TOLD)))
-    return watch  # type: ignore[no-any-return]  # for either namespace
+    return watch
 
 
 def enough_steps(max_steps: int) -> int:

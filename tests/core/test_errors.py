@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,6 +11,7 @@ from lightning_memsave.core.errors import (
     BudgetTooSmallError,
     RefusedRegionError,
     RegionError,
+    add_note,
     check_unused,
     defaults_of,
     setting_error,
@@ -58,3 +60,20 @@ def test_what_catches_a_wrong_setting_catches_a_refusal_as_well():
         assert issubclass(kind, ValueError)
     assert issubclass(RegionError, RuntimeError)
     assert not issubclass(RefusedRegionError, RuntimeError)
+
+
+class Python310Error(RuntimeError):
+    """An error without notes."""
+
+    @property
+    def add_note(self):
+        raise AttributeError
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Python310Error])
+def test_a_note_is_shown_below_the_message_in_every_python(kind):
+    error = kind("expected Half", 3)
+    add_note(error, "set precision=False")
+    shown = "".join(traceback.format_exception(error))
+    assert shown.index("expected Half") < shown.index("set precision=False")
+    assert error.args[1:] == (3,)

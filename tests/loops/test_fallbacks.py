@@ -209,3 +209,22 @@ def test_only_regions_of_a_measure_are_withdrawn(slots, expected):
     (found, has_regions), _, _ = taken(withdraws, **slots)
     assert found == expected
     assert has_regions is bool(slots)
+
+
+def test_a_resumed_run_does_not_take_regions_that_were_refused(lines):
+    class Refuses(Net):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(*(EditsItsInput() for _ in range(3)))
+
+        def training_step(self, batch, batch_idx):
+            z = self.hungry(self.blocks(batch[0] * 1))
+            return (self.last(self.norm(self.first(z))) - batch[1]).square().mean()
+
+    memsave = MemSave()
+    train(limited(Refuses), memsave)
+    assert memsave.state_dict()["regions_refused"]
+    lines.clear()
+    train(limited(Refuses), memsave)  # a second fit begins with what the first one has learned
+    assert "cannot be checkpointed" not in str(lines)
+    assert memsave.report.microbatch_size == 8

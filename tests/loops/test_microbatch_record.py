@@ -29,6 +29,14 @@ def test_batchnorm_and_dropout_are_named_and_strict_refuses(layer, named):
         fit(module, batches(), MemSave(microbatch=Microbatching(size=3, strict=True)), precision="64-true")
 
 
+@pytest.mark.parametrize("recipe", ["lossless", "exact"])
+def test_recipes_that_promise_the_same_result_warn_where_microbatches_change_it(recipe):
+    module = Module().double()
+    module.net = nn.Sequential(nn.Dropout(0.5), Net()).double()
+    with pytest.warns(NotLosslessWarning, match="Dropout"):
+        fit(module, batches(), MemSave(recipe, microbatch=3, checkpointing=False), precision="64-true")
+
+
 class Draws(Module):
     """By itself, as models that call `F.dropout`."""
 

@@ -82,7 +82,8 @@ def test_a_format_that_changes_no_parameters_state_says_so(state):
 
 
 def test_a_default_that_changes_nothing_is_silent():
-    assert fit(Keeps(), recipe="balanced", activations=False, precision=False).loss_class == "exact"  # warnings are errors here
+    report = fit(Keeps(), recipe="balanced", activations=False, precision=False)
+    assert report.loss_class == "exact"  # warnings are errors here
 
 
 class ClipsItself(BoringModel):
