@@ -317,4 +317,4 @@ def test_who_reads_gradients_is_named(caplog):
 
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         train(MemSave(optimizer_state=RELEASE), callbacks=[Reads()])
-    assert "Reads.on_after_backward sees no gradients" in caplog.text
+    assert "Reads.on_after_backward finds no gradients" in caplog.text
