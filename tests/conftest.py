@@ -14,8 +14,9 @@ from hypothesis import settings
 settings.register_profile("shared machines", deadline=None, derandomize=True)
 settings.load_profile("shared machines")
 
-for _name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
-    logging.getLogger(_name).setLevel(logging.ERROR)
+for _name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
+    for _logger in (_name, f"{_name}.utilities.rank_zero"):
+        logging.getLogger(_logger).setLevel(logging.ERROR)
 
 
 torch.set_num_threads(1)  # for fixtures of modules and sessions, which are made before any test's own

@@ -7,9 +7,12 @@ per cent of time, so it is asked for, never on by itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from typing import Any
 
@@ -54,8 +57,10 @@ class AllocationProfile:
     """
 
     def __init__(self, held: Iterable[torch.UntypedStorage] = ()) -> None:
-        # Of one cycle; without `acc_events` torch warns, up to 2.12, that it keeps no others.
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        # With `acc_events` torch makes objects of all events, which takes ten times as long as the rest.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # up to 2.12 it warns that only the last cycle is kept, and there is one
+            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._held = [weakref.ref(each, functools.partial(self._mark, -each.nbytes())) for each in held]
         self._marks: list[int | None] = []
         """Changes in bytes that the marks stand for, in order; `None` for a start."""
@@ -74,7 +79,8 @@ class AllocationProfile:
             raise RuntimeError(f"This version of torch has no `{gone[0]}`.")
         if torch._C._autograd._profiler_enabled():  # torch would end the other one silently
             raise RuntimeError("Another profiler runs, and torch can have one at a time.")
-        self._profile.__enter__()
+        with _without_log_lines():
+            self._profile.__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -108,6 +114,18 @@ def peak_of_changes(changes: Iterable[int]) -> int:
         running += change
         peak = max(peak, running)
     return peak
+
+
+@contextlib.contextmanager
+def _without_log_lines() -> Iterator[None]:
+    """Keep torch's profiler from writing a line for each start and end; it asks for its log level once."""
+    name, before = "KINETO_LOG_LEVEL", os.environ.get("KINETO_LOG_LEVEL")
+    os.environ.setdefault(name, "6")  # above all levels
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
 
 
 def _allocation_sizes(profiler: profile) -> list[int]:

@@ -39,7 +39,8 @@ def split(whole: Tensor, correction_dtype: torch.dtype) -> tuple[Tensor, Tensor]
         rounded = whole.bfloat16()
         distance = whole.view(torch.int32) - rounded.float().view(torch.int32)
         # At -128 the weight lies between two bfloat16 values, of which the next split may choose the other.
-        return rounded, ((distance + 128) >> 8).clamp_(-127, 127).to(torch.int8)
+        correction = ((distance + 128) >> 8).clamp_(-127, 127).to(torch.int8)
+        return rounded, correction.masked_fill_(rounded == 0, 0)  # `join` reads none there
     rounded = whole.bfloat16()
     kept = rounded.float().add_((whole - rounded.float()).bfloat16())
     kept = torch.where(kept.isfinite(), kept, whole)

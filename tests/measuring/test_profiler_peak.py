@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -126,3 +129,16 @@ def test_wide_resnet_to_the_byte():
     assert measured.held_bytes == 2 * parameters + buffers + images.nbytes + labels.nbytes
     assert allocated == 400_257_000
     assert 0 <= allocated - measured.peak_bytes <= 0.002 * allocated
+
+
+def test_no_line_is_written_of_starts_and_ends():
+    code = (
+        "import os, torch\n"
+        "from lightning_memsave.measuring.profiler_peak import AllocationProfile\n"
+        "with AllocationProfile() as profiled:\n"
+        "    torch.zeros(1000)\n"
+        "print(profiled.peak_bytes, 'KINETO_LOG_LEVEL' in os.environ)\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    assert done.stdout == "4000 False\n"

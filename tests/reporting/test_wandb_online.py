@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import wandb
+from lightning_utilities.core import rank_zero
 
 from lightning_memsave import MemoryReport, MemSave, wandb_logger
 from lightning_memsave.core.report import CATEGORIES
@@ -46,10 +48,15 @@ def check(server, report):
     assert json.loads(table)["data"] == [[name, size] for name, size in report.by_category.items()]
 
 
-def test_online(tmp_path):
+def test_online(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_zero, "log", logging.getLogger("told"))
+    rank_zero.log.setLevel(logging.INFO)
     with serving(tmp_path) as server, wandb_session():
+        monkeypatch.setenv("WANDB_CONSOLE", "wrap")  # as in a terminal: what is printed is sent as well
         report = train(tmp_path, offline=False)
         check(server, report)
+    (path,) = tmp_path.glob("wandb/run-*/files/output.log")
+    assert "lightning-memsave" in path.read_text()
 
 
 def test_offline_and_synced_afterwards(tmp_path):
