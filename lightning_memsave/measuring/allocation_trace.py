@@ -45,18 +45,38 @@ class Allocations:
         >>> step.peak().peak_bytes, step.peak().by_module
         (12, {'body': 8, 'head': 4})
         """
+        by_category, by_module = Counter(dict.fromkeys(CATEGORIES, 0)), Counter[str]()
+        for number, size in self.alive_at_peak().items():
+            category, module = self.labels[number]
+            by_category[category] += size
+            by_module[module] += size
+        largest_first = {name: size for name, size in by_module.most_common() if size}
+        return Peak(by_category.total(), dict(by_category), largest_first)
+
+    def alive_at_peak(self) -> dict[int, int]:
+        """Return the bytes of each storage when the total is highest, by its number.
+
+        >>> Allocations((4,), ((8, 1), (-8, 1), (2, 2))).alive_at_peak()
+        {0: 4, 1: 8}
+        """
         total = highest = sum(self.held)
         event = 0
         for number, (change, _) in enumerate(self.changes, 1):
             total += change
             if total > highest:
                 highest, event = total, number
-        by_category, by_module = Counter(dict.fromkeys(CATEGORIES, 0)), Counter[str]()
-        for change, number in (*((size, number) for number, size in enumerate(self.held)), *self.changes[:event]):
-            category, module = self.labels[number]
-            by_category[category] += change
-            by_module[module] += change
-        return Peak(highest, dict(by_category), {name: size for name, size in by_module.most_common() if size})
+        alive = Counter(dict(enumerate(self.held)))
+        for change, number in self.changes[:event]:
+            alive[number] += change
+        return {number: size for number, size in alive.items() if size}
+
+    def _made_at_peak(self) -> Counter[tuple[str, str]]:
+        """Return the bytes of what the step has made and is alive at its peak, by label."""
+        made = Counter[tuple[str, str]]()
+        for number, size in self.alive_at_peak().items():
+            if number >= len(self.held):
+                made[self.labels[number]] += size
+        return made
 
     def timeline(self) -> Timeline:
         """Return the step as a line."""
@@ -64,6 +84,43 @@ class Allocations:
             ((size, self.labels[number][0]) for number, size in enumerate(self.held)),
             [(change, self.labels[number][0]) for change, number in self.changes],
         )
+
+
+def with_more_parts(step: Allocations, longer: Sequence[tuple[Allocations, int]]) -> Allocations | None:
+    """Return a step of many microbatches, from those of few: each adds what is held before the step and at the peak.
+
+    Args:
+        step: of few microbatches.
+        longer: the same step with one microbatch more, and how many more of this kind there are; once for each kind.
+
+    Returns:
+        `None` where the steps do not begin with the same storages, or less is held with one more.
+
+    >>> labels = ("data", ""), ("activations", ""), *[("gradients", "")] * 4
+    >>> three, four = (Allocations((n,), ((9, 1), *((2, n + 2) for n in range(n))), labels) for n in (3, 4))
+    >>> with_more_parts(three, [(four, 7)]).peak().by_category
+    {'weights': 0, 'gradients': 20, 'optimizer_state': 0, 'activations': 9, 'temporary': 0, 'data': 10}
+    """
+    num_held, labels = len(step.held), step.labels
+    held, left, made = [*step.held], Counter[tuple[str, str]](), step._made_at_peak()
+    for other, times in longer:
+        if len(other.held) != num_held or other.labels[:num_held] != labels[:num_held]:
+            return None
+        held = [size + times * (more - now) for size, now, more in zip(held, step.held, other.held, strict=True)]
+        for label, size in other._made_at_peak().items():
+            left[label] += times * size
+        for label, size in made.items():
+            left[label] -= times * size
+    if min([*held, *left.values()]) < 0:
+        return None
+    left = Counter({label: size for label, size in left.items() if size})
+    changes = [
+        (change, number + len(left))
+        if number >= num_held
+        else (-held[number] if change == -step.held[number] else change, number)
+        for change, number in step.changes
+    ]
+    return Allocations((*held, *left.values()), tuple(changes), (*labels[:num_held], *left, *labels[num_held:]))
 
 
 def extended(steps: Sequence[Allocations], wanted: Fraction) -> Allocations | None:

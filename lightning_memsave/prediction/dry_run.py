@@ -55,6 +55,9 @@ def dry_run(
         settings: further arguments of `Trainer`; of `devices` on `num_nodes`, all but one are left out.
         data_module: of the run, which a step may ask.
         fake: whether module and batch are of fake tensors.
+
+    Raises:
+        ValueError: no step was taken to its end.
     """
     watch: StepWatch = counterpart(StepWatch, namespace)(Session(recipe), fake)
     with (
@@ -68,6 +71,8 @@ def dry_run(
         trainer = import_module(namespace).Trainer(callbacks=[watch], **nothing_around(namespace), **options)
         with contextlib.suppress(DoneError):
             fit(trainer, module, batch, data_module)
+    if watch.measured is None:
+        raise ValueError("No step can be predicted: `training_step` stopped the training, or there is no batch.")
     watch.flags = tuple(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, _TOLD)))
     return watch
 
@@ -148,11 +153,19 @@ class StepWatch(L.Callback):
         self._state, self._fake = state, fake
         self._num_batches = 0
         self._ledger: BreakdownLedger | None = None
+        self._breakdown: Breakdown | None = None
         self.measured: Measurement | None = None
-        self.breakdown: Breakdown | None = None
         self.flags: tuple[str, ...] = ()
         self.is_cut = False
         """Whether a batch was cut on the assumption that this can be done."""
+        self.has_parts = False
+        """Whether a batch was run in microbatches."""
+
+    @property
+    def breakdown(self) -> Breakdown:
+        """What the peak consists of."""
+        assert self._breakdown is not None, "a step was taken"
+        return self._breakdown
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hand the recipe to the strategy."""
@@ -177,6 +190,7 @@ class StepWatch(L.Callback):
         self._close()
         config = self._state.recipe.get(Microbatching)
         self.is_cut = bool(self._state.cutter.rules.known) and config is not None and config.reduction == "auto"
+        self.has_parts = self._state.cutter.applied is not None
         if self._num_batches == _NUM_STEPS[self._fake] * trainer.accumulate_grad_batches:
             self._state.cutter.warn_if_unused(pl_module)
             raise DoneError
@@ -192,7 +206,7 @@ class StepWatch(L.Callback):
         ledger.__exit__(None, None, None)
         found = ledger.measurement
         if found is not None and (self.measured is None or found.peak_bytes > self.measured.peak_bytes):
-            self.measured, self.breakdown = found, ledger.breakdown
+            self.measured, self._breakdown = found, ledger.breakdown
 
 
 @contextlib.contextmanager

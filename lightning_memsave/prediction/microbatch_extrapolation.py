@@ -1,10 +1,11 @@
-"""Two microbatches stand for a batch that is cut: what their step takes, and what the other samples would add."""
+"""A few microbatches stand for a batch that is cut: what their step takes, and what the other samples would add."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lightning_memsave.core.errors import BudgetTooSmallError
 from lightning_memsave.core.units import parse_bytes
@@ -48,6 +49,37 @@ def rest_bytes(batch: Batch, num_used: int) -> int:
     total = sum(tensor.nbytes for tensor in tensors_in(batch))
     num_left_out = -(-num_samples // -(-num_used // 2)) - 2  # the first of two is the larger
     return total - total * num_used // num_samples + _NOTED_BYTES * num_left_out
+
+
+class Few(NamedTuple):
+    """A few of many microbatches."""
+
+    sizes: list[int]
+    """Numbers of samples, the larger ones first."""
+    more: list[tuple[int, int]]
+    """Sizes of which there are more, and how many."""
+
+
+def few_of_many(sizes: Sequence[int]) -> Few | None:
+    """Return three or four microbatches that show what all take, if steps with one more of each size show the rest.
+
+    Args:
+        sizes: numbers of samples, as `even_sizes` returns them.
+
+    Returns:
+        `None` where all microbatches are less than twice as many as those of these steps.
+
+    >>> few_of_many([4] * 23 + [3] * 5)
+    Few(sizes=[4, 4, 4, 3], more=[(4, 20), (3, 4)])
+    >>> few_of_many([4] * 13)
+    """
+    sizes_left, few = Counter(sizes), list[int]()
+    for size, num in Counter(sizes).items():
+        few += [size] * min(num, max(1, 3 - len(few)))
+    sizes_left.subtract(few)
+    more = [(size, num) for size, num in sizes_left.items() if num]
+    num_run = len(few) + len(more) * (len(few) + 1)
+    return Few(few, more) if 0 < 2 * num_run <= len(sizes) else None
 
 
 def as_if_whole(predict: Callable[[Sequence[Config]], T], techniques: Sequence[Config], missing_bytes: int) -> T:

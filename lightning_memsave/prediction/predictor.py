@@ -29,19 +29,21 @@ from torch import Tensor, nn
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.lightning_compat import Batch, namespace_of
 from lightning_memsave.loops.recovery import smallest_size
-from lightning_memsave.measuring.allocation_trace import Allocations, extended
+from lightning_memsave.measuring.allocation_trace import Allocations, extended, with_more_parts
 from lightning_memsave.measuring.module_attribution import Breakdown
 from lightning_memsave.measuring.storages import tensors_in
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.prediction.dry_run import dry_run
+from lightning_memsave.prediction.dry_run import StepWatch, dry_run
+from lightning_memsave.prediction.microbatch_extrapolation import few_of_many
 from lightning_memsave.prediction.simulated_process_group import num_processes_of
 from lightning_memsave.saved_tensors.randomness import Randomness
 from lightning_memsave.simulation.fake_model import Copying, fake_copy, fakes_of, hidden_from_transformers, unlogged
 from lightning_memsave.simulation.global_state_guard import names_kept, outside_kept
 from lightning_memsave.simulation.predicted_step import Prediction, prediction_of
 from lightning_memsave.simulation.value_propagation import FactsMode, ReadsValueError
+from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
-from lightning_memsave.techniques.microbatching.split import cloned, resized, take
+from lightning_memsave.techniques.microbatching.split import cloned, even_sizes, resized, take
 from lightning_memsave.torch_internals.autograd_graph import autograd_is_running
 from lightning_memsave.torch_internals.fake_tensors import FakeTensorMode, is_fake
 from lightning_memsave.torch_internals.model_copies import collect_copies, copied
@@ -128,7 +130,7 @@ class Predictor:
         recipe = self._with_first_size(recipe)
         if self._why is None:
             try:
-                return self._fake(recipe, num_samples)
+                return self._on_fakes(recipe, num_samples)
             except (ValueError, TimeoutError):
                 raise
             except Exception as error:  # a value is read, or there is no kernel for shapes alone
@@ -147,7 +149,27 @@ class Predictor:
         fixed = config.of_size(config.start or smallest_size(self._module))
         return replace(recipe, techniques=tuple(fixed if t is config else t for t in recipe.techniques))
 
-    def _fake(self, recipe: Recipe, num_samples: int | None) -> Prediction:
+    def _on_fakes(self, recipe: Recipe, num_samples: int | None) -> Prediction:
+        """Predict for shapes alone; many microbatches from a few (CUDA: less a KiB at most for each other)."""
+        if (few := few_of_many(self._microbatch_sizes(recipe, num_samples))) is not None:
+            step = self._fake(recipe, sum(few.sizes))
+            longer = [(self._fake(recipe, sum(few.sizes) + size), times) for size, times in few.more]
+            if step.has_parts and (found := _with_more_parts(step, longer)) is not None:
+                return self._prediction(step, found)
+        step = self._fake(recipe, num_samples)
+        return self._prediction(step, step.breakdown)
+
+    def _microbatch_sizes(self, recipe: Recipe, num_samples: int | None) -> list[int]:
+        """Return the numbers of samples; none where few microbatches would not show what many take."""
+        config, regions = recipe.get(Microbatching), recipe.get(Checkpointing)
+        if config is None or config.size == "auto" or config.split_fn is not None:
+            return []
+        if regions is not None and regions.budget is not None:  # which is that of the whole batch
+            return []
+        num_samples = num_samples or self.num_samples
+        return even_sizes(num_samples, config.size) if num_samples else []
+
+    def _fake(self, recipe: Recipe, num_samples: int | None) -> StepWatch:
         module: Any = fake_copy(self._module, self._mode)
         batch = fakes_of(self._batch, self._mode)
         # A function that is compiled for the first time while modes are on stays eager for ever.
@@ -165,8 +187,7 @@ class Predictor:
         ):
             if num_samples is not None:
                 batch = resized(batch, batch_size(batch), num_samples)
-            watch = self._train(module, batch, recipe, fake=True)
-        return self._prediction(watch, watch.breakdown.allocations)
+            return self._train(module, batch, recipe, fake=True)
 
     def _measured(self, recipe: Recipe, num_samples: int | None) -> Prediction:
         self._make_real()
@@ -180,7 +201,7 @@ class Predictor:
         present, why = self.num_samples, f"the step cannot be run without values ({self._why})"
         if present is None:
             watch = self._train(copied(self._module), self._batch, recipe, fake=False)
-            return self._prediction(watch, watch.breakdown.allocations, f"{why}: measured")
+            return self._prediction(watch, watch.breakdown, f"{why}: measured")
         wanted = num_samples or present
         config = recipe.get(Microbatching)
         least = config.size if config is not None and isinstance(config.size, int) else 1
@@ -193,7 +214,7 @@ class Predictor:
             numbers = f"{few}, {2 * few} and {3 * few}"
             return self._prediction(watch, step, f"{why}: measured with {numbers} samples, and extended")
         watch = self._with_samples(recipe, wanted)
-        return self._prediction(watch, watch.breakdown.allocations, f"{why}: measured")
+        return self._prediction(watch, watch.breakdown, f"{why}: measured")
 
     def _with_samples(self, recipe: Recipe, num_samples: int) -> Any:
         present = self.num_samples
@@ -223,15 +244,13 @@ class Predictor:
             if any(map(is_fake, tensors_in(self._batch))):
                 self._batch = self._make_batch()
 
-    def _train(self, module: Any, batch: Batch, recipe: Recipe, *, fake: bool) -> Any:
+    def _train(self, module: Any, batch: Batch, recipe: Recipe, *, fake: bool) -> StepWatch:
         if not fake:
             collect_copies(module)
-        watch = dry_run(self._namespace, module, batch, recipe, self._trainer, self._data_module, fake=fake)
-        if watch.breakdown is None:
-            raise ValueError("No step can be predicted: `training_step` stopped the training, or there is no batch.")
-        return watch
+        return dry_run(self._namespace, module, batch, recipe, self._trainer, self._data_module, fake=fake)
 
-    def _prediction(self, watch: Any, step: Allocations, *flags: str) -> Prediction:
+    def _prediction(self, watch: StepWatch, found: Breakdown | Allocations, *flags: str) -> Prediction:
+        """Return what was found; of a step that was not taken, only the allocations are known."""
         is_measured = bool(flags)
         if watch.is_cut and not is_measured:
             flags = (*flags, "whether the loss of a batch is the mean over its parts is not known: taken to be")
@@ -239,14 +258,13 @@ class Predictor:
             flags = (*flags, "CUDA: reserved bytes are a replay that no device has confirmed")
             if self._num_processes > 1:
                 flags = (*flags, "CUDA: NCCL's buffers, and pools of streams that only collectives use, come on top")
-        found: Breakdown = watch.breakdown
-        is_whole = step is found.allocations
+        step, rest = (found.allocations, found) if isinstance(found, Breakdown) else (found, None)
         return prediction_of(
             step,
             has_cuda=self._target == "cuda",
-            top=found.top if is_whole else (),
-            seconds=found.seconds if is_whole else None,
-            num_operations=found.num_operations,
+            top=rest.top if rest else (),
+            seconds=rest.seconds if rest else None,
+            num_operations=rest.num_operations if rest else None,
             source="measured" if is_measured else "fake",
             flags=(*watch.flags, *flags),
         )
@@ -269,6 +287,21 @@ class Predictor:
             yield
         finally:
             F.dropout = before
+
+
+def _with_more_parts(step: StepWatch, longer: Sequence[tuple[StepWatch, int]]) -> Breakdown | None:
+    """Return the step of many microbatches, as `allocation_trace.with_more_parts`."""
+    found, others = step.breakdown, [(other.breakdown, times) for other, times in longer]
+    allocations = with_more_parts(found.allocations, [(other.allocations, times) for other, times in others])
+    if allocations is None:
+        return None
+    return replace(
+        found,
+        allocations=allocations,
+        seconds=found.seconds + sum(times * (other.seconds - found.seconds) for other, times in others),
+        num_operations=found.num_operations
+        + sum(times * (other.num_operations - found.num_operations) for other, times in others),
+    )
 
 
 @contextlib.contextmanager

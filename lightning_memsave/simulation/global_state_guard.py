@@ -11,6 +11,7 @@ import functools
 import gc
 import sys
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,19 +25,15 @@ _MANY = 100_000  # objects
 
 @contextlib.contextmanager
 def outside_kept(module: nn.Module) -> Iterator[None]:
-    """`names_kept`, and caches of functions that grow inside and hold fake tensors are emptied.
+    """`names_kept`, and caches of functions that hold fake tensors afterwards are emptied.
 
     What is kept elsewhere is not known.
     """
-    before = _num_misses()
     with names_kept(module):
         try:
             yield
         finally:
-            for cache, misses in _num_misses().items():
-                has_grown = misses != before.get(cache, 0) and not _is_of_library(getattr(cache, "__module__", None))
-                if has_grown and _holds_fakes(cache):
-                    cache.cache_clear()
+            _empty_caches_of_fakes()
 
 
 @contextlib.contextmanager
@@ -50,9 +47,18 @@ def names_kept(module: nn.Module) -> Iterator[None]:
             _put_back(space, items)
 
 
-def _num_misses() -> dict[Any, int]:
+_known = weakref.WeakKeyDictionary[Any, Any]()
+"""Hits, misses and size of each cache when it was last looked at: it is looked at again when they have changed."""
+
+
+def _empty_caches_of_fakes() -> None:
     kind = functools._lru_cache_wrapper
-    return {each: each.cache_info().misses for each in gc.get_objects() if type(each) is kind}
+    for cache in [each for each in gc.get_objects() if type(each) is kind]:
+        has_changed = cache.cache_info().currsize and cache.cache_info() != _known.get(cache)
+        if has_changed and not _is_of_library(getattr(cache, "__module__", None)):
+            if _holds_fakes(cache):
+                cache.cache_clear()
+            _known[cache] = cache.cache_info()
 
 
 def _holds_fakes(cache: Any) -> bool:

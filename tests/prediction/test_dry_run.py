@@ -162,11 +162,11 @@ def test_warnings_of_ours_become_flags_and_a_cut_on_an_assumption_is_told():
         L.Trainer(**QUIET, callbacks=[MemSave(recipe)]).fit(Contrastive(), DataLoader([batch()], batch_size=None))
 
 
-def test_a_step_that_stops_the_training_leaves_nothing_to_read():
+def test_a_step_that_stops_the_training_is_an_error():
     class Stops(Net):
         def training_step(self, batch, batch_idx):
             self.trainer.should_stop = True
             return super().training_step(batch, batch_idx)
 
-    found = dry(Stops())
-    assert (found.measured, found.breakdown) == (None, None)
+    with pytest.raises(ValueError, match=r"No step can be predicted: `training_step` stopped the training"):
+        dry(Stops())

@@ -114,6 +114,55 @@ def test_prediction_equals_measurement(name):
     assert prediction.peak_bytes == report.peak_bytes == sum(prediction.by_module.values())
 
 
+@pytest.mark.parametrize(
+    ("num_samples", "size", "settings"),
+    [
+        (14, 1, {}),
+        (61, 2, {}),
+        (40, 2, {"checkpointing": "blocks"}),
+        (28, 2, {"activations": "int4", "optimizer_state": "8bit"}),
+    ],
+)
+def test_many_microbatches_take_what_a_few_of_them_show(monkeypatch, num_samples, size, settings):
+    predictor = Predictor(Net(), image_batch(num_samples))
+    recipe = MemSave(microbatch=Microbatching(size=size, batchnorm="ghost"), **settings).recipe
+    found = predictor(recipe)
+    monkeypatch.setattr("lightning_memsave.prediction.predictor.few_of_many", lambda sizes: None)
+    whole = predictor(recipe)
+    assert found.by_category == whole.by_category
+    assert found.by_module == whole.by_module
+    assert found.num_operations == whole.num_operations
+    assert max(found.timeline.total_bytes) == found.peak_bytes
+
+
+def test_many_microbatches_on_cuda_take_what_a_few_show_but_for_a_kib_each(monkeypatch):
+    predictor = Predictor(Net(), image_batch(40), target="cuda")
+    recipe = MemSave(microbatch=2).recipe
+    found = predictor(recipe)
+    monkeypatch.setattr("lightning_memsave.prediction.predictor.few_of_many", lambda sizes: None)
+    whole = predictor(recipe)
+    assert found.by_category == whole.by_category
+    assert 0 <= whole.cuda.allocated_bytes - found.cuda.allocated_bytes <= 16 * 1024
+    assert whole.cuda.reserved_bytes == found.cuda.reserved_bytes
+
+
+def test_a_batch_that_is_not_cut_is_run_whole():
+    class ByHand(Net):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    predictor = Predictor(ByHand(), image_batch(40))
+    whole, not_cut = predictor(MemSave("measure").recipe), predictor(MemSave("measure", microbatch=2).recipe)
+    assert not_cut.by_category == whole.by_category
+
+
 @pytest.mark.filterwarnings("ignore::lightning_memsave.NotLosslessWarning")
 def test_everything_together():
     module, batch = Net(), image_batch()
