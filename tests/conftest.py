@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 
@@ -20,6 +21,20 @@ for _name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lig
 
 
 torch.set_num_threads(1)  # for fixtures of modules and sessions, which are made before any test's own
+
+
+def pytest_collection_finish():
+    """Leave what was imported and collected out of full collections, of which recoveries and trials make many."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def unfrozen():
+    """What `pytest_collection_finish` has put aside is among all objects again."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

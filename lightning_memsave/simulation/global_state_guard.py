@@ -27,7 +27,7 @@ _MANY = 100_000  # objects
 def outside_kept(module: nn.Module) -> Iterator[None]:
     """`names_kept`, and caches of functions that hold fake tensors afterwards are emptied.
 
-    What is kept elsewhere is not known.
+    What is kept elsewhere is not known, nor are caches that `gc.freeze` has put aside.
     """
     with names_kept(module):
         try:

@@ -46,7 +46,7 @@ from lightning_memsave import MemSave
 class Module(BoringModel):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
-memsave = MemSave("extreme", activations="int4", optimizer_state="8bit")
+memsave = MemSave("extreme", activations="int4", optimizer_state="8bit", summary=False)
 options = dict(accelerator="cpu", max_steps=2, enable_checkpointing=False, enable_progress_bar=False)
 L.Trainer(callbacks=[memsave], logger=CSVLogger(sys.argv[1]), **options).fit(Module())
 assert memsave.report.peak_bytes > 0

@@ -45,7 +45,9 @@ def train(num_mebibytes: int) -> str:
     data = TensorDataset(torch.randn(2 * SAMPLES, 256), torch.randint(10, (2 * SAMPLES,)))
     module, loader = Deep(), DataLoader(data, SAMPLES)
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = L.Trainer(max_epochs=1, accelerator="cpu", callbacks=[MemSave()], **dict.fromkeys(off, False))
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", callbacks=[MemSave(summary=False)], **dict.fromkeys(off, False)
+    )
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + num_mebibytes * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -144,7 +144,7 @@ def outcome(path):
             return {"import": str(error)}
     found = {"import": "", "warned": [str(w.message) for w in seen if "lightning-memsave lacks" in str(w.message)]}
     for name, settings in SETTINGS.items():
-        memsave = lightning_memsave.MemSave(**settings)
+        memsave = lightning_memsave.MemSave(**settings, summary=False)
         try:
             weights = train(memsave)
             found[name] = "trained"
