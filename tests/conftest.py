@@ -29,14 +29,6 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture
-def unfrozen():
-    """What `pytest_collection_finish` has put aside is among all objects again."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def _one_thread_and_a_seed(monkeypatch):
     from lightning_memsave.prediction import after_fit

@@ -55,6 +55,8 @@ class MemSave(MemoryMonitor):
         checkpointing: `"blocks"`, `"sqrt"`, `"recursive"`, or `Checkpointing(...)`, for example with a `budget`.
         optimizer_state: `"8bit"`, `"4bit"`, `"lean"` (5-bit first, factored second moments), `"offload"`, `"paged"`, or
             `OptimizerState(...)`, for example with `projection="galore"`, `gradients="release"` or `"into-state"`.
+        planning_seconds: how long a budget's plan may take once something fits, in seconds of wall time; then the best
+            so far is taken, as with Ctrl-C. The default is a minute, or a tenth of the fit's estimated time.
         summary: whether the fit ends with a box (`print(memsave.report)` has the same text): the peak beside that of
             plain Lightning, which is predicted unless `compare_to` was given another one, and a setting that would
             save more. Predictions take four seconds of processor time at most, after long fits 5 % of the fit. There is
@@ -85,6 +87,7 @@ class MemSave(MemoryMonitor):
         activations: bool | str | Sequence[str] | ActivationCompression | None = None,
         checkpointing: bool | str | Checkpointing | None = None,
         optimizer_state: bool | str | OptimizerState | None = None,
+        planning_seconds: float | None = None,
         summary: bool = True,
     ) -> None:
         super().__init__()
@@ -97,7 +100,7 @@ class MemSave(MemoryMonitor):
             "checkpointing": checkpointing,
             "optimizer_state": optimizer_state,
         }
-        self._given = {"budget": budget, **slots}
+        self._given = {"budget": budget, **slots, "planning_seconds": planning_seconds}
         if isinstance(recipe, Plan):
             _check_alone(budget, slots)
             self.budgeted: BudgetedRun | None = BudgetedRun(None, recipe.as_recipe(), recipe)
@@ -109,7 +112,9 @@ class MemSave(MemoryMonitor):
         if budget is not None:
             if self.recipe.name == "measure":
                 raise setting_error("budget", "needs a recipe that may change something", "measure", 'Use "lossless".')
-            self.budgeted = BudgetedRun(Budget(budget), self.recipe)
+            self.budgeted = BudgetedRun(Budget(budget), self.recipe, seconds=planning_seconds)
+        elif planning_seconds is not None:
+            raise setting_error("planning_seconds", "needs a `budget` to plan for", planning_seconds, "Leave it out.")
         self._state: Session | None = None
         self._began, self._outlook = 0.0, Outlook()
         self._sample: Sample | None = None

@@ -19,6 +19,7 @@ from lightning_memsave.measuring.operation_cost import cost_of
 from lightning_memsave.measuring.source_lines import line_text
 from lightning_memsave.measuring.storages import storages, tensors_in
 from lightning_memsave.torch_internals.autograd_graph import autograd_is_running
+from lightning_memsave.torch_internals.fake_tensors import num_alike
 
 _NUM_SHOWN = 10
 BACKWARD, BATCH, ELSEWHERE = "(backward)", "(batch)", "(outside of modules)"
@@ -109,8 +110,9 @@ class BreakdownLedger(Ledger):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        self._seconds += cost_of(func, args, kwargs or {}, out, inputs, outputs)[0]
-        self._num_operations += not func.is_view and (bool(self._running) or autograd_is_running())
+        self._seconds += num_alike() * cost_of(func, args, kwargs or {}, out, inputs, outputs)[0]
+        if not func.is_view and (self._running or autograd_is_running()):
+            self._num_operations += num_alike()
         return out
 
     def __enter__(self) -> Ledger:

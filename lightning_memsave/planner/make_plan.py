@@ -12,7 +12,7 @@ from lightning_memsave.core.units import format_bytes
 from lightning_memsave.planner.memory_budget import MEANINGS, Budget, needed_bytes
 from lightning_memsave.planner.plan import Plan, PlanStep
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.planner.search import Choice, Found, Search, in_order
+from lightning_memsave.planner.search import Choice, Found, Search, SearchWatch, in_order
 from lightning_memsave.planner.search_space import MANY_BLOCKS, OVERHEAD, TIERS, Dimension, Option, describe, dimensions
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.checkpointing import Checkpointing
@@ -65,6 +65,7 @@ def make_plan(
     plain: Prediction,
     predict: Predict,
     confirm: Predict | None = None,
+    watch: SearchWatch | None = None,
 ) -> Plan:
     """Return the cheapest settings with which a step fits.
 
@@ -77,6 +78,7 @@ def make_plan(
         predict: predicts a step under Configs; raises `ValueError` where they cannot be used.
         confirm: the same with more certainty and at a higher price, asked about the choice only; a choice that takes
             more, or whose regions cannot meet their budget, is replaced.
+        watch: is told of predictions, and may end the search; then the best plan so far is taken.
 
     Raises:
         ValueError: nothing that the recipe allows fits: the smallest peak, what dominates it, and what other recipes
@@ -85,7 +87,7 @@ def make_plan(
     budget_bytes = budget.in_bytes(needed_bytes(plain), situation.device_bytes)
     sizes = budget_bytes, needed_bytes(plain)
     fixed = [t for t in recipe.techniques if not _is_open(recipe, t)]
-    search = Search(_open_knobs(sizes, recipe, situation, recipe.name), predict, fixed, situation.ways)
+    search = Search(_open_knobs(sizes, recipe, situation, recipe.name), predict, fixed, situation.ways, watch=watch)
     room = budget_bytes - situation.noted_bytes
     found, smallest = _fit(search, room - budget_bytes // _MARGIN, confirm)
     if found is None:  # to the byte where that is all there is
@@ -152,7 +154,7 @@ def _fit(search: Search, budget_bytes: int, confirm: Predict | None) -> tuple[Fo
         smallest = search.lowest()
         if (real := _confirmed(search, smallest, confirm)) is not None:
             beyond = _beyond(real, search.predict(smallest))
-            last = Found(smallest, real, budget_bytes, not search.is_exhausted, beyond)
+            last = Found(smallest, real, budget_bytes, search.why_ended, beyond)
             return (last, None) if needed_bytes(real) <= budget_bytes else (None, last)
     return None, None
 
@@ -190,8 +192,8 @@ def _plan(
     free_bytes = budget_bytes - needed_bytes(prediction) - situation.noted_bytes
     steps = _steps(search, found, budget_bytes)
     flags = [flag for flag in dict.fromkeys((situation.why_whole, *plain.flags, *prediction.flags)) if flag]
-    if not found.is_complete:
-        flags.append(f"the search ended after {search.num_predictions} predictions: there may be a cheaper plan")
+    if found.why_ended:
+        flags.append(f"the search ended {found.why_ended}: there may be a cheaper plan")
     return Plan(
         recipe=recipe.name,
         techniques=_techniques(search, found, recipe, situation, budget_bytes),
@@ -318,7 +320,8 @@ def _infeasible(
     if category == "temporary" and 2 * prediction.by_category.get("weights", 0) > prediction.by_category[category]:
         beyond += ", or an optimizer with `foreach=False`"  # whose temporaries are as large as the weights
     offers: list[str] = []
-    for tier in reversed(TIERS[TIERS.index(recipe.name) + 1 if recipe.name in TIERS else 1 :]):
+    later = TIERS[TIERS.index(recipe.name) + 1 if recipe.name in TIERS else 1 :]
+    for tier in reversed(later if not search.is_late else ()):
         other = search.among(_open_knobs(sizes, recipe, situation, tier))
         peak = other.peak(other.lowest()) + situation.noted_bytes
         if peak < lowest:
@@ -327,8 +330,10 @@ def _infeasible(
         if peak > sizes[0]:
             break
     others = f"Of the other recipes {', '.join(offers)}." if offers else "No recipe reaches less."
+    if later and search.is_late:
+        others = "Other recipes were not tried, as planning has taken its time (`planning_seconds`)."
     if search.is_exhausted:
-        others += f" The search ended after {search.num_predictions} predictions: there may be a smaller one."
+        others += f" The search ended {search.why_ended}: there may be a smaller one."
     return setting_error(
         "budget",
         f'must be at least {format_bytes(lowest)} ({lowest} bytes) for this step under "{recipe.name}", which '

@@ -51,14 +51,34 @@ class Found:
     choice: Choice
     prediction: Prediction
     limit_bytes: int
-    is_complete: bool
-    """Whether all was asked that had to be."""
+    why_ended: str
+    """Why the search ended before all was asked that had to be; empty where all was."""
     beyond_bytes: int = 0  # what `prediction` needs above the less certain one that the search went by
 
     @property
     def loss_class(self) -> LossClass:
         """The worst of its settings."""
         return max((option.loss_class for option in self.choice), key=LOSS_CLASSES.index)
+
+
+class SearchWatch:
+    """Is told how far a search is, and may end it; this one never does."""
+
+    def why_over(self, has_plan: bool) -> str:
+        """Return why the search has to end; empty while it may go on.
+
+        Args:
+            has_plan: whether something was found that fits.
+        """
+        return ""
+
+    def tell(self, num_predictions: int, best_bytes: int | None) -> None:
+        """Take note of a prediction.
+
+        Args:
+            num_predictions: so far.
+            best_bytes: the smallest number that a step is predicted to need; `None` before the first prediction.
+        """
 
 
 class Search:
@@ -70,6 +90,7 @@ class Search:
         fixed: Configs that are there in any case.
         ways: of training, in the words of `core.compatibility`: what they refuse is not asked for.
         max_predictions: of `predict`; at least one is always made.
+        watch: is told of predictions, and may end the search.
     """
 
     def __init__(
@@ -79,11 +100,13 @@ class Search:
         fixed: Sequence[Config] = (),
         ways: Sequence[str] = (),
         max_predictions: int = MAX_PREDICTIONS,
+        watch: SearchWatch | None = None,
     ) -> None:
         self._kinds, self._knobs = tuple(table), tuple(table.values())
         self._levels = levels(table)
         self._predict, self._fixed, self._ways = predict, tuple(fixed), tuple(ways)
-        self._max_predictions = max_predictions
+        self._max_predictions, self._watch = max_predictions, watch or SearchWatch()
+        self._limit_bytes = -1  # nothing fits
         self._known: dict[str, tuple[Choice, Prediction | None]] = {}
         self.refusals: dict[str, str] = {}
         """Why settings could not be used, by their text."""
@@ -94,7 +117,7 @@ class Search:
 
     def among(self, table: Mapping[type[Config], Dimension]) -> Search:
         """Another search, among other settings of the same dimensions; what has been predicted stays known."""
-        other = Search(table, self._predict, self._fixed, self._ways, self._max_predictions)
+        other = Search(table, self._predict, self._fixed, self._ways, self._max_predictions, self._watch)
         other._known, other.refusals, other._least_budgets = self._known, self.refusals, self._least_budgets
         return other
 
@@ -102,7 +125,22 @@ class Search:
     @property
     def is_exhausted(self) -> bool:
         """Whether no more will be made."""
-        return self.num_predictions >= self._max_predictions
+        return bool(self.why_ended)
+
+    @property
+    def why_ended(self) -> str:
+        """Why no more will be made; empty while they are."""
+        if self.num_predictions >= self._max_predictions:
+            return f"after {self.num_predictions} predictions"
+        return self._watch.why_over(any(needed <= self._limit_bytes for needed in self._needed()))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it is time to come to an end, with a plan or without."""
+        return bool(self._watch.why_over(True))
+
+    def _needed(self) -> list[int]:
+        return [needed_bytes(prediction) for _, prediction in self._known.values() if prediction is not None]
 
     @property
     def fixed_kinds(self) -> set[type[Config]]:
@@ -152,7 +190,9 @@ class Search:
     def _predict_new(self, techniques: tuple[Config, ...]) -> Prediction:
         check_compatibility([*Recipe("planned", techniques).rows(), *self._ways])
         self.num_predictions += 1
-        return self._predict(techniques)
+        found = self._predict(techniques)
+        self._watch.tell(self.num_predictions, min([needed_bytes(found), *self._needed()]))
+        return found
 
     def peak(self, choice: Choice) -> float:
         """Return bytes that are needed; infinite where there is no prediction."""
@@ -176,6 +216,7 @@ class Search:
     # ------------------------------------------------------------------ the search
     def cheapest(self, limit_bytes: int) -> Found | None:
         """Return the cheapest choice within `limit_bytes`; `None` when there is none."""
+        self._limit_bytes = limit_bytes
         if self._fits(self.nothing, limit_bytes):
             return self._found(self.nothing, limit_bytes)
         for level in self._levels:
@@ -198,7 +239,7 @@ class Search:
             if describe(fastest) in again:
                 return fastest
             due = [choice for choice in (best, fastest) if describe(choice) not in again]
-            if self.num_predictions + len(due) > self._max_predictions:
+            if self.is_exhausted or self.num_predictions + len(due) > self._max_predictions:
                 break
             for choice in due:
                 self._time_again(choice)
@@ -234,7 +275,7 @@ class Search:
     def _found(self, choice: Choice, limit_bytes: int) -> Found:
         prediction = self.predict(choice)
         assert prediction is not None, "it has been found to fit"
-        return Found(choice, prediction, limit_bytes, not self.is_exhausted)
+        return Found(choice, prediction, limit_bytes, self.why_ended)
 
     def lowest(self, tier_level: tuple[int, int] | None = None) -> Choice:
         """Return the choice with the smallest peak, up to a level (by default of all)."""

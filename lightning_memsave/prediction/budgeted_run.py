@@ -30,12 +30,13 @@ from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.measuring.allocator import total_bytes
 from lightning_memsave.measuring.ledger import Measurement
 from lightning_memsave.planner.make_plan import Predict, Situation, make_plan
-from lightning_memsave.planner.memory_budget import Budget, machine_bytes
+from lightning_memsave.planner.memory_budget import Budget, machine_bytes, needed_bytes
 from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.planner.search_space import MANY_BLOCKS, overhead_of
 from lightning_memsave.prediction.microbatch_extrapolation import as_if_whole, rest_bytes, two_microbatches
-from lightning_memsave.prediction.peek_batch import first_batch, samples_of, samples_per_batch
+from lightning_memsave.prediction.peek_batch import estimated_batches, first_batch, samples_of, samples_per_batch
+from lightning_memsave.prediction.planning_watch import LEAST_SECONDS, SHARE, PlanningWatch
 from lightning_memsave.prediction.predictor import Predictor
 from lightning_memsave.prediction.real_run import StepFailedError, Trial
 from lightning_memsave.simulation.predicted_step import Prediction
@@ -74,10 +75,18 @@ class BudgetedRun:
         budget: as the user wrote it.
         recipe: what may be used.
         plan: to train with, instead of making one.
+        seconds: of wall time that planning may take once something fits; `None`: a minute, or a tenth of a long fit.
+
+    Raises:
+        ValueError: `seconds` is not a positive number.
     """
 
-    def __init__(self, budget: Budget | None, recipe: Recipe, plan: Plan | None = None) -> None:
-        self._budget, self._recipe = budget, recipe
+    def __init__(
+        self, budget: Budget | None, recipe: Recipe, plan: Plan | None = None, seconds: float | None = None
+    ) -> None:
+        if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
+            raise setting_error("planning_seconds", "must be a positive number", seconds, "The default is a minute.")
+        self._budget, self._recipe, self._seconds = budget, recipe, seconds
         self.plan = plan
         """What is trained with; `None` before it was made."""
         self._made_for: Sequence[Any] | None = None  # as `_kind_of` tells it
@@ -106,7 +115,7 @@ class BudgetedRun:
                 self.plan, self._has_told, self._has_warned = None, False, False
                 rank_zero_info(f"memsave: looking for a plan within {self._budget.text}, by predicting steps")
                 module = trainer.lightning_module
-                self.plan = plan_for(module, first_batch(trainer), self._budget, self._recipe, trainer)
+                self.plan = plan_for(module, first_batch(trainer), self._budget, self._recipe, trainer, self._seconds)
                 rank_zero_info(f"memsave: {self.plan}")
             self._made_for = kind
         assert self.plan is not None, "without a budget there is a plan"
@@ -122,7 +131,7 @@ class BudgetedRun:
         """Return the plan for a module and a batch outside of a run; with a plan instead of a budget, that."""
         if self._budget is not None:
             module = _with_all_layers(module)
-            self.plan = plan_for(module, batch, self._budget, self._recipe)
+            self.plan = plan_for(module, batch, self._budget, self._recipe, seconds=self._seconds)
             self._made_for = (_shapes(module), samples_of(batch), "32-true", 1, "cpu", 1)
         assert self.plan is not None, "without a budget there is a plan"
         return self.plan
@@ -185,9 +194,22 @@ class BudgetedRun:
 
 
 def plan_for(
-    module: L.LightningModule, batch: Batch, budget: Budget, recipe: Recipe, trainer: L.Trainer | None = None
+    module: L.LightningModule,
+    batch: Batch,
+    budget: Budget,
+    recipe: Recipe,
+    trainer: L.Trainer | None = None,
+    seconds: float | None = None,
 ) -> Plan:
     """Return the plan for one module and batch, in the situation of a trainer that is being set up, or of none.
+
+    Args:
+        module: the LightningModule.
+        batch: its first.
+        budget: what a step has to fit into.
+        recipe: what may be used.
+        trainer: that is being set up.
+        seconds: as for `BudgetedRun`.
 
     Raises:
         ValueError: as `make_plan`; the plain step cannot be run; parameters have no shape yet, or are not there.
@@ -210,16 +232,23 @@ def plan_for(
     try:
         plain = on_paper(())
         if situation.device_type != "cpu" or plain.peak_bytes > SMALL_BYTES:
-            situation = replace(situation, overhead=overhead_of(plain.num_operations, plain.seconds))
-            return make_plan(budget, recipe, situation, plain, on_paper, by_trial)
-        real = by_trial(())
+            real, predict, confirm = plain, on_paper, by_trial
+        else:
+            real, predict, confirm = by_trial(()), by_trial, None
         situation = replace(situation, overhead=overhead_of(plain.num_operations, real.seconds))
-        return make_plan(budget, recipe, situation, real, by_trial)
+        watch = PlanningWatch(seconds or _seconds_allowed(trainer, real), needed_bytes(real), trainer)
+        with watch.interruptible():
+            return make_plan(budget, recipe, situation, real, predict, confirm, watch)
     except StepFailedError as error:
         raise ValueError(
             f"The step of {type(module).__name__} cannot be planned, as it cannot be run on a copy of the module: "
             f"{error}. Set techniques by hand instead of a `budget`."
         ) from error
+
+
+def _seconds_allowed(trainer: L.Trainer | None, plain: Prediction) -> float:
+    num_batches = None if trainer is None else estimated_batches(trainer)
+    return max(LEAST_SECONDS, SHARE * (num_batches or 0) * (plain.seconds or 0.0))
 
 
 def _with_all_layers(module: L.LightningModule) -> Any:

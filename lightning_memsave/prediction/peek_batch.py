@@ -48,6 +48,26 @@ def samples_per_batch(trainer: L.Trainer) -> int | None:
     return None
 
 
+def estimated_batches(trainer: L.Trainer) -> int | None:
+    """Return how many batches the fit takes, as far as `Trainer` and loaders tell; `None` where they do not."""
+    with Randomness.untouched():
+        found = loaders_of(trainer)
+    lengths = [len(loader) for loader in tree_flatten(getattr(found, "iterables", found))[0] if _has_length(loader)]
+    limit = trainer.limit_train_batches
+    per_epoch = [int(limit * length) if isinstance(limit, float) else min(limit, length) for length in lengths]
+    num_epochs = trainer.max_epochs or -1
+    epochs = max(per_epoch) * num_epochs if per_epoch and num_epochs > 0 else None
+    steps = trainer.max_steps * trainer.accumulate_grad_batches if trainer.max_steps > 0 else None
+    return min((each for each in (epochs, steps) if each is not None), default=None)
+
+
+def _has_length(loader: Any) -> bool:
+    try:
+        return len(loader) >= 0
+    except (TypeError, NotImplementedError):
+        return False
+
+
 def samples_of(batch: Batch) -> int | None:
     """Return the number of samples of a batch; `None` where it does not tell."""
     with contextlib.suppress(UnsplittableBatchError):

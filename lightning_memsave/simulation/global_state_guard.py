@@ -27,13 +27,14 @@ _MANY = 100_000  # objects
 def outside_kept(module: nn.Module) -> Iterator[None]:
     """`names_kept`, and caches of functions that hold fake tensors afterwards are emptied.
 
-    What is kept elsewhere is not known, nor are caches that `gc.freeze` has put aside.
+    What is kept elsewhere is not known; of what `gc.freeze` has put aside, only caches in the module's own files are.
     """
+    own = [value for space in _spaces(module) for value in vars(space).values()]
     with names_kept(module):
         try:
             yield
         finally:
-            _empty_caches_of_fakes()
+            _empty_caches_of_fakes([*own, *gc.get_objects()])
 
 
 @contextlib.contextmanager
@@ -51,9 +52,9 @@ _known = weakref.WeakKeyDictionary[Any, Any]()
 """Hits, misses and size of each cache when it was last looked at: it is looked at again when they have changed."""
 
 
-def _empty_caches_of_fakes() -> None:
+def _empty_caches_of_fakes(objects: list[Any]) -> None:
     kind = functools._lru_cache_wrapper
-    for cache in [each for each in gc.get_objects() if type(each) is kind]:
+    for cache in [each for each in objects if type(each) is kind]:
         has_changed = cache.cache_info().currsize and cache.cache_info() != _known.get(cache)
         if has_changed and not _is_of_library(getattr(cache, "__module__", None)):
             if _holds_fakes(cache):

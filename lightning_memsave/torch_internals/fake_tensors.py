@@ -6,8 +6,9 @@ step (`simulation.value_propagation`); without any, the answer is the one that t
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -72,6 +73,25 @@ def with_values(function: Callable[[], T]) -> T:
     """Call a function that computes with tensors of its own, in a thread, where no mode makes them fake."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function).result()
+
+
+_num_alike = 1
+
+
+def num_alike() -> int:
+    """Return how many times what runs at present would run with values."""
+    return _num_alike
+
+
+@contextlib.contextmanager
+def standing_for(num: int) -> Iterator[None]:
+    """Let what runs inside count as `num` runs, which are all the same where there are no values."""
+    global _num_alike
+    before, _num_alike = _num_alike, num
+    try:
+        yield
+    finally:
+        _num_alike = before
 
 
 def note(tensor: Tensor, facts: Facts) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.torch_internals.fake_tensors import is_fake, standing_for
 
 
 class MadeClass(type):
@@ -251,26 +252,38 @@ def in_parts(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[Tensor]:
     flat, gradient = p.detach().view(-1), None if p.grad is None else p.grad.view(-1)
     at_first = dict(optimizer.state.get(p, {}))
     latest = dict(at_first)
-    for start in range(0, p.numel(), size):
-        span = slice(start, min(start + size, p.numel()))
-        part = stand_in(p, flat[span].view(shape))
-        part.span = span  # type: ignore[attr-defined]  # read by `span_of`
-        if gradient is not None:
-            part.grad_dtype = gradient.dtype
-            part.grad = gradient[span].view(shape)
-        before = {name: _cut(value, part, p) for name, value in at_first.items()}
-        if before:
-            optimizer.state[part] = before.copy()
-        try:
-            yield part
-        finally:  # also where its step has failed: nothing else knows what stands in
-            after = optimizer.state.pop(part, {})
-        for name, value in after.items():
-            latest[name] = _joined(latest.get(name), value, part, p)
+    for span, num_alike in _spans(optimizer, p, size):
+        with standing_for(num_alike):
+            part = stand_in(p, flat[span].view(shape))
+            part.span = span  # type: ignore[attr-defined]  # read by `span_of`
+            if gradient is not None:
+                part.grad_dtype = gradient.dtype
+                part.grad = gradient[span].view(shape)
+            before = {name: _cut(value, part, p) for name, value in at_first.items()}
+            if before:
+                optimizer.state[part] = before.copy()
+            try:
+                yield part
+            finally:  # also where its step has failed: nothing else knows what stands in
+                after = optimizer.state.pop(part, {})
+            for name, value in after.items():
+                latest[name] = _joined(latest.get(name), value, part, p)
     if latest:  # SGD without momentum keeps nothing
         optimizer.state[p].update(latest)
     for name in at_first.keys() - after.keys():
         del optimizer.state[p][name]
+
+
+def _spans(optimizer: torch.optim.Optimizer, p: Tensor, size: int) -> list[tuple[slice, int]]:
+    """Return the elements of each part, and how many parts it stands for.
+
+    That is one, but where a parameter has a shape and no values: all parts between the first and the last take the
+    same. Not where gradients go into the state, of which something is kept for each part.
+    """
+    spans = [slice(start, min(start + size, p.numel())) for start in range(0, p.numel(), size)]
+    if not is_fake(p) or len(spans) <= 3 or PENDING in vars(optimizer):
+        return [(span, 1) for span in spans]
+    return [(spans[0], 1), (spans[1], len(spans) - 2), (spans[-1], 1)]
 
 
 def _part_numel(optimizer: torch.optim.Optimizer, p: Tensor) -> int:

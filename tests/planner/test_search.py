@@ -13,7 +13,7 @@ from lightning_memsave import Checkpointing, EarlyZeroGrad, Microbatching, Optim
 from lightning_memsave.core.errors import BudgetTooSmallError
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.planner.search import Search, in_order
+from lightning_memsave.planner.search import Search, SearchWatch, in_order
 from lightning_memsave.planner.search_space import TIERS, describe, regions_for, time_factor
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.activation_compression import ActivationCompression
@@ -107,6 +107,34 @@ def test_no_more_than_the_allowed_predictions_are_made_and_the_search_says_so():
     search.cheapest(1)
     assert model.num_calls == 5
     assert search.is_exhausted
+
+
+class Ends(SearchWatch):
+    """Ends a search after a number of predictions, once something fits."""
+
+    def __init__(self, after):
+        self.after, self.told = after, []
+
+    def why_over(self, has_plan):
+        return "by the test" if has_plan and len(self.told) >= self.after else ""
+
+    def tell(self, num_predictions, best_bytes):
+        self.told.append((num_predictions, best_bytes))
+
+
+def test_a_search_that_is_ended_gives_the_best_so_far_and_one_without_a_plan_goes_on():
+    model, plain = Model(3), Search(table("extreme"), Model(3), [EarlyZeroGrad()])
+    limit = int(0.3 * plain.peak(plain.nothing))
+    whole = plain.cheapest(limit)
+    assert whole.why_ended == ""
+    watch = Ends(after=1)
+    found = Search(table("extreme"), model, [EarlyZeroGrad()], watch=watch).cheapest(limit)
+    assert found.why_ended == "by the test"
+    assert found.prediction.peak_bytes <= limit
+    assert 1 < len(watch.told) < plain.num_predictions
+    assert watch.told[0][0] == 1
+    assert watch.told[-1][1] == min(best for _, best in watch.told) <= limit
+    assert time_factor(found.choice) >= time_factor(whole.choice)
 
 
 class Timed(Model):

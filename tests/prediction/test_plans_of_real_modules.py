@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import Checkpointing, MemSave, predict
 
-pytestmark = pytest.mark.usefixtures("unfrozen")  # a cache of this file has to be found
 WIDTH, SAMPLES, BATCH = 64, 256, 128
 
 

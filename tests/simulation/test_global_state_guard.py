@@ -2,14 +2,12 @@
 
 import functools
 
-import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memsave.simulation.global_state_guard import outside_kept
 
-pytestmark = pytest.mark.usefixtures("unfrozen")  # caches of this file have to be found
 SEEN: list[str] = []
 
 
