@@ -25,6 +25,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.lightning_compat import Batch, namespace_of
@@ -101,10 +102,21 @@ class Predictor:
         self._why: str | None = None  # not on fake tensors
 
     def _made_of_fakes(self, make: Callable[[], Any]) -> Any:
-        """Return what `make` makes, without memory; a constructor that reads values gets real ones."""
+        """Return what `make` makes, without memory; a constructor that reads values gets real ones.
+
+        Raises:
+            ValueError: parameters until then would take more than a quarter of the machine's memory.
+        """
+        sizes: list[int] = []
+        hook = register_module_parameter_registration_hook(lambda _, __, p: sizes.append(0 if p is None else p.nbytes))
         with Randomness.untouched():
-            with contextlib.suppress(Exception), self._mode, FactsMode(), Copying():
-                return make()
+            try:
+                with self._mode, FactsMode(), Copying():
+                    return make()
+            except Exception as error:  # of user code
+                _check_size(sum(sizes), f"{type(error).__name__}: {error}")
+            finally:
+                hook.remove()
             return make()
 
     @property
@@ -233,11 +245,7 @@ class Predictor:
             ValueError: the parameters would take more than a quarter of the machine's memory.
         """
         fakes = [p for p in self._module.parameters() if is_fake(p)]
-        if 4 * sum(p.nbytes for p in fakes) > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-            raise ValueError(
-                f"The step cannot be run without values ({self._why}), and the module is too large to be made for it: "
-                "predict a smaller one."
-            )
+        _check_size(sum(p.nbytes for p in fakes), self._why)
         with Randomness.untouched():
             if fakes:
                 self._module = self._make()
@@ -287,6 +295,14 @@ class Predictor:
             yield
         finally:
             F.dropout = before
+
+
+def _check_size(num_bytes: int, why: str | None) -> None:
+    if 4 * num_bytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        raise ValueError(
+            f"The step cannot be run without values ({why}), and the module is too large to be made for it: predict a "
+            "smaller one."
+        )
 
 
 def _with_more_parts(step: StepWatch, longer: Sequence[tuple[StepWatch, int]]) -> Breakdown | None:

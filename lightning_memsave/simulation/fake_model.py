@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_memsave.simulation.value_propagation import FactsMode, note_values
+from lightning_memsave.simulation.value_propagation import FactsMode, forget_values, note_values
 from lightning_memsave.torch_internals.containers import nested, refill
 from lightning_memsave.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from lightning_memsave.torch_internals.model_copies import copied
@@ -247,7 +247,8 @@ class Copying(TorchFunctionMode):
     """`copy.deepcopy` of a tensor calls `copied` while this is entered: torch's own way fails among fake tensors.
 
     So does the conversion of a module, which swaps its parameters: the fake mode remembers what it has made by weak
-    references, and what has some cannot be swapped (`fake_tensor_converter`, private, seen in torch 2.13).
+    references (`fake_tensor_converter`, private, seen in torch 2.13), as do known values, and what has some cannot be
+    swapped.
 
     Args:
         copied: by default, another fake tensor like a fake one.
@@ -267,6 +268,9 @@ class Copying(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func in _CONVERSIONS and isinstance(out, FakeTensor):
             out.fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+            if isinstance(args[0], nn.Parameter) and func is not Tensor.detach:
+                for tensor in (args[0], out):
+                    forget_values(tensor)
         return out
 
 

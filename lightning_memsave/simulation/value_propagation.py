@@ -164,6 +164,11 @@ def _values_of(tensor: Tensor) -> Tensor | None:
     return None if is_lost else values
 
 
+def forget_values(tensor: Tensor) -> None:
+    """Forget the values of a fake tensor, and the weak reference by which they are kept."""
+    _values.pop(tensor, None)
+
+
 def _forget(tensor: Tensor) -> None:
     """Forget the values of a tensor that was changed in an unknown way, and of all that share its memory."""
     values = _values.get(tensor) if is_fake(tensor) else None

@@ -311,6 +311,32 @@ def test_a_factory_that_converts_its_module_takes_none_either(convert):
     assert {p.dtype for p in predictor._module.parameters()} == {convert(nn.Linear(1, 1)).weight.dtype}
 
 
+class Scaled(Huge):
+    """Its scale is known to be ones, so that its values are followed."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+
+@pytest.mark.parametrize("convert", [nn.Module.bfloat16, nn.Module.float, lambda module: module.to("cpu")])
+def test_parameters_whose_values_are_known_are_converted(convert):
+    predictor = Predictor(lambda: convert(Scaled()), lambda: torch.ones(4, 2**20))
+    assert all(map(is_fake, predictor._module.parameters()))
+    assert predictor._module.scale.dtype == convert(nn.Linear(1, 1)).weight.dtype
+
+
+def test_a_factory_that_needs_values_is_not_called_for_real_where_there_is_no_room():
+    class Reads(Huge):
+        def __init__(self):
+            super().__init__()
+            if float(torch.rand(())) > 2:
+                raise AssertionError
+
+    with pytest.raises(ValueError, match=r"without values \(ReadsValueError.*too large to be made"):
+        Predictor(Reads, lambda: torch.ones(4, 2**20))
+
+
 def test_refusals_are_those_of_the_run():
     with pytest.raises(ValueError, match="must be a LightningModule"):
         Predictor(nn.Linear(2, 2), torch.ones(2, 2))
