@@ -11,6 +11,7 @@ os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", HF_HUB_OFFLINE="1",
 import pytest
 import torch
 from hypothesis import settings
+from lightning_utilities.core import rank_zero
 
 settings.register_profile("shared machines", deadline=None, derandomize=True)
 settings.load_profile("shared machines")
@@ -45,6 +46,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def info(caplog):
+    """Records of Lightning's log, also of what is for information; of the namespace that was imported last."""
+    caplog.set_level(logging.INFO, rank_zero.log.name)
+    return caplog
 
 
 @pytest.fixture

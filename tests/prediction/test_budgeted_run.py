@@ -90,10 +90,9 @@ def test_a_plan_is_replayed_elsewhere_to_the_bit(planned):
     assert again.report.peak_bytes == memsave.report.peak_bytes
 
 
-def test_a_fit_ends_with_one_line_on_its_plan(planned, monkeypatch, caplog):
-    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
-        train(MemSave(planned[0].plan))
-    told = [record.message for record in caplog.records if record.message.startswith("memsave: budget")]
+def test_a_fit_ends_with_one_line_on_its_plan(planned, info):
+    train(MemSave(planned[0].plan))
+    told = [record.message for record in info.records if record.message.startswith("memsave: budget")]
     assert len(told) == 1
     assert re.search(r"KiB measured \([+-]0\.[0-3]%\)", told[0])
 
@@ -364,11 +363,10 @@ def test_a_trial_times_two_microbatches_as_all_and_the_update_once(monkeypatch):
 
 
 @pytest.mark.parametrize("num_batches", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_accumulated_gradients_are_within_the_budget(num_batches, caplog):
+def test_accumulated_gradients_are_within_the_budget(num_batches, info):
     memsave = MemSave(budget="0.6x")
-    with caplog.at_level("INFO"):
-        trainer, _ = train(memsave, accumulate_grad_batches=num_batches, max_epochs=4)
+    trainer, _ = train(memsave, accumulate_grad_batches=num_batches, max_epochs=4)
     assert memsave.plan.recipe == "lossless"
     assert trainer.fit_loop.total_batch_idx >= 3 * num_batches  # more than one step is measured whole
     assert memsave.report.peak_bytes + memsave.plan.workspace_bytes <= memsave.plan.budget_bytes
-    assert "a step took" not in caplog.text
+    assert "a step took" not in info.text
