@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import transformers
 from torch import nn
 
 from lightning_memsave import Checkpointing, apply_checkpointing
@@ -26,6 +27,19 @@ def test_selectors_choose_the_outermost_matches(modules, expected):
     model = stack()
     apply_checkpointing(model, Checkpointing(modules=modules))
     assert [n for n, m in model.named_modules() if "_checkpoint_region" in vars(m)] == expected
+
+
+class Layers(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Stage(Layers):
+    """Layers of another class."""
 
 
 class OfLists(nn.Module):
@@ -56,6 +70,52 @@ def test_levels_that_only_hold_layers_are_no_regions():
     for level in model.blocks:
         level.block = nn.ModuleList([Block(), Block()])
     assert [name for name, _ in repeated_blocks(model)] == [f"blocks.{i}.block.{j}" for i in (0, 1) for j in (0, 1)]
+
+
+def test_of_stages_of_other_widths_the_blocks_inside_are_taken():
+    def stage(width):
+        blocks = nn.Sequential(Layers(nn.Linear(width, width)), Layers(nn.Linear(width, width)))
+        return Stage(blocks, nn.Linear(width, 2 * width))
+
+    pyramid = nn.Sequential(stage(8), stage(16), stage(32))
+    assert [name for name, _ in repeated_blocks(pyramid)] == [f"{i}.layers.0.{j}" for i in (0, 1, 2) for j in (0, 1)]
+    alike = nn.Sequential(stage(8), stage(8))
+    assert [name for name, _ in repeated_blocks(alike)] == ["0", "1"]
+
+
+def test_small_parts_that_repeat_inside_of_blocks_are_no_blocks():
+    def block(width):
+        heads = nn.ModuleList([Layers(nn.Linear(width, 2)), Layers(nn.Linear(width, 2))])
+        return Block(width, heads)
+
+    class Block(nn.Module):
+        def __init__(self, width, heads):
+            super().__init__()
+            self.heads, self.mlp = heads, nn.Linear(width, width)
+
+        def forward(self, x):
+            return self.mlp(x) + sum(head(x).sum() for head in self.heads)
+
+    model = nn.ModuleList([block(16), block(24), block(32)])
+    assert [name for name, _ in repeated_blocks(model)] == ["0", "1", "2"]
+
+
+SMALL = {"num_labels": 2, "image_size": 32}
+PYRAMIDS = {
+    "Swin": ({"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2}, "SwinLayer", 4),
+    "ConvNext": ({"hidden_sizes": [8, 16, 24], "depths": [2, 3, 2], "num_stages": 3}, "ConvNextLayer", 7),
+    "Segformer": ({"hidden_sizes": [16, 32, 64, 96]}, "SegformerLayer", 8),
+    "ResNet": ({"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [3, 3]}, "ResNetBottleNeckLayer", 6),
+}
+
+
+@pytest.mark.parametrize("name", PYRAMIDS)
+def test_blocks_of_pyramids_that_others_wrote(name):
+    options, kind, number = PYRAMIDS[name]
+    config = getattr(transformers, f"{name}Config")(**SMALL | options)
+    model = getattr(transformers, f"{name}ForImageClassification")(config)
+    kinds = [type(block).__name__ for _, block in repeated_blocks(model)]
+    assert (set(kinds), len(kinds)) == ({kind}, number)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.selection import is_scripted, is_selected, scripted_in
@@ -90,6 +92,10 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     These are modules with children whose class occurs at least twice among the members of the model's containers
     (`Sequential`, `ModuleList`, `ModuleDict`); containers themselves only when there are no others. Classes that a
     function makes anew each time, of one name and with the same kinds of modules in them, count as one.
+
+    Of blocks inside of others the outermost are taken. But stages are not: modules of one class that all have other
+    parameter shapes, such as those of a pyramid of resolutions, where the blocks inside repeat with the same shapes and
+    have at least half of the parameters.
     """
     members = [
         (f"{name}.{child_name}" if name else child_name, child)
@@ -101,7 +107,20 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     repeated = {kind for kind, count in Counter(_kind(child) for _, child in members).items() if count >= 2}
     members = [(name, child) for name, child in members if _kind(child) in repeated]
     blocks = [(name, child) for name, child in members if not isinstance(child, _CONTAINERS)]
-    return _outermost(blocks or members)
+    found = _outermost(blocks or members)
+    same = Counter((_kind(child), _shapes(child)) for _, child in blocks)
+    alike = {kind for (kind, _), count in same.items() if count >= 2}
+    inner = _outermost([(name, child) for name, child in blocks if _kind(child) in alike])
+    return inner if 2 * _num_parameters(inner) >= _num_parameters(found) else found
+
+
+def _shapes(module: nn.Module) -> tuple[torch.Size, ...]:
+    return tuple(p.shape for p in module.parameters() if not is_lazy(p))
+
+
+def _num_parameters(found: list[tuple[str, nn.Module]]) -> int:
+    parameters = {p for _, module in found for p in module.parameters() if not is_lazy(p)}
+    return sum(p.numel() for p in parameters)
 
 
 def _kind(module: nn.Module) -> Any:
