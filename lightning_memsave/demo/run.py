@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,11 +23,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memsave.callbacks import MemSave
 from lightning_memsave.core.errors import NotLosslessWarning, setting_error
 from lightning_memsave.core.report import MemoryReport
+from lightning_memsave.core.units import counted
 from lightning_memsave.demo.data import load_cifar10, load_digits_32
+from lightning_memsave.demo.limit import SimulatedLimit
 from lightning_memsave.demo.model import ImageClassifier, WideResNet
 from lightning_memsave.reporting.chart import draw_comparison
 from lightning_memsave.reporting.comparison import compare
-from lightning_memsave.reporting.console import print_comparison
+from lightning_memsave.reporting.console import print_comparison, show_summary
 from lightning_memsave.reporting.dashboard import build_workspace, write_workspace
 from lightning_memsave.reporting.page import write_page
 from lightning_memsave.reporting.runs import run_of
@@ -33,13 +37,23 @@ from lightning_memsave.reporting.wandb_run import wandb_logger
 
 _PROJECT = "memsave-demo"
 RUNS: dict[str, dict[str, Any]] = {
-    "measure (baseline)": {"recipe": "measure"},
-    "lossless": {"recipe": "lossless"},
-    "microbatch 10": {"microbatch": 10},
-    "microbatch 10 + blocks": {"microbatch": 10, "checkpointing": "blocks"},
-    "microbatch 10 + blocks + 8-bit": {"microbatch": 10, "checkpointing": "blocks", "optimizer_state": "8bit"},
+    "plain Lightning": {"recipe": "measure"},
+    "out of memory, survived": {"recipe": "lossless"},
+    "exact": {"recipe": "exact"},
+    "budget 0.25x": {"recipe": "balanced", "budget": "0.25x", "planning_seconds": 30},
+    "balanced": {"recipe": "balanced"},
+    "extreme": {"recipe": "extreme"},
 }
 """The arguments of `MemSave` for each run; the first is what the others are compared with."""
+LIMITS = {"out of memory, survived": 0.6}
+"""Runs that have less memory, as a fraction of the first run's peak: a simulated limit raises torch's own error."""
+_NEXT = """\
+In your own project:
+
+    trainer = L.Trainer(callbacks=[MemSave("exact")])          # the same result in less
+    trainer = L.Trainer(callbacks=[MemSave(budget="8GiB")])    # the cheapest plan that fits
+    lightning-memsave plan my_module:Model --batch my_module:batch    # the peak before a run
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +68,7 @@ class DemoConfig:
     """Folder of the table, the picture and the W&B runs."""
     data_dir: Path | None = None
     """A folder with CIFAR-10's binary version; without, scikit-learn's bundled digits."""
-    epochs: int = 3
+    epochs: int = 2
     batch_size: int = 100
     seed: int = 0
     wandb: bool = True
@@ -76,6 +90,8 @@ class DemoResult:
     """Fraction of test images, 0 to 1."""
     settings: dict[str, Any]
     """What was switched on."""
+    weights_hash: str
+    """Of all weights and buffers after training: equal for equal bits."""
 
 
 def run_demo(config: DemoConfig, console: Console | None = None) -> list[DemoResult]:
@@ -101,7 +117,7 @@ def run_demo(config: DemoConfig, console: Console | None = None) -> list[DemoRes
             bar = progress.add_task(name, total=steps)
             baseline = results[0].report if results else None
             results.append(_run(name, settings, config, (train, test), baseline, _Bar(progress, bar)))
-    _present(results, config, console)
+    _present(results, config, console, num_test=len(test))
     return results
 
 
@@ -123,9 +139,11 @@ def _run(
 ) -> DemoResult:
     L.seed_everything(config.seed, verbose=False)
     module = ImageClassifier(WideResNet())
-    memsave = MemSave(**settings)
+    memsave, callbacks = MemSave(**settings, summary=name == [*RUNS][-1]), [bar]
     if baseline is not None and baseline.peak_bytes is not None:
         memsave.compare_to(baseline)
+        if name in LIMITS:
+            callbacks.append(SimulatedLimit(int(LIMITS[name] * baseline.peak_bytes)))
     logger: Any = False
     if config.wandb:
         logger = wandb_logger(_PROJECT, save_dir=str(config.out), offline=True, name=name, quiet=True)
@@ -133,7 +151,7 @@ def _run(
         max_epochs=config.epochs,
         accelerator="auto",
         devices=1,
-        callbacks=[memsave, bar],
+        callbacks=[memsave, *callbacks],
         logger=logger,
         log_every_n_steps=1,
         enable_checkpointing=False,
@@ -148,17 +166,30 @@ def _run(
 
         wandb.finish()
     return DemoResult(
-        name=name, report=memsave.report, test_accuracy=scores[0]["test/accuracy"], settings=memsave.recipe.as_dict()
+        name=name,
+        report=memsave.report,
+        test_accuracy=scores[0]["test/accuracy"],
+        settings=memsave.recipe.as_dict(),
+        weights_hash=_hash(module),
     )
 
 
-def _present(results: list[DemoResult], config: DemoConfig, console: Console) -> None:
+def _hash(module: torch.nn.Module) -> str:
+    found = hashlib.sha256()
+    for tensor in module.state_dict().values():
+        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return found.hexdigest()[:12]
+
+
+def _present(results: list[DemoResult], config: DemoConfig, console: Console, num_test: int) -> None:
     title = (
         f"WideResNet-28-2, {'CIFAR-10' if config.data_dir else 'digits'}, batch {config.batch_size}, seed {config.seed}"
     )
     runs = [run_of(r.name, r.report, {"test/accuracy": r.test_accuracy}, {"memsave": r.settings}) for r in results]
     comparison = compare(runs, "test/accuracy")
     print_comparison(comparison, console, title)
+    for line in _findings(results, num_test):
+        console.print(line, markup=False)
     rows = _write_csv(results, config.out / "table.csv")
     picture = draw_comparison({r.name: r.report for r in results}, config.out / "memory.png", title)
     page = write_page(comparison, config.out / "index.html", title)
@@ -171,6 +202,21 @@ def _present(results: list[DemoResult], config: DemoConfig, console: Console) ->
         folder = (config.out / "wandb").resolve()
         how = f"(view: wandb leet {folder}; upload: wandb sync {folder})"
         console.print(f"W&B runs: {folder} {how}", soft_wrap=True, markup=False)
+    show_summary(results[-1].report, console=console)
+    console.print(_NEXT, markup=False)
+
+
+def _findings(results: list[DemoResult], num_test: int) -> Iterator[str]:
+    """Yield what the table does not say: equal bits, events that were survived, how far accuracy scatters."""
+    first, *others = results
+    for result in others:
+        if result.weights_hash == first.weights_hash:
+            yield f"{result.name}: the trained weights are those of {first.name}, bit for bit ({first.weights_hash})."
+        if num := result.report.num_oom_recovered:
+            yield f"{result.name}: memory ran out {counted(num, 'time')}; each time the step ran again with less."
+    error = math.sqrt(2 * first.test_accuracy * (1 - first.test_accuracy) / num_test)
+    rule = f"accuracies that differ by less than {2 * error:.1%} (two standard errors) may do so by chance"
+    yield f"One seed, {num_test} images: {rule}."
 
 
 def _write_csv(results: list[DemoResult], path: Path) -> Path:
@@ -183,6 +229,7 @@ def _write_csv(results: list[DemoResult], path: Path) -> Path:
             "step_seconds": result.report.step_seconds,
             "test_accuracy_fraction": result.test_accuracy,
             "loss_class": result.report.loss_class,
+            "weights_hash": result.weights_hash,
             "applied": json.dumps([applied.summary for applied in result.report.applied]),
         }
         for result in results

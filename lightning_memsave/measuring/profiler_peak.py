@@ -58,9 +58,7 @@ class AllocationProfile:
 
     def __init__(self, held: Iterable[torch.UntypedStorage] = ()) -> None:
         # With `acc_events` torch makes objects of all events, which takes ten times as long as the rest.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # up to 2.12 it warns that only the last cycle is kept, and there is one
-            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._held = [weakref.ref(each, functools.partial(self._mark, -each.nbytes())) for each in held]
         self._marks: list[int | None] = []
         """Changes in bytes that the marks stand for, in order; `None` for a start."""
@@ -79,7 +77,8 @@ class AllocationProfile:
             raise RuntimeError(f"This version of torch has no `{gone[0]}`.")
         if torch._C._autograd._profiler_enabled():  # torch would end the other one silently
             raise RuntimeError("Another profiler runs, and torch can have one at a time.")
-        with _without_log_lines():
+        with _without_log_lines(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # up to 2.12 it warns that only the last cycle is kept, and there is one
             self._profile.__enter__()
         return self
 

@@ -48,14 +48,15 @@ def comparison_tables(comparison: Comparison, width: int = 80, title: str = "") 
         yield table
 
 
-def show_summary(report: MemoryReport, why_no_baseline: str = "") -> None:
+def show_summary(report: MemoryReport, why_no_baseline: str = "", console: Console | None = None) -> None:
     """Print a box with what a fit took, unless Lightning's log is silenced.
 
     Args:
         report: of the fit.
         why_no_baseline: why nothing is known of the plain step; empty where something is.
+        console: where to, in any case; by default the standard output.
     """
-    if not rank_zero.log.isEnabledFor(logging.INFO):
+    if console is None and not rank_zero.log.isEnabledFor(logging.INFO):
         return
     text = Text(str(report))
     if why_no_baseline:
@@ -63,7 +64,7 @@ def show_summary(report: MemoryReport, why_no_baseline: str = "") -> None:
     text.highlight_regex(r"[\d.]+x less|^next:.*", "bold")
     text.highlight_regex("█+", "green")
     text.highlight_regex("░+", "dim")
-    Console().print(Panel(text, title="lightning-memsave", title_align="left", expand=False))
+    (console or Console()).print(Panel(text, title="lightning-memsave", title_align="left", expand=False))
 
 
 def print_comparison(comparison: Comparison, console: Console, title: str = "") -> None:

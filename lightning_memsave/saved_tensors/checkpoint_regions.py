@@ -46,6 +46,7 @@ from lightning_memsave.saved_tensors.region_members import Group, Member, Member
 from lightning_memsave.saved_tensors.saved_storage import Passed
 from lightning_memsave.saved_tensors.store import SavedTensorStore
 from lightning_memsave.torch_internals.autograd_graph import unwatched, version_of
+from lightning_memsave.torch_internals.compiled_regions import call_at_end
 
 
 def run(memberships: Sequence[Membership], member: Member, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -108,7 +109,7 @@ def _live_with(output: Any, regions: list[Region]) -> None:
     """
     for leaf in leaves_of(output):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # else it may be a buffer, which lives for ever
-            weakref.finalize(leaf, _let_go, regions).atexit = False
+            call_at_end(leaf, _let_go, regions)
 
 
 def _let_go(regions: list[Region]) -> None:

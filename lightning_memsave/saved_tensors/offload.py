@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.saved_tensors.encodings import Encoding, Identity, Recompute
+from lightning_memsave.torch_internals.compiled_regions import call_at_end
 from lightning_memsave.torch_internals.fake_tensors import is_fake
 
 _MIN_BYTES = 1 << 16  # smaller tensors stay
@@ -100,7 +101,7 @@ class File:
 
     def __init__(self, folder: str | None) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # lives as long as this object
-        weakref.finalize(self, self._file.close)
+        call_at_end(self, self._file.close)
         self._lock, self._end = threading.RLock(), 0  # taken again where the collector runs inside of it
         self._free: defaultdict[int, list[int]] = defaultdict(list)
 
@@ -143,7 +144,7 @@ class InFile:
         self._offset: int | None = None  # of a fake tensor, which has no bytes
         if not is_fake(tensor):
             self._offset = file.write(tensor.contiguous())
-            weakref.finalize(self, file.give_back, self._offset, tensor.nbytes)
+            call_at_end(self, file.give_back, self._offset, tensor.nbytes)
 
     def get(self) -> Tensor:
         """Read it."""

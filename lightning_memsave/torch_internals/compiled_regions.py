@@ -7,10 +7,12 @@ tensors are handed over together when its forward ends.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_memsave.torch_internals.private_names import find, missing
@@ -31,6 +33,15 @@ def compiled_regions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def num_compiled_graphs() -> int:
     """Return how many graphs this process has compiled; a function that is compiled shows no other way."""
     return 0 if missing("autograd") else int(_counters["stats"]["unique_graphs"])
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
+def call_at_end(owner: object, function: Callable[..., object], *args: Any) -> None:
+    """Call `function` when `owner` dies, not when the process ends.
+
+    As `weakref.finalize`, whose code torch 2.12 compiles, and fails, where it runs beside a compiled block.
+    """
+    weakref.finalize(owner, function, *args).atexit = False
 
 
 def shield(model: nn.Module, unseen: Callable[[str], AbstractContextManager[None]]) -> list[Callable[[], None]]:

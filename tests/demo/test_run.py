@@ -2,19 +2,22 @@ import csv
 import io
 import json
 import logging
+import math
 import os
 import re
 import warnings
 
+import lightning as L
 import pytest
 import torch
 import wandb
 from rich.console import Console
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave.demo import run as demo
-from lightning_memsave.demo.model import WideResNet
-from lightning_memsave.demo.run import RUNS, DemoConfig, run_demo
+from lightning_memsave.demo.limit import SimulatedLimit
+from lightning_memsave.demo.model import ImageClassifier, WideResNet
+from lightning_memsave.demo.run import LIMITS, RUNS, DemoConfig, run_demo
 from tests.reporting.html_page import Page
 from tests.reporting.wandb_file import read_wandb, wandb_paths
 
@@ -147,6 +150,53 @@ def test_workspace_is_the_projects(outcome):
     assert "summary:test/accuracy" in json.dumps(specification)
 
 
+def test_equal_weights_and_the_scatter_of_accuracy_are_told(outcome):
+    results, text, _ = outcome
+    told = " ".join(text.split())
+    first, same, cut, _ = (result.weights_hash for result in results)
+    assert first == same != cut
+    assert f"the same again: the trained weights are those of measure (baseline), bit for bit ({first})." in told
+    assert told.count("bit for bit") == 1
+    accuracy = results[0].test_accuracy
+    chance = 2 * math.sqrt(2 * accuracy * (1 - accuracy) / 10)
+    assert f"One seed, 10 images: accuracies that differ by less than {chance:.1%}" in told
+
+
+def test_the_end_is_the_box_of_the_last_run_and_what_to_type_next(outcome, monkeypatch):
+    results, text, _ = outcome
+    *_, box, after = re.split(r"╭─ lightning-memsave|╰─", text)
+    assert f"{results[-1].report.factor:.2f}x less (baseline measured)" in " ".join(box.split())
+    assert 'MemSave("exact")' in after
+
+
+def test_a_run_with_less_memory_than_it_needs_ends_with_the_same_weights(tmp_path, monkeypatch):
+    make_small(monkeypatch, {"plain": {"recipe": "measure"}, "limited": {"recipe": "lossless"}})
+    monkeypatch.setattr(demo, "LIMITS", {"limited": 0.85})
+    (plain, limited), text = run(DemoConfig(out=tmp_path, epochs=1, batch_size=8, wandb=False))
+    assert limited.report.num_oom_recovered > 0
+    assert limited.report.peak_bytes <= 0.9 * plain.report.peak_bytes  # what is too much is counted as well
+    assert limited.report.loss_class == "exact"
+    assert limited.weights_hash == plain.weights_hash
+    assert re.search(r"limited: memory ran out \d+ times?; each time the step ran again with less\.", text)
+
+
+def test_a_limit_that_nothing_can_meet_ends_the_run_and_counts_no_more(monkeypatch):
+    module, limit = ImageClassifier(WideResNet(depth=10, width=1)), SimulatedLimit(1000)
+    trainer = L.Trainer(
+        max_steps=1,
+        accelerator="cpu",
+        callbacks=[limit],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(torch.OutOfMemoryError, match=r"Simulated: out of memory, .* of 1000 B are needed"):
+        trainer.fit(module, DataLoader(small_data(0)[0], batch_size=4))
+    assert limit._ledger is None
+    torch.zeros(1000)
+
+
 def test_picture_is_written(outcome):
     assert (outcome[2] / "memory.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
@@ -229,3 +279,4 @@ def test_numbers_below_one_are_refused(name, value):
 
 def test_first_run_is_the_baseline():
     assert next(iter(RUNS.values())) == {"recipe": "measure"}
+    assert LIMITS.keys() <= RUNS.keys()
