@@ -91,7 +91,7 @@ class DemoResult:
     settings: dict[str, Any]
     """What was switched on."""
     weights_hash: str
-    """Of all weights and buffers after training: equal for equal bits."""
+    """Digest of all weights and buffers after training: equal for equal bits."""
 
 
 def run_demo(config: DemoConfig, console: Console | None = None) -> list[DemoResult]:
