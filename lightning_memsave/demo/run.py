@@ -40,7 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "plain Lightning": {"recipe": "measure"},
     "out of memory, survived": {"recipe": "lossless"},
     "exact": {"recipe": "exact"},
-    "budget 0.25x": {"recipe": "balanced", "budget": "0.25x", "planning_seconds": 30},
+    "budget 0.35x": {"budget": "0.35x", "planning_seconds": 30},
     "balanced": {"recipe": "balanced"},
     "extreme": {"recipe": "extreme"},
 }
