@@ -132,7 +132,7 @@ class MergedMetrics:
         def update_by_part(value: object, weight: Any = None) -> None:
             if weight is None and not (isinstance(value, Tensor) and value.dim()):
                 value, weight = (value if self.weight else 0.0), self.weight
-            update(value, weight)
+            update(value, *([] if weight is None else [weight]))  # older ones have another default than `None`
 
         return update_by_part
 
