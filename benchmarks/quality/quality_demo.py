@@ -15,13 +15,14 @@ def main(only: str) -> None:
     demo.RUNS = {name: settings for name, settings in demo.RUNS.items() if only in name}
     for seed in (0, 1, 2):
         with tempfile.TemporaryDirectory() as folder:
-            results = demo.run_demo(demo.DemoConfig(out=Path(folder), seed=seed, wandb=False))
+            config = demo.DemoConfig(out=Path(folder), seed=seed, wandb=False)
+            results = demo.run_demo(config)
         known = {row["setting"]: int(row["peak_bytes"]) for row in read_rows("demo") if row["seed"] == str(seed)}
-        baseline = known.get("measure (baseline)", results[0].report.peak_bytes)
+        baseline = known.get("plain Lightning", results[0].report.peak_bytes)
         for result in results:
             row = {
                 "benchmark": "demo",
-                "model": "WideResNet-28-2, digits, batch 100, SGD momentum, 3 epochs",
+                "model": f"WideResNet-28-2, digits, batch 100, SGD momentum, {config.epochs} epochs",
                 "setting": result.name,
                 "seed": seed,
                 "peak_bytes": result.report.peak_bytes,
