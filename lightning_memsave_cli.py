@@ -88,7 +88,7 @@ def _add_demo(commands: Any) -> None:
         type=Path,
         help="a folder with CIFAR-10's binary version (default: the digits that come with scikit-learn)",
     )
-    demo.add_argument("--epochs", type=int, default=3, help="how often each run sees the data (default: %(default)s)")
+    demo.add_argument("--epochs", type=int, default=2, help="how often each run sees the data (default: %(default)s)")
     demo.add_argument("--batch-size", type=int, default=100, help="samples in a step (default: %(default)s)")
     demo.add_argument(
         "--seed",

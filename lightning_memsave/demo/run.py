@@ -139,11 +139,13 @@ def _run(
 ) -> DemoResult:
     L.seed_everything(config.seed, verbose=False)
     module = ImageClassifier(WideResNet())
-    memsave, callbacks = MemSave(**settings, summary=name == [*RUNS][-1]), [bar]
+    memsave = MemSave(**settings, summary=name == [*RUNS][-1])
+    callbacks: list[Callback] = [memsave, bar]
     if baseline is not None and baseline.peak_bytes is not None:
         memsave.compare_to(baseline)
         if name in LIMITS:
-            callbacks.append(SimulatedLimit(int(LIMITS[name] * baseline.peak_bytes)))
+            limit = SimulatedLimit(int(LIMITS[name] * baseline.peak_bytes))
+            callbacks = [limit, *callbacks, limit.after]
     logger: Any = False
     if config.wandb:
         logger = wandb_logger(_PROJECT, save_dir=str(config.out), offline=True, name=name, quiet=True)
@@ -151,7 +153,7 @@ def _run(
         max_epochs=config.epochs,
         accelerator="auto",
         devices=1,
-        callbacks=[memsave, *callbacks],
+        callbacks=callbacks,
         logger=logger,
         log_every_n_steps=1,
         enable_checkpointing=False,
@@ -213,7 +215,7 @@ def _findings(results: list[DemoResult], num_test: int) -> Iterator[str]:
         if result.weights_hash == first.weights_hash:
             yield f"{result.name}: the trained weights are those of {first.name}, bit for bit ({first.weights_hash})."
         if num := result.report.num_oom_recovered:
-            yield f"{result.name}: memory ran out {counted(num, 'time')}; each time the step ran again with less."
+            yield f"{result.name}: memory ran out {counted(num, 'time')}; each time the step was run again."
     error = math.sqrt(2 * first.test_accuracy * (1 - first.test_accuracy) / num_test)
     rule = f"accuracies that differ by less than {2 * error:.1%} (two standard errors) may do so by chance"
     yield f"One seed, {num_test} images: {rule}."

@@ -321,7 +321,10 @@ def _infeasible(
         beyond += ", or an optimizer with `foreach=False`"  # whose temporaries are as large as the weights
     offers: list[str] = []
     later = TIERS[TIERS.index(recipe.name) + 1 if recipe.name in TIERS else 1 :]
-    for tier in reversed(later if not search.is_late else ()):
+    is_late = False
+    for tier in reversed(later):
+        if is_late := search.is_late:
+            break
         other = search.among(_open_knobs(sizes, recipe, situation, tier))
         peak = other.peak(other.lowest()) + situation.noted_bytes
         if peak < lowest:
@@ -330,8 +333,8 @@ def _infeasible(
         if peak > sizes[0]:
             break
     others = f"Of the other recipes {', '.join(offers)}." if offers else "No recipe reaches less."
-    if later and search.is_late:
-        others = "Other recipes were not tried, as planning has taken its time (`planning_seconds`)."
+    if is_late:
+        others = f"{others if offers else ''} Not all were tried, as planning has taken its time (`planning_seconds`)."
     if search.is_exhausted:
         others += f" The search ended {search.why_ended}: there may be a smaller one."
     return setting_error(

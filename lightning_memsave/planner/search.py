@@ -107,6 +107,7 @@ class Search:
         self._predict, self._fixed, self._ways = predict, tuple(fixed), tuple(ways)
         self._max_predictions, self._watch = max_predictions, watch or SearchWatch()
         self._limit_bytes = -1  # nothing fits
+        self._ended = ""  # why something was not asked
         self._known: dict[str, tuple[Choice, Prediction | None]] = {}
         self.refusals: dict[str, str] = {}
         """Why settings could not be used, by their text."""
@@ -172,12 +173,14 @@ class Search:
         key = describe(choice)
         if key in self._known:
             return self._known[key][1]
-        if self.num_predictions and self.is_exhausted:
+        if self.num_predictions and (why := self.why_ended):
+            self._ended = why
             return None
         try:
             self._known[key] = choice, self._predict_new(self.techniques(choice))
         except ValueError as error:
             self.refuse(choice, error)
+        self._watch.tell(self.num_predictions, min(self._needed(), default=None))
         return self._known[key][1]
 
     def refuse(self, choice: Choice, error: ValueError) -> None:
@@ -190,9 +193,7 @@ class Search:
     def _predict_new(self, techniques: tuple[Config, ...]) -> Prediction:
         check_compatibility([*Recipe("planned", techniques).rows(), *self._ways])
         self.num_predictions += 1
-        found = self._predict(techniques)
-        self._watch.tell(self.num_predictions, min([needed_bytes(found), *self._needed()]))
-        return found
+        return self._predict(techniques)
 
     def peak(self, choice: Choice) -> float:
         """Return bytes that are needed; infinite where there is no prediction."""
@@ -216,7 +217,7 @@ class Search:
     # ------------------------------------------------------------------ the search
     def cheapest(self, limit_bytes: int) -> Found | None:
         """Return the cheapest choice within `limit_bytes`; `None` when there is none."""
-        self._limit_bytes = limit_bytes
+        self._limit_bytes, self._ended = limit_bytes, ""
         if self._fits(self.nothing, limit_bytes):
             return self._found(self.nothing, limit_bytes)
         for level in self._levels:
@@ -239,7 +240,8 @@ class Search:
             if describe(fastest) in again:
                 return fastest
             due = [choice for choice in (best, fastest) if describe(choice) not in again]
-            if self.is_exhausted or self.num_predictions + len(due) > self._max_predictions:
+            self._ended = self._ended or self.why_ended
+            if self._ended or self.num_predictions + len(due) > self._max_predictions:
                 break
             for choice in due:
                 self._time_again(choice)
@@ -275,7 +277,7 @@ class Search:
     def _found(self, choice: Choice, limit_bytes: int) -> Found:
         prediction = self.predict(choice)
         assert prediction is not None, "it has been found to fit"
-        return Found(choice, prediction, limit_bytes, self.why_ended)
+        return Found(choice, prediction, limit_bytes, self._ended)
 
     def lowest(self, tier_level: tuple[int, int] | None = None) -> Choice:
         """Return the choice with the smallest peak, up to a level (by default of all)."""

@@ -6,6 +6,7 @@ takes besides what was predicted is told by category; what goes beyond the budge
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 import zlib
@@ -248,7 +249,9 @@ def plan_for(
 
 def _seconds_allowed(trainer: L.Trainer | None, plain: Prediction) -> float:
     num_batches = None if trainer is None else estimated_batches(trainer)
-    return max(LEAST_SECONDS, SHARE * (num_batches or 0) * (plain.seconds or 0.0))
+    if num_batches is None or plain.measured_seconds == math.inf:  # what is modelled is good for comparisons only
+        return LEAST_SECONDS
+    return max(LEAST_SECONDS, SHARE * num_batches * plain.measured_seconds)
 
 
 def _with_all_layers(module: L.LightningModule) -> Any:

@@ -77,7 +77,7 @@ class PlanningWatch(SearchWatch):
         now = time.monotonic()
         best = ""
         if best_bytes is not None:
-            best = f", smallest so far {format_bytes(best_bytes)} ({best_bytes / max(1, self._plain_bytes):.2f}x)"
+            best = f", least {format_bytes(best_bytes)} ({best_bytes / max(1, self._plain_bytes):.2f}x)"
         elapsed = now - self._began
         text = f"memsave: planning: {num_predictions} predictions in {elapsed:.0f} of {self._seconds:.0f} s{best}"
         if elapsed < _LEAST_LINE_SECONDS:

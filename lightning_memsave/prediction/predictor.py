@@ -107,14 +107,14 @@ class Predictor:
         Raises:
             ValueError: parameters until then would take more than a quarter of the machine's memory.
         """
-        sizes: list[int] = []
-        hook = register_module_parameter_registration_hook(lambda _, __, p: sizes.append(0 if p is None else p.nbytes))
+        found: list[nn.Parameter | None] = []
+        hook = register_module_parameter_registration_hook(lambda _, __, parameter: found.append(parameter))
         with Randomness.untouched():
             try:
                 with self._mode, FactsMode(), Copying():
                     return make()
             except Exception as error:  # of user code
-                _check_size(sum(sizes), f"{type(error).__name__}: {error}")
+                _check_size(sum(p.nbytes for p in set(found) if p is not None), f"{type(error).__name__}: {error}")
             finally:
                 hook.remove()
             return make()
@@ -313,6 +313,7 @@ def _with_more_parts(step: StepWatch, longer: Sequence[tuple[StepWatch, int]]) -
         return None
     return replace(
         found,
+        top=(),  # of other sizes
         allocations=allocations,
         seconds=found.seconds + sum(times * (other.seconds - found.seconds) for other, times in others),
         num_operations=found.num_operations

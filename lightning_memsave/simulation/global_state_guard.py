@@ -21,6 +21,7 @@ from lightning_memsave.torch_internals.fake_tensors import is_fake
 
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_memsave", "builtins", "abc")
 _MANY = 100_000  # objects
+_CACHE = functools._lru_cache_wrapper
 
 
 @contextlib.contextmanager
@@ -29,7 +30,9 @@ def outside_kept(module: nn.Module) -> Iterator[None]:
 
     What is kept elsewhere is not known; of what `gc.freeze` has put aside, only caches in the module's own files are.
     """
-    own = [value for space in _spaces(module) for value in vars(space).values()]
+    own = [value for space in _spaces(module) for value in vars(space).values() if type(value) is _CACHE]
+    for cache in own:
+        _known.setdefault(cache, cache.cache_info())
     with names_kept(module):
         try:
             yield
@@ -53,20 +56,16 @@ _known = weakref.WeakKeyDictionary[Any, Any]()
 
 
 def _empty_caches_of_fakes(objects: list[Any]) -> None:
-    kind = functools._lru_cache_wrapper
-    for cache in [each for each in objects if type(each) is kind]:
+    for cache in [each for each in objects if type(each) is _CACHE]:
         has_changed = cache.cache_info().currsize and cache.cache_info() != _known.get(cache)
         if has_changed and not _is_of_library(getattr(cache, "__module__", None)):
-            if _holds_fakes(cache):
+            if _holds_fakes(cache, otherwise=cache in _known):
                 cache.cache_clear()
             _known[cache] = cache.cache_info()
 
 
-def _holds_fakes(cache: Any) -> bool:
-    """Return whether a fake tensor can be reached from what the function returned.
-
-    Taken for granted where that is much.
-    """
+def _holds_fakes(cache: Any, otherwise: bool) -> bool:
+    """Return whether a fake tensor can be reached from what the function returned; `otherwise` where that is much."""
     todo = [each for each in gc.get_referents(cache) if each is not cache.__wrapped__]
     seen = {id(each) for each in todo}
     while todo and len(seen) < _MANY:
@@ -76,7 +75,7 @@ def _holds_fakes(cache: Any) -> bool:
         found = [other for other in _reachable(each) if id(other) not in seen]
         seen.update(map(id, found))
         todo += found
-    return bool(todo)
+    return bool(todo) and otherwise
 
 
 def _reachable(each: Any) -> list[Any]:

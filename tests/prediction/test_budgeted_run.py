@@ -189,7 +189,7 @@ def asked(monkeypatch, planned):
     """Batches that each trainer adds up at most, of the runs that a plan was asked for; it is always the same."""
     found = []
 
-    def plan_for(module, batch, budget, recipe, trainer=None):
+    def plan_for(module, batch, budget, recipe, trainer=None, seconds=None):
         found.append(None if trainer is None else budgeted_run.options_of(trainer)["accumulate_grad_batches"])
         return planned[0].plan
 

@@ -40,7 +40,7 @@ def test_a_terminal_has_one_line_that_changes_and_goes(clock):
         assert stream.getvalue() == "", "what is over at once says nothing"
         clock[0] += 7
         watch.tell(3, 42 * 2**20)
-        line = "memsave: planning: 3 predictions in 7 of 60 s, smallest so far 42.0 MiB (0.42x)"
+        line = "memsave: planning: 3 predictions in 7 of 60 s, least 42.0 MiB (0.42x)"
         assert stream.getvalue() == f"\r\x1b[2K{line}"
     assert stream.getvalue().endswith("\r\x1b[2K")
 
@@ -75,7 +75,9 @@ def test_time_ends_a_search_that_has_a_plan(clock):
     assert watch.why_over(False) == ""
 
 
-def test_ctrl_c_ends_a_search_and_the_run_where_nothing_fits_or_it_comes_twice():
+def test_ctrl_c_ends_a_search_and_the_run_where_nothing_fits_or_it_comes_twice(request):
+    outside = signal.signal(signal.SIGINT, signal.default_int_handler)  # which parallel tests ignore
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, outside))
     before = signal.getsignal(signal.SIGINT)
     stream = io.StringIO()
     watch = PlanningWatch(60, plain_bytes=1000, stream=stream)

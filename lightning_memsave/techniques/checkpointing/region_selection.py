@@ -93,9 +93,9 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     (`Sequential`, `ModuleList`, `ModuleDict`); containers themselves only when there are no others. Classes that a
     function makes anew each time, of one name and with the same kinds of modules in them, count as one.
 
-    Of blocks inside of others the outermost are taken. But stages are not: modules of one class that all have other
-    parameter shapes, such as those of a pyramid of resolutions, where the blocks inside repeat with the same shapes and
-    have at least half of the parameters.
+    Of blocks inside of others the outermost are taken, but for stages, such as those of a pyramid of resolutions: no
+    two modules of their class have the same parameter shapes, and blocks inside, of a class of which two have, hold at
+    least half of their parameters.
     """
     members = [
         (f"{name}.{child_name}" if name else child_name, child)
@@ -107,11 +107,18 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     repeated = {kind for kind, count in Counter(_kind(child) for _, child in members).items() if count >= 2}
     members = [(name, child) for name, child in members if _kind(child) in repeated]
     blocks = [(name, child) for name, child in members if not isinstance(child, _CONTAINERS)]
-    found = _outermost(blocks or members)
     same = Counter((_kind(child), _shapes(child)) for _, child in blocks)
     alike = {kind for (kind, _), count in same.items() if count >= 2}
-    inner = _outermost([(name, child) for name, child in blocks if _kind(child) in alike])
-    return inner if 2 * _num_parameters(inner) >= _num_parameters(found) else found
+    inner = [(name, child) for name, child in blocks if _kind(child) in alike]
+    return _outermost([(name, child) for name, child in blocks if not _is_stage(name, child, alike, inner)] or members)
+
+
+def _is_stage(name: str, module: nn.Module, alike: set[Any], inner: list[tuple[str, nn.Module]]) -> bool:
+    """Return whether a module is of a kind that does not repeat with its shapes, around blocks of a kind that does."""
+    inside = [(other, child) for other, child in inner if other.startswith(f"{name}.")]
+    return (
+        _kind(module) not in alike and bool(inside) and 2 * _num_parameters(inside) >= _num_parameters([(name, module)])
+    )
 
 
 def _shapes(module: nn.Module) -> tuple[torch.Size, ...]:
