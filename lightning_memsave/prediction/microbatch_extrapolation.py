@@ -67,7 +67,7 @@ def few_of_many(sizes: Sequence[int]) -> Few | None:
         sizes: numbers of samples, as `even_sizes` returns them.
 
     Returns:
-        `None` where all microbatches are less than twice as many as those of these steps.
+        `None` where that would run more than half as many microbatches as there are.
 
     >>> few_of_many([4] * 23 + [3] * 5)
     Few(sizes=[4, 4, 4, 3], more=[(4, 20), (3, 4)])

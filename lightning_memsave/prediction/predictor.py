@@ -162,7 +162,7 @@ class Predictor:
         return replace(recipe, techniques=tuple(fixed if t is config else t for t in recipe.techniques))
 
     def _on_fakes(self, recipe: Recipe, num_samples: int | None) -> Prediction:
-        """Predict for shapes alone; many microbatches from a few (CUDA: less a KiB at most for each other)."""
+        """Predict for shapes alone; many microbatches from a few (CUDA: without rounding what the others leave)."""
         if (few := few_of_many(self._microbatch_sizes(recipe, num_samples))) is not None:
             step = self._fake(recipe, sum(few.sizes))
             longer = [(self._fake(recipe, sum(few.sizes) + size), times) for size, times in few.more]

@@ -126,7 +126,11 @@ def test_prediction_equals_measurement(name):
 def test_many_microbatches_take_what_a_few_of_them_show(monkeypatch, num_samples, size, settings):
     predictor = Predictor(Net(), image_batch(num_samples))
     recipe = MemSave(microbatch=Microbatching(size=size, batchnorm="ghost"), **settings).recipe
+    run, whole_fake = [], Predictor._fake
+    monkeypatch.setattr(Predictor, "_fake", lambda self, recipe, num: run.append(num) or whole_fake(self, recipe, num))
     found = predictor(recipe)
+    assert 2 <= len(run) <= 3
+    assert 2 * sum(run) <= num_samples
     monkeypatch.setattr("lightning_memsave.prediction.predictor.few_of_many", lambda sizes: None)
     whole = predictor(recipe)
     assert found.by_category == whole.by_category
