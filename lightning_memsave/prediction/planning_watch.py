@@ -94,7 +94,10 @@ class PlanningWatch(SearchWatch):
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Note Ctrl-C, the first time, instead of raising; the main thread's handler comes back."""
+        """Note Ctrl-C, the first time, instead of raising; the main thread's handler comes back.
+
+        On every rank, as a terminal's Ctrl-C reaches all; rank 0's is what counts.
+        """
         is_main = threading.current_thread() is threading.main_thread()
         before = signal.getsignal(signal.SIGINT)
         if is_main and before is signal.default_int_handler:
@@ -112,5 +115,5 @@ class PlanningWatch(SearchWatch):
         if self._is_interrupted:
             raise KeyboardInterrupt
         self._is_interrupted = True
-        # Not by the log, which predictions silence.
-        self._stream.write("\nmemsave: planning ends after this prediction; Ctrl-C once more ends the run\n")
+        if self._trainer is None or not self._trainer.global_rank:  # not by the log, which predictions silence
+            self._stream.write("\nmemsave: planning ends after this prediction; Ctrl-C once more ends the run\n")
