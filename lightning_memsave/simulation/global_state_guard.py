@@ -30,14 +30,13 @@ def outside_kept(module: nn.Module) -> Iterator[None]:
 
     What is kept elsewhere is not known; of what `gc.freeze` has put aside, only caches in the module's own files are.
     """
-    own = [value for space in _spaces(module) for value in vars(space).values() if type(value) is _CACHE]
-    for cache in own:
-        _known.setdefault(cache, cache.cache_info())
+    own = {value for space in _spaces(module) for value in vars(space).values() if type(value) is _CACHE}
+    _known.update((cache, cache.cache_info()) for cache in own)
     with names_kept(module):
         try:
             yield
         finally:
-            _empty_caches_of_fakes([*own, *gc.get_objects()])
+            _empty_caches_of_fakes(own)
 
 
 @contextlib.contextmanager
@@ -55,11 +54,12 @@ _known = weakref.WeakKeyDictionary[Any, Any]()
 """Hits, misses and size of each cache when it was last looked at: it is looked at again when they have changed."""
 
 
-def _empty_caches_of_fakes(objects: list[Any]) -> None:
-    for cache in [each for each in objects if type(each) is _CACHE]:
+def _empty_caches_of_fakes(own: set[Any]) -> None:
+    """Empty caches; of the module's `own` files also large ones that have changed and cannot be looked through."""
+    for cache in own.union(each for each in gc.get_objects() if type(each) is _CACHE):
         has_changed = cache.cache_info().currsize and cache.cache_info() != _known.get(cache)
         if has_changed and not _is_of_library(getattr(cache, "__module__", None)):
-            if _holds_fakes(cache, otherwise=cache in _known):
+            if _holds_fakes(cache, otherwise=cache in own):
                 cache.cache_clear()
             _known[cache] = cache.cache_info()
 

@@ -163,7 +163,7 @@ def test_equal_weights_and_the_scatter_of_accuracy_are_told(outcome):
     assert f"One seed, 10 images: accuracies that differ by less than {chance:.1%}" in told
 
 
-def test_the_end_is_the_box_of_the_last_run_and_what_to_type_next(outcome, monkeypatch):
+def test_the_end_is_the_box_of_the_last_run_and_what_to_type_next(outcome):
     results, text, _ = outcome
     *_, box, after = re.split(r"╭─ lightning-memsave|╰─", text)
     assert f"{results[-1].report.factor:.2f}x less (baseline measured)" in " ".join(box.split())
@@ -182,7 +182,7 @@ def test_a_run_with_less_memory_than_it_needs_ends_with_the_same_weights(tmp_pat
     assert re.search(r"limited: memory ran out \d+ times?; each time the step was run again\.", text)
 
 
-def test_a_limit_that_nothing_can_meet_ends_the_run_and_counts_no_more(monkeypatch):
+def test_a_limit_that_nothing_can_meet_ends_the_run_and_counts_no_more():
     module, limit = ImageClassifier(WideResNet(depth=10, width=1)), SimulatedLimit(1000)
     trainer = L.Trainer(
         max_steps=1,
@@ -196,9 +196,8 @@ def test_a_limit_that_nothing_can_meet_ends_the_run_and_counts_no_more(monkeypat
     with pytest.raises(torch.OutOfMemoryError, match=r"Simulated: out of memory, .* of 1000 B are needed"):
         trainer.fit(module, DataLoader(small_data(0)[0], batch_size=4))
     assert limit._ledger is None
-    assert torch.compiler.is_compiling() is False
     assert torch._dynamo.eval_frame._stance.stance == "default"
-    torch.zeros(1000)
+    assert torch.zeros(1000).nbytes > 1000, "nothing is raised any more"
 
 
 def test_picture_is_written(outcome):

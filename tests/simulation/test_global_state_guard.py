@@ -65,3 +65,18 @@ def test_classes_and_files_get_back_what_they_had():
         Net.another = 1
     assert (Net.scale, SEEN, hasattr(Net, "another")) == (1.0, [], False)
     assert "__builtins__" in globals()
+
+
+@functools.lru_cache
+def vocabulary():
+    return [str(number) for number in range(200_000)]
+
+
+def test_a_large_cache_of_the_users_own_stays_where_a_step_does_not_touch_it():
+    with outside_kept(Net()):
+        pass
+    before = vocabulary()  # filled between two predictions
+    with outside_kept(Net()):
+        pass
+    assert vocabulary() is before
+    vocabulary.cache_clear()
