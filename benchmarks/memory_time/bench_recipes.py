@@ -1,4 +1,4 @@
-"""The named recipes as one word of `MemSave`: WideResNet-28-2 and a small GPT-2, trained by Lightning for some steps.
+"""The named recipes as one word of `MemSave`, on five models that Lightning trains for some steps.
 
 CPU seconds are of steps that nobody measures, on one thread; their ratio is to the plain run, which comes just before.
 """
@@ -12,7 +12,17 @@ from typing import Any
 
 import lightning as L
 import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from benchmarks.harness.measurement import environment, turns, write_rows
 from benchmarks.models.subjects import gpt
@@ -24,18 +34,36 @@ RECIPES = ("measure", "exact", "balanced", "extreme")
 NUM_MEASURED = 3  # the first step, which nobody measures, and two that are measured
 
 
-class Language(L.LightningModule):
-    """The GPT-2 of the other benchmarks."""
+class Training(L.LightningModule):
+    """A model of `transformers`, which computes its loss itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, inputs: str) -> None:
         super().__init__()
-        self.model = gpt("recipes").model
+        self.model, self.inputs = model, inputs
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.model(input_ids=batch[0], labels=batch[0]).loss
+        return self.model(**{self.inputs: batch[0], "labels": batch[-1]}).loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), 1e-3)
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], 1e-3)
+
+
+def resnet_50() -> L.LightningModule:
+    """23.5 M parameters, 10 classes."""
+    return Training(ResNetForImageClassification(ResNetConfig(num_labels=10)), "pixel_values")
+
+
+def vit_small() -> L.LightningModule:
+    """12 layers of width 384, patches of 16, 21.7 M parameters."""
+    shape = {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6}
+    return Training(ViTForImageClassification(ViTConfig(**shape, num_labels=10)), "pixel_values")
+
+
+def llama_lora() -> L.LightningModule:
+    """8 layers of width 512, 8,000 words; rank 8 on queries and values."""
+    shape = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8}
+    model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=8000, use_cache=False))
+    return Training(get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"])), "input_ids")
 
 
 class Clock(L.Callback):
@@ -51,8 +79,22 @@ class Clock(L.Callback):
         self.seconds.append(time.process_time() - self._start)
 
 
-def images() -> TensorDataset:
-    return TensorDataset(torch.randn(800, 3, 32, 32), torch.randint(0, 10, (800,)))
+def images(num: int, size: int) -> TensorDataset:
+    return TensorDataset(torch.randn(num, 3, size, size), torch.randint(0, 10, (num,)))
+
+
+def tokens(num: int, length: int, num_words: int = 1000) -> TensorDataset:
+    return TensorDataset(torch.randint(0, num_words, (num, length)))
+
+
+MODELS: dict[str, tuple[Callable[[], L.LightningModule], TensorDataset, int]] = {
+    "WideResNet-28-2, 32 x 32, batch 100": (lambda: ImageClassifier(WideResNet()), images(800, 32), 100),
+    "ResNet-50, 224 x 224, batch 16": (resnet_50, images(128, 224), 16),
+    "ViT-S/16, 224 x 224, batch 16": (vit_small, images(128, 224), 16),
+    "GPT-2, 4 layers of 256, batch 8 x 128": (lambda: Training(gpt("recipes").model, "input_ids"), tokens(64, 128), 8),
+    "Llama with LoRA, 8 layers of 512, batch 8 x 256": (llama_lora, tokens(64, 256, 8000), 8),
+}
+"""Makers, data and batch sizes. WideResNet is trained by SGD with momentum, the others by AdamW."""
 
 
 def run(make: Callable[[], L.LightningModule], data: TensorDataset, batch_size: int, recipe: str) -> tuple[Any, float]:
@@ -75,15 +117,7 @@ def run(make: Callable[[], L.LightningModule], data: TensorDataset, batch_size: 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     rows = []
-    for model, make, data, batch_size in (
-        ("WideResNet-28-2, batch 100, SGD momentum", lambda: ImageClassifier(WideResNet()), images(), 100),
-        (
-            "GPT-2, 4 layers, width 256, batch 8 x 128, AdamW",
-            Language,
-            TensorDataset(torch.randint(0, 1000, (64, 128))),
-            8,
-        ),
-    ):
+    for model, (make, data, batch_size) in MODELS.items():
         plain = None
         for recipe in RECIPES:
             report, seconds = run(make, data, batch_size, recipe)

@@ -30,11 +30,9 @@ def wrn_alone() -> str:
 
 HEADLINE = (
     ("baseline", 100),
-    ("microbatch alone", 4),
     ("the paper's four: sparsity 0.9, bf16, blocks", 4),
     ("+ bf16", 4),
     ("sparsity 0.85, int4-chain, 8-bit momentum, into-state, bf16", 4),
-    ("sparsity 0.95, int4-chain, 4-bit momentum, bf16", 4),
     ("sparsity 0.95, int4-chain, 4-bit momentum, bf16", 2),
 )
 

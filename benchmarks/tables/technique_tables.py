@@ -26,17 +26,22 @@ def demo() -> str:
 
 
 def recipes() -> str:
-    """What one word saves, for each model."""
-    head = ("model", "`MemSave(...)`", "peak", "less", "CPU time", "loss class")
-    lines, model = [], ""
-    for row in rows("recipes"):
-        name = "plain Lightning" if row["setting"] == "measure" else f'`"{row["setting"]}"`'
-        size = f"{float(row['peak_bytes']) / MIB:.1f} MiB"
-        lines.append(
-            ("" if row["model"] == model else row["model"], name, size, *factor_and_time(row), row["loss_class"])
-        )
-        model = row["model"]
-    return markdown(head, lines, num_text=2)
+    """What one word saves: a row for each model, a column for each word."""
+    words = ("exact", "balanced", "extreme")
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows("recipes")):
+        found = {row["setting"]: row for row in rows("recipes") if row["model"] == model}
+        lines.append((model, _size(found["measure"]), *(_saving(found[word]) for word in words)))
+    return markdown(("model", "plain", *(f'`MemSave("{word}")`' for word in words)), lines)
+
+
+def _size(row: Row) -> str:
+    return f"{float(row['peak_bytes']) / MIB:.1f} MiB"
+
+
+def _saving(row: Row) -> str:
+    less, time = factor_and_time(row)
+    return f"{_size(row)}, **{less}**, time {time}"
 
 
 def activations() -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 
@@ -34,12 +34,15 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
             yield part.untyped_storage()
 
 
+_NOT_SEARCHED = (nn.Module, type, TorchDispatchMode)  # a fake tensor has its mode as an attribute, with large caches
+
+
 def tensors_in(tree: object, _seen: set[int] | None = None) -> Iterator[Tensor]:
     """Every tensor in a nest of containers, dataclasses and plain objects with a `__dict__` (a batch of any shape)."""
     seen = set() if _seen is None else _seen
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)) and id(leaf) not in seen:
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, _NOT_SEARCHED) and id(leaf) not in seen:
             seen.add(id(leaf))
             yield from tensors_in(vars(leaf), seen)

@@ -326,21 +326,23 @@ def _infeasible(
         if is_late := search.is_late:
             break
         other = search.among(_open_knobs(sizes, recipe, situation, tier))
-        peak = other.peak(other.lowest()) + situation.noted_bytes
+        peak = other.peak(other.lowest(sizes[0] - situation.noted_bytes)) + situation.noted_bytes
         if peak < lowest:
-            fits = "fits" if peak <= sizes[0] else "too much as well"
-            offers.insert(0, f'"{tier}" reaches {format_bytes(int(peak))} ({fits})')
+            size = format_bytes(int(peak))
+            words = f"fits, with {size} or less" if peak <= sizes[0] else f"reaches {size}, too much as well"
+            offers.insert(0, f'"{tier}" {words}')
         if peak > sizes[0]:
             break
-    others = f"Of the other recipes {', '.join(offers)}." if offers else "No recipe reaches less."
+    others = f"Of the other recipes {'; '.join(offers)}." if offers else "" if is_late else "No recipe reaches less."
     if is_late:
-        others = f"{others if offers else ''} Not all were tried, as planning has taken its time (`planning_seconds`)."
+        others += " Not every recipe was tried: planning has taken its time (`planning_seconds`)."
     if search.is_exhausted:
         others += f" The search ended {search.why_ended}: there may be a smaller one."
     return setting_error(
         "budget",
         f'must be at least {format_bytes(lowest)} ({lowest} bytes) for this step under "{recipe.name}", which '
         + (f"{text} would come to" if (text := describe(choice)) != "nothing" else "it takes without any technique"),
-        f"{budget.text!r} ({format_bytes(sizes[0])})",
-        f"What is left is {category} for {share:.0%}: {beyond} would lower it. {others} {situation.why_whole}".rstrip(),
+        budget.text,
+        f"It stands for {format_bytes(sizes[0])}. What is left is {category} for {share:.0%}: {beyond} would lower it. "
+        f"{others.lstrip()} {situation.why_whole}".rstrip(),
     )

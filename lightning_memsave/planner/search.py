@@ -7,7 +7,8 @@ what is weaker in every dimension than a choice that did not fit is not asked fo
 CPU, they were timed as well, and the fastest of all that fit is taken.
 
 The smallest peak of a level is found by coordinate descent from strong settings, once with microbatches chosen first
-and once last. That is exact where the best setting of a dimension does not hang on two others at once.
+and once last, until a step gains less than half a percent. That is exact, up to as much, where the best setting of a
+dimension does not hang on two others at once.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from lightning_memsave.planner.memory_budget import needed_bytes
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.planner.search_space import Dimension, Option, describe, levels, time_factor, with_regions_for
 from lightning_memsave.simulation.predicted_step import Prediction
+from lightning_memsave.techniques.activation_compression import ActivationCompression
+from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.registry import TECHNIQUES, Config
 
@@ -33,6 +36,8 @@ MAX_PREDICTIONS = 100
 """More are not made; then the best choice that is known is taken, and the plan says so."""
 
 _MAX_LEAST = 3  # budgets of regions, each of which the one before has named
+_LEAST_GAIN = 0.005
+"""Fraction of a peak: the search for the smallest one ends where a step of it gains less."""
 _SCATTER = 0.05
 """Fraction of measured times: what is faster by less is not known to be."""
 _MODEL_SCATTER = 0.1
@@ -76,7 +81,7 @@ class SearchWatch:
         """Take note of a prediction.
 
         Args:
-            num_predictions: so far.
+            num_predictions: so far, those of other searches among the same dimensions as well.
             best_bytes: the smallest number that a step is predicted to need; `None` before the first prediction.
         """
 
@@ -180,7 +185,7 @@ class Search:
             self._known[key] = choice, self._predict_new(self.techniques(choice))
         except ValueError as error:
             self.refuse(choice, error)
-        self._watch.tell(self.num_predictions, min(self._needed(), default=None))
+        self._watch.tell(len(needed := self._needed()), min(needed, default=None))
         return self._known[key][1]
 
     def refuse(self, choice: Choice, error: ValueError) -> None:
@@ -279,9 +284,12 @@ class Search:
         assert prediction is not None, "it has been found to fit"
         return Found(choice, prediction, limit_bytes, self._ended)
 
-    def lowest(self, tier_level: tuple[int, int] | None = None) -> Choice:
-        """Return the choice with the smallest peak, up to a level (by default of all)."""
-        return self._least(self._lowest(tier_level or self._levels[-1], lambda choice: self.peak(self._least(choice))))
+    def lowest(self, enough_bytes: int = 0) -> Choice:
+        """Return the choice with the smallest peak of all levels, or the first that is found with `enough_bytes`."""
+        return self._least(self._lowest(self._levels[-1], self._peak_of_least, enough_bytes))
+
+    def _peak_of_least(self, choice: Choice) -> float:
+        return self.peak(self._least(choice))
 
     def _least(self, choice: Choice) -> Choice:
         """The choice with regions for the smallest budget that they can meet, where that is above the one at hand."""
@@ -302,7 +310,7 @@ class Search:
         """Return the smallest peak, from two starts; ends as soon as `enough_bytes` are met."""
         allowed, best = self._allowed(level), self.nothing
         for order in self._orders():
-            found = self._descend(self._strongest(allowed, order, peak), allowed, peak, enough_bytes)
+            found = self._descend(self._strongest(allowed, order, peak, enough_bytes), allowed, peak, enough_bytes)
             if peak(found) < peak(best):
                 best = found
             if peak(best) <= enough_bytes:
@@ -317,10 +325,16 @@ class Search:
         if position is not None:
             yield [*reversed(others), position]
 
-    def _strongest(self, allowed: Sequence[Dimension], order: Sequence[int], peak: Peak) -> Choice:
+    def _strongest(
+        self, allowed: Sequence[Dimension], order: Sequence[int], peak: Peak, enough_bytes: int = 0
+    ) -> Choice:
         """Return the strongest setting of each dimension in turn that works beside the ones before."""
         best = self.nothing
         for number in order:
+            if peak(best) <= enough_bytes:
+                break
+            if self._is_useless(number, best):
+                continue
             for option in reversed(allowed[number][1:]):
                 tried = _with(best, number, option)
                 if peak(tried) < peak(best):
@@ -329,20 +343,41 @@ class Search:
         return best
 
     def _descend(self, best: Choice, allowed: Sequence[Dimension], peak: Peak, enough_bytes: int) -> Choice:
-        """Return one dimension after the other, until none lowers the peak."""
-        improved = True
-        while improved:
-            improved = False
+        """Lower one dimension after the other, until a round lowers the peak by next to nothing."""
+        before = math.inf
+        while peak(best) < (1 - _LEAST_GAIN) * before:
+            before = peak(best)
             for number, dimension in enumerate(allowed):
-                for option in dimension:
+                if number == self._position:
+                    best = self._best_size(best, number, dimension, peak, enough_bytes)
+                for option in () if number == self._position or self._is_useless(number, best) else dimension:
                     if peak(best) <= enough_bytes:
                         return best
                     tried = _with(best, number, option)
-                    # The smallest microbatches are not always the best: something is noted of each.
-                    may_be_lower = number == self._position or not option.is_no_stronger_than(best[number])
-                    if may_be_lower and peak(tried) < peak(best):
-                        best, improved = tried, True
+                    if not option.is_no_stronger_than(best[number]) and peak(tried) < peak(best):
+                        best = tried
         return best
+
+    def _is_useless(self, number: int, choice: Choice) -> bool:
+        """Return whether a dimension lowers activations only, of which the peak of a choice has next to none."""
+        if self._kinds[number] not in (ActivationCompression, Checkpointing) or not (found := self.predict(choice)):
+            return False
+        return found.by_category.get("activations", found.peak_bytes) < _LEAST_GAIN * found.peak_bytes
+
+    def _best_size(self, best: Choice, number: int, sizes: Dimension, peak: Peak, enough_bytes: int) -> Choice:
+        """Return the microbatches with the smallest peak: from the present size on, while the peak falls.
+
+        Smaller ones keep less, but something is noted of each, so the peak falls towards one size from both sides.
+        """
+        start = sizes.index(best[number])
+        for path in (sizes[start + 1 :], sizes[1:start][::-1]) if start else (sizes[:0:-1],):
+            for size in path:
+                if (before := peak(best)) <= enough_bytes:
+                    return best
+                best = min(best, tried := _with(best, number, size), key=peak)
+                if peak(tried) > (1 - _LEAST_GAIN) * before:
+                    break
+        return min(best, _with(best, number, sizes[0]), key=peak)
 
     def _cheapest(self, level: tuple[int, int], start: Choice, limit_bytes: int) -> Choice:
         allowed = self._allowed(level)

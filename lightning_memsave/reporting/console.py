@@ -85,7 +85,8 @@ def print_settings(comparison: Comparison, console: Console) -> None:
 
 def print_verification(result: Verification, console: Console, num_shown: int = 10) -> None:
     """Print where a step differs, by module, the largest difference first, and what it saves."""
-    table = Table(title="relative differences from a plain step", title_justify="left", pad_edge=False)
+    console.print("relative differences from a plain step")
+    table = Table(pad_edge=False)
     table.add_column("module", overflow="fold")
     for heading in ("gradients", "buffers"):
         table.add_column(heading, justify="right")

@@ -179,20 +179,36 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
     Where that step cannot be made without values, what it made until then: often everything.
     """
-    return _state_bytes(optimizer.state) or sum(_rehearse(optimizer, group) for group in optimizer.param_groups)
+    return _state_bytes(optimizer.state) or sum(_rehearsed_bytes(optimizer, group) for group in optimizer.param_groups)
 
 
-def _rehearse(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+def _rehearsed_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+    """Return the bytes of state of a group, from one parameter of each kind where each gets a state of its own."""
+    parameters = [p for p in group["params"] if p.requires_grad]
+    kinds: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
+    for p in parameters:
+        kinds[type(p), p.shape, p.stride(), p.dtype, p.device].append(p)
+    fakes, state = _rehearse(optimizer, group, [alike[0] for alike in kinds.values()])
+    if len(state) == len(fakes) and all(fake in state for fake in fakes):
+        return sum(
+            len(alike) * _state_bytes({fake: state[fake]}) for alike, fake in zip(kinds.values(), fakes, strict=True)
+        )
+    return _state_bytes(_rehearse(optimizer, group, parameters)[1])
+
+
+def _rehearse(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: list[Tensor]
+) -> tuple[list[Tensor], dict[Any, Any]]:
+    """Step a copy of an optimizer on fake parameters; return these and the state that this made."""
     rehearsing = copy.copy(optimizer)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     rehearsing.state = defaultdict(dict)
-    rehearsing.param_groups = [
-        {**group, "params": [_with_gradient(p, mode) for p in group["params"] if p.requires_grad]}
-    ]
+    fakes = [_with_gradient(p, mode) for p in parameters]
+    rehearsing.param_groups = [{**group, "params": fakes}]
     # A kernel of its own, a closure, or a value that it reads: torch's Adafactor does, when its state is made.
     with contextlib.suppress(Exception), mode:
         type(optimizer).step(rehearsing)
-    return _state_bytes(rehearsing.state)
+    return fakes, rehearsing.state
 
 
 def _state_bytes(state: dict[Any, Any]) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_memsave.measuring import Ledger
@@ -105,3 +106,10 @@ def test_an_object_that_stands_twice_is_looked_into_once():
 @pytest.mark.parametrize("leaf", [nn.Linear(2, 2), Sample, None, 3, "text", {1, 2}, object(), lambda: 0])
 def test_modules_classes_and_what_has_no_tensors_are_no_batch(leaf):
     assert list(tensors_in({"x": [leaf]})) == []
+
+
+def test_the_mode_of_a_fake_tensor_is_not_searched():
+    with FakeTensorMode() as mode:
+        fake = torch.empty(3)
+    mode.cached = [torch.zeros(7)]
+    assert list(tensors_in(vars(fake))) == []

@@ -126,13 +126,13 @@ def refused(budget_bytes):
 
 def test_a_refusal_names_every_recipe_that_reaches_less_and_asks_for_nothing_twice():
     text, asked = refused(81_000)
-    assert '"balanced" reaches 78.1 KiB (fits), "extreme" reaches 19.5 KiB (fits)' in text
+    assert '"balanced" fits, with 78.1 KiB or less; "extreme" fits, with 68.4 KiB or less.' in text
     assert len(set(asked)) == len(asked)
 
 
 def test_where_the_last_recipe_is_too_much_those_before_it_are_not_searched():
     text, asked = refused(10_000)
-    assert 'Of the other recipes "extreme" reaches 19.5 KiB (too much as well).' in text
+    assert 'Of the other recipes "extreme" reaches 19.5 KiB, too much as well.' in text
     assert len(set(asked)) == len(asked)
 
 

