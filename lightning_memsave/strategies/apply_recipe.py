@@ -7,9 +7,11 @@ from typing import TypeVar
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.coupling import check_steps_parameters_alone
+from lightning_memsave.core.errors import setting_error
 from lightning_memsave.lightning_compat import callbacks_of
 from lightning_memsave.loops.forward_scope import ForwardScope
 from lightning_memsave.loops.planned_checkpointing import PlannedCheckpointing
@@ -49,8 +51,10 @@ def check_made_optimizers(session: Session, trainer: L.Trainer, *, is_wrapped: b
         is_wrapped: whether DDP has wrapped the model, whose buckets have the dtype that weights had.
 
     Raises:
-        ValueError: for an optimizer, and a technique that was asked for by name.
+        ValueError: for an optimizer, and a technique that was asked for by name; or FSDP2 shards nothing.
     """
+    if trainer.world_size > 1:
+        _check_shards(trainer.lightning_module)
     _apply(session, trainer, OptimizerState, _check_state)
     if not is_wrapped:
         _apply(session, trainer, LowPrecision, _check_steps)
@@ -76,6 +80,23 @@ def _apply(
             raise
         rank_zero_info(f"memsave: {technique_of(config).stem} is left out: {error}")
         session.recipe = session.recipe.without(kind)
+
+
+def _check_shards(module: nn.Module) -> None:
+    """Refuse FSDP2 on a mesh of one process, beside others: each "shard" is the whole, and nothing is saved."""
+    from torch.distributed.fsdp import FSDPModule  # here: not every build of torch has it
+    from torch.distributed.tensor import DTensor
+
+    if not any(isinstance(each, FSDPModule) for each in module.modules()):
+        return
+    sharded = [p.device_mesh for p in module.parameters() if isinstance(p, DTensor)]
+    if sharded and all(mesh.size() == 1 for mesh in sharded):
+        raise setting_error(
+            "strategy",
+            'must have a mesh whose dimension "data_parallel" has more than one process, for `fully_shard` to shard',
+            str(sharded[0]),
+            'Use `strategy="memsave_fsdp"`, or `ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)`.',
+        )
 
 
 def _keep_weights_of_tuning(session: Session, trainer: L.Trainer) -> None:

@@ -59,7 +59,7 @@ def train(memsave, kind: str, precision: str = "64-true"):
         devices=2,
         max_epochs=2,
         precision=precision if kind == "ddp" else "32-true",
-        strategy="ddp" if kind == "ddp" else L.pytorch.strategies.ModelParallelStrategy(),
+        strategy="ddp" if kind == "ddp" else L.pytorch.strategies.ModelParallelStrategy(2, 1),
         callbacks=[memsave] if memsave else [],
         logger=False,
         enable_checkpointing=False,
@@ -68,6 +68,8 @@ def train(memsave, kind: str, precision: str = "64-true"):
     )
     trainer.fit(module, DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), 24))
     parameters = [p.detach() for p in module.parameters()]
+    if kind == "fsdp":
+        assert sum(p.to_local().numel() for p in parameters) < sum(p.numel() for p in parameters)
     return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters], trainer
 
 

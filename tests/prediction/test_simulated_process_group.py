@@ -70,6 +70,11 @@ def test_processes_on_all_nodes_count():
     assert predict(Layers(is_sharded=True), batch, strategy=strategy, devices=4, num_nodes=2) == on_one
 
 
+def test_fsdp_by_name_shards_over_all_processes():
+    found = predict(Layers(is_sharded=True), torch.ones(8, 64), strategy="memsave_fsdp", devices=4, num_nodes=2)
+    assert found.by_category["optimizer_state"] == WEIGHTS // 8 + COUNTS
+
+
 def test_fsdp_of_one_process():
     batch = torch.ones(8, 64)
     found = predict(Layers(is_sharded=True), batch, strategy="memsave_fsdp")

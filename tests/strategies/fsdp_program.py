@@ -54,14 +54,16 @@ def train(memsave, strategy):
         enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(dataset, batch_size=7))
-    return [p.detach().full_tensor() for p in module.parameters()], trainer
+    parameters = [p.detach() for p in module.parameters()]
+    assert sum(p.to_local().numel() for p in parameters) < 0.6 * sum(p.numel() for p in parameters)
+    return [p.full_tensor() for p in parameters], trainer
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    plain, plain_trainer = train(None, ModelParallelStrategy())
-    for strategy in (ModelParallelStrategy(), "memsave_fsdp"):
+    plain, plain_trainer = train(None, ModelParallelStrategy(2, 1))
+    for strategy in (ModelParallelStrategy(2, 1), "memsave_fsdp"):
         memsave = MemSave(microbatch=3, checkpointing="blocks")
         ours, trainer = train(memsave, strategy)
         for a, b in zip(plain, ours, strict=True):
@@ -77,6 +79,8 @@ def main() -> None:
     assert 0 < max(float((a - b).abs().max()) for a, b in zip(plain, coded, strict=True)) < 0.05
     assert "int8" in memsave.report.applied[-1].summary
 
+    with pytest.raises(ValueError, match=r"fully_shard.*memsave_fsdp"):  # Lightning's sizes: one shard on one node
+        train(MemSave(), ModelParallelStrategy())
     with pytest.raises(ValueError, match="DTensor"):
         train(MemSave(optimizer_state="8bit"), "memsave_fsdp")
     if torch.distributed.get_rank() == 0:
