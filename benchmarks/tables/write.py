@@ -13,7 +13,7 @@ from benchmarks.tables import compatibility_tables, planner_tables, record_table
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"recipes": technique_tables.recipes, "record": record_tables.headline},
-    "docs/index.md": {"demo": technique_tables.demo},
+    "docs/index.md": {"recipes-quality": technique_tables.recipes_quality},
     "docs/techniques/activation_compression.md": {
         "measured": technique_tables.activations,
         "codecs": technique_tables.codecs,
