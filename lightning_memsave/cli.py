@@ -194,8 +194,9 @@ def _besides(memsave: Any, slots: dict[str, Any]) -> Any:
     """Return what a file has set, and what is set besides."""
     if all(value is None for value in slots.values()):
         return memsave
-    own = None if memsave.budgeted is None else memsave.budgeted.budget_text
-    return type(memsave)(memsave.recipe, **{**slots, "budget": slots["budget"] or own})
+    if (own := memsave.budgeted) is not None:
+        slots = {**slots, "budget": slots["budget"] or own.budget_text, "planning_seconds": own.seconds}
+    return type(memsave)(memsave.recipe, **slots)
 
 
 def _made(found: Any) -> Any:

@@ -369,6 +369,22 @@ optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.001}}
     assert other["by_category"]["optimizer_state"] > own["by_category"]["optimizer_state"]
 
 
+def test_the_planning_time_of_a_config_file_holds_beside_other_settings(configured, capsys):
+    configured.write_text(
+        """
+trainer:
+  callbacks:
+    - {class_path: lightning_memsave.MemSave, init_args: {budget: 0.75x, planning_seconds: 1.0e-6}}
+model: {class_path: configured.Deep, init_args: {depth: 5}}
+data: {class_path: configured.Data, init_args: {num_samples: 512}}
+optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.001, momentum: 0.9}}
+"""
+    )
+    for besides in ([], ["--optimizer-state", "8bit"]):
+        assert cli.main(["plan", "--config", str(configured), *besides]) == 0
+        assert "after the 0 s that it may take (`planning_seconds`)" in capsys.readouterr().err
+
+
 def test_plan_of_a_config_file_without_classes(configured, capsys):
     configured.write_text("model: {depth: 3}\n")
     found = _plan(capsys, "configured:Deep", "--batch", "configured:batch", "--config", str(configured))

@@ -85,9 +85,11 @@ class BudgetedRun:
     def __init__(
         self, budget: Budget | None, recipe: Recipe, plan: Plan | None = None, seconds: float | None = None
     ) -> None:
-        if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
+        if seconds is not None and (isinstance(seconds, bool) or not (isinstance(seconds, (int, float)) and seconds > 0)):
             raise setting_error("planning_seconds", "must be a positive number", seconds, "The default is a minute.")
-        self._budget, self._recipe, self._seconds = budget, recipe, seconds
+        self._budget, self._recipe = budget, recipe
+        self.seconds = seconds
+        """Of wall time that planning may take, as the user wrote it."""
         self.plan = plan
         """What is trained with; `None` before it was made."""
         self._made_for: Sequence[Any] | None = None  # as `_kind_of` tells it
@@ -116,7 +118,7 @@ class BudgetedRun:
                 self.plan, self._has_told, self._has_warned = None, False, False
                 rank_zero_info(f"memsave: looking for a plan within {self._budget.text}, by predicting steps")
                 module = trainer.lightning_module
-                self.plan = plan_for(module, first_batch(trainer), self._budget, self._recipe, trainer, self._seconds)
+                self.plan = plan_for(module, first_batch(trainer), self._budget, self._recipe, trainer, self.seconds)
                 rank_zero_info(f"memsave: {self.plan}")
             self._made_for = kind
         assert self.plan is not None, "without a budget there is a plan"
@@ -132,7 +134,7 @@ class BudgetedRun:
         """Return the plan for a module and a batch outside of a run; with a plan instead of a budget, that."""
         if self._budget is not None:
             module = _with_all_layers(module)
-            self.plan = plan_for(module, batch, self._budget, self._recipe, seconds=self._seconds)
+            self.plan = plan_for(module, batch, self._budget, self._recipe, seconds=self.seconds)
             self._made_for = (_shapes(module), samples_of(batch), "32-true", 1, "cpu", 1)
         assert self.plan is not None, "without a budget there is a plan"
         return self.plan

@@ -103,6 +103,8 @@ def test_a_plan_that_was_cut_short_fits_and_says_so():
 def test_refused_settings():
     with pytest.raises(ValueError, match=r"`planning_seconds` must be a positive number, got 0\."):
         MemSave(budget="0.5x", planning_seconds=0)
+    with pytest.raises(ValueError, match=r"`planning_seconds` must be a positive number, got True\."):
+        MemSave(budget="0.5x", planning_seconds=True)
     with pytest.raises(ValueError, match=r"`planning_seconds` needs a `budget`"):
         MemSave(planning_seconds=10)
 
