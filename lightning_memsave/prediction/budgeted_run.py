@@ -85,7 +85,8 @@ class BudgetedRun:
     def __init__(
         self, budget: Budget | None, recipe: Recipe, plan: Plan | None = None, seconds: float | None = None
     ) -> None:
-        if seconds is not None and (isinstance(seconds, bool) or not (isinstance(seconds, (int, float)) and seconds > 0)):
+        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and seconds > 0):
             raise setting_error("planning_seconds", "must be a positive number", seconds, "The default is a minute.")
         self._budget, self._recipe = budget, recipe
         self.seconds = seconds
