@@ -47,8 +47,6 @@ RUNS: dict[str, dict[str, Any]] = {
 """The arguments of `MemSave` for each run; the first is what the others are compared with."""
 LIMITS = {"out of memory, survived": 0.6}
 """Runs that have less memory, as a fraction of the first run's peak: a simulated limit raises torch's own error."""
-_BATCHNORM_MOMENTUM = 0.3
-"""Of the running statistics: torch's 0.1 lags so far behind in 28 steps that the test measures little else."""
 _NEXT = """\
 In your own project:
 
@@ -73,6 +71,8 @@ class DemoConfig:
     epochs: int = 2
     batch_size: int = 100
     seed: int = 0
+    batchnorm_momentum: float = 0.3
+    """Momentum of running statistics: torch's 0.1 lags so far behind in 28 steps that the test measures little else."""
     wandb: bool = True
     """Log each run to W&B, offline."""
 
@@ -143,7 +143,7 @@ def _run(
     module = ImageClassifier(WideResNet())
     for norm in module.modules():
         if isinstance(norm, torch.nn.BatchNorm2d):
-            norm.momentum = _BATCHNORM_MOMENTUM
+            norm.momentum = config.batchnorm_momentum
     memsave = MemSave(**settings, summary=name == [*RUNS][-1])
     callbacks: list[Callback] = [memsave, bar]
     if baseline is not None and baseline.peak_bytes is not None:

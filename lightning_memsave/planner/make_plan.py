@@ -249,7 +249,7 @@ def _steps(search: Search, found: Found, budget_bytes: int) -> tuple[PlanStep, .
 
 def _next_step(search: Search, found: Found, free_bytes: int) -> str:
     free = f"the plan leaves {format_bytes(free_bytes)} of its budget free"
-    left = [o for o in search.options() if o.config is not None and o not in found.choice]
+    left = [o for o in search.stronger_options(found.choice) if o.config is not None]
     later = [o for o in left if o.level > max(c.level for c in found.choice)] or left
     if not later:
         return f"nothing is left to be taken; {free}"

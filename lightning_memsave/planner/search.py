@@ -7,8 +7,8 @@ what is weaker in every dimension than a choice that did not fit is not asked fo
 CPU, they were timed as well, and the fastest of all that fit is taken.
 
 The smallest peak of a level is found by coordinate descent from strong settings, once with microbatches chosen first
-and once last, until a step gains less than half a percent. That is exact, up to as much, where the best setting of a
-dimension does not hang on two others at once.
+and once last, until a step gains less than half a percent, or nothing at all where the peak is close to the limit. That
+is exact, up to about a percent, where the best setting of a dimension does not hang on two others at once.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ MAX_PREDICTIONS = 100
 _MAX_LEAST = 3  # budgets of regions, each of which the one before has named
 _LEAST_GAIN = 0.005
 """Fraction of a peak: the search for the smallest one ends where a step of it gains less."""
+_CLOSE = 1.05
+"""Peaks up to this factor above a limit are lowered by whatever there is."""
 _SCATTER = 0.05
 """Fraction of measured times: what is faster by less is not known to be."""
 _MODEL_SCATTER = 0.1
@@ -118,6 +120,7 @@ class Search:
         """Why settings could not be used, by their text."""
         self._least_budgets: dict[str, int] = {}
         """Least budgets that regions can meet where they cannot meet this one, by the text of the settings."""
+        self._all = [self]  # of those that share what is known
         self.num_predictions = 0
         """How many have been made, those that ended in a refusal among them."""
 
@@ -125,6 +128,8 @@ class Search:
         """Another search, among other settings of the same dimensions; what has been predicted stays known."""
         other = Search(table, self._predict, self._fixed, self._ways, self._max_predictions, self._watch)
         other._known, other.refusals, other._least_budgets = self._known, self.refusals, self._least_budgets
+        other._all = self._all
+        self._all.append(other)
         return other
 
     # ------------------------------------------------------------------ predictions
@@ -157,6 +162,11 @@ class Search:
         """Yield every setting of every dimension."""
         return itertools.chain.from_iterable(self._knobs)
 
+    def stronger_options(self, choice: Choice) -> Iterator[Option]:
+        """Yield the settings that may save more than those of a choice, each in its dimension."""
+        for dimension, chosen in zip(self._knobs, choice, strict=True):
+            yield from (each for each in dimension if each != chosen and not each.is_no_stronger_than(chosen))
+
     @property
     def nothing(self) -> Choice:
         """Every dimension off."""
@@ -185,7 +195,7 @@ class Search:
             self._known[key] = choice, self._predict_new(self.techniques(choice))
         except ValueError as error:
             self.refuse(choice, error)
-        self._watch.tell(len(needed := self._needed()), min(needed, default=None))
+        self._watch.tell(sum(each.num_predictions for each in self._all), min(self._needed(), default=None))
         return self._known[key][1]
 
     def refuse(self, choice: Choice, error: ValueError) -> None:
@@ -344,40 +354,55 @@ class Search:
 
     def _descend(self, best: Choice, allowed: Sequence[Dimension], peak: Peak, enough_bytes: int) -> Choice:
         """Lower one dimension after the other, until a round lowers the peak by next to nothing."""
-        before = math.inf
-        while peak(best) < (1 - _LEAST_GAIN) * before:
+        while True:
             before = peak(best)
             for number, dimension in enumerate(allowed):
                 if number == self._position:
                     best = self._best_size(best, number, dimension, peak, enough_bytes)
-                for option in () if number == self._position or self._is_useless(number, best) else dimension:
-                    if peak(best) <= enough_bytes:
-                        return best
-                    tried = _with(best, number, option)
-                    if not option.is_no_stronger_than(best[number]) and peak(tried) < peak(best):
-                        best = tried
+                elif not self._is_useless(number, best):
+                    best = self._best_option(best, number, dimension, peak, enough_bytes)
+            if not _goes_on(before, peak(best), enough_bytes):
+                return best
+
+    @staticmethod
+    def _best_option(best: Choice, number: int, dimension: Dimension, peak: Peak, enough_bytes: int) -> Choice:
+        """Return the choice with the option of a dimension that has the smallest peak, or the first that is enough."""
+        for option in dimension:
+            if peak(best) <= enough_bytes:
+                break
+            tried = _with(best, number, option)
+            if not option.is_no_stronger_than(best[number]) and peak(tried) < peak(best):
+                best = tried
         return best
 
     def _is_useless(self, number: int, choice: Choice) -> bool:
-        """Return whether a dimension lowers activations only, of which the peak of a choice has next to none."""
-        if self._kinds[number] not in (ActivationCompression, Checkpointing) or not (found := self.predict(choice)):
+        """Return whether a dimension, still off, lowers activations only, of which a choice's peak has next to none.
+
+        Bytes that CUDA reserves are those of more moments than the peak's.
+        """
+        is_of_activations = self._kinds[number] in (ActivationCompression, Checkpointing)
+        if not is_of_activations or choice[number].config is not None or (found := self.predict(choice)) is None:
             return False
-        return found.by_category.get("activations", found.peak_bytes) < _LEAST_GAIN * found.peak_bytes
+        return (
+            found.cuda is None
+            and found.by_category.get("activations", found.peak_bytes) < _LEAST_GAIN * found.peak_bytes
+        )
 
     def _best_size(self, best: Choice, number: int, sizes: Dimension, peak: Peak, enough_bytes: int) -> Choice:
         """Return the microbatches with the smallest peak: from the present size on, while the peak falls.
 
         Smaller ones keep less, but something is noted of each, so the peak falls towards one size from both sides.
         """
-        start = sizes.index(best[number])
+        off, start = sizes[0], sizes.index(best[number])
         for path in (sizes[start + 1 :], sizes[1:start][::-1]) if start else (sizes[:0:-1],):
             for size in path:
                 if (before := peak(best)) <= enough_bytes:
                     return best
+                was_off = best[number] == off
                 best = min(best, tried := _with(best, number, size), key=peak)
-                if peak(tried) > (1 - _LEAST_GAIN) * before:
+                if not was_off and peak(tried) < math.inf and not _goes_on(before, peak(tried), enough_bytes):
                     break
-        return min(best, _with(best, number, sizes[0]), key=peak)
+        return min(best, _with(best, number, off), key=peak)
 
     def _cheapest(self, level: tuple[int, int], start: Choice, limit_bytes: int) -> Choice:
         allowed = self._allowed(level)
@@ -419,6 +444,12 @@ class Search:
             middle = (low + high) // 2
             low, high = (low, middle) if self._fits(tries[middle], limit_bytes) else (middle + 1, high)
         return tries[high]
+
+
+def _goes_on(before: float, after: float, enough_bytes: int) -> bool:
+    """Return whether a search goes on: a step of it gained something, and not next to nothing far from the goal."""
+    least_gain = 0 if after < _CLOSE * enough_bytes else _LEAST_GAIN
+    return after < (1 - least_gain) * before
 
 
 def in_order(techniques: Sequence[Config]) -> tuple[Config, ...]:

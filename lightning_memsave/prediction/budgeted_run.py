@@ -90,7 +90,7 @@ class BudgetedRun:
             raise setting_error("planning_seconds", "must be a positive number", seconds, "The default is a minute.")
         self._budget, self._recipe = budget, recipe
         self.seconds = seconds
-        """Of wall time that planning may take, as the user wrote it."""
+        """Seconds of wall time that planning may take, as the user wrote them."""
         self.plan = plan
         """What is trained with; `None` before it was made."""
         self._made_for: Sequence[Any] | None = None  # as `_kind_of` tells it

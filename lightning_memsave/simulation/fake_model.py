@@ -183,16 +183,16 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _rehearsed_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
-    """Return the bytes of state of a group, from one parameter of each kind where each gets a state of its own."""
+    """Return the bytes of state of a group, from two parameters of each kind where each gets a state of its own."""
     parameters = [p for p in group["params"] if p.requires_grad]
     kinds: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
     for p in parameters:
         kinds[type(p), p.shape, p.stride(), p.dtype, p.device].append(p)
-    fakes, state = _rehearse(optimizer, group, [alike[0] for alike in kinds.values()])
+    tried = [p for alike in kinds.values() for p in alike[:2]]
+    fakes, state = _rehearse(optimizer, group, tried)
     if len(state) == len(fakes) and all(fake in state for fake in fakes):
-        return sum(
-            len(alike) * _state_bytes({fake: state[fake]}) for alike, fake in zip(kinds.values(), fakes, strict=True)
-        )
+        own = {p: _state_bytes({fake: state[fake]}) for p, fake in zip(tried, fakes, strict=True)}
+        return sum(len(alike) * own[alike[0]] for alike in kinds.values())
     return _state_bytes(_rehearse(optimizer, group, parameters)[1])
 
 

@@ -53,8 +53,8 @@ def check_made_optimizers(session: Session, trainer: L.Trainer, *, is_wrapped: b
     Raises:
         ValueError: for an optimizer, and a technique that was asked for by name; or FSDP2 shards nothing.
     """
-    if trainer.world_size > 1:
-        _check_shards(trainer.lightning_module)
+    if trainer.world_size > 1 and session.recipe.techniques:
+        _check_shards(trainer.lightning_module, trainer.world_size)
     _apply(session, trainer, OptimizerState, _check_state)
     if not is_wrapped:
         _apply(session, trainer, LowPrecision, _check_steps)
@@ -82,7 +82,7 @@ def _apply(
         session.recipe = session.recipe.without(kind)
 
 
-def _check_shards(module: nn.Module) -> None:
+def _check_shards(module: nn.Module, num_processes: int) -> None:
     """Refuse FSDP2 on a mesh of one process, beside others: each "shard" is the whole, and nothing is saved."""
     from torch.distributed.fsdp import FSDPModule  # here: not every build of torch has it
     from torch.distributed.tensor import DTensor
@@ -95,7 +95,8 @@ def _check_shards(module: nn.Module) -> None:
             "strategy",
             'must have a mesh whose dimension "data_parallel" has more than one process, for `fully_shard` to shard',
             str(sharded[0]),
-            'Use `strategy="memsave_fsdp"`, or `ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)`.',
+            f'Use `strategy="memsave_fsdp"`, or '
+            f"`ModelParallelStrategy(data_parallel_size={num_processes}, tensor_parallel_size=1)`.",
         )
 
 

@@ -24,7 +24,7 @@ class MemSaveFSDPStrategy(MemSaveMixin, ModelParallelStrategy):
         num_processes = self.num_nodes * self.num_processes
         if self._tensor_parallel_size == "auto":
             data_parallel = self._data_parallel_size
-            self._tensor_parallel_size = 1 if data_parallel == "auto" else num_processes // data_parallel
+            self._tensor_parallel_size = 1 if data_parallel == "auto" else num_processes // max(1, data_parallel)
         if self._data_parallel_size == "auto":
-            self._data_parallel_size = num_processes // self._tensor_parallel_size
+            self._data_parallel_size = num_processes // max(1, self._tensor_parallel_size)
         super().setup_environment()
