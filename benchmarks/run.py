@@ -127,7 +127,8 @@ def differences(before: list[Row], after: list[Row]) -> list[str]:
 
 
 def _key(row: Row) -> tuple[str, ...]:
-    return tuple(row.get(column, "") for column in KEY)
+    python = row["python"] if row.get("package") else ""  # elsewhere it is no other benchmark
+    return (*(row.get(column, "") for column in KEY), python)
 
 
 def _name(row: Row) -> str:
