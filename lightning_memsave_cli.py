@@ -91,6 +91,9 @@ def _add_demo(commands: Any) -> None:
     demo.add_argument("--epochs", type=int, default=2, help="how often each run sees the data (default: %(default)s)")
     demo.add_argument("--batch-size", type=int, default=100, help="samples in a step (default: %(default)s)")
     demo.add_argument(
+        "--batchnorm-momentum", type=float, default=0.3, help="of the running statistics (default: %(default)s)"
+    )
+    demo.add_argument(
         "--seed",
         type=int,
         default=0,

@@ -16,6 +16,7 @@ from lightning_memsave.reporting.runs import Run
     [
         (["--epochs", "0"], "`epochs` must be at least 1, got 0"),
         (["--batch-size", "-3"], "`batch_size` must be at least 1, got -3"),
+        (["--batchnorm-momentum", "0"], "`batchnorm_momentum` must be above 0 and at most 1, got 0.0"),
         (["--data-dir", "/nonexistent"], "/nonexistent/data_batch_1.bin is missing"),
     ],
 )

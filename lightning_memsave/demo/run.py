@@ -61,7 +61,7 @@ class DemoConfig:
     """Settings of the demo.
 
     Raises:
-        ValueError: a number of epochs or a batch size below 1.
+        ValueError: a number of epochs or a batch size below 1, or a momentum that is no fraction.
     """
 
     out: Path = Path("memsave-demo")
@@ -80,6 +80,9 @@ class DemoConfig:
         for name in ("epochs", "batch_size"):
             if getattr(self, name) < 1:
                 raise setting_error(name, "must be at least 1", getattr(self, name), "The default is a good start.")
+        if not 0 < self.batchnorm_momentum <= 1:
+            rule = "must be above 0 and at most 1"
+            raise setting_error("batchnorm_momentum", rule, self.batchnorm_momentum, "The default is a good start.")
 
 
 @dataclass(frozen=True, kw_only=True)
