@@ -78,6 +78,7 @@ def test_the_choice_is_the_cheapest_of_all_and_the_smallest_is_the_smallest_of_a
     least, most = min(peak for _, peak in combinations), max(peak for _, peak in combinations)
     search = Search(table(tier), model, [EarlyZeroGrad()], max_predictions=10**6)
     assert search.peak(search.lowest()) <= 1.01 * least  # each step of the search may leave half a percent
+    assert search.cheapest(least).prediction.peak_bytes == least, "close to a limit, nothing is left"
     for fraction in (0.05, 0.2, 0.5, 0.8, 1.0):
         limit = int(least + fraction * (most - least))
         best = min(
