@@ -158,10 +158,6 @@ class Search:
         """Techniques that are there in any case."""
         return {type(config) for config in self._fixed}
 
-    def options(self) -> Iterator[Option]:
-        """Yield every setting of every dimension."""
-        return itertools.chain.from_iterable(self._knobs)
-
     def stronger_options(self, choice: Choice) -> Iterator[Option]:
         """Yield the settings that may save more than those of a choice, each in its dimension."""
         for dimension, chosen in zip(self._knobs, choice, strict=True):

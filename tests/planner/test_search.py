@@ -173,7 +173,7 @@ def test_measured_times_that_agree_with_the_model_change_nothing():
 def test_of_what_fits_the_one_that_was_measured_to_be_fastest_is_taken():
     by_the_model, search = chosen({})
     slow = {text: 5.0 for text in by_the_model.split(", ")}
-    assert all(text in {option.text for option in search.options()} for text in slow)
+    assert all(text in {option.text for option in search.stronger_options(search.nothing)} for text in slow)
     by_the_clock, _ = chosen(slow)
     assert by_the_clock != by_the_model
     assert not set(slow) & set(by_the_clock.split(", "))
@@ -181,7 +181,7 @@ def test_of_what_fits_the_one_that_was_measured_to_be_fastest_is_taken():
 
 def test_what_is_faster_by_no_more_than_times_scatter_is_not():
     by_the_model, search = chosen({})
-    factors = {o.text: o.time_factor for o in search.options()}
+    factors = {o.text: o.time_factor for o in search.stronger_options(search.nothing)}
     assert chosen({text: 1.02 * factors[text] for text in by_the_model.split(", ")})[0] == by_the_model
 
 
@@ -287,7 +287,7 @@ def test_a_second_time_that_cannot_be_taken_is_none():
 
 def describe_techniques(search, text):
     """The Configs that a choice stands for, as text."""
-    options = {o.text: o for o in search.options()}
+    options = {o.text: o for o in search.stronger_options(search.nothing)}
     choice = [options[each].config for each in text.split(", ")]
     return repr(in_order([EarlyZeroGrad(), *choice]))
 
@@ -329,7 +329,7 @@ def test_modelled_times_do_not_choose():
 
 def test_a_faster_setting_of_a_worse_loss_class_is_not_taken():
     found, search = chosen({'activations=["exact", "int8"]': 0.01, 'optimizer_state="8bit"': 0.01})
-    texts = {option.text for option in search.options() if option.loss_class == "exact"}
+    texts = {option.text for option in search.stronger_options(search.nothing) if option.loss_class == "exact"}
     assert set(found.split(", ")) <= texts
 
 
