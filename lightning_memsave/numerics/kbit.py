@@ -37,6 +37,7 @@ Sources: Chen et al., "ActNN: Reducing Training Memory Footprint via 2-Bit Activ
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -68,6 +69,7 @@ class Blocks(NamedTuple):
     per_row: int
 
     @classmethod
+    @functools.lru_cache(maxsize=4096)
     def of_rows(cls, row: int) -> Blocks:
         """Return the fewest blocks of one size, at most 256, that fill a row."""
         per_row = -(-row // BLOCK_SIZE)

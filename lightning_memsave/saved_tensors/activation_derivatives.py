@@ -109,7 +109,7 @@ _SETTINGS: Mapping[str, Callable[[Call], tuple[Any, ...] | None]] = {
 """What the backward pass needs to know of a call; `None` where there is no x* for each value."""
 
 _BACKWARD: Mapping[str, Callable[..., Tensor]] = {
-    "gelu": lambda ones, x, approximate: aten.gelu_backward(ones, x, approximate=approximate),
+    "gelu": lambda ones, x, approximate: aten.gelu_backward.default(ones, x, approximate=approximate),
     "silu": aten.silu_backward,
     "mish": aten.mish_backward,
     "softplus": aten.softplus_backward,
@@ -141,7 +141,8 @@ class CodedDerivative:
         """`None` when a value is not finite."""
         parts: list[IntCodes] = []
         rows = Rows(rows.length)  # as it lies in memory: no normalisation reads it
-        for number, part in enumerate(flat.split(cls._chunk(flat, rows))):
+        size = cls._chunk(flat, rows)
+        for number, part in enumerate(flat.split(size) if flat.numel() > size else (flat,)):
             d = derivative(part.float())
             coded = IntCodes.of(d, fidelity, mix((seed + number) & 0xFFFFFFFF), False, rows)
             if coded is None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from lightning_memsave.core.report import LossClass
 from lightning_memsave.saved_tensors.encodings import IntCodes
-from lightning_memsave.saved_tensors.recompute import codes_behind
-from lightning_memsave.saved_tensors.saved_storage import SavedStorage, kept_bytes
+from lightning_memsave.saved_tensors.saved_storage import SavedStorage, codes_behind, kept_bytes
 
 
 @dataclass

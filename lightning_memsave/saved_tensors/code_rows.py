@@ -8,6 +8,7 @@ some small planes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Rows:
         yield from view.split(max(1, _CHUNK // (view.numel() // sizes[0])))
 
 
+@functools.lru_cache(maxsize=4096)
 def rows_in_memory(shape: Sequence[int], strides: Sequence[int], num_elements: int) -> Rows:
     """Return the smallest runs of whole dimensions that have 64 elements; one row where there is none.
 

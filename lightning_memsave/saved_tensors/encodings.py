@@ -54,16 +54,17 @@ class Identity:
 
     kind, fidelity = "raw", Fidelity.EXACT
 
-    def __init__(self, flat: Tensor) -> None:
-        self._flat = flat
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
 
     def flat(self) -> Tensor:
-        """Return the tensor itself."""
-        return self._flat
+        """Return all of the tensor's storage."""
+        tensor = self._tensor
+        return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
     def payload(self) -> Iterator[Tensor]:
         """Yield the tensor itself."""
-        yield self._flat
+        yield self._tensor
 
 
 class Shape:
@@ -303,6 +304,9 @@ class IntCodes:
     ) -> IntCodes | None:
         """`None` when a value is not finite."""
         rows = rows or Rows(flat.numel())
+        if rows.order is None:
+            found = kernels.quantize(flat, BITS[fidelity], seed, signed, rows.length)
+            return None if found is None else cls(found, flat, fidelity, signed, rows)
         coded = []
         for number, part in enumerate(rows.parts(flat)):
             seed_of_part = seed if number == 0 else mix((seed + number) & 0xFFFFFFFF)
@@ -318,14 +322,15 @@ class IntCodes:
         """Return the decoded values."""
         codes, ranges = self._coded
         out = torch.empty(self._size, dtype=self._dtype, device=codes.device)
+        if self._rows.order is None:
+            return kernels.dequantize(codes, ranges, BITS[self.fidelity], out, self._signed, self._rows.length)
         first, per_row = 0, Blocks.of_rows(self._rows.length).per_row
         for part in self._rows.parts(out):
             last = first + part.numel() // self._rows.length * per_row
-            target = part if self._rows.order is None else torch.empty_like(part, memory_format=torch.contiguous_format)
+            target = torch.empty_like(part, memory_format=torch.contiguous_format)
             blocks = codes[first:last], ranges[first:last]
             kernels.dequantize(*blocks, BITS[self.fidelity], target.view(-1), self._signed, self._rows.length)
-            if target is not part:
-                part.copy_(target)
+            part.copy_(target)
             first = last
         return out
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_memsave.saved_tensors.call_site import NO_CALL, Call
 from lightning_memsave.saved_tensors.code_rows import covers_its_storage
 from lightning_memsave.saved_tensors.encodings import Fidelity, WindowIndex
+from lightning_memsave.saved_tensors.learned_plan import OUTSIDE, Learner, PlannedCall, Replay
 from lightning_memsave.saved_tensors.norm_recompute import Statistics, statistics_of
-from lightning_memsave.saved_tensors.policy import SUBTRACTS_MEAN
 from lightning_memsave.saved_tensors.recompute_rules import Norm
 from lightning_memsave.saved_tensors.tied_embedding import Lookup
 from lightning_memsave.torch_internals.autograd_graph import (
@@ -73,11 +74,23 @@ class CallTracker(TorchFunctionMode):
     Args:
         answer: asked before each call of `cross_entropy` or `dropout`; what it returns, unless `None`, is the result.
         notes_heads: whether linears and embeddings are noted.
+        follow: called with the first call's function and arguments, for a plan to learn or to follow.
+        left: called where the scope does something else than was planned.
     """
 
-    def __init__(self, answer: Callable[[Call], Tensor | None], notes_heads: bool = False) -> None:
+    def __init__(
+        self,
+        answer: Callable[[Call], Tensor | None],
+        notes_heads: bool = False,
+        follow: Callable[..., Learner | Replay | None] | None = None,
+        left: Callable[[Replay], None] | None = None,
+    ) -> None:
         super().__init__()
         self._notes_heads = notes_heads
+        self._follow = None if follow is None else weakref.WeakMethod(follow)
+        self._left = None if left is None else weakref.WeakMethod(left)
+        self.follower: Learner | Replay | None = None
+        """What learns or follows a plan."""
         self._answer = weakref.WeakMethod(answer)  # whoever answers owns this object
         self.current = NO_CALL
         """The outermost function that is running."""
@@ -90,6 +103,8 @@ class CallTracker(TorchFunctionMode):
         self.latest_input: LinearInput | None = None
         self.statistics: dict[int, Statistics | None] = {}
         """Statistics of normalisations, by the number of the call, when it has returned."""
+        self.notes_statistics = False
+        """Whether somebody needs those of the call that is running."""
         self._num_calls = 0
         self._lookups: dict[int, Lookup] = {}  # the latest one of each table, by its id
         self._changed: set[Edge] = set()
@@ -98,7 +113,7 @@ class CallTracker(TorchFunctionMode):
 
     def has_changed(self, node: Node, output_nr: int) -> bool:
         """Return whether what `node` made has been changed since by a call that the graph does not show."""
-        return Edge(sequence_nr_of(node), output_nr) in self._changed
+        return bool(self._changed) and Edge(sequence_nr_of(node), output_nr) in self._changed
 
     def is_touched(self, node: Node) -> bool:
         """Return whether somebody has changed what `node` made unseen, or hooked its gradient.
@@ -120,40 +135,92 @@ class CallTracker(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, known by its name to whoever keeps tensors meanwhile."""
         kwargs = kwargs or {}
-        before, name = self.current, _name(func)
-        is_hidden = _changes_unseen(name) or func in _DATA
-        if is_hidden:
+        if self._follow is not None:
+            self._start_following(func, args, kwargs)
+        follower = self.follower
+        if follower is None:
+            return self._run(func, args, kwargs, None)
+        planned = follower.begin(func, args, kwargs)
+        if planned is None:
+            self.leave_plan()
+            return self._run(func, args, kwargs, None)
+        try:
+            if type(follower) is Learner:
+                return self._run(func, args, kwargs, planned)
+            if planned.is_watched:
+                return self._run(func, args, kwargs, None)
+            follower.call = func, args, kwargs
+            return func(*args, **kwargs)
+        finally:
+            follower.running, follower.call = OUTSIDE, None
+            self.current = NO_CALL  # calls inside of a call are not seen
+
+    def _start_following(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        follow = None if self._follow is None else self._follow()
+        self._follow = None
+        if follow is not None:
+            self.follower = follow(func, args, kwargs)
+
+    def leave_plan(self) -> None:
+        """Decide from now on, beginning with the call that is running."""
+        follower = self.follower
+        if isinstance(follower, Replay):
+            if follower.call is not None:
+                func, args, kwargs = follower.call
+                self._num_calls += 1
+                self.current = Call(_traits_of(func).name, args, kwargs, self._num_calls)
+            if self._left is not None and (left := self._left()) is not None:
+                left(follower)
+        self.follower = None
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], planned: PlannedCall | None) -> Any:
+        before, traits = self.current, _traits_of(func)
+        if traits.is_data or (traits.is_in_place and not torch.is_grad_enabled()):
             self._changed.update(_edges(args[:1]))
         if "out" in kwargs and not torch.is_grad_enabled():
             self._changed.update(_edges(kwargs["out"]))
-        if func in _HOOKING:
+        if traits.is_hooking:
             self._hooked.update(_edges(args[:1]))
         self._num_calls += 1
-        call = self.current = Call(name, args, kwargs, self._num_calls)
+        self.notes_statistics = False
+        call = self.current = Call(traits.name, args, kwargs, self._num_calls)
         try:
-            answer = self._ask(call) if name in _ANSWERED else None
+            answer = self._ask(call) if traits.name in _ANSWERED else None
             result = func(*args, **kwargs) if answer is None else answer
         finally:
             self.current = before
+        is_noted = False
         if isinstance(result, Tensor) and torch.is_grad_enabled() and (node := result.grad_fn) is not None:
-            if result._version:
-                self._versions[sequence_nr_of(node)] = result._version
-            if (note := _NOTED.get(func)) is not None:
-                self.operands[sequence_nr_of(node)] = note(call)
-            if name in SUBTRACTS_MEAN:
-                self.statistics[call.number] = statistics_of(node)
-            if self._notes_heads:
-                self._note_head(func, call, node)
+            is_noted = self._note(func, traits.note, call, result, node)
+        if planned is not None:
+            planned.is_watched |= is_noted or traits.is_in_place or traits.is_data or traits.is_hooking
+            planned.is_watched |= answer is not None or "out" in kwargs
         return result
 
-    def _note_head(self, func: Any, call: Call, node: Node) -> None:
+    def _note(self, func: Any, note: Callable[[Call], Any] | None, call: Call, result: Tensor, node: Node) -> bool:
+        """Note what the graph leaves out of a call; return whether that is anything."""
+        number, is_noted = sequence_nr_of(node), self.notes_statistics
+        if result._version:
+            self._versions[number] = result._version
+            is_noted = True
+        if note is not None and (noted := note(call)) is not None:
+            self.operands[number] = noted
+            is_noted = True
+        if self.notes_statistics:
+            self.statistics[call.number] = statistics_of(node)
+        return (self._notes_heads and self._note_head(func, call, node)) or is_noted
+
+    def _note_head(self, func: Any, call: Call, node: Node) -> bool:
         if func is F.linear:
-            number, given = sequence_nr_of(node), call.argument(0, "input")
-            if is_plain(weight := call.argument(1, "weight"), nn.Parameter):
+            number, given, weight = sequence_nr_of(node), call.argument(0, "input"), call.argument(1, "weight")
+            if is_plain(weight, nn.Parameter):
                 self.linears[number] = seen(weight, call.argument(2, "bias"))
             self.latest_input = LinearInput(number, given, version_of(given), given.grad_fn)
-        elif func is F.embedding and not call.argument(6, "sparse", False):
+            return True
+        if func is F.embedding and not call.argument(6, "sparse", False):
             self._lookups[id(call.argument(1, "weight"))] = Lookup(node)
+            return True
+        return False
 
     def _ask(self, call: Call) -> Tensor | None:
         answer = self._answer()
@@ -165,6 +232,7 @@ class CallTracker(TorchFunctionMode):
         if not is_innermost(self):
             yield
             return
+        self.leave_plan()
         before, self.current, self.unseen_as = self.current, Call(name, (), {}), name
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
@@ -174,15 +242,25 @@ class CallTracker(TorchFunctionMode):
             self.current, self.unseen_as = before, None
 
 
-def _name(func: Any) -> str:
-    """Return a function's name; that of a custom operator with its library, so that it is not taken for torch's."""
-    return str(func) if is_operator(func) else getattr(func, "__name__", "")
+class _Traits(NamedTuple):
+    """What is known of a function."""
+
+    name: str
+    """A custom operator's includes its library, so that it is not taken for torch's."""
+    is_in_place: bool
+    """Whether it changes its first argument, which the graph does not show where gradients are off."""
+    is_data: bool
+    """Whether it opens the way to changes that nobody sees."""
+    is_hooking: bool
+    note: Callable[[Call], Any] | None
 
 
-def _changes_unseen(name: str) -> bool:
-    """Return whether a call changes its first argument, or opens the way to that, while the graph does not see it."""
+@functools.lru_cache(maxsize=1024)
+def _traits_of(func: Any) -> _Traits:
+    name = str(func) if is_operator(func) else getattr(func, "__name__", "")
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    return (is_in_place or name in _IN_PLACE_OPERATORS) and not torch.is_grad_enabled()
+    is_in_place = is_in_place or name in _IN_PLACE_OPERATORS
+    return _Traits(name, is_in_place, func in _DATA, func in _HOOKING, _NOTED.get(func))
 
 
 def _edges(changed: Any) -> Iterator[Edge]:

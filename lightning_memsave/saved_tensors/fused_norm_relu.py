@@ -28,7 +28,7 @@ from lightning_memsave.saved_tensors.code_rows import SMALLEST_PIECE, Rows, cove
 from lightning_memsave.saved_tensors.encodings import Fidelity, IntCodes, Recompute
 from lightning_memsave.saved_tensors.norm_recompute import ratio_limit
 from lightning_memsave.saved_tensors.recompute_rules import fold, fold_groups, norm_parameters, per_channel
-from lightning_memsave.torch_internals.autograd_graph import Node, UnreadableError, inputs_of, saved
+from lightning_memsave.torch_internals.autograd_graph import Node, UnreadableError, inputs_of, saved_values
 from lightning_memsave.torch_internals.fake_tensors import truth
 
 _MOST = 4  # that noise may be multiplied by where elements of a row have weights of their own
@@ -134,9 +134,9 @@ def chain(
 
 def _batch_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> Affine | None:
     affine = norm_parameters(node, operands)
-    if affine is None or not saved(node, "training"):
+    if affine is None or not saved_values(node, "training"):
         return None
-    scale, shift = fold(saved(node, "result1"), saved(node, "result2"), *affine)
+    scale, shift = fold(saved_values(node, "result1"), saved_values(node, "result2"), *affine)
     return Affine(((per_channel(scale, x.dim()), per_channel(shift, x.dim())),), *affine, is_of_channels=True)
 
 
@@ -144,14 +144,14 @@ def _group_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> Affine | 
     affine = norm_parameters(node, operands)
     if affine is None:
         return None
-    folded = fold_groups(saved(node, "result1"), saved(node, "result2"), *affine, x.shape[1])
+    folded = fold_groups(saved_values(node, "result1"), saved_values(node, "result2"), *affine, x.shape[1])
     scale, shift = (values.view(*values.shape, *[1] * (x.dim() - 2)) for values in folded)  # [B, C, 1, ...]
     return Affine(((scale, shift),), *affine, is_of_channels=False)
 
 
 def _layer_norm(node: Node, operands: Mapping[int, Any], x: Tensor) -> Affine:
-    mean, rstd = saved(node, "result1"), saved(node, "result2")  # [..., 1]
-    weight, bias = saved(node, "weight"), saved(node, "bias")  # [D]
+    mean, rstd = saved_values(node, "result1"), saved_values(node, "result2")  # [..., 1]
+    weight, bias = saved_values(node, "weight"), saved_values(node, "bias")  # [D]
     # Copies: the step may change the parameters before a late backward, which the node then tells of.
     parameters = (1.0 if weight is None else weight.detach().clone(), 0.0 if bias is None else bias.detach().clone())
     return Affine(((rstd, -mean * rstd), parameters), weight, bias, is_of_channels=False)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_memsave.numerics.kbit import coded_bytes
@@ -28,7 +29,14 @@ from lightning_memsave.saved_tensors.code_rows import SMALLEST_PIECE, Rows, rows
 from lightning_memsave.saved_tensors.encodings import BITS, Fidelity
 from lightning_memsave.saved_tensors.policy import MULTIPLIES, NORMALISES, SUBTRACTS_MEAN
 from lightning_memsave.saved_tensors.saved_storage import SavedStorage
-from lightning_memsave.torch_internals.autograd_graph import Kept, Node, UnreadableError, inputs_of, packed, saved
+from lightning_memsave.torch_internals.autograd_graph import (
+    Kept,
+    Node,
+    UnreadableError,
+    inputs_of,
+    packed,
+    saved_values,
+)
 from lightning_memsave.torch_internals.fake_tensors import truth
 
 _PER_LEVEL = 64
@@ -112,7 +120,9 @@ class Statistics(NamedTuple):
 
     def largest_ratio(self) -> Tensor:
         """Return the largest ratio of a row's mean to its deviation, a tensor of one element."""
-        return (self.mean().float() * self.rstd().float()).abs().amax()
+        ratios = self.mean().float() * self.rstd().float()
+        largest: Tensor = torch.linalg.vector_norm(ratios, float("inf"))
+        return largest
 
 
 def statistics_of(node: Node | None) -> Statistics | None:
@@ -122,9 +132,9 @@ def statistics_of(node: Node | None) -> Statistics | None:
     if node is None or node.name() not in _NORMS:
         return None
     try:
-        if "BatchNorm" in node.name() and not saved(node, "training"):
-            mean, variance = saved(node, "running_mean"), saved(node, "running_var")
-            eps = saved(node, "epsilon" if "Cudnn" in node.name() else "eps")
+        if "BatchNorm" in node.name() and not saved_values(node, "training"):
+            mean, variance = saved_values(node, "running_mean"), saved_values(node, "running_var")
+            eps = saved_values(node, "epsilon" if "Cudnn" in node.name() else "eps")
             return Statistics(lambda: mean, lambda: (variance + eps).rsqrt())
         return Statistics(_reader(node, "result1"), _reader(node, "result2"))
     except UnreadableError:
@@ -153,6 +163,8 @@ def raise_for_normalisations(entry: SavedStorage, rows: Rows, statistics: Mappin
         statistics: of normalisations, by the number of the call; `None` where they are not known.
     """
     need = entry.need
+    if not entry.normalised_by and entry.rows is None:
+        return need
     readers = [statistics.get(number) for number in entry.normalised_by]
     ratios = [reader.largest_ratio() for reader in readers if reader is not None]
     while need < Fidelity.EXACT and not all(
@@ -163,7 +175,6 @@ def raise_for_normalisations(entry: SavedStorage, rows: Rows, statistics: Mappin
     if None in readers or (is_code and coded_bytes(rows.length, BITS[need], entry.keeps_sign) >= 2 * rows.length):
         need = Fidelity.EXACT  # nothing is known, or a row has two or three elements
     entry.is_guarded |= need > entry.need
-    entry.need = need
     return need
 
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_memsave.saved_tensors.encodings import Fidelity, IntCodes, Recompute
+from lightning_memsave.saved_tensors.encodings import Fidelity, IntCodes
 from lightning_memsave.saved_tensors.function_mode import CallTracker
 from lightning_memsave.saved_tensors.recompute_rules import RULES, Rule
-from lightning_memsave.saved_tensors.saved_storage import Passed, SavedStorage, SavedTensor
+from lightning_memsave.saved_tensors.saved_storage import Passed, SavedStorage, SavedTensor, codes_of
 from lightning_memsave.torch_internals.autograd_graph import (
     Edge,
     Kept,
@@ -119,29 +119,11 @@ def _share_noise(sources: Sequence[Source]) -> bool:
     """Return whether two lossy sources come from the same code."""
     found: set[SavedStorage | IntCodes] = set()
     for source in sources:
-        codes = _behind_needs(source.needs) if source.fidelity < Fidelity.EXACT else set()
+        codes = codes_of(source.needs) if source.fidelity < Fidelity.EXACT else set()
         if found & codes:
             return True
         found |= codes
     return False
-
-
-def codes_behind(entry: SavedStorage) -> set[SavedStorage | IntCodes]:
-    """Return what an entry's values come from.
-
-    Itself, or entries with bytes or codes of their own, and codes of chains.
-    """
-    return _behind_needs(entry.encoding.needs) if isinstance(entry.encoding, Recompute) else {entry}
-
-
-def _behind_needs(needs: Sequence[object]) -> set[SavedStorage | IntCodes]:
-    codes: set[SavedStorage | IntCodes] = set()
-    for need in needs:
-        if isinstance(need, SavedTensor):
-            codes |= codes_behind(need.entry)
-        elif isinstance(need, IntCodes):
-            codes.add(need)
-    return codes
 
 
 def _kept(handle: Kept | Tensor | None, own: int, budget: int) -> Source | None:
@@ -154,11 +136,9 @@ def _kept(handle: Kept | Tensor | None, own: int, budget: int) -> Source | None:
         return None
     entry = handle.entry
     depth = getattr(entry.encoding, "depth", 0)
-    if entry.need == Fidelity.DERIVATIVE and entry.is_raw:
-        entry.need = entry.derivative_rank  # a code of the values serves both
-    if entry.need < Fidelity.INT2 or depth > budget:  # a mask or a shape alone would have to be kept for us: no gain
+    if entry.need_of_values < Fidelity.INT2 or depth > budget:  # a mask would have to be kept for us: no gain
         return None
-    return Source(handle.get, min(entry.need, entry.encoding.fidelity), (handle,), depth)
+    return Source(handle.get, min(entry.need_of_values, entry.encoding.fidelity), (handle,), depth)
 
 
 def _parameter(leaf: Tensor) -> Source:

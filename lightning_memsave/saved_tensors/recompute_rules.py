@@ -22,7 +22,7 @@ from lightning_memsave.torch_internals.autograd_graph import (
     inputs_of,
     output_of,
     packed,
-    saved,
+    saved_values,
     sequence_nr_of,
     signed,
 )
@@ -64,13 +64,13 @@ def _batch_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
     if affine is None or output_nr != 0:
         return None
     weight, bias = affine
-    if not saved(node, "training"):
+    if not saved_values(node, "training"):
         # Copies: a call in training mode edits both in its kernel, which no version counts.
-        stats = saved(node, "running_mean").clone(), saved(node, "running_var").clone()
-        eps, reads = saved(node, "eps"), affine
+        stats = saved_values(node, "running_mean").clone(), saved_values(node, "running_var").clone()
+        eps, reads = saved_values(node, "eps"), affine
         return Rule(lambda x: F.batch_norm(x, *stats, weight, bias, False, 0.0, eps), is_linear=True, reads=reads)
-    mean, rstd = saved(node, "result1"), saved(node, "result2")
-    eps = saved(node, "epsilon" if "Cudnn" in node.name() else "eps")
+    mean, rstd = saved_values(node, "result1"), saved_values(node, "result2")
+    eps = saved_values(node, "epsilon" if "Cudnn" in node.name() else "eps")
     wide = torch.promote_types(mean.dtype, torch.float32)
 
     def normalise(x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def fold(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None)
 
 def norm_parameters(node: Node, operands: Mapping[int, Any]) -> tuple[Tensor | None, Tensor | None] | None:
     """Weight and bias of a normalisation; `None` when its bias cannot be told (frozen, and the call was not seen)."""
-    weight = saved(node, "weight")
+    weight = saved_values(node, "weight")
     bias_node = inputs_of(node)[2][0]
     if bias_node is not None:
         bias = getattr(bias_node, "variable", None)
@@ -108,8 +108,8 @@ def _layer_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
     noted = operands.get(sequence_nr_of(node))
     if noted is None or output_nr != 0:
         return None
-    shape, weight, bias = (saved(node, name) for name in ("normalized_shape", "weight", "bias"))
-    mean, rstd = saved(node, "result1"), saved(node, "result2")
+    shape, weight, bias = (saved_values(node, name) for name in ("normalized_shape", "weight", "bias"))
+    mean, rstd = saved_values(node, "result1"), saved_values(node, "result2")
     dtype = output_of(node, 0).dtype
 
     def normalise(x: Tensor) -> Tensor:
@@ -132,9 +132,9 @@ def _group_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
     if affine is None or output_nr != 0:
         return None
     weight, bias = affine
-    mean, rstd = saved(node, "result1"), saved(node, "result2")  # [B, G]
-    noted, groups = operands.get(sequence_nr_of(node)), saved(node, "group")
-    eps = saved(node, "eps") if noted is None else noted.eps  # torch 2.14 and later keep none
+    mean, rstd = saved_values(node, "result1"), saved_values(node, "result2")  # [B, G]
+    noted, groups = operands.get(sequence_nr_of(node)), saved_values(node, "group")
+    eps = saved_values(node, "eps") if noted is None else noted.eps  # torch 2.14 and later keep none
 
     def normalise(x: Tensor) -> Tensor:
         scale, shift = (
@@ -159,7 +159,7 @@ def fold_groups(
 # ------------------------------------------------------------------------------- activations, arithmetic, views
 def _unary(function: Callable[..., Tensor], *attributes: str, is_linear: bool = False) -> Callable[..., Rule]:
     def rule(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule:
-        values = {name: saved(node, name) for name in attributes}
+        values = {name: saved_values(node, name) for name in attributes}
         return Rule(lambda x: function(x, **values), is_linear=is_linear)
 
     return rule
@@ -167,7 +167,7 @@ def _unary(function: Callable[..., Tensor], *attributes: str, is_linear: bool = 
 
 def _add(sign: int) -> Callable[..., Rule | None]:
     def rule(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule | None:
-        alpha = sign * saved(node, "alpha")
+        alpha = sign * saved_values(node, "alpha")
         if all(n is not None for n, _ in inputs_of(node)):
             return Rule(lambda a, b: torch.add(a, b, alpha=alpha), (0, 1), is_linear=True, is_additive=True)
         constant = operands.get(sequence_nr_of(node))
@@ -187,7 +187,7 @@ def _mul(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule | None
 
 
 def _native_dropout(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule | None:
-    p, mask = saved(node, "p"), packed(node, "result1")
+    p, mask = saved_values(node, "p"), packed(node, "result1")
     if p >= 1 or not isinstance(mask, Kept):
         return None
     # The CPU's scale is rounded once, when it multiplies; that of CUDA's kernel as dropout's noise is.
@@ -212,12 +212,12 @@ def _view(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule:
 
 
 def _transpose(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule:
-    first, second = signed(saved(node, "dim0")), signed(saved(node, "dim1"))
+    first, second = signed(saved_values(node, "dim0")), signed(saved_values(node, "dim1"))
     return Rule(lambda x: x.transpose(first, second), is_linear=True)
 
 
 def _permute(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule:
-    dims = tuple(signed(d) for d in saved(node, "dims"))
+    dims = tuple(signed(d) for d in saved_values(node, "dims"))
     return Rule(lambda x: x.permute(dims), is_linear=True)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_memsave.saved_tensors.activation_derivatives import Derivative
 from lightning_memsave.saved_tensors.code_rows import Rows
-from lightning_memsave.saved_tensors.encodings import Encoding, Fidelity, Identity, Shape
+from lightning_memsave.saved_tensors.encodings import Encoding, Fidelity, Identity, IntCodes, Recompute, Shape
 from lightning_memsave.torch_internals.autograd_graph import (
     Kept,
     WeakStorage,
@@ -62,15 +63,18 @@ class SavedStorage:
         "original",
         "plain_bytes",
         "rows",
+        "seed",
         "storage_key",
     )
 
-    def __init__(self, tensor: Tensor, recent: Recent) -> None:
-        self._watched = watch(tensor)  # [n]: the whole storage
+    def __init__(self, tensor: Tensor, recent: Recent, seed: int = 0) -> None:
+        self._watched = watch(tensor)
         self._version = tensor._version
         self._recent = recent
         self.encoding: Encoding = Identity(self._watched)
         self.decoded: Tensor | None = None
+        self.seed = seed
+        """What the seed of its code's noise is a hash of."""
         self.has_gradient = tensor.requires_grad
         """Whether it is a result that is differentiated, and no mask or noise."""
         self.need = Fidelity.SHAPE
@@ -92,7 +96,7 @@ class SavedStorage:
         """Inputs in which consumers bear noise; `None`: in any."""
         self.normalised_by: list[int] = []
         """The calls of normalisations that read it, by number."""
-        self.nonlinear: set[str] = set()
+        self.nonlinear: frozenset[str] = frozenset()
         """Functions that read it, whose gradients are not linear in it."""
         self.num_uses, self.is_coupled = 0, False
         """How often a lossy copy is read, and whether that goes on into a product with something else."""
@@ -111,6 +115,11 @@ class SavedStorage:
         return Fidelity.MASK < self.encoding.fidelity < Fidelity.EXACT
 
     @property
+    def need_of_values(self) -> Fidelity:
+        """How faithful a code is that can be read as values: one of a derivative may still become one of its input."""
+        return self.derivative_rank if self.need == Fidelity.DERIVATIVE and self.is_raw else self.need
+
+    @property
     def is_held_elsewhere(self) -> bool:
         """Whether somebody else keeps the bytes alive as well, so that holding them costs nothing."""
         return self.is_raw and is_held_elsewhere(self._watched)
@@ -119,6 +128,11 @@ class SavedStorage:
     def is_unchanged(self) -> bool:
         """Whether nobody has changed the storage in place since it was kept."""
         return self._watched._version == self._version
+
+    @property
+    def key(self) -> tuple[int, int, torch.dtype]:
+        """Storage, version and dtype, which tell entries apart."""
+        return self.storage_key, self._version, self._watched.dtype
 
     def check(self, size: torch.Size) -> None:
         """Raise `RuntimeError` when the storage was changed in place since it was kept."""
@@ -134,10 +148,17 @@ class SavedStorage:
         watch_again(self._watched, storage)
         self.encoding, self.decoded = Identity(self._watched), None
 
+    def raw(self, handle: SavedTensor) -> Tensor:
+        """Return a tensor of the bytes that are held."""
+        watched = self._watched
+        if (watched.shape, watched.stride(), watched.storage_offset()) == (handle.size, handle.stride, handle.offset):
+            return watched.detach()
+        return watched.as_strided(handle.size, handle.stride, handle.offset)
+
     def flat(self) -> Tensor:
         """Return all elements of the storage, [n]."""
         if self.is_raw:
-            return self._watched
+            return self.encoding.flat()
         if self.decoded is None:
             decoded = self.encoding.flat()
             self._recent.replace(self)
@@ -161,13 +182,16 @@ class SavedTensor(Kept):
         Raises:
             RuntimeError: it was changed in place since it was kept, as autograd itself would.
         """
-        self.entry.check(self.size)
+        entry = self.entry
+        entry.check(self.size)
+        if entry.is_raw:
+            return entry.raw(self)
         if (
-            isinstance(self.entry.encoding, Shape)
-            and (cheap := self.entry.encoding.without_memory(self.size, self.stride)) is not None
+            isinstance(entry.encoding, Shape)
+            and (cheap := entry.encoding.without_memory(self.size, self.stride)) is not None
         ):
             return cheap
-        return self.entry.flat().as_strided(self.size, self.stride, self.offset)
+        return entry.flat().as_strided(self.size, self.stride, self.offset)
 
 
 class Passed(Kept):
@@ -182,6 +206,25 @@ class Passed(Kept):
         """Return the tensor; raises as `SavedTensor.get` does."""
         check_version(self._tensor, self._version)
         return self._tensor
+
+
+def codes_behind(entry: SavedStorage) -> set[SavedStorage | IntCodes]:
+    """Return what an entry's values come from.
+
+    Itself, or entries with bytes or codes of their own, and codes of chains.
+    """
+    return codes_of(entry.encoding.needs) if isinstance(entry.encoding, Recompute) else {entry}
+
+
+def codes_of(needs: Sequence[object]) -> set[SavedStorage | IntCodes]:
+    """Return what the values of all that a recomputation needs come from."""
+    codes: set[SavedStorage | IntCodes] = set()
+    for need in needs:
+        if isinstance(need, SavedTensor):
+            codes |= codes_behind(need.entry)
+        elif isinstance(need, IntCodes):
+            codes.add(need)
+    return codes
 
 
 def kept_bytes(entries: list[SavedStorage]) -> int:

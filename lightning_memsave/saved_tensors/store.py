@@ -1,6 +1,6 @@
 """The store: what is kept between forward and backward, through autograd's saved-tensor hooks.
 
-RangeMask `scope()`, every tensor that autograd keeps becomes a handle on an entry; one entry per storage, so views and
+Inside `scope()`, every tensor that autograd keeps becomes a handle on an entry; one entry per storage, so views and
 several consumers share it and the bytes go with the last of them. What an entry holds follows from what its consumers
 need (`policy`): the latest entry waits, raw, until another one has come, because its next consumer may need more of it
 than the first; then it is coded, and its own bytes die as soon as the forward pass lets go of them.
@@ -19,28 +19,40 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.saved_tensors import encodings, policy
-from lightning_memsave.saved_tensors.activation_derivatives import CodedDerivative, Derivative
+from lightning_memsave.saved_tensors.activation_derivatives import Derivative
 from lightning_memsave.saved_tensors.byte_tally import Consequences, Tally
 from lightning_memsave.saved_tensors.call_site import Call
-from lightning_memsave.saved_tensors.code_rows import covers_its_storage, rows_in_memory
+from lightning_memsave.saved_tensors.code_rows import covers_its_storage
 from lightning_memsave.saved_tensors.dropout import dropout
 from lightning_memsave.saved_tensors.encodings import Fidelity
 from lightning_memsave.saved_tensors.function_mode import CallContext, CallTracker, window_index
 from lightning_memsave.saved_tensors.fused_norm_relu import chain, relu_input
+from lightning_memsave.saved_tensors.learned_plan import (
+    OUTSIDE,
+    Act,
+    Learner,
+    PlannedTensor,
+    Plans,
+    Replay,
+    set_facts,
+    start_of,
+)
 from lightning_memsave.saved_tensors.linear_cross_entropy import linear_cross_entropy
-from lightning_memsave.saved_tensors.norm_recompute import note_rows, raise_for_normalisations
+from lightning_memsave.saved_tensors.norm_recompute import note_rows
 from lightning_memsave.saved_tensors.offload import Offloader
 from lightning_memsave.saved_tensors.recompute import Derivation
 from lightning_memsave.saved_tensors.saved_storage import Recent, SavedStorage, SavedTensor
 from lightning_memsave.saved_tensors.seeds import NoiseSeeds
+from lightning_memsave.saved_tensors.smallest_encoding import smallest_encoding
 from lightning_memsave.saved_tensors.sparse_weights import left_alone
 from lightning_memsave.torch_internals.autograd_graph import (
     Edge,
@@ -52,10 +64,10 @@ from lightning_memsave.torch_internals.autograd_graph import (
     is_made_of_weights,
     sequence_nr_of,
     storage_key,
+    unwatched,
 )
 from lightning_memsave.torch_internals.fake_tensors import is_plain
 
-_OF_ONE_SCOPE = ("within", "_recent", "_depth", "_entries", "_handles", "_calls", "_waiting", "_derivation")
 _NUM_WAITING = 1  # entries that stay raw for their next consumer; more would raise the peak
 _NUM_COMPLETE = 2  # exact entries that stay raw: a kernel may fill what it kept before it ran (rrelu: noise, input)
 
@@ -72,6 +84,7 @@ class SavedTensorStore:
         min_numel: tensors with fewer elements are left alone.
         seed: of the dither.
         offloader: moves what is left out of the device's memory.
+        learns: whether a scope that does the same as an earlier one applies its decisions again.
     """
 
     def __init__(
@@ -85,9 +98,11 @@ class SavedTensorStore:
         min_numel: int = 1024,
         seed: int = 0,
         offloader: Offloader | None = None,
+        learns: bool = True,
     ) -> None:
         self.lossy, self.recompute, self.fuse, self.min_numel = lossy, recompute, fuse, min_numel
         self.overrides, self.offloader, self.chunk_loss = dict(overrides or {}), offloader, chunk_loss
+        self.learns = learns
         self.noise = NoiseSeeds(seed)
         self.keeps_derivatives = True
         """Whether activations may be kept as codes of their derivatives, which nobody can differentiate."""
@@ -102,11 +117,12 @@ class SavedTensorStore:
         """Ranks that hold inside the modules that are running, the innermost last."""
         self._recent = Recent()
         self._depth = 0
+        self._plans = Plans()
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings: a copy keeps nothing yet."""
-        return {name: value for name, value in vars(self).items() if name not in _OF_ONE_SCOPE}
+        return {name: value for name, value in vars(self).items() if name[0] != "_" and name != "within"}
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
         vars(self).update(settings)
@@ -117,7 +133,9 @@ class SavedTensorStore:
             weakref.WeakValueDictionary()
         )
         self._handles: weakref.WeakValueDictionary[Edge, SavedTensor] = weakref.WeakValueDictionary()
-        self._calls = CallTracker(self._answer, notes_heads=self.chunk_loss)
+        self._calls = CallTracker(self._answer, self.chunk_loss, self._follow if self.learns else None, self._left)
+        self._start_of_plan: object = None  # of the plan that is learned or followed
+        self._num_begun = 0
         self._waiting: deque[weakref.ref[SavedStorage]] = deque()
         self._derivation = Derivation(self._handles, self._calls)
 
@@ -139,6 +157,7 @@ class SavedTensorStore:
         """Settle what is kept inside by hand, under `hooks()`, together at the end."""
         self._depth += 1
         self._recent.replace(None)
+        self._scope_seed = self.noise.next_seed()
         try:
             yield
             self._settle()
@@ -168,6 +187,7 @@ class SavedTensorStore:
         """Return a store with the same settings, for what a region keeps when it is repeated."""
         branch = copy.copy(self)
         branch.within = self.within  # the hooks that tell of it know this store
+        branch._plans = self._plans
         return branch
 
     @property
@@ -188,11 +208,34 @@ class SavedTensorStore:
 
     def entries(self) -> list[SavedStorage]:
         """Return the entries of the scope that is open."""
-        return list(self._entries.values())
+        follower = self._calls.follower
+        return follower.entries() if isinstance(follower, Replay) else list(self._entries.values())
 
     # --------------------------------------------------------------------------- packing
     def pack(self, tensor: Tensor) -> Kept:
-        """Keep a tensor: what the hook does.
+        """Keep a tensor: what the hook does."""
+        follower = self._calls.follower
+        if follower is None:
+            return self._keep(tensor)
+        if follower.running != OUTSIDE:
+            return self._keep_following(follower, tensor)
+        with unwatched():
+            return self._keep_following(follower, tensor)
+
+    def _keep_following(self, follower: Learner | Replay, tensor: Tensor) -> Kept:
+        within = self.within[-1] if self.within else None
+        if type(follower) is Learner:
+            kept = self._keep(tensor)
+            follower.keep(tensor, kept, within, self._calls.current.number)
+            return kept
+        assert type(follower) is Replay, "there are two kinds"
+        if (planned := follower.keep(tensor, within)) is not None:
+            return left_alone(tensor) if planned.storage is None else self._keep_as_planned(follower, planned, tensor)
+        self._calls.leave_plan()
+        return self._keep(tensor)
+
+    def _keep(self, tensor: Tensor) -> Kept:
+        """Decide how to keep a tensor.
 
         Inside of a transform of torch.func and in forward mode tensors may have no memory, or be several in one.
         """
@@ -201,15 +244,23 @@ class SavedTensorStore:
         key = storage_key(tensor), tensor._version, tensor.dtype
         entry = self._entries.get(key)
         if entry is None or not entry.original.is_alive:  # its address was given to another storage
-            entry = self._entries[key] = SavedStorage(tensor, self._recent)
+            entry = self._entries[key] = self._begin_entry(tensor)
             self._waiting.append(weakref.ref(entry))
         handle = SavedTensor(entry, tensor)
-        # Under `create_graph` backward keeps what it has unpacked, or decoded, under its old edge: the first stands.
-        if (edge := edge_of(tensor)) is not None and self._handles.setdefault(edge, handle).entry is entry:
-            self._handles[edge] = handle
+        if (edge := edge_of(tensor)) is not None:
+            self._find_by(edge, handle)
         self._raise_need(entry, tensor)
         self._code_all_but_the_latest(entry.need == Fidelity.EXACT)
         return handle
+
+    def _find_by(self, edge: Edge, handle: SavedTensor) -> None:
+        # Under `create_graph` backward keeps what it has unpacked, or decoded, under its old edge: the first stands.
+        if self._handles.setdefault(edge, handle).entry is handle.entry:
+            self._handles[edge] = handle
+
+    def _begin_entry(self, tensor: Tensor) -> SavedStorage:
+        self._num_begun += 1
+        return SavedStorage(tensor, self._recent, (self._scope_seed + self._num_begun) & 0xFFFFFFFF)
 
     def _manages(self, tensor: Tensor) -> bool:
         if (
@@ -231,9 +282,10 @@ class SavedTensorStore:
             entry.need = Fidelity.EXACT
             if tensor.dtype == torch.int64 and (index := window_index(tensor, self._calls.current)) is not None:
                 entry.become(index)
+                self._note_act(Act.WINDOW)
             return
         before, entry.need = entry.need, self._joint_need(entry, tensor)
-        if entry.need < Fidelity.EXACT and note_rows(entry, tensor, self._calls.current) and entry.is_lossy:
+        if entry.need < Fidelity.EXACT and self._note_rows(entry, tensor) and entry.is_lossy:
             self._take_back(entry, tensor)
         if Fidelity.SHAPE < entry.need <= before:
             return
@@ -242,10 +294,30 @@ class SavedTensorStore:
         if entry.encoding.fidelity < entry.need:  # coded for somebody who needed less
             self._take_back(entry, tensor)
         if self.recompute and entry.is_raw and entry.need >= Fidelity.INT2 and covers_its_storage(tensor):
-            source = self._derivation.of(tensor, entry.need)
-            # What a normalisation reads has its noise bounded by rows of its own: another tensor's are not enough.
-            if source is not None and (source.fidelity == Fidelity.EXACT or not entry.normalised_by):
-                entry.become(encodings.Recompute(source.values, tensor, source.fidelity, source.needs, source.depth))
+            self._recompute(entry, tensor)
+
+    def _recompute(self, entry: SavedStorage, tensor: Tensor) -> bool:
+        """Compute a tensor again when it is asked for, where that is possible."""
+        source = self._derivation.of(tensor, entry.need)
+        # What a normalisation reads has its noise bounded by rows of its own: another tensor's are not enough.
+        if source is None or (source.fidelity < Fidelity.EXACT and entry.normalised_by):
+            return False
+        entry.become(encodings.Recompute(source.values, tensor, source.fidelity, source.needs, source.depth))
+        sources = [need.entry for need in source.needs if isinstance(need, SavedTensor)]
+        for each in sources:
+            each.need = each.need_of_values
+        self._note_act(Act.RECOMPUTE, sources)
+        return True
+
+    def _note_act(self, act: Act, sources: Iterable[SavedStorage] = ()) -> None:
+        if isinstance(follower := self._calls.follower, Learner):
+            follower.act(act, sources)
+
+    def _note_rows(self, entry: SavedStorage, tensor: Tensor) -> bool:
+        call, num_before = self._calls.current, len(entry.normalised_by)
+        is_any = note_rows(entry, tensor, call)
+        self._calls.notes_statistics |= len(entry.normalised_by) > num_before
+        return is_any
 
     def _joint_need(self, entry: SavedStorage, tensor: Tensor) -> Fidelity:
         lossy = self.within[-1] if self.within else self.lossy
@@ -255,7 +327,7 @@ class SavedTensorStore:
             entry.num_uses += 1
             entry.is_coupled |= not wanted.is_last
             if not wanted.is_linear:
-                entry.nonlinear.add(self._calls.current.name)
+                entry.nonlinear |= {self._calls.current.name}
             if wanted.derivative is not None and self.keeps_derivatives:
                 need = self._joint_derivative(entry, wanted.derivative, need)
         if entry.need == Fidelity.DERIVATIVE and need not in (Fidelity.SHAPE, Fidelity.DERIVATIVE):
@@ -279,6 +351,8 @@ class SavedTensorStore:
 
     def _take_back(self, entry: SavedStorage, tensor: Tensor) -> None:
         """Hold the bytes again, to be coded anew."""
+        if isinstance(follower := self._calls.follower, Learner):
+            follower.take_back()
         entry.become_raw(tensor.untyped_storage())
         self._waiting.append(weakref.ref(entry))
 
@@ -298,12 +372,13 @@ class SavedTensorStore:
             return False
         x, argument = source.get(), self._calls.current.argument(0, "input")
         is_z = isinstance(argument, Tensor) and argument.grad_fn is norm and argument.shape == y.shape
-        z, seed = argument if is_z else None, self.noise.next_seed()
+        z, seed = argument if is_z else None, mix(mix(entry.seed))  # another one than of y's own code
         found = chain(y, x, norm, z, self.lossy, seed, self._calls.operands, source.entry.rows)
         if found is None:
             return False
         entry.become(found[0])
         source.entry.become(found[1])
+        self._note_act(Act.FUSE, [source.entry])
         return True
 
     # --------------------------------------------------------------------------- coding
@@ -321,53 +396,91 @@ class SavedTensorStore:
         """Give an entry the smallest encoding that its consumers allow."""
         if entry is None or not entry.is_raw or not entry.is_unchanged:
             return
-        encoding = self._form_of(entry)
+        if isinstance(follower := self._calls.follower, Learner):
+            follower.code(entry)
+        encoding = smallest_encoding(entry, self._calls.statistics)
         if self.offloader is not None:
             encoding = self.offloader.take(encoding or entry.encoding) or encoding
         if encoding is not None:
             entry.become(encoding)
 
-    def _form_of(self, entry: SavedStorage) -> encodings.Encoding | None:
-        flat, need = entry.flat(), entry.need
-        if flat.dtype == torch.bool:
-            return encodings.Mask.of(flat)
-        if not flat.dtype.is_floating_point:
-            is_index = flat.dtype in (torch.int64, torch.int32, torch.int16)
-            return encodings.IntDowncast.of(flat) if is_index else None
-        if need == Fidelity.SHAPE:
-            return encodings.Shape(flat)
-        if need == Fidelity.MASK:
-            return (
-                encodings.Mask.positive(flat) if entry.interval is None else encodings.RangeMask(flat, *entry.interval)
-            )
-        if need == Fidelity.EXACT:
-            return None if entry.has_gradient else encodings.TwoValues.of(flat)  # which would wait for the device
-        rows = entry.rows or rows_in_memory(*entry.made_as, flat.numel())
-        if need == Fidelity.DERIVATIVE:
-            assert entry.derivative is not None, "noted with the need"
-            seed = self.noise.next_seed()
-            return CodedDerivative.of(flat, entry.derivative, entry.derivative_rank, seed, rows)
-        need = raise_for_normalisations(entry, rows, self._calls.statistics)
-        if need == Fidelity.EXACT:
-            return None
-        if need == Fidelity.BF16:
-            return encodings.Bf16.of(flat, self.noise.next_seed())
-        return encodings.IntCodes.of(flat, need, self.noise.next_seed(), entry.keeps_sign, rows)
-
     def draw_for(self, step: int) -> None:
         """Draw the dither from a stream of this step's own, in which several scopes go on; repeats when resumed."""
         self.noise.begin(step)
 
+    # --------------------------------------------------------------------------- plans
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Learner | Replay | None:
+        """Learn or follow a plan in a scope that begins with this call."""
+        if self.entries():
+            return None
+        start = start_of(func, args, kwargs, tuple(self.within), self.keeps_derivatives)
+        if (follower := self._plans.follow(start)) is not None:
+            self._start_of_plan = start
+        return follower
+
+    def _keep_as_planned(self, replay: Replay, planned: PlannedTensor, tensor: Tensor) -> Kept:
+        assert planned.storage is not None, "it is not left alone"
+        if planned.is_first:
+            replay.add(entry := self._begin_entry(tensor))
+        else:
+            found = replay.storage(planned.storage)
+            assert found is not None, "it has been looked for"
+            entry = found
+        handle = SavedTensor(entry, tensor)
+        replay.add_handle(planned, handle)
+        if planned.is_source and (edge := edge_of(tensor)) is not None:
+            self._find_by(edge, handle)
+        set_facts(entry, planned.facts)
+        if planned.is_normalised:
+            entry.normalised_by.append(self._calls.current.number)
+            self._calls.notes_statistics = True
+        if planned.is_taken_back or entry.encoding.fidelity < entry.need:
+            entry.become_raw(tensor.untyped_storage())
+            replay.wait(planned.storage)
+        if planned.act is not None and not self._act(planned.act, entry, tensor):
+            self._calls.leave_plan()
+        else:
+            for number in planned.codes:
+                self._code(replay.code(number))
+        return handle
+
+    def _act(self, act: Act, entry: SavedStorage, tensor: Tensor) -> bool:
+        if act is Act.RECOMPUTE:
+            return self._recompute(entry, tensor)
+        if act is Act.FUSE:
+            return self._fused(entry, tensor)
+        index = window_index(tensor, self._calls.current)
+        if index is not None:
+            entry.become(index)
+        return index is not None
+
+    def _left(self, replay: Replay) -> None:
+        """Go on by deciding, from what has been kept as planned."""
+        self._entries.update((entry.key, entry) for entry in replay.entries())
+        for edge, handle in replay.handles():
+            self._find_by(edge, handle)
+        self._waiting.extend(map(weakref.ref, replay.waiting()))
+
     def _settle(self) -> None:
         """Code what still waits; give back what coding did not free; count."""
         self._calls.latest_input = None
+        follower = self._calls.follower
+        if isinstance(follower, Replay):
+            self._waiting.extend(map(weakref.ref, follower.waiting()))
         while self._waiting:
             self._code(self._waiting.popleft()())
         for entry in (entries := self.entries()):
             if not entry.is_raw and (storage := entry.original.get()) is not None:
                 entry.become_raw(storage)
-        self.tally = Tally.of(entries)
-        self.consequences.note(entries)
+        if isinstance(follower, Replay) and follower.is_complete and follower.is_as_planned():
+            self.tally = follower.plan.tally
+        else:
+            self.tally = Tally.of(entries)
+            self.consequences.note(entries)
+        if isinstance(follower, Learner):
+            follower.finish(entries, self.tally)
+        if self._start_of_plan is not None:
+            self._plans.end(self._start_of_plan, follower)
 
 
 def _unpack(kept: Kept) -> Tensor:

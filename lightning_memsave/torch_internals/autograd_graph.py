@@ -121,6 +121,16 @@ def saved(node: Node, name: str) -> Any:
         raise UnreadableError(node.name(), name) from error
 
 
+def saved_values(node: Node, name: str) -> Any:
+    """Return the same, tensors without their place in the graph.
+
+    Raises:
+        UnreadableError: as `saved`.
+    """
+    kept = packed(node, name)
+    return kept.get() if isinstance(kept, Kept) else saved(node, name)
+
+
 def packed(node: Node, name: str) -> Kept | Tensor | None:
     """Return what is kept of an attribute: by the store, or by torch itself; `None` where it keeps none.
 
@@ -294,19 +304,23 @@ def is_innermost(mode: TorchFunctionMode) -> bool:
 
 # ------------------------------------------------------------------------------- in-place changes
 def watch(tensor: Tensor) -> Tensor:
-    """Return a tensor of the whole storage, flat, that counts in-place changes together with `tensor`."""
-    watched = tensor.detach()  # shares the counter, and is not a view: views hold on to their base
-    watch_again(watched, tensor.untyped_storage())
-    return watched
+    """Return another tensor of the same storage that counts in-place changes together with `tensor`."""
+    return tensor.detach()  # is not a view: views hold on to their base
 
 
 def let_go(watched: Tensor) -> None:
     """Make it drop its bytes; it goes on counting."""
-    watched.data = watched.new_empty(0)
+    nothing = _NOTHING.get(watched.dtype) if type(watched) is Tensor and watched.is_cpu else None
+    watched.data = watched.new_empty(0) if nothing is None else nothing
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
+_NOTHING = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in _DTYPES}
+"""Tensors without elements, for the dtypes that are kept most often."""
 
 
 def watch_again(watched: Tensor, storage: torch.UntypedStorage) -> None:
-    """Give it its bytes back."""
+    """Give it the bytes of a storage back, all of them, flat."""
     size = storage.nbytes() // watched.element_size()
     watched.data = watched.new_empty(0).set_(storage, 0, (size,), (1,))
 

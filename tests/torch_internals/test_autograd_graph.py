@@ -391,7 +391,8 @@ def test_a_watcher_counts_with_the_tensor_and_can_drop_its_bytes():
     x = torch.arange(6.0)
     view = x.view(2, 3)[1]
     watched, weak = watch(view), WeakStorage(x)
-    assert torch.equal(watched, x)
+    assert torch.equal(watched, view)
+    assert watched.data_ptr() == view.data_ptr()
     version = version_of(watched)
     view.add_(1)
     assert version_of(watched) == version_of(x) == version + 1

@@ -24,14 +24,14 @@ def quantize(
 
     On CUDA a block that is not finite is coded all the same, and decoded as NaN.
     """
-    return _kbit(flat.device).quantize(flat, bits, seed, signed, row)  # type: ignore[no-any-return]  # one of three modules
+    return _kbit(flat).quantize(flat, bits, seed, signed, row)  # type: ignore[no-any-return]  # one of three modules
 
 
 def dequantize(
     codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bool = False, row: int | None = None
 ) -> Tensor:
     """Dequantize as `kbit.dequantize` does."""
-    return _kbit(codes.device).dequantize(codes, ranges, bits, out, signed, row)  # type: ignore[no-any-return]
+    return _kbit(codes).dequantize(codes, ranges, bits, out, signed, row)  # type: ignore[no-any-return]
 
 
 def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
@@ -115,14 +115,14 @@ def implementation(device: torch.device) -> str:
     return "c" if _has_native(device) else "torch"
 
 
-def _kbit(device: torch.device):  # type: ignore[no-untyped-def]  # one of three modules of the same functions
-    match implementation(device):
+def _kbit(coded: Tensor):  # type: ignore[no-untyped-def]  # one of three modules of the same functions
+    if coded.is_cpu and native.library() is not None:
+        return native
+    match implementation(coded.device):
         case "triton":
             from lightning_memsave.numerics.kernels import triton_kbit
 
             return triton_kbit
-        case "c":
-            return native
         case _:
             return kbit
 

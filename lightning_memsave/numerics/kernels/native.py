@@ -2,7 +2,8 @@
 
 Measured on one thread against `torch.compile` of the reference and plain torch
 (`benchmarks/memory_time/bench_codecs.py`): only C is faster than what it saves. The library is cached (`build.py`);
-compiling it takes about a second.
+compiling it takes about a second. Every kernel but `find_two` and `set_bits` ends with the range of its units that a
+thread is to do.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,20 +26,52 @@ _SOURCE = Path(__file__).with_name("native.c")
 _TYPES = (torch.float32, torch.bfloat16)  # others are converted
 _MIN_PER_THREAD = 1 << 18  # elements; below that a thread costs more than it brings
 
+_INT, _LONG, _SEED, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_long, ctypes.c_uint32, ctypes.c_float, ctypes.c_void_p
+_RANGE = (_LONG, _LONG)
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "quantize": (_INT, (_POINTER, _INT, _POINTER, _POINTER, _LONG, *(_INT,) * 4, _SEED, *_RANGE)),
+    "dequantize": (None, (*(_POINTER,) * 3, _INT, _LONG, *(_INT,) * 3, *_RANGE)),
+    "round_to_bfloat16": (_INT, (_POINTER, _POINTER, _LONG, _SEED, *_RANGE)),
+    "round_to_float16": (_INT, (_POINTER, _POINTER, _LONG, _SEED, *_RANGE)),
+    "pack_mask": (None, (_POINTER, _POINTER, _LONG, *_RANGE)),
+    "unpack_mask": (None, (_POINTER, _POINTER, _LONG, *_RANGE)),
+    "scale_where": (None, (*(_POINTER,) * 3, _FLOAT, *_RANGE)),
+    "set_bits": (_LONG, (_POINTER, _POINTER, _LONG)),
+    "pack_positive": (None, (_POINTER, _POINTER, _LONG, *_RANGE)),
+    "find_two": (None, (_POINTER, _POINTER, _LONG)),
+    "pack_two": (_INT, (*(_POINTER,) * 3, _LONG, *_RANGE)),
+    "unpack_two": (None, (*(_POINTER,) * 3, _LONG, *_RANGE)),
+    "quantize_to_map": (None, (_POINTER, _POINTER, _INT, _POINTER, _POINTER, _LONG, _INT, _SEED, _SEED, *_RANGE)),
+    "dequantize_from_map": (None, (_POINTER, _POINTER, _INT, _POINTER, _POINTER, _LONG, _INT, *_RANGE)),
+}
+"""Result and arguments of each kernel, as `native.c` declares them."""
+
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernels, or `None` where they cannot be built."""
-    return build.load(_SOURCE)
+    loaded = build.load(_SOURCE)
+    if loaded is not None:
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(loaded, name)
+            function.restype, function.argtypes = result, arguments
+    return loaded
 
 
-def _in_threads(work: Callable[[int, int], int | None], num_units: int, per_unit: int) -> bool:
-    """Run `work(first, last)` over parts of the range; False when one of them returned 0."""
-    wanted = min(torch.get_num_threads(), num_units * per_unit // _MIN_PER_THREAD)
+def _run(name: str, *arguments: Any, num_units: int, per_unit: int) -> bool:
+    """Run a kernel over units of so many elements, in several threads where that pays; False when it returned 0."""
+    function = getattr(library(), name)
+    wanted = num_units * per_unit // _MIN_PER_THREAD
+    if wanted > 1:
+        wanted = min(torch.get_num_threads(), wanted)
     if wanted <= 1:
-        return work(0, num_units) != 0
+        return bool(function(*arguments, 0, num_units) != 0)
     cuts = [num_units * i // wanted for i in range(wanted + 1)]
-    return 0 not in list(_pool(wanted).map(work, cuts[:-1], cuts[1:]))  # ctypes releases the GIL
+
+    def work(first: int, last: int) -> int | None:
+        return function(*arguments, first, last)  # type: ignore[no-any-return]  # ctypes releases the GIL
+
+    return 0 not in list(_pool(wanted).map(work, cuts[:-1], cuts[1:]))
 
 
 @functools.lru_cache(maxsize=1)
@@ -54,51 +87,45 @@ def quantize(
     flat: Tensor, bits: int, seed: int | None, signed: bool = False, row: int | None = None
 ) -> tuple[Tensor, Tensor] | None:
     """Quantize as `kbit.quantize` does."""
-    lib = library()
-    assert lib is not None
     flat = flat if flat.dtype in _TYPES else flat.float()
-    blocks = Blocks.of_rows(row or flat.numel())
-    num_blocks = blocks.count(flat.numel())
-    codes = torch.empty(num_blocks, blocks.num_bytes(bits), dtype=torch.uint8)
-    ranges = torch.empty(num_blocks, 4 if signed else 2, dtype=torch.bfloat16)
-    if is_fake(flat):
-        return codes, ranges
-
-    def work(first: int, last: int) -> int:
-        found: int = lib.quantize(
-            *(_pointer(flat, flat.numel()), int(flat.dtype == torch.bfloat16)),
-            *(_pointer(codes, codes.numel()), _pointer(ranges, ranges.numel())),
-            *(ctypes.c_long(blocks.row), blocks.size, bits, int(signed)),
-            *(int(seed is not None), ctypes.c_uint32(seed or 0), ctypes.c_long(first), ctypes.c_long(last)),
-        )
-        return found
-
-    return (codes, ranges) if _in_threads(work, num_blocks, blocks.size) else None
+    size = flat.numel()
+    blocks = Blocks.of_rows(row or size)
+    num_blocks, num_bytes, num_ends = blocks.count(size), blocks.num_bytes(bits), 4 if signed else 2
+    codes = torch.empty(num_blocks, num_bytes, dtype=torch.uint8)
+    ranges = torch.empty(num_blocks, num_ends, dtype=torch.bfloat16)
+    is_coded = is_fake(flat) or _run(
+        "quantize",
+        *(_pointer(flat, size), flat.dtype is torch.bfloat16),
+        *(_pointer(codes, num_blocks * num_bytes), _pointer(ranges, num_blocks * num_ends)),
+        *(blocks.row, blocks.size, bits, signed, seed is not None, seed or 0),
+        num_units=num_blocks,
+        per_unit=blocks.size,
+    )
+    return (codes, ranges) if is_coded else None
 
 
 def dequantize(
     codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bool = False, row: int | None = None
 ) -> Tensor:
     """Dequantize as `kbit.dequantize` does."""
-    lib = library()
-    assert lib is not None
     target = out if out.dtype in _TYPES else torch.empty(out.shape, dtype=torch.float32)
-    blocks = Blocks.of_rows(row or out.numel())
-    num_blocks = blocks.count(out.numel())
-
-    def work(first: int, last: int) -> None:
-        lib.dequantize(
+    size = out.numel()
+    blocks = Blocks.of_rows(row or size)
+    num_blocks = blocks.count(size)
+    if not is_fake(codes):
+        _run(
+            "dequantize",
             _pointer(codes, num_blocks * blocks.num_bytes(bits)),
             _pointer(ranges, num_blocks * (4 if signed else 2)),
-            *(_pointer(target, num_blocks // blocks.per_row * blocks.row), int(target.dtype == torch.bfloat16)),
-            *(ctypes.c_long(blocks.row), blocks.size, bits, int(signed)),
-            *(ctypes.c_long(first), ctypes.c_long(last)),
+            *(_pointer(target, num_blocks // blocks.per_row * blocks.row), target.dtype is torch.bfloat16),
+            *(blocks.row, blocks.size, bits, signed),
+            num_units=num_blocks,
+            per_unit=blocks.size,
         )
-
-    if not is_fake(codes):
-        _in_threads(work, num_blocks, blocks.size)
+    if target is out:
+        return out
     limit = torch.finfo(out.dtype).max
-    return out if target is out else out.copy_(target.clamp_(-limit, limit) if out.dtype == torch.float16 else target)
+    return out.copy_(target.clamp_(-limit, limit) if out.dtype == torch.float16 else target)
 
 
 def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
@@ -112,60 +139,45 @@ def round_to_float16(flat: Tensor, seed: int) -> Tensor | None:
 
 
 def _rounded(name: str, dtype: torch.dtype, flat: Tensor, seed: int) -> Tensor | None:
-    lib = library()
-    assert lib is not None
-    flat = flat.float()
+    flat, size = flat.float(), flat.numel()
     out = torch.empty(flat.shape, dtype=dtype)
-
-    def work(first: int, last: int) -> int:
-        found: int = getattr(lib, name)(
-            *(_pointer(flat, flat.numel()), _pointer(out, flat.numel())),
-            *(ctypes.c_long(flat.numel()), ctypes.c_uint32(seed)),
-            *(ctypes.c_long(first), ctypes.c_long(last)),
-        )
-        return found
-
-    return out if is_fake(flat) or _in_threads(work, -(-flat.numel() // BLOCK_SIZE), BLOCK_SIZE) else None
+    is_rounded = is_fake(flat) or _run(
+        *(name, _pointer(flat, size), _pointer(out, size), size, seed),
+        num_units=-(-size // BLOCK_SIZE),
+        per_unit=BLOCK_SIZE,
+    )
+    return out if is_rounded else None
 
 
 def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift: int = 0) -> tuple[Tensor, Tensor]:
     """Quantize as `blockwise.quantize_to_map` does."""
-    lib = library()
-    assert lib is not None
-    flat = flat.float()
-    blocks = -(-flat.numel() // BLOCK_SIZE)
-    codes = torch.empty(-(-flat.numel() * bits // 8), dtype=torch.uint8)
-    absmax = torch.empty(blocks, dtype=torch.float32)
-
-    def work(first: int, last: int) -> None:
-        lib.quantize_to_map(
-            *(_pointer(flat, flat.numel()), _pointer(code_map, len(code_map)), len(code_map)),
-            *(_pointer(codes, codes.numel()), _pointer(absmax, blocks)),
-            *(ctypes.c_long(flat.numel()), bits, ctypes.c_uint32(seed), ctypes.c_uint32(shift)),
-            *(ctypes.c_long(first), ctypes.c_long(last)),
-        )
-
+    flat, size = flat.float(), flat.numel()
+    num_blocks, num_bytes, num_codes = -(-size // BLOCK_SIZE), -(-size * bits // 8), code_map.numel()
+    codes = torch.empty(num_bytes, dtype=torch.uint8)
+    absmax = torch.empty(num_blocks, dtype=torch.float32)
     if not is_fake(flat):
-        _in_threads(work, blocks, BLOCK_SIZE)
+        _run(
+            "quantize_to_map",
+            *(_pointer(flat, size), _pointer(code_map, num_codes), num_codes),
+            *(_pointer(codes, num_bytes), _pointer(absmax, num_blocks), size, bits, seed, shift),
+            num_units=num_blocks,
+            per_unit=BLOCK_SIZE,
+        )
     return codes, absmax
 
 
 def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: int, num_values: int) -> Tensor:
     """Dequantize as `blockwise.dequantize_from_map` does."""
-    lib = library()
-    assert lib is not None
     out = torch.empty(num_values, dtype=torch.float32)
-    blocks = -(-num_values // BLOCK_SIZE)
-
-    def work(first: int, last: int) -> None:
-        lib.dequantize_from_map(
-            *(_pointer(codes, -(-num_values * bits // 8)), _pointer(code_map, len(code_map)), len(code_map)),
-            *(_pointer(absmax, blocks), _pointer(out, num_values)),
-            *(ctypes.c_long(num_values), bits, ctypes.c_long(first), ctypes.c_long(last)),
-        )
-
+    num_blocks, num_codes = -(-num_values // BLOCK_SIZE), code_map.numel()
     if not is_fake(codes):
-        _in_threads(work, blocks, BLOCK_SIZE)
+        _run(
+            "dequantize_from_map",
+            *(_pointer(codes, -(-num_values * bits // 8)), _pointer(code_map, num_codes), num_codes),
+            *(_pointer(absmax, num_blocks), _pointer(out, num_values), num_values, bits),
+            num_units=num_blocks,
+            per_unit=BLOCK_SIZE,
+        )
     return out
 
 
@@ -180,59 +192,39 @@ def pack_positive(flat: Tensor) -> Tensor:
 
 
 def _bytes_from(name: str, flat: Tensor) -> Tensor:
-    lib = library()
-    assert lib is not None
-    packed = torch.empty(-(-flat.numel() // 8), dtype=torch.uint8)
-    function = getattr(lib, name)
-
-    def work(first: int, last: int) -> None:
-        sizes = map(ctypes.c_long, (flat.numel(), first, last))
-        function(_pointer(flat, flat.numel()), _pointer(packed, packed.numel()), *sizes)
-
+    size = flat.numel()
+    num_bytes = -(-size // 8)
+    packed = torch.empty(num_bytes, dtype=torch.uint8)
     if not is_fake(flat):
-        _in_threads(work, packed.numel(), 8)
+        _run(name, _pointer(flat, size), _pointer(packed, num_bytes), size, num_units=num_bytes, per_unit=8)
     return packed
 
 
 def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
     """Unpack a mask as `bits.unpack(packed, 1, num_values).bool()` does."""
-    lib = library()
-    assert lib is not None
-    mask = torch.empty(num_values, dtype=torch.bool)
-
-    def work(first: int, last: int) -> None:
-        sizes = map(ctypes.c_long, (num_values, first, last))
-        lib.unpack_mask(_pointer(packed, -(-num_values // 8)), _pointer(mask, num_values), *sizes)
-
+    mask, num_bytes = torch.empty(num_values, dtype=torch.bool), -(-num_values // 8)
     if not is_fake(packed):
-        _in_threads(work, -(-num_values // 8), 8)
+        pointers = _pointer(packed, num_bytes), _pointer(mask, num_values)
+        _run("unpack_mask", *pointers, num_values, num_units=num_bytes, per_unit=8)
     return mask
 
 
 def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:
     """Scale float32 values as `bits.scale_where` does."""
-    lib = library()
-    assert lib is not None
-    out = torch.empty_like(values)
-
-    def work(first: int, last: int) -> None:
-        pointers = (_pointer(each, values.numel()) for each in (mask, values, out))
-        lib.scale_where(*pointers, ctypes.c_float(scale), ctypes.c_long(first), ctypes.c_long(last))
-
+    out, size = torch.empty_like(values), values.numel()
     if not is_fake(values):
-        _in_threads(work, values.numel(), 1)
+        pointers = (_pointer(each, size) for each in (mask, values, out))
+        _run("scale_where", *pointers, scale, num_units=size, per_unit=1)
     return out
 
 
 def set_bits(packed: Tensor) -> Tensor:
     """Return the set bits, [k], as `bits.unpack(packed, 1, ...).nonzero()` does."""
-    lib = library()
-    assert lib is not None
     if is_fake(packed):
         return torch.empty(num_set(packed), dtype=torch.int64)
-    size = ctypes.c_long(packed.numel())
-    lib.set_bits.restype = ctypes.c_long
-    source = _pointer(packed, packed.numel())
+    lib, size = library(), packed.numel()
+    assert lib is not None
+    source = _pointer(packed, size)
     positions = torch.empty(lib.set_bits(source, None, size), dtype=torch.int64)
     lib.set_bits(source, _pointer(positions, positions.numel()), size)
     return positions
@@ -240,39 +232,29 @@ def set_bits(packed: Tensor) -> Tensor:
 
 def pack_two(flat: Tensor) -> tuple[Tensor, Tensor] | None:
     """Pack 32-bit elements as `bits.pack_two` does."""
-    lib = library()
+    lib, size = library(), flat.numel()
     assert lib is not None
-    values, packed = flat.new_empty(2), torch.empty(-(-flat.numel() // 8), dtype=torch.uint8)
+    num_bytes = -(-size // 8)
+    values, packed = flat.new_empty(2), torch.empty(num_bytes, dtype=torch.uint8)
     if is_fake(flat):
         return (packed, values) if has_two_values(flat) else None
-    source, found_values = _pointer(flat, flat.numel()), _pointer(values, 2)
-    lib.find_two(source, found_values, ctypes.c_long(flat.numel()))
-
-    def work(first: int, last: int) -> int:
-        sizes = map(ctypes.c_long, (flat.numel(), first, last))
-        found: int = lib.pack_two(source, found_values, _pointer(packed, packed.numel()), *sizes)
-        return found
-
-    return (packed, values) if _in_threads(work, packed.numel(), 8) else None
+    source, found = _pointer(flat, size), _pointer(values, 2)
+    lib.find_two(source, found, size)
+    is_packed = _run("pack_two", source, found, _pointer(packed, num_bytes), size, num_units=num_bytes, per_unit=8)
+    return (packed, values) if is_packed else None
 
 
 def unpack_two(packed: Tensor, values: Tensor, size: int) -> Tensor:
     """Unpack 32-bit elements as `bits.unpack_two` does."""
-    lib = library()
-    assert lib is not None
-    out = values.new_empty(size)
-
-    def work(first: int, last: int) -> None:
-        sizes = map(ctypes.c_long, (size, first, last))
-        lib.unpack_two(_pointer(packed, -(-size // 8)), _pointer(values, 2), _pointer(out, size), *sizes)
-
+    out, num_bytes = values.new_empty(size), -(-size // 8)
     if not is_fake(packed):
-        _in_threads(work, -(-size // 8), 8)
+        pointers = _pointer(packed, num_bytes), _pointer(values, 2), _pointer(out, size)
+        _run("unpack_two", *pointers, size, num_units=num_bytes, per_unit=8)
     return out
 
 
-def _pointer(tensor: Tensor, num_elements: int) -> ctypes.c_void_p:
-    """Return the pointer of a tensor, of which a kernel reads or writes so many elements.
+def _pointer(tensor: Tensor, num_elements: int) -> int:
+    """Return the address of a tensor, of which a kernel reads or writes so many elements.
 
     Raises:
         ValueError: it has fewer.
@@ -280,5 +262,6 @@ def _pointer(tensor: Tensor, num_elements: int) -> ctypes.c_void_p:
     if tensor.numel() < num_elements:
         raise ValueError(f"a kernel needs {num_elements} elements of a tensor that has {tensor.numel()}")
     assert tensor.is_contiguous()
-    assert tensor.data_ptr() or not tensor.numel(), "a tensor without memory has no place in a kernel"
-    return ctypes.c_void_p(tensor.data_ptr())
+    address = tensor.data_ptr()
+    assert address or not num_elements, "a tensor without memory has no place in a kernel"
+    return address
