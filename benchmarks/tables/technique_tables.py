@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 
 from benchmarks.harness.rows import MB, MIB, Row, by_setting, factor_and_time, markdown, mean, rows, standard_error
@@ -80,6 +81,20 @@ def codecs() -> str:
         )
         for row in rows("codecs")
     ]
+    return markdown(head, lines, num_text=2)
+
+
+def launch_bound() -> str:
+    """Times of small steps, with a learned plan and without."""
+    head = ("model", "setting", "with its plan", "deciding anew")
+    lines = []
+    for model, of_model in itertools.groupby(rows("launch_bound"), key=lambda row: row["model"]):
+        ratios: dict[str, dict[str, str]] = {}
+        for row in of_model:
+            ratios.setdefault(row["setting"], {})[row["case"]] = f"{float(row['cpu_time_ratio']):.2f}x"
+        for i, (setting, found) in enumerate(list(ratios.items())[1:]):
+            both = [found.get(case, found.get("", "")) for case in ("follows its plan", "decides anew")]
+            lines.append((model if i == 0 else "", setting, *both))
     return markdown(head, lines, num_text=2)
 
 

@@ -112,7 +112,7 @@ class _Marks:
     def of(self, value: Any) -> Any:
         """Return what is compared of an argument: its value, or which node made it."""
         kind = type(value)
-        if kind is Tensor or kind is nn.Parameter:
+        if kind is Tensor or kind is _Parameter:
             node = value.grad_fn
             return (value.requires_grad,) if node is None else (self._number(node), value.output_nr)
         if kind in _PLAIN:
@@ -120,8 +120,10 @@ class _Marks:
         if isinstance(value, Tensor):
             node = value.grad_fn
             return (kind, value.requires_grad) if node is None else (kind, self._number(node), value.output_nr)
+        if isinstance(value, (int, float, complex, str)):  # NumPy's among them
+            return kind, value
         if isinstance(value, (tuple, list)):
-            return (kind, *map(self.of, value))
+            return (kind, len(value), *map(self.of, value[:_MOST_ITEMS]))
         if isinstance(value, dict):
             return (kind, *value, *map(self.of, value.values()))
         if isinstance(value, slice):
@@ -165,9 +167,16 @@ class _Marks:
         return number - self._first
 
 
+_Parameter = nn.Parameter
+_MOST_ITEMS = 256  # of a list, which may be data
 _PLAIN = frozenset(
     (int, float, bool, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
+
+
+def _seen_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what is compared of a tensor that is left alone."""
+    return type(tensor), None if tensor.is_nested else tensor.shape
 
 
 class Learner:
@@ -197,7 +206,7 @@ class Learner:
     def act(self, act: Act, sources: Iterable[SavedStorage] = ()) -> None:
         """Note what is done at once with the tensor that is being kept, with the help of what is kept of `sources`."""
         self._next.act = act
-        self._sources |= {self._numbers[source] for source in sources}
+        self._sources |= {self._numbers[source] for source in sources if source in self._numbers}
         if act is not Act.RECOMPUTE and self.running != OUTSIDE:
             self.plan.calls[self.running].is_watched = True
 
@@ -211,7 +220,7 @@ class Learner:
         planned.call, planned.codes, self._codes = self.running, self._codes, []
         self.plan.tensors.append(planned)
         if not isinstance(kept, SavedTensor):
-            planned.traits = (type(tensor),)
+            planned.traits = _seen_of(tensor)
             return
         entry = kept.entry
         if entry not in self._numbers:
@@ -272,19 +281,19 @@ class Replay:
         planned = self.plan.tensors[number]
         if planned.call != self.running:
             return None
-        if planned.storage is None:
-            if type(tensor) is not planned.traits[0]:
-                return None
-        elif self._marks.of_tensor(tensor, within) != planned.traits or not self._is_shared(planned, tensor):
+        try:
+            traits = _seen_of(tensor) if planned.storage is None else self._marks.of_tensor(tensor, within)
+        except RuntimeError:  # it has no strides or no version, and is not the one that was planned
+            return None
+        if traits != planned.traits or not self._is_shared(planned, tensor):
             return None
         self._num_tensors = number + 1
         return planned
 
     def _is_shared(self, planned: PlannedTensor, tensor: Tensor) -> bool:
         """Return whether a tensor lies in the storage of which others have been kept, as planned."""
-        if planned.is_first:
+        if planned.is_first or planned.storage is None:
             return True
-        assert planned.storage is not None, "it is not left alone"
         entry = self.storage(planned.storage)
         return (
             entry is not None

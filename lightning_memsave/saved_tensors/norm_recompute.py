@@ -37,7 +37,7 @@ from lightning_memsave.torch_internals.autograd_graph import (
     packed,
     saved_values,
 )
-from lightning_memsave.torch_internals.fake_tensors import truth
+from lightning_memsave.torch_internals.fake_tensors import is_fake
 
 _PER_LEVEL = 64
 """How many times a row's deviation its mean may be, for each code between the ends of a block's range."""
@@ -118,11 +118,10 @@ class Statistics(NamedTuple):
     mean: Callable[[], Tensor]
     rstd: Callable[[], Tensor]
 
-    def largest_ratio(self) -> Tensor:
-        """Return the largest ratio of a row's mean to its deviation, a tensor of one element."""
+    def largest_ratio(self) -> float:
+        """Return the largest ratio of a row's mean to its deviation; 0 where it has no value."""
         ratios = self.mean().float() * self.rstd().float()
-        largest: Tensor = torch.linalg.vector_norm(ratios, float("inf"))
-        return largest
+        return 0.0 if is_fake(ratios) else float(torch.linalg.vector_norm(ratios, float("inf")))
 
 
 def statistics_of(node: Node | None) -> Statistics | None:
@@ -167,9 +166,7 @@ def raise_for_normalisations(entry: SavedStorage, rows: Rows, statistics: Mappin
         return need
     readers = [statistics.get(number) for number in entry.normalised_by]
     ratios = [reader.largest_ratio() for reader in readers if reader is not None]
-    while need < Fidelity.EXACT and not all(
-        truth(ratio <= ratio_limit(need, entry.keeps_sign), True) for ratio in ratios
-    ):
+    while need < Fidelity.EXACT and not all(ratio <= ratio_limit(need, entry.keeps_sign) for ratio in ratios):
         need = Fidelity.INT8 if need < Fidelity.INT8 else Fidelity.EXACT
     is_code = need in BITS and entry.rows is not None
     if None in readers or (is_code and coded_bytes(rows.length, BITS[need], entry.keeps_sign) >= 2 * rows.length):

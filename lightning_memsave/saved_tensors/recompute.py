@@ -11,6 +11,7 @@ activation and keep convolutions. Here it is done per tensor instead of per segm
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -48,10 +49,24 @@ class Source:
     depth: int = 0
 
 
-class Derivation:
-    """Looks for recipes in the graph of one forward pass."""
+Handles = Mapping[Edge, "weakref.ref[SavedTensor]"]
 
-    def __init__(self, handles: Mapping[Edge, SavedTensor], calls: CallTracker) -> None:
+
+def kept_of(handles: Handles, edge: Edge) -> SavedTensor | None:
+    """Return what autograd holds of a result; `None` when it is not kept, or no longer."""
+    reference = handles.get(edge)
+    return None if reference is None else reference()
+
+
+class Derivation:
+    """Looks for recipes in the graph of one forward pass.
+
+    Args:
+        handles: what autograd holds of results, as long as it does.
+        calls: what the graph does not show.
+    """
+
+    def __init__(self, handles: Handles, calls: CallTracker) -> None:
         self._handles, self._operands, self._calls = handles, calls.operands, calls
 
     def of(self, tensor: Tensor, wanted: Fidelity) -> Source | None:
@@ -69,7 +84,7 @@ class Derivation:
             return None
         if (leaf := getattr(node, "variable", None)) is not None:
             return _parameter(leaf)
-        handle = self._handles.get(Edge(sequence_nr_of(node), output_nr))
+        handle = kept_of(self._handles, Edge(sequence_nr_of(node), output_nr))
         if handle is not None and handle.producer != node.name():  # the same number in another thread
             handle = None
         return _kept(handle, own, budget) or self._repeat(node, output_nr, own, budget)

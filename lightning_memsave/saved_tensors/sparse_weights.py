@@ -126,7 +126,7 @@ def rebuilt(tensor: Tensor) -> Rebuilt | None:
 
 def left_alone(tensor: Tensor) -> Kept:
     """Return what a store keeps of a weight: a sparse one's recipe, else the tensor itself."""
-    return rebuilt(tensor) or Passed(tensor)
+    return (None if tensor.is_leaf else rebuilt(tensor)) or Passed(tensor)
 
 
 class _Foreign:

@@ -17,6 +17,7 @@ Limits: tensors that a custom autograd Function stores on `ctx` directly are inv
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,7 +50,7 @@ from lightning_memsave.saved_tensors.learned_plan import (
 from lightning_memsave.saved_tensors.linear_cross_entropy import linear_cross_entropy
 from lightning_memsave.saved_tensors.norm_recompute import note_rows
 from lightning_memsave.saved_tensors.offload import Offloader
-from lightning_memsave.saved_tensors.recompute import Derivation
+from lightning_memsave.saved_tensors.recompute import Derivation, kept_of
 from lightning_memsave.saved_tensors.saved_storage import Recent, SavedStorage, SavedTensor
 from lightning_memsave.saved_tensors.seeds import NoiseSeeds
 from lightning_memsave.saved_tensors.smallest_encoding import smallest_encoding
@@ -132,7 +133,7 @@ class SavedTensorStore:
         self._entries: weakref.WeakValueDictionary[tuple[int, int, torch.dtype], SavedStorage] = (
             weakref.WeakValueDictionary()
         )
-        self._handles: weakref.WeakValueDictionary[Edge, SavedTensor] = weakref.WeakValueDictionary()
+        self._handles: dict[Edge, weakref.ref[SavedTensor]] = {}
         self._calls = CallTracker(self._answer, self.chunk_loss, self._follow if self.learns else None, self._left)
         self._start_of_plan: object = None  # of the plan that is learned or followed
         self._num_begun = 0
@@ -255,8 +256,9 @@ class SavedTensorStore:
 
     def _find_by(self, edge: Edge, handle: SavedTensor) -> None:
         # Under `create_graph` backward keeps what it has unpacked, or decoded, under its old edge: the first stands.
-        if self._handles.setdefault(edge, handle).entry is handle.entry:
-            self._handles[edge] = handle
+        first = kept_of(self._handles, edge)
+        if first is None or first.entry is handle.entry:
+            self._handles[edge] = weakref.ref(handle)
 
     def _begin_entry(self, tensor: Tensor) -> SavedStorage:
         self._num_begun += 1
@@ -362,7 +364,7 @@ class SavedTensorStore:
         if norm is None or not entry.is_raw or not self.lossy <= Fidelity.INT8 or entry.need > self.lossy:
             return False
         producer, producer_nr = inputs_of(norm)[0]
-        source = None if producer is None else self._handles.get(Edge(sequence_nr_of(producer), producer_nr))
+        source = None if producer is None else kept_of(self._handles, Edge(sequence_nr_of(producer), producer_nr))
         if source is None or not source.entry.is_raw or source.entry.need != self.lossy or source.entry.keeps_sign:
             return False
         is_new = self._calls.current.name in policy.SIGN_ONLY  # the ReLU itself keeps it, before its call has returned
@@ -483,5 +485,4 @@ class SavedTensorStore:
             self._plans.end(self._start_of_plan, follower)
 
 
-def _unpack(kept: Kept) -> Tensor:
-    return kept.get()
+_unpack = operator.methodcaller("get")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -196,6 +197,9 @@ class Squared(torch.autograd.Function):
 PAIRS = {
     "another number": (lambda a, b: a + 1.5, lambda a, b: a + 2.5),
     "another power": (lambda a, b: a**2, lambda a, b: a**3),
+    "another power of NumPy's": (lambda a, b: a ** np.float64(2), lambda a, b: a ** np.float64(3)),
+    "a sparse tensor": (lambda a, b: Data.apply(a) * b, lambda a, b: torch.sparse.mm(sparse(), a) * b),
+    "a list of data": (lambda a, b: a + torch.tensor([1.0] * 8), lambda a, b: a + torch.tensor([2.0] * 8)),
     "another source": (lambda a, b: a + b, lambda a, b: a + a),
     "another order": (lambda a, b: a - b, lambda a, b: b - a),
     "another function": (lambda a, b: F.gelu(a), lambda a, b: F.silu(a)),
@@ -217,6 +221,10 @@ PAIRS = {
     "autocast": (lambda a, b: a @ a.T @ b, lambda a, b: in_bfloat16(lambda: a @ a.T @ b).float()),
     "pooling": (lambda a, b: F.max_pool1d(a, 2), lambda a, b: F.max_pool1d(a, 3)),
 }
+
+
+def sparse():
+    return torch.eye(8).to_sparse()
 
 
 def in_bfloat16(function):
@@ -274,6 +282,50 @@ def test_a_plan_that_is_left_again_and_again_is_given_up(monkeypatch):
     for number in range(20):
         gradients(lambda number=number: (F.gelu(data(8, 8) @ weight) * number).sum(), [weight], 0, store.scope)
     assert len(learned) == 3
+
+
+def test_what_an_earlier_scope_keeps_may_be_a_source():
+    """A graph that goes through two scopes: the second one's recomputation reads what the first one keeps."""
+    weight, (store, _) = nn.Parameter(torch.randn(8, 8)), twins(recompute=True)
+    for seed in range(4):
+        both = []
+        for scope in (store.scope, contextlib.nullcontext):
+            torch.manual_seed(seed)
+            with scope():
+                a = data(8, 8) * 2
+                b = a * torch.randn(8, 8)
+            with scope():
+                loss = (F.gelu(b) @ weight).square().sum()
+            both.append(torch.autograd.grad(loss, [weight]))
+        assert_equal(*both)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("make", [sparse, lambda: torch.nested.nested_tensor([torch.randn(8)] * 8)])
+def test_a_tensor_of_another_kind_leaves_the_plan(make):
+    """What is kept outside of any call is compared without a call that would tell the two apart."""
+    store, other = twins(recompute=True)
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, kept):
+            ctx.save_for_backward(kept)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            assert type(ctx.saved_tensors[0]) is torch.Tensor
+            return gradient * 2, None
+
+    for number in range(6):
+        kept = make() if number in (3, 5) else torch.randn(8, 8)
+        found = []
+        for each in (store, other):
+            x = torch.ones(8, 8, requires_grad=True)
+            with each.scope():
+                loss = Keeps.apply(x + 1, kept).sum()
+            found.append(torch.autograd.grad(loss, x)[0])
+        assert torch.equal(*found)
 
 
 def test_what_is_learned_holds_no_tensor(no_tensors_left):
