@@ -1,7 +1,7 @@
 """What activation compression costs where kernels take microseconds: CPU time of a step on one thread, in pairs.
 
-Each setting is timed as it is, with its learned plan (`saved_tensors.learned_plan`), and deciding anew in each step.
-Hooks and a function mode that do nothing are the least that any such method costs.
+Each setting is timed as it is, replaying a recorded step (`saved_tensors.scope_recording`), and deciding anew in each
+step. Hooks and a function mode that do nothing are the least that any such method costs.
 """
 
 from __future__ import annotations
@@ -42,17 +42,16 @@ def gpt_rows(batch_size: int, context: int, min_numel: int) -> list[dict[str, ob
     model = PlainGPT(12, 64, 4, context, dropout=0.0)
     ids = torch.randint(0, 256, (batch_size, context))
     stores = {
-        (name, learns): SavedTensorStore(**options, min_numel=min_numel, learns=learns)
+        (name, records): SavedTensorStore(**options, min_numel=min_numel, records=records)
         for name, options in SETTINGS.items()
-        for learns in (True, False)
+        for records in (True, False)
     }
     scopes = {("baseline", ""): contextlib.nullcontext, ("hooks alone", ""): hooks}
     scopes |= {
-        (name, "follows its plan" if learns else "decides anew"): store.scope
-        for (name, learns), store in stores.items()
+        (name, "replayed" if records else "decided anew"): store.scope for (name, records), store in stores.items()
     }
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in scopes}
-    for turn in range(turns(NUM_STEPS) + 3):  # the first ones learn
+    for turn in range(turns(NUM_STEPS) + 3):  # the first ones record
         for key, scope in scopes.items():
             start = time.process_time()
             with scope():

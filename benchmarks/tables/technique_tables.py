@@ -85,15 +85,15 @@ def codecs() -> str:
 
 
 def launch_bound() -> str:
-    """Times of small steps, with a learned plan and without."""
-    head = ("model", "setting", "with its plan", "deciding anew")
+    """Times of small steps, replayed and decided anew."""
+    head = ("model", "setting", "replayed", "decided anew")
     lines = []
     for model, of_model in itertools.groupby(rows("launch_bound"), key=lambda row: row["model"]):
         ratios: dict[str, dict[str, str]] = {}
         for row in of_model:
             ratios.setdefault(row["setting"], {})[row["case"]] = f"{float(row['cpu_time_ratio']):.2f}x"
         for i, (setting, found) in enumerate(list(ratios.items())[1:]):
-            both = [found.get(case, found.get("", "")) for case in ("follows its plan", "decides anew")]
+            both = [found.get(case, found.get("", "")) for case in ("replayed", "decided anew")]
             lines.append((model if i == 0 else "", setting, *both))
     return markdown(head, lines, num_text=2)
 

@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from lightning_memsave.saved_tensors.call_site import NO_CALL, Call
 from lightning_memsave.saved_tensors.code_rows import covers_its_storage
 from lightning_memsave.saved_tensors.encodings import Fidelity, WindowIndex
-from lightning_memsave.saved_tensors.learned_plan import OUTSIDE, Learner, PlannedCall, Replay
 from lightning_memsave.saved_tensors.norm_recompute import Statistics, statistics_of
 from lightning_memsave.saved_tensors.recompute_rules import Norm
+from lightning_memsave.saved_tensors.scope_recording import OUTSIDE, RecordedCall, Recorder, Replayer
 from lightning_memsave.saved_tensors.tied_embedding import Lookup
 from lightning_memsave.torch_internals.autograd_graph import (
     Edge,
@@ -74,23 +74,23 @@ class CallTracker(TorchFunctionMode):
     Args:
         answer: asked before each call of `cross_entropy` or `dropout`; what it returns, unless `None`, is the result.
         notes_heads: whether linears and embeddings are noted.
-        follow: called with the first call's function and arguments, for a plan to learn or to follow.
-        left: called where the scope does something else than was planned.
+        follow: called with the first call's function and arguments; returns what records or replays the scope.
+        left: called where the scope does something else than was recorded.
     """
 
     def __init__(
         self,
         answer: Callable[[Call], Tensor | None],
         notes_heads: bool = False,
-        follow: Callable[..., Learner | Replay | None] | None = None,
-        left: Callable[[Replay], None] | None = None,
+        follow: Callable[..., Recorder | Replayer | None] | None = None,
+        left: Callable[[Replayer], None] | None = None,
     ) -> None:
         super().__init__()
         self._notes_heads = notes_heads
         self._follow = None if follow is None else weakref.WeakMethod(follow)
         self._left = None if left is None else weakref.WeakMethod(left)
-        self.follower: Learner | Replay | None = None
-        """What learns or follows a plan."""
+        self.follower: Recorder | Replayer | None = None
+        """What records or follows a recording."""
         self._answer = weakref.WeakMethod(answer)  # whoever answers owns this object
         self.current = NO_CALL
         """The outermost function that is running."""
@@ -140,14 +140,14 @@ class CallTracker(TorchFunctionMode):
         follower = self.follower
         if follower is None:
             return self._run(func, args, kwargs, None)
-        planned = follower.begin(func, args, kwargs)
-        if planned is None:
-            self.leave_plan()
+        recorded = follower.begin(func, args, kwargs)
+        if recorded is None:
+            self.leave_recording()
             return self._run(func, args, kwargs, None)
         try:
-            if type(follower) is Learner:
-                return self._run(func, args, kwargs, planned)
-            if planned.is_watched:
+            if type(follower) is Recorder:
+                return self._run(func, args, kwargs, recorded)
+            if recorded.is_watched:
                 return self._run(func, args, kwargs, None)
             follower.call = func, args, kwargs
             return func(*args, **kwargs)
@@ -161,10 +161,10 @@ class CallTracker(TorchFunctionMode):
         if follow is not None:
             self.follower = follow(func, args, kwargs)
 
-    def leave_plan(self) -> None:
+    def leave_recording(self) -> None:
         """Decide from now on, beginning with the call that is running."""
         follower = self.follower
-        if isinstance(follower, Replay):
+        if isinstance(follower, Replayer):
             if follower.call is not None:
                 func, args, kwargs = follower.call
                 self._num_calls += 1
@@ -173,7 +173,7 @@ class CallTracker(TorchFunctionMode):
                 left(follower)
         self.follower = None
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], planned: PlannedCall | None) -> Any:
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], recorded: RecordedCall | None) -> Any:
         before, traits = self.current, _traits_of(func)
         if traits.is_data or (traits.is_in_place and not torch.is_grad_enabled()):
             self._changed.update(_edges(args[:1]))
@@ -192,9 +192,9 @@ class CallTracker(TorchFunctionMode):
         is_noted = False
         if isinstance(result, Tensor) and torch.is_grad_enabled() and (node := result.grad_fn) is not None:
             is_noted = self._note(func, traits.note, call, result, node)
-        if planned is not None:
-            planned.is_watched |= is_noted or traits.is_in_place or traits.is_data or traits.is_hooking
-            planned.is_watched |= answer is not None or "out" in kwargs
+        if recorded is not None:
+            recorded.is_watched |= is_noted or traits.is_in_place or traits.is_data or traits.is_hooking
+            recorded.is_watched |= answer is not None or "out" in kwargs
         return result
 
     def _note(self, func: Any, note: Callable[[Call], Any] | None, call: Call, result: Tensor, node: Node) -> bool:
@@ -232,7 +232,7 @@ class CallTracker(TorchFunctionMode):
         if not is_innermost(self):
             yield
             return
-        self.leave_plan()
+        self.leave_recording()
         before, self.current, self.unseen_as = self.current, Call(name, (), {}), name
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:

@@ -8,6 +8,7 @@ than the first; then it is coded, and its own bytes die as soon as the forward p
 Never touched: parameters and what is computed from them alone, tensors below `min_numel` elements, subclasses of
 `Tensor`, windows into larger storages that carry no gradient (slices of a data set). At the end of the scope, an entry
 whose original somebody still holds (the batch, a returned output) takes the original back: coding it saved nothing.
+Scopes that do what an earlier one did apply its decisions again (`scope_recording`).
 
 Limits: tensors that a custom autograd Function stores on `ctx` directly are invisible to hooks; inside
 `torch.utils.checkpoint` (non-reentrant) torch's own hooks come first, so its regions are left to themselves. Our own
@@ -37,21 +38,21 @@ from lightning_memsave.saved_tensors.dropout import dropout
 from lightning_memsave.saved_tensors.encodings import Fidelity
 from lightning_memsave.saved_tensors.function_mode import CallContext, CallTracker, window_index
 from lightning_memsave.saved_tensors.fused_norm_relu import chain, relu_input
-from lightning_memsave.saved_tensors.learned_plan import (
-    OUTSIDE,
-    Act,
-    Learner,
-    PlannedTensor,
-    Plans,
-    Replay,
-    set_facts,
-    start_of,
-)
 from lightning_memsave.saved_tensors.linear_cross_entropy import linear_cross_entropy
 from lightning_memsave.saved_tensors.norm_recompute import note_rows
 from lightning_memsave.saved_tensors.offload import Offloader
 from lightning_memsave.saved_tensors.recompute import Derivation, kept_of
 from lightning_memsave.saved_tensors.saved_storage import Recent, SavedStorage, SavedTensor
+from lightning_memsave.saved_tensors.scope_recording import (
+    OUTSIDE,
+    Act,
+    RecordedTensor,
+    Recorder,
+    Recordings,
+    Replayer,
+    set_facts,
+    start_of,
+)
 from lightning_memsave.saved_tensors.seeds import NoiseSeeds
 from lightning_memsave.saved_tensors.smallest_encoding import smallest_encoding
 from lightning_memsave.saved_tensors.sparse_weights import left_alone
@@ -85,7 +86,7 @@ class SavedTensorStore:
         min_numel: tensors with fewer elements are left alone.
         seed: of the dither.
         offloader: moves what is left out of the device's memory.
-        learns: whether a scope that does the same as an earlier one applies its decisions again.
+        records: whether scopes are recorded, and replayed by those that do the same.
     """
 
     def __init__(
@@ -99,11 +100,11 @@ class SavedTensorStore:
         min_numel: int = 1024,
         seed: int = 0,
         offloader: Offloader | None = None,
-        learns: bool = True,
+        records: bool = True,
     ) -> None:
         self.lossy, self.recompute, self.fuse, self.min_numel = lossy, recompute, fuse, min_numel
         self.overrides, self.offloader, self.chunk_loss = dict(overrides or {}), offloader, chunk_loss
-        self.learns = learns
+        self.records = records
         self.noise = NoiseSeeds(seed)
         self.keeps_derivatives = True
         """Whether activations may be kept as codes of their derivatives, which nobody can differentiate."""
@@ -118,7 +119,7 @@ class SavedTensorStore:
         """Ranks that hold inside the modules that are running, the innermost last."""
         self._recent = Recent()
         self._depth = 0
-        self._plans = Plans()
+        self._recordings = Recordings()
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -134,8 +135,8 @@ class SavedTensorStore:
             weakref.WeakValueDictionary()
         )
         self._handles: dict[Edge, weakref.ref[SavedTensor]] = {}
-        self._calls = CallTracker(self._answer, self.chunk_loss, self._follow if self.learns else None, self._left)
-        self._start_of_plan: object = None  # of the plan that is learned or followed
+        self._calls = CallTracker(self._answer, self.chunk_loss, self._follow if self.records else None, self._left)
+        self._first_call: object = None  # of the scope, if it is recorded or replayed
         self._num_begun = 0
         self._waiting: deque[weakref.ref[SavedStorage]] = deque()
         self._derivation = Derivation(self._handles, self._calls)
@@ -188,7 +189,7 @@ class SavedTensorStore:
         """Return a store with the same settings, for what a region keeps when it is repeated."""
         branch = copy.copy(self)
         branch.within = self.within  # the hooks that tell of it know this store
-        branch._plans = self._plans
+        branch._recordings = self._recordings
         return branch
 
     @property
@@ -210,7 +211,7 @@ class SavedTensorStore:
     def entries(self) -> list[SavedStorage]:
         """Return the entries of the scope that is open."""
         follower = self._calls.follower
-        return follower.entries() if isinstance(follower, Replay) else list(self._entries.values())
+        return follower.entries() if isinstance(follower, Replayer) else list(self._entries.values())
 
     # --------------------------------------------------------------------------- packing
     def pack(self, tensor: Tensor) -> Kept:
@@ -223,16 +224,18 @@ class SavedTensorStore:
         with unwatched():
             return self._keep_following(follower, tensor)
 
-    def _keep_following(self, follower: Learner | Replay, tensor: Tensor) -> Kept:
+    def _keep_following(self, follower: Recorder | Replayer, tensor: Tensor) -> Kept:
         within = self.within[-1] if self.within else None
-        if type(follower) is Learner:
+        if type(follower) is Recorder:
             kept = self._keep(tensor)
             follower.keep(tensor, kept, within, self._calls.current.number)
             return kept
-        assert type(follower) is Replay, "there are two kinds"
-        if (planned := follower.keep(tensor, within)) is not None:
-            return left_alone(tensor) if planned.storage is None else self._keep_as_planned(follower, planned, tensor)
-        self._calls.leave_plan()
+        assert type(follower) is Replayer, "there are two kinds"
+        if (recorded := follower.keep(tensor, within)) is not None:
+            return (
+                left_alone(tensor) if recorded.storage is None else self._keep_as_recorded(follower, recorded, tensor)
+            )
+        self._calls.leave_recording()
         return self._keep(tensor)
 
     def _keep(self, tensor: Tensor) -> Kept:
@@ -312,7 +315,7 @@ class SavedTensorStore:
         return True
 
     def _note_act(self, act: Act, sources: Iterable[SavedStorage] = ()) -> None:
-        if isinstance(follower := self._calls.follower, Learner):
+        if isinstance(follower := self._calls.follower, Recorder):
             follower.act(act, sources)
 
     def _note_rows(self, entry: SavedStorage, tensor: Tensor) -> bool:
@@ -353,7 +356,7 @@ class SavedTensorStore:
 
     def _take_back(self, entry: SavedStorage, tensor: Tensor) -> None:
         """Hold the bytes again, to be coded anew."""
-        if isinstance(follower := self._calls.follower, Learner):
+        if isinstance(follower := self._calls.follower, Recorder):
             follower.take_back()
         entry.become_raw(tensor.untyped_storage())
         self._waiting.append(weakref.ref(entry))
@@ -398,7 +401,7 @@ class SavedTensorStore:
         """Give an entry the smallest encoding that its consumers allow."""
         if entry is None or not entry.is_raw or not entry.is_unchanged:
             return
-        if isinstance(follower := self._calls.follower, Learner):
+        if isinstance(follower := self._calls.follower, Recorder):
             follower.code(entry)
         encoding = smallest_encoding(entry, self._calls.statistics)
         if self.offloader is not None:
@@ -410,39 +413,39 @@ class SavedTensorStore:
         """Draw the dither from a stream of this step's own, in which several scopes go on; repeats when resumed."""
         self.noise.begin(step)
 
-    # --------------------------------------------------------------------------- plans
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Learner | Replay | None:
-        """Learn or follow a plan in a scope that begins with this call."""
+    # --------------------------------------------------------------------------- recordings
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder | Replayer | None:
+        """Record or replay a scope that begins with this call."""
         if self.entries():
             return None
         start = start_of(func, args, kwargs, tuple(self.within), self.keeps_derivatives)
-        if (follower := self._plans.follow(start)) is not None:
-            self._start_of_plan = start
+        if (follower := self._recordings.follow(start)) is not None:
+            self._first_call = start
         return follower
 
-    def _keep_as_planned(self, replay: Replay, planned: PlannedTensor, tensor: Tensor) -> Kept:
-        assert planned.storage is not None, "it is not left alone"
-        if planned.is_first:
+    def _keep_as_recorded(self, replay: Replayer, recorded: RecordedTensor, tensor: Tensor) -> Kept:
+        assert recorded.storage is not None, "it is not left alone"
+        if recorded.is_first:
             replay.add(entry := self._begin_entry(tensor))
         else:
-            found = replay.storage(planned.storage)
+            found = replay.storage(recorded.storage)
             assert found is not None, "it has been looked for"
             entry = found
         handle = SavedTensor(entry, tensor)
-        replay.add_handle(planned, handle)
-        if planned.is_source and (edge := edge_of(tensor)) is not None:
+        replay.add_handle(recorded, handle)
+        if recorded.is_source and (edge := edge_of(tensor)) is not None:
             self._find_by(edge, handle)
-        set_facts(entry, planned.facts)
-        if planned.is_normalised:
+        set_facts(entry, recorded.facts)
+        if recorded.is_normalised:
             entry.normalised_by.append(self._calls.current.number)
             self._calls.notes_statistics = True
-        if planned.is_taken_back or entry.encoding.fidelity < entry.need:
+        if recorded.is_taken_back or entry.encoding.fidelity < entry.need:
             entry.become_raw(tensor.untyped_storage())
-            replay.wait(planned.storage)
-        if planned.act is not None and not self._act(planned.act, entry, tensor):
-            self._calls.leave_plan()
+            replay.wait(recorded.storage)
+        if recorded.act is not None and not self._act(recorded.act, entry, tensor):
+            self._calls.leave_recording()
         else:
-            for number in planned.codes:
+            for number in recorded.codes:
                 self._code(replay.code(number))
         return handle
 
@@ -456,8 +459,8 @@ class SavedTensorStore:
             entry.become(index)
         return index is not None
 
-    def _left(self, replay: Replay) -> None:
-        """Go on by deciding, from what has been kept as planned."""
+    def _left(self, replay: Replayer) -> None:
+        """Go on by deciding, from what has been kept as recorded."""
         self._entries.update((entry.key, entry) for entry in replay.entries())
         for edge, handle in replay.handles():
             self._find_by(edge, handle)
@@ -467,22 +470,22 @@ class SavedTensorStore:
         """Code what still waits; give back what coding did not free; count."""
         self._calls.latest_input = None
         follower = self._calls.follower
-        if isinstance(follower, Replay):
+        if isinstance(follower, Replayer):
             self._waiting.extend(map(weakref.ref, follower.waiting()))
         while self._waiting:
             self._code(self._waiting.popleft()())
         for entry in (entries := self.entries()):
             if not entry.is_raw and (storage := entry.original.get()) is not None:
                 entry.become_raw(storage)
-        if isinstance(follower, Replay) and follower.is_complete and follower.is_as_planned():
-            self.tally = follower.plan.tally
+        if isinstance(follower, Replayer) and follower.is_complete and follower.is_as_recorded():
+            self.tally = follower.recording.tally
         else:
             self.tally = Tally.of(entries)
             self.consequences.note(entries)
-        if isinstance(follower, Learner):
+        if isinstance(follower, Recorder):
             follower.finish(entries, self.tally)
-        if self._start_of_plan is not None:
-            self._plans.end(self._start_of_plan, follower)
+        if self._first_call is not None:
+            self._recordings.end(self._first_call, follower)
 
 
 _unpack = operator.methodcaller("get")

@@ -1,22 +1,21 @@
-"""Learned plans: what one scope decided is applied again while a later scope does the same.
+"""Recordings: what one scope decided is applied again while a later scope does the same.
 
-Most steps do what the step before did. To decide anew for each tensor who keeps it, what its consumers need and whether
-it can be computed again takes 40 to 60 us, as long as several kernels of a small model. So a scope whose first call has
-been seen before is written down: each call of a function, each tensor that is kept, and when it is coded. Later scopes
-follow that plan.
+Most steps do what the step before did. To decide for each tensor who keeps it, what its consumers need and whether it
+can be computed again takes as long as some kernels of a small model. So a scope whose first call has been seen before
+is recorded: each call of a function, each tensor that is kept, and when it is coded. Later scopes replay the recording.
 
-*What must agree.* A plan is followed only while everything that a decision was made from is the same: of each call the
-function, its numbers, strings and flags, and which node of the graph made each tensor that it is given; of each tensor
-that is kept its class, shape, strides, dtype, device, version and the size of its storage, the node that made it, the
-call that keeps it, the codec of the module around, and whether it shares a storage with one that was kept before. What
-follows from values is decided anew: whether a code can hold them, whether a normalisation would multiply its noise,
-whether there are only two of them. A recomputation is read off the graph of its own step, never off the plan. Calls
-that change tensors unseen, hook gradients, or are answered by the store run as without a plan.
+*What must agree.* A recording is replayed only while everything that a decision was made from is the same. Of each
+call: the function, its numbers, strings and flags, and which node of the graph made each tensor that it is given. Of
+each tensor that is kept: its class, shape, strides, dtype, device, version and the size of its storage, the node that
+made it, the call that keeps it, the codec of the module around, and whether it shares a storage with one that was kept
+before. What follows from values is decided anew: whether a code can hold them, whether a normalisation would multiply
+its noise, whether there are only two of them. A recomputation is read off the graph of its own step. Calls that change
+tensors unseen, hook gradients, or are answered by the store run as without a recording.
 
-*Where a scope does something else*, the store goes on deciding from there, beside what it has kept so far, and learns
-again. A plan that is left three times in a row is given up.
+*Where a scope does something else*, the store goes on deciding from there, with all that it has kept so far, and the
+next such scope is recorded anew. A first call whose recordings are left three times in a row is recorded no more.
 
-A storage is coded at the same moment and with the same noise with a plan and without, so results are equal to the bit.
+A storage is coded at the same moment and with the same noise either way, so results are equal to the bit.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from lightning_memsave.saved_tensors.encodings import Fidelity
 from lightning_memsave.saved_tensors.saved_storage import SavedStorage, SavedTensor
 from lightning_memsave.torch_internals.autograd_graph import Edge, is_inside_transform, sequence_nr_of, storage_key
 
-_MOST_PLANS = 256
+_MOST_RECORDINGS = 256
 _MOST_STARTS = 1024
 _MOST_STRIKES = 3
 
@@ -57,17 +56,17 @@ class Act(Enum):
 
 
 @dataclass(slots=True)
-class PlannedCall:
+class RecordedCall:
     """One call of a function."""
 
     func: Any
     marks: tuple[Any, ...]
     is_watched: bool
-    """Whether it leaves notes for the store, so that it runs as without a plan."""
+    """Whether it leaves notes for the store, so that it runs as without a recording."""
 
 
 @dataclass(slots=True)
-class PlannedTensor:
+class RecordedTensor:
     """One tensor that is kept."""
 
     traits: tuple[Any, ...]
@@ -91,11 +90,11 @@ class PlannedTensor:
 
 
 @dataclass(slots=True)
-class Plan:
+class Recording:
     """Everything that one scope did."""
 
-    calls: list[PlannedCall] = field(default_factory=list)
-    tensors: list[PlannedTensor] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
+    tensors: list[RecordedTensor] = field(default_factory=list)
     last_codes: Sequence[int] = ()
     """Storages that are coded at the end."""
     kinds: dict[int, str] = field(default_factory=dict)
@@ -179,25 +178,25 @@ def _seen_of(tensor: Tensor) -> tuple[Any, ...]:
     return type(tensor), None if tensor.is_nested else tensor.shape
 
 
-class Learner:
+class Recorder:
     """Writes down what a scope does."""
 
     def __init__(self) -> None:
         self.running, self.call = OUTSIDE, None
         """Number of the call that is running."""
-        self.plan, self._marks = Plan(), _Marks()
+        self.recording, self._marks = Recording(), _Marks()
         self._numbers: weakref.WeakKeyDictionary[SavedStorage, int] = weakref.WeakKeyDictionary()
         self._num_storages = 0
-        self._next = PlannedTensor((), OUTSIDE)
+        self._next = RecordedTensor((), OUTSIDE)
         self._codes: list[int] = []
         self._sources: set[int] = set()
 
-    def begin(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PlannedCall:
+    def begin(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RecordedCall:
         """Note a call that begins."""
-        planned = PlannedCall(func, self._marks.of_call(args, kwargs), is_watched=False)
-        self.running = len(self.plan.calls)
-        self.plan.calls.append(planned)
-        return planned
+        recorded = RecordedCall(func, self._marks.of_call(args, kwargs), is_watched=False)
+        self.running = len(self.recording.calls)
+        self.recording.calls.append(recorded)
+        return recorded
 
     def take_back(self) -> None:
         """Note that the storage of the tensor that is being kept is to be coded anew."""
@@ -208,7 +207,7 @@ class Learner:
         self._next.act = act
         self._sources |= {self._numbers[source] for source in sources if source in self._numbers}
         if act is not Act.RECOMPUTE and self.running != OUTSIDE:
-            self.plan.calls[self.running].is_watched = True
+            self.recording.calls[self.running].is_watched = True
 
     def code(self, entry: SavedStorage) -> None:
         """Note that a storage is coded."""
@@ -216,40 +215,40 @@ class Learner:
 
     def keep(self, tensor: Tensor, kept: object, within: Fidelity | None, call_number: int) -> None:
         """Note a tensor that has been kept by the call with this number."""
-        planned, self._next = self._next, PlannedTensor((), OUTSIDE)
-        planned.call, planned.codes, self._codes = self.running, self._codes, []
-        self.plan.tensors.append(planned)
+        recorded, self._next = self._next, RecordedTensor((), OUTSIDE)
+        recorded.call, recorded.codes, self._codes = self.running, self._codes, []
+        self.recording.tensors.append(recorded)
         if not isinstance(kept, SavedTensor):
-            planned.traits = _seen_of(tensor)
+            recorded.traits = _seen_of(tensor)
             return
         entry = kept.entry
         if entry not in self._numbers:
-            self._numbers[entry], planned.is_first = self._num_storages, True
+            self._numbers[entry], recorded.is_first = self._num_storages, True
             self._num_storages += 1
-        planned.storage, planned.traits = self._numbers[entry], self._marks.of_tensor(tensor, within)
-        planned.is_normalised = call_number in entry.normalised_by
-        planned.facts = tuple(getattr(entry, name) for name in _FACTS)
+        recorded.storage, recorded.traits = self._numbers[entry], self._marks.of_tensor(tensor, within)
+        recorded.is_normalised = call_number in entry.normalised_by
+        recorded.facts = tuple(getattr(entry, name) for name in _FACTS)
 
     def finish(self, entries: Iterable[SavedStorage], tally: Tally) -> None:
-        """Complete the plan when the scope has ended."""
-        plan = self.plan
-        plan.last_codes, plan.tally = self._codes, tally
-        plan.kinds = {self._numbers[entry]: entry.encoding.kind for entry in entries}
-        for planned in plan.tensors:
-            planned.is_source = planned.storage in self._sources
+        """Complete the recording when the scope has ended."""
+        recording = self.recording
+        recording.last_codes, recording.tally = self._codes, tally
+        recording.kinds = {self._numbers[entry]: entry.encoding.kind for entry in entries}
+        for recorded in recording.tensors:
+            recorded.is_source = recorded.storage in self._sources
 
 
 def set_facts(entry: SavedStorage, facts: tuple[Any, ...]) -> None:
-    """Note what the consumers of a storage need, as planned."""
+    """Note what the consumers of a storage need, as recorded."""
     entry.need, entry.interval, entry.derivative, entry.derivative_rank, entry.keeps_sign, *others = facts
     entry.is_guarded, entry.rows, entry.nonlinear, entry.num_uses, entry.is_coupled = others
 
 
-class Replay:
-    """Follows a plan."""
+class Replayer:
+    """Replays a recording."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
         self.running = OUTSIDE
         """Number of the call that is running."""
         self.call: tuple[Any, tuple[Any, ...], Mapping[str, Any]] | None = None
@@ -257,44 +256,44 @@ class Replay:
         self._marks = _Marks()
         self._num_calls = self._num_tensors = 0
         self._storages: list[weakref.ref[SavedStorage]] = []
-        self._handles: list[tuple[PlannedTensor, weakref.ref[SavedTensor]]] = []
+        self._handles: list[tuple[RecordedTensor, weakref.ref[SavedTensor]]] = []
         self._waiting: dict[int, None] = {}
 
-    def begin(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PlannedCall | None:
-        """Return what is planned for the call that begins; `None` where another one is planned."""
+    def begin(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RecordedCall | None:
+        """Return what is recorded for the call that begins; `None` where another one is recorded."""
         number = self._num_calls
-        if number >= len(self.plan.calls):
+        if number >= len(self.recording.calls):
             return None
-        planned = self.plan.calls[number]
-        if func is not planned.func and func != planned.func:  # a property's getter is another object each time
+        recorded = self.recording.calls[number]
+        if func is not recorded.func and func != recorded.func:  # a property's getter is another object each time
             return None
-        if self._marks.of_call(args, kwargs) != planned.marks:
+        if self._marks.of_call(args, kwargs) != recorded.marks:
             return None
         self._num_calls, self.running = number + 1, number
-        return planned
+        return recorded
 
-    def keep(self, tensor: Tensor, within: Fidelity | None) -> PlannedTensor | None:
-        """Return what is planned for a tensor that is to be kept; `None` where another one is planned."""
+    def keep(self, tensor: Tensor, within: Fidelity | None) -> RecordedTensor | None:
+        """Return what is recorded for a tensor that is to be kept; `None` where another one is recorded."""
         number = self._num_tensors
-        if number >= len(self.plan.tensors) or is_inside_transform():
+        if number >= len(self.recording.tensors) or is_inside_transform():
             return None
-        planned = self.plan.tensors[number]
-        if planned.call != self.running:
+        recorded = self.recording.tensors[number]
+        if recorded.call != self.running:
             return None
         try:
-            traits = _seen_of(tensor) if planned.storage is None else self._marks.of_tensor(tensor, within)
-        except RuntimeError:  # it has no strides or no version, and is not the one that was planned
+            traits = _seen_of(tensor) if recorded.storage is None else self._marks.of_tensor(tensor, within)
+        except RuntimeError:  # it has no strides or no version, and is not the one that was recorded
             return None
-        if traits != planned.traits or not self._is_shared(planned, tensor):
+        if traits != recorded.traits or not self._is_shared(recorded, tensor):
             return None
         self._num_tensors = number + 1
-        return planned
+        return recorded
 
-    def _is_shared(self, planned: PlannedTensor, tensor: Tensor) -> bool:
-        """Return whether a tensor lies in the storage of which others have been kept, as planned."""
-        if planned.is_first or planned.storage is None:
+    def _is_shared(self, recorded: RecordedTensor, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in the storage of which others have been kept, as recorded."""
+        if recorded.is_first or recorded.storage is None:
             return True
-        entry = self.storage(planned.storage)
+        entry = self.storage(recorded.storage)
         return (
             entry is not None
             and entry.storage_key == storage_key(tensor)
@@ -307,14 +306,14 @@ class Replay:
         self._waiting[len(self._storages)] = None
         self._storages.append(weakref.ref(entry))
 
-    def add_handle(self, planned: PlannedTensor, handle: SavedTensor) -> None:
-        """Add what autograd holds of a tensor that was kept as planned."""
-        self._handles.append((planned, weakref.ref(handle)))
+    def add_handle(self, recorded: RecordedTensor, handle: SavedTensor) -> None:
+        """Add what autograd holds of a tensor that was kept as recorded."""
+        self._handles.append((recorded, weakref.ref(handle)))
 
     def handles(self) -> Iterator[tuple[Edge, SavedTensor]]:
         """Yield what autograd holds of results, by their edges."""
-        for planned, reference in self._handles:
-            if (handle := reference()) is not None and (edge := self._marks.edge(planned.traits)) is not None:
+        for recorded, reference in self._handles:
+            if (handle := reference()) is not None and (edge := self._marks.edge(recorded.traits)) is not None:
                 yield edge, handle
 
     def storage(self, number: int) -> SavedStorage | None:
@@ -338,42 +337,42 @@ class Replay:
         """Return the storages that are yet to be coded."""
         return [entry for number in self._waiting if (entry := self._storages[number]()) is not None]
 
-    def is_as_planned(self) -> bool:
-        """Return whether every storage has the encoding that the plan expects."""
+    def is_as_recorded(self) -> bool:
+        """Return whether every storage has the encoding that the recording expects."""
         found = {number: entry.encoding.kind for number, r in enumerate(self._storages) if (entry := r()) is not None}
-        return found == self.plan.kinds
+        return found == self.recording.kinds
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything that is planned has been done."""
-        return self._num_tensors == len(self.plan.tensors) and self._num_calls == len(self.plan.calls)
+        """Whether everything that is recorded has been done."""
+        return self._num_tensors == len(self.recording.tensors) and self._num_calls == len(self.recording.calls)
 
 
-class Plans:
-    """The plans of a store, by the call that a scope begins with."""
+class Recordings:
+    """The recordings of a store, by the call that a scope begins with."""
 
     def __init__(self) -> None:
-        self._plans: dict[Any, Plan] = {}
+        self._recordings: dict[Any, Recording] = {}
         self._num_strikes: dict[Any, int] = {}  # in a row, of each call that has been seen
 
-    def follow(self, start: Any) -> Learner | Replay | None:
-        """Return what a scope is to do that begins with this call: learn the second time, and then follow the plan."""
-        if (plan := self._plans.get(start)) is not None:
-            return Replay(plan)
+    def follow(self, start: Any) -> Recorder | Replayer | None:
+        """Return what to do in a scope that begins with this call: nothing, then record, then replay."""
+        if (recording := self._recordings.get(start)) is not None:
+            return Replayer(recording)
         num_strikes = self._num_strikes.setdefault(start, -1)
         if num_strikes < 0:
             self._num_strikes[start] = 0
             _forget_first(self._num_strikes, _MOST_STARTS)
             return None
-        return Learner() if num_strikes < _MOST_STRIKES else None
+        return Recorder() if num_strikes < _MOST_STRIKES else None
 
-    def end(self, start: Any, follower: Learner | Replay | None) -> None:
-        """Note how a scope ended that was to learn or to follow a plan; `None`: it did something else."""
-        if isinstance(follower, Learner):
-            self._plans[start] = follower.plan
-            _forget_first(self._plans, _MOST_PLANS)
+    def end(self, start: Any, follower: Recorder | Replayer | None) -> None:
+        """Note how a scope ended that was recorded or replayed; `None`: it did something else."""
+        if isinstance(follower, Recorder):
+            self._recordings[start] = follower.recording
+            _forget_first(self._recordings, _MOST_RECORDINGS)
         elif follower is None:
-            self._plans.pop(start, None)
+            self._recordings.pop(start, None)
             self._num_strikes[start] = self._num_strikes.get(start, 0) + 1
         elif follower.is_complete:
             self._num_strikes[start] = 0

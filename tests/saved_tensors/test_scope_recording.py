@@ -1,4 +1,4 @@
-"""Plans: what follows them equals what decides anew, and what does something else leaves them."""
+"""Recordings: what follows them equals what decides anew, and what does something else leaves them."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def decided(monkeypatch):
 
 
 def twins(**options):
-    """A store that learns, and one that decides anew each time."""
-    return (SavedTensorStore(min_numel=1, learns=learns, **options) for learns in (True, False))
+    """A store that records, and one that decides anew each time."""
+    return (SavedTensorStore(min_numel=1, records=records, **options) for records in (True, False))
 
 
 def gradients(step, parameters, seed, scope=contextlib.nullcontext):
@@ -277,8 +277,8 @@ def test_another_codec_around_is_another_plan():
 
 def test_a_plan_that_is_left_again_and_again_is_given_up(monkeypatch):
     weight, (store, _) = nn.Parameter(torch.randn(8, 8)), twins(recompute=True)
-    learned, begin = [], store_module.Learner.__init__
-    monkeypatch.setattr(store_module.Learner, "__init__", lambda self: (learned.append(1), begin(self))[1])
+    learned, begin = [], store_module.Recorder.__init__
+    monkeypatch.setattr(store_module.Recorder, "__init__", lambda self: (learned.append(1), begin(self))[1])
     for number in range(20):
         gradients(lambda number=number: (F.gelu(data(8, 8) @ weight) * number).sum(), [weight], 0, store.scope)
     assert len(learned) == 3
