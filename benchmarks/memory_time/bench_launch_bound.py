@@ -1,7 +1,6 @@
 """What activation compression costs where kernels take microseconds: CPU time of a step on one thread, in pairs.
 
-Each setting is timed as it is, replaying a recorded step (`saved_tensors.scope_recording`), and deciding anew in each
-step. Hooks and a function mode that do nothing are the least that any such method costs.
+Hooks and a function mode that do nothing are the least that any such method costs.
 """
 
 from __future__ import annotations
@@ -41,36 +40,28 @@ def gpt_rows(batch_size: int, context: int, min_numel: int) -> list[dict[str, ob
     torch.manual_seed(0)
     model = PlainGPT(12, 64, 4, context, dropout=0.0)
     ids = torch.randint(0, 256, (batch_size, context))
-    stores = {
-        (name, records): SavedTensorStore(**options, min_numel=min_numel, records=records)
-        for name, options in SETTINGS.items()
-        for records in (True, False)
-    }
-    scopes = {("baseline", ""): contextlib.nullcontext, ("hooks alone", ""): hooks}
-    scopes |= {
-        (name, "replayed" if records else "decided anew"): store.scope for (name, records), store in stores.items()
-    }
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in scopes}
-    for turn in range(turns(NUM_STEPS) + 3):  # the first ones record
-        for key, scope in scopes.items():
+    scopes = {"baseline": contextlib.nullcontext, "hooks alone": hooks}
+    scopes |= {name: SavedTensorStore(**options, min_numel=min_numel).scope for name, options in SETTINGS.items()}
+    seconds: dict[str, list[float]] = {setting: [] for setting in scopes}
+    for turn in range(turns(NUM_STEPS) + 1):
+        for setting, scope in scopes.items():
             start = time.process_time()
             with scope():
                 loss = next_token_loss(model(ids), ids)
             loss.backward()
             model.zero_grad()
-            if turn >= 3:
-                seconds[key].append(time.process_time() - start)
+            if turn:
+                seconds[setting].append(time.process_time() - start)
     size = "every tensor" if min_numel == 1 else f"tensors of {min_numel} elements and more"
     return [
         {
             "benchmark": "launch_bound",
             "model": f"GPT, 12 layers, width 64, batch {batch_size} x {context}; {size}",
-            "setting": name,
-            "case": way,
-            **time_columns(taken, seconds["baseline", ""]),
+            "setting": setting,
+            **time_columns(taken, seconds["baseline"]),
             **environment(),
         }
-        for (name, way), taken in seconds.items()
+        for setting, taken in seconds.items()
     ]
 
 

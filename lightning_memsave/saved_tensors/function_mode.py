@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from lightning_memsave.saved_tensors.code_rows import covers_its_storage
 from lightning_memsave.saved_tensors.encodings import Fidelity, WindowIndex
 from lightning_memsave.saved_tensors.norm_recompute import Statistics, statistics_of
 from lightning_memsave.saved_tensors.recompute_rules import Norm
-from lightning_memsave.saved_tensors.scope_recording import OUTSIDE, RecordedCall, Recorder, Replayer
 from lightning_memsave.saved_tensors.tied_embedding import Lookup
 from lightning_memsave.torch_internals.autograd_graph import (
     Edge,
@@ -74,23 +73,11 @@ class CallTracker(TorchFunctionMode):
     Args:
         answer: asked before each call of `cross_entropy` or `dropout`; what it returns, unless `None`, is the result.
         notes_heads: whether linears and embeddings are noted.
-        follow: called with the first call's function and arguments; returns what records or replays the scope.
-        left: called where the scope does something else than was recorded.
     """
 
-    def __init__(
-        self,
-        answer: Callable[[Call], Tensor | None],
-        notes_heads: bool = False,
-        follow: Callable[..., Recorder | Replayer | None] | None = None,
-        left: Callable[[Replayer], None] | None = None,
-    ) -> None:
+    def __init__(self, answer: Callable[[Call], Tensor | None], notes_heads: bool = False) -> None:
         super().__init__()
         self._notes_heads = notes_heads
-        self._follow = None if follow is None else weakref.WeakMethod(follow)
-        self._left = None if left is None else weakref.WeakMethod(left)
-        self.follower: Recorder | Replayer | None = None
-        """What records or follows a recording."""
         self._answer = weakref.WeakMethod(answer)  # whoever answers owns this object
         self.current = NO_CALL
         """The outermost function that is running."""
@@ -135,45 +122,6 @@ class CallTracker(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, known by its name to whoever keeps tensors meanwhile."""
         kwargs = kwargs or {}
-        if self._follow is not None:
-            self._start_following(func, args, kwargs)
-        follower = self.follower
-        if follower is None:
-            return self._run(func, args, kwargs, None)
-        recorded = follower.begin(func, args, kwargs)
-        if recorded is None:
-            self.leave_recording()
-            return self._run(func, args, kwargs, None)
-        try:
-            if type(follower) is Recorder:
-                return self._run(func, args, kwargs, recorded)
-            if recorded.is_watched:
-                return self._run(func, args, kwargs, None)
-            follower.call = func, args, kwargs
-            return func(*args, **kwargs)
-        finally:
-            follower.running, follower.call = OUTSIDE, None
-            self.current = NO_CALL  # calls inside of a call are not seen
-
-    def _start_following(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        follow = None if self._follow is None else self._follow()
-        self._follow = None
-        if follow is not None:
-            self.follower = follow(func, args, kwargs)
-
-    def leave_recording(self) -> None:
-        """Decide from now on, beginning with the call that is running."""
-        follower = self.follower
-        if isinstance(follower, Replayer):
-            if follower.call is not None:
-                func, args, kwargs = follower.call
-                self._num_calls += 1
-                self.current = Call(_traits_of(func).name, args, kwargs, self._num_calls)
-            if self._left is not None and (left := self._left()) is not None:
-                left(follower)
-        self.follower = None
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], recorded: RecordedCall | None) -> Any:
         before, traits = self.current, _traits_of(func)
         if traits.is_data or (traits.is_in_place and not torch.is_grad_enabled()):
             self._changed.update(_edges(args[:1]))
@@ -189,38 +137,30 @@ class CallTracker(TorchFunctionMode):
             result = func(*args, **kwargs) if answer is None else answer
         finally:
             self.current = before
-        is_noted = False
         if isinstance(result, Tensor) and torch.is_grad_enabled() and (node := result.grad_fn) is not None:
-            is_noted = self._note(func, traits.note, call, result, node)
-        if recorded is not None:
-            recorded.is_watched |= is_noted or traits.is_in_place or traits.is_data or traits.is_hooking
-            recorded.is_watched |= answer is not None or "out" in kwargs
+            self._note(func, traits.note, call, result, node)
         return result
 
-    def _note(self, func: Any, note: Callable[[Call], Any] | None, call: Call, result: Tensor, node: Node) -> bool:
-        """Note what the graph leaves out of a call; return whether that is anything."""
-        number, is_noted = sequence_nr_of(node), self.notes_statistics
+    def _note(self, func: Any, note: Callable[[Call], Any] | None, call: Call, result: Tensor, node: Node) -> None:
+        """Note what the graph leaves out of a call."""
+        number = sequence_nr_of(node)
         if result._version:
             self._versions[number] = result._version
-            is_noted = True
-        if note is not None and (noted := note(call)) is not None:
-            self.operands[number] = noted
-            is_noted = True
+        if note is not None:
+            self.operands[number] = note(call)
         if self.notes_statistics:
             self.statistics[call.number] = statistics_of(node)
-        return (self._notes_heads and self._note_head(func, call, node)) or is_noted
+        if self._notes_heads:
+            self._note_head(func, call, node)
 
-    def _note_head(self, func: Any, call: Call, node: Node) -> bool:
+    def _note_head(self, func: Any, call: Call, node: Node) -> None:
         if func is F.linear:
-            number, given, weight = sequence_nr_of(node), call.argument(0, "input"), call.argument(1, "weight")
-            if is_plain(weight, nn.Parameter):
+            number, given = sequence_nr_of(node), call.argument(0, "input")
+            if is_plain(weight := call.argument(1, "weight"), nn.Parameter):
                 self.linears[number] = seen(weight, call.argument(2, "bias"))
             self.latest_input = LinearInput(number, given, version_of(given), given.grad_fn)
-            return True
-        if func is F.embedding and not call.argument(6, "sparse", False):
+        elif func is F.embedding and not call.argument(6, "sparse", False):
             self._lookups[id(call.argument(1, "weight"))] = Lookup(node)
-            return True
-        return False
 
     def _ask(self, call: Call) -> Tensor | None:
         answer = self._answer()
@@ -232,7 +172,6 @@ class CallTracker(TorchFunctionMode):
         if not is_innermost(self):
             yield
             return
-        self.leave_recording()
         before, self.current, self.unseen_as = self.current, Call(name, (), {}), name
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
@@ -255,12 +194,22 @@ class _Traits(NamedTuple):
     note: Callable[[Call], Any] | None
 
 
-@functools.lru_cache(maxsize=1024)
+_OF_TORCH = frozenset(map(type, (torch.add, Tensor.add, Tensor.__add__, Tensor.data.__get__, F.linear)))  # type: ignore[attr-defined]
+
+
 def _traits_of(func: Any) -> _Traits:
+    # Others are not remembered: a function of the user's may hold tensors.
+    return _known_traits(func) if type(func) in _OF_TORCH else _find_traits(func)
+
+
+def _find_traits(func: Any) -> _Traits:
     name = str(func) if is_operator(func) else getattr(func, "__name__", "")
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     is_in_place = is_in_place or name in _IN_PLACE_OPERATORS
     return _Traits(name, is_in_place, func in _DATA, func in _HOOKING, _NOTED.get(func))
+
+
+_known_traits = functools.lru_cache(maxsize=1024)(_find_traits)
 
 
 def _edges(changed: Any) -> Iterator[Edge]:

@@ -172,6 +172,7 @@ def raise_for_normalisations(entry: SavedStorage, rows: Rows, statistics: Mappin
     if None in readers or (is_code and coded_bytes(rows.length, BITS[need], entry.keeps_sign) >= 2 * rows.length):
         need = Fidelity.EXACT  # nothing is known, or a row has two or three elements
     entry.is_guarded |= need > entry.need
+    entry.need = need
     return need
 
 

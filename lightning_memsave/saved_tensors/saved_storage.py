@@ -63,18 +63,15 @@ class SavedStorage:
         "original",
         "plain_bytes",
         "rows",
-        "seed",
         "storage_key",
     )
 
-    def __init__(self, tensor: Tensor, recent: Recent, seed: int = 0) -> None:
+    def __init__(self, tensor: Tensor, recent: Recent) -> None:
         self._watched = watch(tensor)
         self._version = tensor._version
         self._recent = recent
         self.encoding: Encoding = Identity(self._watched)
         self.decoded: Tensor | None = None
-        self.seed = seed
-        """What the seed of its code's noise is a hash of."""
         self.has_gradient = tensor.requires_grad
         """Whether it is a result that is differentiated, and no mask or noise."""
         self.need = Fidelity.SHAPE
@@ -128,11 +125,6 @@ class SavedStorage:
     def is_unchanged(self) -> bool:
         """Whether nobody has changed the storage in place since it was kept."""
         return self._watched._version == self._version
-
-    @property
-    def key(self) -> tuple[int, int, torch.dtype]:
-        """Storage, version and dtype, which tell entries apart."""
-        return self.storage_key, self._version, self._watched.dtype
 
     def check(self, size: torch.Size) -> None:
         """Raise `RuntimeError` when the storage was changed in place since it was kept."""

@@ -6,21 +6,24 @@ from collections.abc import Mapping
 
 import torch
 
-from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.saved_tensors import encodings
 from lightning_memsave.saved_tensors.activation_derivatives import CodedDerivative
 from lightning_memsave.saved_tensors.code_rows import rows_in_memory
 from lightning_memsave.saved_tensors.encodings import Fidelity
 from lightning_memsave.saved_tensors.norm_recompute import Statistics, raise_for_normalisations
 from lightning_memsave.saved_tensors.saved_storage import SavedStorage
+from lightning_memsave.saved_tensors.seeds import NoiseSeeds
 
 
-def smallest_encoding(entry: SavedStorage, statistics: Mapping[int, Statistics | None]) -> encodings.Encoding | None:
+def smallest_encoding(
+    entry: SavedStorage, statistics: Mapping[int, Statistics | None], noise: NoiseSeeds
+) -> encodings.Encoding | None:
     """Return the encoding; `None` where the bytes themselves are needed, or nothing smaller holds the values.
 
     Args:
         entry: holds the bytes.
         statistics: of normalisations, by the number of the call; `None` where they are not known.
+        noise: seeds of the code's noise.
     """
     need = entry.need
     if need == Fidelity.EXACT and entry.has_gradient:
@@ -40,10 +43,10 @@ def smallest_encoding(entry: SavedStorage, statistics: Mapping[int, Statistics |
     rows = entry.rows or rows_in_memory(*entry.made_as, flat.numel())
     if need == Fidelity.DERIVATIVE:
         assert entry.derivative is not None, "noted with the need"
-        return CodedDerivative.of(flat, entry.derivative, entry.derivative_rank, mix(entry.seed), rows)
+        return CodedDerivative.of(flat, entry.derivative, entry.derivative_rank, noise.next_seed(), rows)
     need = raise_for_normalisations(entry, rows, statistics)
     if need == Fidelity.EXACT:
         return None
     if need == Fidelity.BF16:
-        return encodings.Bf16.of(flat, mix(entry.seed))
-    return encodings.IntCodes.of(flat, need, mix(entry.seed), entry.keeps_sign, rows)
+        return encodings.Bf16.of(flat, noise.next_seed())
+    return encodings.IntCodes.of(flat, need, noise.next_seed(), entry.keeps_sign, rows)

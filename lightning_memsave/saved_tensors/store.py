@@ -8,7 +8,6 @@ than the first; then it is coded, and its own bytes die as soon as the forward p
 Never touched: parameters and what is computed from them alone, tensors below `min_numel` elements, subclasses of
 `Tensor`, windows into larger storages that carry no gradient (slices of a data set). At the end of the scope, an entry
 whose original somebody still holds (the batch, a returned output) takes the original back: coding it saved nothing.
-Scopes that do what an earlier one did apply its decisions again (`scope_recording`).
 
 Limits: tensors that a custom autograd Function stores on `ctx` directly are invisible to hooks; inside
 `torch.utils.checkpoint` (non-reentrant) torch's own hooks come first, so its regions are left to themselves. Our own
@@ -21,14 +20,13 @@ import copy
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.saved_tensors import encodings, policy
 from lightning_memsave.saved_tensors.activation_derivatives import Derivative
 from lightning_memsave.saved_tensors.byte_tally import Consequences, Tally
@@ -43,16 +41,6 @@ from lightning_memsave.saved_tensors.norm_recompute import note_rows
 from lightning_memsave.saved_tensors.offload import Offloader
 from lightning_memsave.saved_tensors.recompute import Derivation, kept_of
 from lightning_memsave.saved_tensors.saved_storage import Recent, SavedStorage, SavedTensor
-from lightning_memsave.saved_tensors.scope_recording import (
-    OUTSIDE,
-    Act,
-    RecordedTensor,
-    Recorder,
-    Recordings,
-    Replayer,
-    set_facts,
-    start_of,
-)
 from lightning_memsave.saved_tensors.seeds import NoiseSeeds
 from lightning_memsave.saved_tensors.smallest_encoding import smallest_encoding
 from lightning_memsave.saved_tensors.sparse_weights import left_alone
@@ -66,7 +54,6 @@ from lightning_memsave.torch_internals.autograd_graph import (
     is_made_of_weights,
     sequence_nr_of,
     storage_key,
-    unwatched,
 )
 from lightning_memsave.torch_internals.fake_tensors import is_plain
 
@@ -86,7 +73,6 @@ class SavedTensorStore:
         min_numel: tensors with fewer elements are left alone.
         seed: of the dither.
         offloader: moves what is left out of the device's memory.
-        records: whether scopes are recorded, and replayed by those that do the same.
     """
 
     def __init__(
@@ -100,11 +86,9 @@ class SavedTensorStore:
         min_numel: int = 1024,
         seed: int = 0,
         offloader: Offloader | None = None,
-        records: bool = True,
     ) -> None:
         self.lossy, self.recompute, self.fuse, self.min_numel = lossy, recompute, fuse, min_numel
         self.overrides, self.offloader, self.chunk_loss = dict(overrides or {}), offloader, chunk_loss
-        self.records = records
         self.noise = NoiseSeeds(seed)
         self.keeps_derivatives = True
         """Whether activations may be kept as codes of their derivatives, which nobody can differentiate."""
@@ -119,7 +103,6 @@ class SavedTensorStore:
         """Ranks that hold inside the modules that are running, the innermost last."""
         self._recent = Recent()
         self._depth = 0
-        self._recordings = Recordings()
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -135,9 +118,7 @@ class SavedTensorStore:
             weakref.WeakValueDictionary()
         )
         self._handles: dict[Edge, weakref.ref[SavedTensor]] = {}
-        self._calls = CallTracker(self._answer, self.chunk_loss, self._follow if self.records else None, self._left)
-        self._first_call: object = None  # of the scope, if it is recorded or replayed
-        self._num_begun = 0
+        self._calls = CallTracker(self._answer, notes_heads=self.chunk_loss)
         self._waiting: deque[weakref.ref[SavedStorage]] = deque()
         self._derivation = Derivation(self._handles, self._calls)
 
@@ -159,7 +140,6 @@ class SavedTensorStore:
         """Settle what is kept inside by hand, under `hooks()`, together at the end."""
         self._depth += 1
         self._recent.replace(None)
-        self._scope_seed = self.noise.next_seed()
         try:
             yield
             self._settle()
@@ -189,7 +169,6 @@ class SavedTensorStore:
         """Return a store with the same settings, for what a region keeps when it is repeated."""
         branch = copy.copy(self)
         branch.within = self.within  # the hooks that tell of it know this store
-        branch._recordings = self._recordings
         return branch
 
     @property
@@ -210,36 +189,11 @@ class SavedTensorStore:
 
     def entries(self) -> list[SavedStorage]:
         """Return the entries of the scope that is open."""
-        follower = self._calls.follower
-        return follower.entries() if isinstance(follower, Replayer) else list(self._entries.values())
+        return list(self._entries.values())
 
     # --------------------------------------------------------------------------- packing
     def pack(self, tensor: Tensor) -> Kept:
-        """Keep a tensor: what the hook does."""
-        follower = self._calls.follower
-        if follower is None:
-            return self._keep(tensor)
-        if follower.running != OUTSIDE:
-            return self._keep_following(follower, tensor)
-        with unwatched():
-            return self._keep_following(follower, tensor)
-
-    def _keep_following(self, follower: Recorder | Replayer, tensor: Tensor) -> Kept:
-        within = self.within[-1] if self.within else None
-        if type(follower) is Recorder:
-            kept = self._keep(tensor)
-            follower.keep(tensor, kept, within, self._calls.current.number)
-            return kept
-        assert type(follower) is Replayer, "there are two kinds"
-        if (recorded := follower.keep(tensor, within)) is not None:
-            return (
-                left_alone(tensor) if recorded.storage is None else self._keep_as_recorded(follower, recorded, tensor)
-            )
-        self._calls.leave_recording()
-        return self._keep(tensor)
-
-    def _keep(self, tensor: Tensor) -> Kept:
-        """Decide how to keep a tensor.
+        """Keep a tensor: what the hook does.
 
         Inside of a transform of torch.func and in forward mode tensors may have no memory, or be several in one.
         """
@@ -248,24 +202,17 @@ class SavedTensorStore:
         key = storage_key(tensor), tensor._version, tensor.dtype
         entry = self._entries.get(key)
         if entry is None or not entry.original.is_alive:  # its address was given to another storage
-            entry = self._entries[key] = self._begin_entry(tensor)
+            entry = self._entries[key] = SavedStorage(tensor, self._recent)
             self._waiting.append(weakref.ref(entry))
         handle = SavedTensor(entry, tensor)
         if (edge := edge_of(tensor)) is not None:
-            self._find_by(edge, handle)
+            # Under `create_graph` backward keeps what it has unpacked or decoded under its old edge: the first stands.
+            first = kept_of(self._handles, edge)
+            if first is None or first.entry is entry:
+                self._handles[edge] = weakref.ref(handle)
         self._raise_need(entry, tensor)
         self._code_all_but_the_latest(entry.need == Fidelity.EXACT)
         return handle
-
-    def _find_by(self, edge: Edge, handle: SavedTensor) -> None:
-        # Under `create_graph` backward keeps what it has unpacked, or decoded, under its old edge: the first stands.
-        first = kept_of(self._handles, edge)
-        if first is None or first.entry is handle.entry:
-            self._handles[edge] = weakref.ref(handle)
-
-    def _begin_entry(self, tensor: Tensor) -> SavedStorage:
-        self._num_begun += 1
-        return SavedStorage(tensor, self._recent, (self._scope_seed + self._num_begun) & 0xFFFFFFFF)
 
     def _manages(self, tensor: Tensor) -> bool:
         if (
@@ -287,7 +234,6 @@ class SavedTensorStore:
             entry.need = Fidelity.EXACT
             if tensor.dtype == torch.int64 and (index := window_index(tensor, self._calls.current)) is not None:
                 entry.become(index)
-                self._note_act(Act.WINDOW)
             return
         before, entry.need = entry.need, self._joint_need(entry, tensor)
         if entry.need < Fidelity.EXACT and self._note_rows(entry, tensor) and entry.is_lossy:
@@ -301,22 +247,16 @@ class SavedTensorStore:
         if self.recompute and entry.is_raw and entry.need >= Fidelity.INT2 and covers_its_storage(tensor):
             self._recompute(entry, tensor)
 
-    def _recompute(self, entry: SavedStorage, tensor: Tensor) -> bool:
+    def _recompute(self, entry: SavedStorage, tensor: Tensor) -> None:
         """Compute a tensor again when it is asked for, where that is possible."""
         source = self._derivation.of(tensor, entry.need)
         # What a normalisation reads has its noise bounded by rows of its own: another tensor's are not enough.
         if source is None or (source.fidelity < Fidelity.EXACT and entry.normalised_by):
-            return False
+            return
         entry.become(encodings.Recompute(source.values, tensor, source.fidelity, source.needs, source.depth))
-        sources = [need.entry for need in source.needs if isinstance(need, SavedTensor)]
-        for each in sources:
-            each.need = each.need_of_values
-        self._note_act(Act.RECOMPUTE, sources)
-        return True
-
-    def _note_act(self, act: Act, sources: Iterable[SavedStorage] = ()) -> None:
-        if isinstance(follower := self._calls.follower, Recorder):
-            follower.act(act, sources)
+        for need in source.needs:
+            if isinstance(need, SavedTensor):
+                need.entry.need = need.entry.need_of_values
 
     def _note_rows(self, entry: SavedStorage, tensor: Tensor) -> bool:
         call, num_before = self._calls.current, len(entry.normalised_by)
@@ -356,8 +296,6 @@ class SavedTensorStore:
 
     def _take_back(self, entry: SavedStorage, tensor: Tensor) -> None:
         """Hold the bytes again, to be coded anew."""
-        if isinstance(follower := self._calls.follower, Recorder):
-            follower.take_back()
         entry.become_raw(tensor.untyped_storage())
         self._waiting.append(weakref.ref(entry))
 
@@ -377,13 +315,12 @@ class SavedTensorStore:
             return False
         x, argument = source.get(), self._calls.current.argument(0, "input")
         is_z = isinstance(argument, Tensor) and argument.grad_fn is norm and argument.shape == y.shape
-        z, seed = argument if is_z else None, mix(mix(entry.seed))  # another one than of y's own code
+        z, seed = argument if is_z else None, self.noise.next_seed()
         found = chain(y, x, norm, z, self.lossy, seed, self._calls.operands, source.entry.rows)
         if found is None:
             return False
         entry.become(found[0])
         source.entry.become(found[1])
-        self._note_act(Act.FUSE, [source.entry])
         return True
 
     # --------------------------------------------------------------------------- coding
@@ -401,9 +338,7 @@ class SavedTensorStore:
         """Give an entry the smallest encoding that its consumers allow."""
         if entry is None or not entry.is_raw or not entry.is_unchanged:
             return
-        if isinstance(follower := self._calls.follower, Recorder):
-            follower.code(entry)
-        encoding = smallest_encoding(entry, self._calls.statistics)
+        encoding = smallest_encoding(entry, self._calls.statistics, self.noise)
         if self.offloader is not None:
             encoding = self.offloader.take(encoding or entry.encoding) or encoding
         if encoding is not None:
@@ -413,79 +348,16 @@ class SavedTensorStore:
         """Draw the dither from a stream of this step's own, in which several scopes go on; repeats when resumed."""
         self.noise.begin(step)
 
-    # --------------------------------------------------------------------------- recordings
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder | Replayer | None:
-        """Record or replay a scope that begins with this call."""
-        if self.entries():
-            return None
-        start = start_of(func, args, kwargs, tuple(self.within), self.keeps_derivatives)
-        if (follower := self._recordings.follow(start)) is not None:
-            self._first_call = start
-        return follower
-
-    def _keep_as_recorded(self, replay: Replayer, recorded: RecordedTensor, tensor: Tensor) -> Kept:
-        assert recorded.storage is not None, "it is not left alone"
-        if recorded.is_first:
-            replay.add(entry := self._begin_entry(tensor))
-        else:
-            found = replay.storage(recorded.storage)
-            assert found is not None, "it has been looked for"
-            entry = found
-        handle = SavedTensor(entry, tensor)
-        replay.add_handle(recorded, handle)
-        if recorded.is_source and (edge := edge_of(tensor)) is not None:
-            self._find_by(edge, handle)
-        set_facts(entry, recorded.facts)
-        if recorded.is_normalised:
-            entry.normalised_by.append(self._calls.current.number)
-            self._calls.notes_statistics = True
-        if recorded.is_taken_back or entry.encoding.fidelity < entry.need:
-            entry.become_raw(tensor.untyped_storage())
-            replay.wait(recorded.storage)
-        if recorded.act is not None and not self._act(recorded.act, entry, tensor):
-            self._calls.leave_recording()
-        else:
-            for number in recorded.codes:
-                self._code(replay.code(number))
-        return handle
-
-    def _act(self, act: Act, entry: SavedStorage, tensor: Tensor) -> bool:
-        if act is Act.RECOMPUTE:
-            return self._recompute(entry, tensor)
-        if act is Act.FUSE:
-            return self._fused(entry, tensor)
-        index = window_index(tensor, self._calls.current)
-        if index is not None:
-            entry.become(index)
-        return index is not None
-
-    def _left(self, replay: Replayer) -> None:
-        """Go on by deciding, from what has been kept as recorded."""
-        self._entries.update((entry.key, entry) for entry in replay.entries())
-        for edge, handle in replay.handles():
-            self._find_by(edge, handle)
-        self._waiting.extend(map(weakref.ref, replay.waiting()))
-
     def _settle(self) -> None:
         """Code what still waits; give back what coding did not free; count."""
         self._calls.latest_input = None
-        follower = self._calls.follower
-        if isinstance(follower, Replayer):
-            self._waiting.extend(map(weakref.ref, follower.waiting()))
         while self._waiting:
             self._code(self._waiting.popleft()())
         for entry in (entries := self.entries()):
             if not entry.is_raw and (storage := entry.original.get()) is not None:
                 entry.become_raw(storage)
-        if isinstance(follower, Replayer) and follower.is_complete and follower.is_as_recorded():
-            self.tally = follower.recording.tally
-        else:
-            self.tally = Tally.of(entries)
-            self.consequences.note(entries)
-        if isinstance(follower, Recorder):
-            follower.finish(entries, self.tally)
-        if self._first_call is not None:
-            self._recordings.end(self._first_call, follower)
+        self.tally = Tally.of(entries)
+        self.consequences.note(entries)
 
 
 _unpack = operator.methodcaller("get")
