@@ -232,27 +232,31 @@ def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:
     """
     if tensor.is_leaf:
         return tensor.requires_grad
-    largest = 0
-
-    def ends_in_leaves(node: Node | None, depth: int) -> bool:
-        nonlocal largest
-        if node is None or depth == 0:
-            return False
-        if (leaf := getattr(node, "variable", None)) is not None:
-            largest = max(largest, leaf.numel())
-            return True
-        name, inputs = node.name(), inputs_of(node)
-        if name == DENSIFY:
-            largest = max(largest, torch.Size(output_of(node, 0).shape).numel())
-            return True
-        if name in _OF_ONE_WEIGHT:
-            return ends_in_leaves(inputs[0][0], depth - 1)
-        # A missing edge may be a constant; then the result is no larger than the weight, which data would make it.
-        flowing = [n for n, _ in inputs if n is not None]
-        is_known = name in _OF_WEIGHTS or (name in _PRODUCTS and len(flowing) == len(inputs))
-        return is_known and bool(flowing) and all(ends_in_leaves(n, depth - 1) for n in flowing)
-
-    return ends_in_leaves(tensor.grad_fn, depth) and tensor.numel() <= largest
+    largest, level = 0, [tensor.grad_fn]
+    for _ in range(depth):  # level by level: most tensors are found to be data on the first two
+        behind: list[Node | None] = []
+        for node in level:
+            if node is None:
+                return False
+            if (leaf := getattr(node, "variable", None)) is not None:
+                largest = max(largest, leaf.numel())
+                continue
+            name, inputs = node.name(), inputs_of(node)
+            if name == DENSIFY:
+                largest = max(largest, torch.Size(output_of(node, 0).shape).numel())
+            elif name in _OF_ONE_WEIGHT:
+                behind.append(inputs[0][0])
+            else:
+                # A missing edge may be a constant; then the result is no larger than the weight, which data would make.
+                flowing = [n for n, _ in inputs if n is not None]
+                is_known = name in _OF_WEIGHTS or (name in _PRODUCTS and len(flowing) == len(inputs))
+                if not (is_known and flowing):
+                    return False
+                behind += flowing
+        if not behind:
+            return tensor.numel() <= largest
+        level = behind
+    return False
 
 
 def is_operator(function: Any) -> bool:
