@@ -30,8 +30,8 @@ class ForwardScope:
     """
 
     def __init__(self, trainer: L.Trainer, config: ActivationCompression) -> None:
-        fidelity = trainer.global_rank  # each process has noise of its own
-        self._config = dataclasses.replace(config, seed=config.seed + 0x9E3779B9 * fidelity)
+        # Each process has noise of its own.
+        self._config = dataclasses.replace(config, seed=config.seed + 0x9E3779B9 * trainer.global_rank)
         self._store, self._applied = open_store(trainer.lightning_module, self._config)
         self._is_on, self._has_run = True, False
 

@@ -215,12 +215,12 @@ class WindowIndex:
     def _starts(self, device: torch.device) -> list[Tensor]:
         """Return where the windows begin in the plane, for each dimension (negative in the padding)."""
         _, stride, padding, _ = self._window
-        fidelities = range(len(self._plane))
+        dims = range(len(self._plane))
         return [
             (torch.arange(self._out_size[d], device=device) * stride[d] - padding[d]).view(
-                [-1 if other == d else 1 for other in fidelities]
+                [-1 if other == d else 1 for other in dims]
             )
-            for d in fidelities
+            for d in dims
         ]
 
     def _local(self, index: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class CallContext(NamedTuple):
     """What the store knows of the modules that are running."""
 
     within: tuple[Fidelity, ...]
-    """Ranks that hold inside them."""
+    """Fidelities that their codecs ask for."""
     unseen_as: str | None
     """What their calls are taken for, where they are not looked at."""
 

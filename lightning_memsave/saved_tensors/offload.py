@@ -41,7 +41,7 @@ class Offloader:
         return {"_folder": self._folder, "_file": None, "_streams": {}}
 
     def take(self, encoding: Encoding) -> Encoding | None:
-        """Return a encoding that holds the same elsewhere; `None` when it is not worth moving."""
+        """Return an encoding that holds the same elsewhere; `None` when it is not worth moving."""
         payload = list(encoding.payload())
         if isinstance(encoding, (Recompute, Offloaded)) or sum(t.nbytes for t in payload) < _MIN_BYTES:
             return None

@@ -108,7 +108,7 @@ class SavedStorage:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether it is kept in a encoding with noise."""
+        """Whether it is kept in an encoding with noise."""
         return Fidelity.MASK < self.encoding.fidelity < Fidelity.EXACT
 
     @property

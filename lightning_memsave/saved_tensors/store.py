@@ -100,7 +100,7 @@ class SavedTensorStore:
 
     def _start(self) -> None:
         self.within: list[Fidelity] = []
-        """Ranks that hold inside the modules that are running, the innermost last."""
+        """Fidelities that the codecs of the running modules ask for, the innermost last."""
         self._recent = Recent()
         self._depth = 0
         self._begin()
@@ -148,7 +148,7 @@ class SavedTensorStore:
             self._begin()
 
     def hooks(self) -> AbstractContextManager[None]:
-        """Yield what is kept inside comes here. Only while the store is open."""
+        """Take what autograd keeps inside. Only while the store is open."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
 
     def unseen(self, name: str) -> AbstractContextManager[None]:
