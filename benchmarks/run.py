@@ -31,7 +31,7 @@ FIRST = (
     *("bench_dynamicconv", "bench_activation_compression", "bench_wrn", "bench_checkpointing"),
     *("bench_checkpointing_budget", "bench_papers"),
 )
-"""The long ones; DynamicConv, checkpointing and papers, which hold many gigabytes, apart."""
+"""Long scripts, which start first. DynamicConv, checkpointing and papers hold many gigabytes: others lie between."""
 PARTS = {
     "bench_checkpointing": ("blocks", "resnet1000", "codecs"),
     "bench_dynamicconv": ("--sizes", "8"),

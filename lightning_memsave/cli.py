@@ -244,7 +244,7 @@ def _named(name: str) -> Any:
 
 @contextmanager
 def _current_folder() -> Iterator[None]:
-    """Modules of the current folder can be imported, as `python -m` finds them."""
+    """Let modules of the current folder be imported, as `python -m` does."""
     sys.path.insert(0, "")
     try:
         yield

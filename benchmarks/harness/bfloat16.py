@@ -28,7 +28,7 @@ def has_bfloat16_instructions() -> bool:
 
 @contextlib.contextmanager
 def faster_bfloat16() -> Iterator[None]:
-    """Inside, products of bfloat16 tensors on the CPU are computed in float32, where that is faster."""
+    """Compute products of bfloat16 tensors on the CPU in float32 inside the scope, where that is faster."""
     if has_bfloat16_instructions():
         yield
         return

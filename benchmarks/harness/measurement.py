@@ -68,7 +68,7 @@ def environment() -> dict[str, str]:
 
 @functools.cache
 def _commit() -> str:
-    """Of the checkout; with a plus where files differ from it, rows of benchmarks aside."""
+    """Return the commit of the checkout; a plus says that files differ from it, rows of benchmarks aside."""
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:

@@ -14,7 +14,7 @@ Row = dict[str, str]
 
 
 def rows(name: str) -> list[Row]:
-    """Of a file of results; none where there is no such file yet."""
+    """Read the rows of a file of results; none where there is no such file yet."""
     path = RESULTS / f"{name}.csv"
     if not path.exists():
         return []
@@ -32,7 +32,7 @@ def mean(some_rows: list[Row], column: str) -> float:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of their mean; not known of one, which is written as 0."""
+    """Return the standard error of the mean of `values`; 0 for a single one, whose error is not known."""
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 

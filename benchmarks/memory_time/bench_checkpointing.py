@@ -101,7 +101,7 @@ def traced(subject: Subject) -> Trace:
 
 
 def with_plan(subject: Subject, **options: Any) -> tuple[Subject, CheckpointingPlan, float]:
-    """With the regions that the planner finds, and how long it took."""
+    """Apply the regions that the planner finds; return the subject, the plan and the seconds that planning took."""
     start = time.perf_counter()
     plan = Planner(traced(subject), Checkpointing(**options)).plan()
     seconds = time.perf_counter() - start
@@ -119,7 +119,7 @@ def outcome(subject: Subject) -> list[Tensor]:
 
 
 def num_different(a: list[Tensor], b: list[Tensor]) -> int:
-    """In any bit."""
+    """Count the tensors that differ in any bit."""
     return sum(not torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -196,14 +196,14 @@ def depth_rows(num_blocks: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Of the straight line through the logarithms."""
+    """Return the slope of the straight line through the logarithms."""
     a, b = torch.tensor(x).double().log(), torch.tensor(y).double().log()
     a = a - a.mean()
     return float((a * b).sum() / (a * a).sum())
 
 
 def outcomes_and_times(subjects: list[Subject], repeats: int) -> list[dict[str, Any]]:
-    """Of one model in many settings, the first the plain one: peaks, times, and whether the bits are the same."""
+    """Measure one model in many settings, the plain one first: peaks, times, and whether the bits are the same."""
     plain = outcome(subjects[0])
     found: list[dict[str, Any]] = []
     for subject in subjects:

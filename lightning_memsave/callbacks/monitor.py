@@ -114,7 +114,7 @@ class MemoryMonitor(Callback):
 
     @property
     def report(self) -> MemoryReport:
-        """What was measured so far, held against what this callback was told, or else those that read its figures."""
+        """What was measured so far, with the baseline and prediction of this callback, or of one that reads it."""
         measured = self._leader.report if self._leader is not None else self._measured()
         for told in (*reversed(self._followers), self):
             measured = told._held_against(measured)
@@ -215,7 +215,7 @@ class MemoryMonitor(Callback):
         self._log_headlines(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Tell those that look after validation, and do not write it down: a row of its own has it already."""
+        """Log the headlines for callbacks that read them after validation; loggers have them already."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._log_headlines(trainer, pl_module, logger=False)
 
@@ -255,7 +255,7 @@ class MemoryMonitor(Callback):
         rank_zero_info(one_line(report))
 
     def _outcome(self) -> str | None:
-        """Return the line for people, of what this callback was told to expect."""
+        """Return a line that compares the run with its prediction; `None` without one."""
         return None if self._prediction is None else miss_text(self.report)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

@@ -86,7 +86,7 @@ class MemoryProgressBar(RichProgressBar):
             self.enable()
 
     def configure_columns(self, trainer: L.Trainer) -> list[Any]:
-        """Lightning's columns, and the memory's."""
+        """Return Lightning's columns, and the memory's."""
         return [*super().configure_columns(trainer), _MemoryColumn(self)]
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class CompatibilityRule:
     refused_because: str | None = None
     remedy: str | None = None
     cost: str | None = None
-    """What the combination costs besides; who has not asked for it by name is spared that."""
+    """What the combination costs; a default that was not asked for by name is left out instead."""
 
 
 WAYS_OF_TRAINING = (

@@ -36,9 +36,10 @@ _KNOWN = ("torch.optim.", "bitsandbytes.", "lightning_memsave.")
 
 
 def _couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of two parameters together is another one than of each alone, tried on small ones of our own.
+    """Return whether two parameters step differently together than each alone, tried on small ones of our own.
 
-    Classes of torch and bitsandbytes are known; one that fails on two matrices, or draws random numbers, tells nothing.
+    Classes of torch, bitsandbytes and this package do not. One that fails on two matrices, or draws random numbers,
+    cannot be judged, and counts as one that does not.
     """
     if type(optimizer).__module__.startswith(_KNOWN):
         return False

@@ -16,7 +16,7 @@ _LARGEST = 2**63  # no counter has more
 
 
 def from_data(kind: type[T], values: Any, setting: str, remedy: str, **ready: Any) -> T:
-    """Return the dataclass whose fields `values` are: lists are tuples where it says so, dictionaries dataclasses.
+    """Build a dataclass from its fields; lists become tuples, and dictionaries dataclasses, where it declares them.
 
     Args:
         kind: the dataclass.
@@ -26,7 +26,7 @@ def from_data(kind: type[T], values: Any, setting: str, remedy: str, **ready: An
         ready: fields that are no data.
 
     Raises:
-        ValueError: a field is unknown, missing, or of another type; a whole number has no 64 bits.
+        ValueError: a field is unknown, missing, or of another type, or a whole number needs more than 64 bits.
 
     >>> from lightning_memsave.core.report import Timeline
     >>> from_data(Timeline, {"events": [1], "by_category": {"data": [3]}}, "timeline", "Make it again.")

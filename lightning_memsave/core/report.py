@@ -120,7 +120,7 @@ class MemoryReport:
     peak_bytes: int | None = None
     by_category: Mapping[str, int] = field(default_factory=dict)
     workspace_bytes: int | None = None
-    """Bytes that kernels took and gave back inside one operation, at the peak; `None` unless verified."""
+    """Bytes that kernels took and gave back inside one operation, at the peak; `None` where not measured."""
     reserved_bytes: int | None = None
     """What the caching allocator held from the device; `None` on CPU."""
     budget_bytes: int | None = None

@@ -85,7 +85,7 @@ def scripted_in(module: nn.Module) -> str | None:
 
 
 def as_selectors(setting: str, value: object) -> tuple[Selector, ...]:
-    """Return a setting that takes one selector or several.
+    """Return the selectors of a setting that takes one or several.
 
     Raises:
         ValueError: something is no selector.

@@ -36,7 +36,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def parse_bytes(name: str, value: object) -> int:
-    """Return a number of bytes, or a text with a unit.
+    """Parse a size into bytes: a whole number, or a text with a unit.
 
     `KiB`, `MiB`, `GiB` (powers of 1024), `kB`, `MB`, `GB` (of 1000).
 

@@ -69,7 +69,7 @@ class Verification:
     def holds(self) -> bool:
         """Whether the step is what its loss class says.
 
-        `exact`: equal within rounding. `unbiased`: that the loss is, and that noise averages to zero. Others: finite.
+        `exact`: equal within rounding. `unbiased`: an equal loss, and noise that averages to zero. Others: finite.
         """
         if self.loss_class == "exact":
             return self.largest_difference <= self.tolerance

@@ -14,8 +14,9 @@ TESTED: Mapping[str, Bounds] = {
     "torch": ((2, 10), (2, 15)),
     "lightning": ((2, 5), (2, 6)),
 }
-"""Lowest and highest (major, minor) that tests have run on, which private names of both need; which tests, says
-`docs/compatibility.md`."""
+"""Lowest and highest (major, minor) that tests have run on; `docs/compatibility.md` says which tests.
+
+There are bounds because private names of both packages are used."""
 
 
 def require_package(package: str, what: str) -> None:

@@ -37,7 +37,7 @@ class BatchCutter:
         self.record = MicrobatchRecord(config, warns=warns)
         self.rules = LossRules()
         self.why_whole = ""
-        """What of the loss forbids to cut its batches, once one was to be cut."""
+        """Why the loss does not allow batches to be cut; empty until that is known."""
         self._given_up = self._has_tried = False
 
     @property
@@ -111,7 +111,7 @@ class BatchCutter:
         return trainer.world_size > 1 and not _WAITING.isdisjoint(ways_of_training(trainer))
 
     def runs_in_parts(self, parts: list[tuple[Any, float]]) -> bool:
-        """Return whether a batch is not run as without microbatching."""
+        """Return whether microbatching changes how a batch is run: it is cut, or BatchNorm is set to "running"."""
         return len(parts) > 1 or (self.config is not None and self.config.batchnorm == "running")
 
     def sized_for(self, batch: Batch, recovery: RecoveryPolicy | None) -> Microbatching:

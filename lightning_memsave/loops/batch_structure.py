@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_memsave.core.selection import is_scripted
-from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.saved_tensors.object_state import state_of
 from lightning_memsave.saved_tensors.randomness import PARTS_OF_TORCH
 from lightning_memsave.techniques.checkpointing import REGION
@@ -49,8 +48,8 @@ class Structure:
             (module, name, value, state)
             for module, named in self._attributes
             for name, value in named.items()
-            if type(value) not in CONTAINERS
-            and (state := state_of(value)) is not None  # those are copied for each batch
+            if type(value) not in CONTAINERS  # those are copied for each batch
+            and (state := state_of(value)) is not None
         ]
 
     def restore(self) -> None:
@@ -75,7 +74,7 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in left and name not in _OF_REGIONS}
 
 
-def _is_same(part: Batch, before: Any) -> bool:
+def _is_same(part: Any, before: Any) -> bool:
     if isinstance(part, set):
         return bool(part == before)
     return part.keys() == before.keys() and all(part[key] is before[key] for key in before)

@@ -44,7 +44,7 @@ class LateReduction:
 
 
 def bytes_on_top(module: nn.Module, peak_bytes: int, lasting_bytes: int) -> int:
-    """Return what a process of DDP takes more than one alone, which has a peak of `peak_bytes`.
+    """Return how many bytes a process of DDP takes beyond one that trains alone, with a peak of `peak_bytes`.
 
     Its buckets, one copy of all gradients; or more, where the exchange after backward becomes the peak: a flat copy of
     as many gradients as are exchanged at once, beside what lasts (`lasting_bytes`: weights, optimizer state, data).

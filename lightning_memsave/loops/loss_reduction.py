@@ -110,7 +110,7 @@ class _Subject(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, num_samples: int, config: Microbatching) -> _Subject:
-        """No more samples than fit with their gradients, where these are enough to tell."""
+        """Return a batch in the parts of `split_fn`, or a microbatch's number of samples, at least five, in two."""
         if config.split_fn is not None:
             return cls(batch, config.parts(batch))
         assert config.size != "auto", "who cuts knows the size"
@@ -265,7 +265,7 @@ def _without_graph(loss_of: Callable[[], float]) -> float:
 
 @contextlib.contextmanager
 def _moved(module: nn.Module) -> Iterator[None]:
-    """Some elements of every parameter are others inside: samples then have different losses, whatever the start.
+    """Change some elements of every parameter inside: samples then have different losses, whatever the start.
 
     No copy is kept: leading bits of the significands are flipped, which changes numbers by up to a factor of two, and
     flipped again.

@@ -66,10 +66,7 @@ class LossRules:
         return due
 
     def cost_of_first_epoch(self) -> str | None:
-        """Return a line for people, once.
-
-        What asking has taken of the time since the first batch, where that is much.
-        """
+        """Return a line on what asking has taken of the time since the first batch, where that is much; once."""
         start, self._start = self._start, None
         elapsed = math.inf if start is None else time.perf_counter() - start
         if self.seconds <= _MUCH * elapsed:
@@ -122,7 +119,7 @@ def _structure(batch: Batch) -> Any:
 
 
 def _path(loss: Tensor) -> int:
-    """Return the operations behind a loss, the last of them."""
+    """Return a hash of the last operations behind a loss."""
     names: list[str] = []
     todo = [loss.grad_fn]
     while todo and len(names) < _NUM_NODES:

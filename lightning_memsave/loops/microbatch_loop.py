@@ -120,7 +120,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
     def _failure(self, error: Exception, start: BatchStart, exchange: LateReduction | None) -> str | None:
         """Return what to say about memory that ran out; `None` to run the batch again as it is.
 
-        That is once without being measured, which takes memory itself, and without regions that the model refuses.
+        It then runs without being measured, which takes memory itself, or without regions, which the model refuses.
 
         A model shows in many ways that a region cannot be repeated (a cache that has grown, a compiler that meets
         it), so each error in the first batch of new regions counts: one of the user's comes again without them.
@@ -151,7 +151,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
     def _try_a_last_time(
         self, session: Session, start: BatchStart, exchange: LateReduction | None, failure: str
     ) -> Any:
-        """Nothing is left to be done: run the batch under the ledger, to say what it is that takes the memory.
+        """Run the batch under the ledger, as nothing else is left to be done, to say what takes the memory.
 
         Raises:
             OutOfMemoryUnrecoverableError: with that.
@@ -175,7 +175,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         raise OutOfMemoryUnrecoverableError(nothing_left(module, ledger.measurement, can_cut, applied, failure, fixed))
 
     def _zero_gradients_made_since(self) -> None:
-        """Lightning drops what a `training_step` that calls backward itself leaves behind; its hooks have run."""
+        """Drop gradients of a `training_step` that calls backward itself, as Lightning does; its hooks have run."""
         if any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"]):
             self._optimizer.zero_grad()
 
@@ -233,7 +233,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         return ClosureResult(total, extra=merge_outputs(outputs, sizes))
 
     def _backward(self, loss: Tensor, is_last: bool, exchange: LateReduction | None) -> None:
-        """`on_before_backward` and `on_after_backward` belong to the batch: they fire for the last microbatch."""
+        """Run backward; `on_before_backward` and `on_after_backward` run for the last microbatch, once per batch."""
         strategy = self._loop.trainer.strategy
         plugin, module = strategy.precision_plugin, strategy.lightning_module
         self._loop.session.cutter.rules.note(loss)

@@ -57,7 +57,7 @@ class MicrobatchRecord:
 
         Args:
             module: the LightningModule.
-            what: is cut, in words.
+            what: is done in parts, in words.
 
         Raises:
             ValueError: `strict` is set, and the model has layers whose result microbatches change.

@@ -170,9 +170,9 @@ def has_room() -> bool:
 
 
 def _rehearse(trainer: L.Trainer, args: tuple[Any, ...], scope: Callable[[Callable[[], Any]], Any] | None) -> Trace:
-    """Return one step on fake tensors, which takes no memory.
+    """Return the trace of one step on fake tensors, which take no memory.
 
-    On real ones where it reads values, or a store codes them.
+    It is made on real ones where the step reads values, or the store codes them.
     """
     module = trainer.lightning_module
 

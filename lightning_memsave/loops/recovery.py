@@ -60,9 +60,9 @@ class RecoveryPolicy:
         self.interval = config.growth_interval
         """Batches that must go well before the size is doubled; `None`: it stays."""
         self.limit_elements: float | None = None
-        """Numbers of input in a microbatch, so that long samples come in small ones; `None`: whole batches."""
+        """Elements of input that a microbatch may have: fewer samples where they are long; `None`: whole batches."""
         self.size: int | None = None
-        """The microbatch that the latest batch was cut into; `None`: whole."""
+        """Samples per microbatch of the latest batch; `None`: it was whole."""
         self.num_recovered = 0
         self.changing: set[str] | None = None
         self.has_new_regions = False
@@ -174,7 +174,7 @@ class RecoveryPolicy:
         Args:
             batch: it.
             num_parts: microbatches that it was cut into.
-            device: where it was trained on.
+            device: that it was trained on.
             held_bytes: what was allocated there before it; `None` where that is not known.
         """
         self.has_new_regions = False

@@ -71,10 +71,7 @@ class SampleNoise(TorchDispatchMode):
         return args[0].copy_(drawn) if func._schema.is_mutable else drawn.clone()
 
     def _is_equal_in_parts(self, func: Any, args: Any, tensors: list[Tensor]) -> bool:
-        """Return whether a draw that is no sample's own has the size that it has in every part.
-
-        That of a few numbers.
-        """
+        """Return whether a draw that is no sample's own is equal in every part: at most one number, no integer."""
         name = func._schema.name.partition("::")[2]
         sizes = [tensor.numel() for tensor in tensors] or [_num_elements(args)]
         return name not in _INTEGERS and max(sizes) <= 1

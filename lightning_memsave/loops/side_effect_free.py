@@ -25,10 +25,10 @@ from lightning_memsave.torch_internals.fake_tensors import is_fake
 
 @contextmanager
 def without_a_trace(trainer: L.Trainer, module: L.LightningModule, batch: Batch) -> Iterator[BatchStart]:
-    """Nothing is logged or steps; modes, random state, gradients, buffers, metrics and plain attributes come back.
+    """Log nothing inside, and restore modes, random state, gradients, buffers, metrics and plain attributes.
 
-    So do the containers of the batch, of which a step may take things away, what a first forward pass builds, and the
-    globals of the module's files and classes. Yields what puts most of it back.
+    The containers of the batch, of which a step may take things away, what a first forward pass builds, and the
+    globals of the module's files and classes are restored as well. Yields what restores most of it.
     """
     session = session_of(trainer)
     start = BatchStart(module, None, batch=batch, noise=session.noise, small_bytes=math.inf, most_entries=math.inf)
@@ -61,7 +61,7 @@ def without_a_trace(trainer: L.Trainer, module: L.LightningModule, batch: Batch)
 
 
 class ParametersKept(TorchDispatchMode):
-    """Parameters that are edited inside (a teacher that follows in `training_step`) have their values again behind.
+    """Mode that gives parameters edited inside it (a teacher that follows in `training_step`) their values back.
 
     A copy is made of each just before its first edit: most steps edit none.
 
@@ -96,9 +96,9 @@ def _has_storage(tensor: Tensor) -> bool:
 
 @contextmanager
 def values_kept(batch: Batch) -> Iterator[None]:
-    """Tensors of a batch that a step changes in place, values or shapes, are as before; they are cloned for that.
+    """Restore the tensors of a batch that a step changes in place, values and shapes; they are cloned for that.
 
-    Of sparse and nested ones, and of those that are several tensors, the values only.
+    Of sparse and nested tensors, and of those that consist of several, only the values are restored.
     """
     has_values = (tensor for tensor in tensors_in(batch) if not (tensor.is_inference() or is_fake(tensor)))
     found = {id(tensor): tensor for tensor in has_values}.values()

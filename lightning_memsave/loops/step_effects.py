@@ -67,7 +67,7 @@ def _tensors(owners: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]
 
 
 def unwatched(part: int) -> AbstractContextManager[None]:
-    """Yield what is around `training_step` for a batch that is not cut."""
+    """Return the context that is put around `training_step` for a batch that is not cut: none."""
     return nullcontext()
 
 

@@ -41,7 +41,7 @@ class Alive:
 def alive(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], batch: object, device: torch.device
 ) -> list[Alive]:
-    """Return every tensor on `device`, each storage once, largest kind first."""
+    """Return the tensors on `device` by kind, each storage counted once, the largest kind first."""
     found: dict[tuple[str, str, tuple[int, ...], torch.dtype], list[int]] = {}
     seen: set[int] = set()
     for category, where, tensor in _everything(model, optimizers, batch):
@@ -89,7 +89,7 @@ def _of_model(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Return the modules by name; numbered siblings have one name."""
+    """Yield the modules by name; numbered siblings have one name."""
     for name, module in model.named_modules():
         yield re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or type(model).__name__, module
 

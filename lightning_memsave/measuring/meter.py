@@ -233,7 +233,7 @@ class Meter:
         return ledger.measurement
 
     def end_step(self, num_updates: int | None = None) -> None:
-        """No batch follows that would belong to the step, which counts among those that are timed.
+        """End the step, as no further batch belongs to it, and count it among those that are timed.
 
         Args:
             num_updates: how often optimizers have stepped, where the run has broken off: what has not come to its
@@ -294,7 +294,7 @@ Seconds = Callable[[], float]
 
 
 def _stopwatch(device: torch.device) -> Callable[[], Seconds]:
-    """Starts now; what it returns stops it. On a device that works by itself, by marks among the device's work.
+    """Start a stopwatch and return what stops it; a device that works by itself gets marks among its work.
 
     Nothing waits until the figure is read.
     """

@@ -31,7 +31,7 @@ class TopTensor:
     """Tensors of one kind that are alive at the peak."""
 
     num_bytes: int
-    """Number of all operations."""
+    """Bytes of all of them together."""
     count: int
     shape: tuple[int, ...]
     dtype: str

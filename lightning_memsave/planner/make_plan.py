@@ -128,10 +128,10 @@ def _is_open(recipe: Recipe, config: Config) -> bool:
 
 
 def _like(option: Option, own: Microbatching) -> Option:
-    """Microbatches of a size, with the user's weights and ways of cutting."""
+    """Return the option with the user's weights and ways of cutting, where it is one of microbatches."""
     if not isinstance(option.config, Microbatching):
         return option
-    assert option.config.size != "auto", "a ladder has sizes"
+    assert option.config.size != "auto", "the search space holds sizes only"
     return dataclasses.replace(option, config=own.of_size(option.config.size))
 
 
@@ -160,7 +160,7 @@ def _fit(search: Search, budget_bytes: int, confirm: Predict | None) -> tuple[Fo
 
 
 def _confirmed(search: Search, choice: Choice, confirm: Predict) -> Prediction | None:
-    """`None` where regions cannot meet their budget after all, which the search is told."""
+    """Return the confirmed prediction, or `None` where regions cannot meet their budget; the search is told of that."""
     try:
         return confirm(search.techniques(choice))
     except BudgetTooSmallError as error:

@@ -98,9 +98,9 @@ def machine_bytes() -> int | None:
 
 
 def needed_bytes(prediction: Prediction) -> int:
-    """Return what a step needs of a budget.
+    """Return the bytes that a step needs of a budget.
 
-    What CUDA's allocator reserves; else tracked tensors, and what kernels take.
+    On CUDA these are what the allocator reserves; elsewhere tracked tensors and what kernels take.
     """
     if prediction.cuda is not None:
         return prediction.cuda.reserved_bytes

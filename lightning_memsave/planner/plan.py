@@ -105,7 +105,7 @@ class Plan:
     def as_recipe(self) -> Recipe:
         """Return the settings, for `MemSave`.
 
-        Recovery in case that a step takes more than its budget may step aside.
+        Recovery, for a step that takes more than the budget, is a default that may step aside.
         """
         own = next((t for t in self.techniques if isinstance(t, Microbatching) and t.size == "auto"), None)
         return Recipe(self.recipe, self.techniques, by_default=() if own is None else (Microbatching,))

@@ -55,7 +55,7 @@ class Recipe:
     def stepping_aside(self, ways: Sequence[str]) -> tuple[Recipe, list[str]]:
         """Return the recipe without the defaults that do not work in these ways of training, and why each is left out.
 
-        Of microbatches that a plan has, only the recovery is: they keep the planned size.
+        Planned microbatches keep their size; only their recovery is left out.
         """
         kept: list[Config] = []
         reasons: list[str] = []
@@ -88,7 +88,7 @@ class Recipe:
         return tuple(row for config in self.techniques if type(config) not in self.by_default for row in _rows(config))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for loggers and checkpoints; functions and classes by name.
+        """Return plain values for loggers and checkpoints; functions and classes by name.
 
         `recipe` has what was set besides the recipe's own choice, as arguments of `MemSave`.
 

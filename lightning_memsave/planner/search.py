@@ -89,10 +89,10 @@ class SearchWatch:
 
 
 class Search:
-    """Chooses among the settings of a ladder.
+    """Chooses among the settings of all dimensions.
 
     Args:
-        table: the dimensions, as `ladder.dimensions` makes them.
+        table: the dimensions, as `search_space.dimensions` makes them.
         predict: predicts a step under a tuple of Configs; raises `ValueError` where they cannot be used.
         fixed: Configs that are there in any case.
         ways: of training, in the words of `core.compatibility`: what they refuse is not asked for.
@@ -125,7 +125,7 @@ class Search:
         """How many have been made, those that ended in a refusal among them."""
 
     def among(self, table: Mapping[type[Config], Dimension]) -> Search:
-        """Another search, among other settings of the same dimensions; what has been predicted stays known."""
+        """Return a search among other settings of the same dimensions, which shares all predictions with this one."""
         other = Search(table, self._predict, self._fixed, self._ways, self._max_predictions, self._watch)
         other._known, other.refusals, other._least_budgets = self._known, self.refusals, self._least_budgets
         other._all = self._all
@@ -239,9 +239,9 @@ class Search:
         return None
 
     def _fastest(self, level: tuple[int, int], best: Choice, limit_bytes: int) -> Choice:
-        """Return what was measured to be faster than the choice by the model, twice, of all that is known to fit.
+        """Return the fastest choice that is known to fit: the model's, unless another was measured faster twice.
 
-        The least of many times is often one by chance, so it is timed again, and the choice by the model as well.
+        The least of many times is often the least by chance, so both it and the model's choice are timed again.
         """
         again: set[str] = set()
         while (own := self._seconds(best)) < math.inf:
@@ -260,9 +260,9 @@ class Search:
         return best
 
     def _useful(self, level: tuple[int, int], limit_bytes: int) -> list[Choice]:
-        """Return all that is known to fit, but for what takes no less than with fewer settings.
+        """Return the choices that are known to fit, except where one with some of the settings off takes no more.
 
-        Its time is only luck.
+        A setting that saves nothing is faster only by chance.
         """
         known = [choice for choice, _ in self._known.values() if all(option.level <= level for option in choice)]
         fitting = [choice for choice in known if self.peak(choice) <= limit_bytes]
@@ -298,7 +298,7 @@ class Search:
         return self.peak(self._least(choice))
 
     def _least(self, choice: Choice) -> Choice:
-        """The choice with regions for the smallest budget that they can meet, where that is above the one at hand."""
+        """Replace the budget of regions by the smallest one that they can meet, where they cannot meet theirs."""
         for _ in range(_MAX_LEAST):
             if self.predict(choice) is None and (least := self._least_budgets.get(describe(choice))) is not None:
                 choice = with_regions_for(choice, least)
@@ -313,7 +313,7 @@ class Search:
         return [tuple(option for option in dimension if option.level <= level) for dimension in self._knobs]
 
     def _lowest(self, level: tuple[int, int], peak: Peak, enough_bytes: int = 0) -> Choice:
-        """Return the smallest peak, from two starts; ends as soon as `enough_bytes` are met."""
+        """Return the choice with the smallest peak, from two starts, or the first that needs at most `enough_bytes`."""
         allowed, best = self._allowed(level), self.nothing
         for order in self._orders():
             found = self._descend(self._strongest(allowed, order, peak, enough_bytes), allowed, peak, enough_bytes)
@@ -324,7 +324,7 @@ class Search:
         return best
 
     def _orders(self) -> Iterator[list[int]]:
-        """Microbatches before all other dimensions, and after them: some settings exclude them."""
+        """Yield the orders to try: microbatches first, then microbatches last, because some settings exclude them."""
         position = self._position
         others = [number for number in range(len(self._knobs)) if number != position]
         yield [*([] if position is None else [position]), *others]
@@ -372,9 +372,9 @@ class Search:
         return best
 
     def _is_useless(self, number: int, choice: Choice) -> bool:
-        """Return whether a dimension, still off, lowers activations only, of which a choice's peak has next to none.
+        """Return whether a dimension that is off can save next to nothing, as the peak has hardly any activations.
 
-        Bytes that CUDA reserves are those of more moments than the peak's.
+        With reserved bytes of CUDA this is not told, because they come from more moments than the peak.
         """
         is_of_activations = self._kinds[number] in (ActivationCompression, Checkpointing)
         if not is_of_activations or choice[number].config is not None or (found := self.predict(choice)) is None:

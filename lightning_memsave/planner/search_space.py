@@ -1,9 +1,9 @@
 """What a planner may choose from: for each dimension its settings, with what each does to the result and to the time.
 
-Time factors are medians of this project's own benchmarks (`benchmarks/results`, CPU), and on top what hangs on how much
-of a step goes into starting operations; they order the settings, and are no promise. A level is what may be used
-together: first what is exact, then what is approximate, then what changes what is optimised, mild before severe, as
-far as the recipe goes.
+Time factors are medians of this project's own benchmarks (`benchmarks/results`, CPU), plus a part that depends on how
+much of a step goes into starting operations. They order the settings, and are no promise. A level is a set of settings
+that may be used together: first the exact ones, then the approximate ones, then those that change what is optimised,
+mild before severe, as far as the recipe goes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_memsave.techniques.registry import Config
 from lightning_memsave.techniques.sparsity import Sparsity
 
 TIERS = ("lossless", "balanced", "extreme")
-"""The recipes that plan, each with all that the ones before it may use."""
+"""The recipes that a plan is made under; each may also use what the ones before it may."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,10 @@ class Option:
     time_factor: float = 1.0
     """Factor of a step's time."""
     strength: int | None = None
-    """Settings of one dimension with a higher strength need no more memory, and 0 most of all; `None`: that is not
-    known. Microbatches hold gradients where whole batches do not, so whole batches have none."""
+    """Order by memory: a setting needs no more than one of its dimension with a lower strength; 0 needs the most.
+
+    `None`: not known. Whole batches have none: microbatches hold gradients where whole batches do not.
+    """
 
     @property
     def level(self) -> tuple[int, int]:
@@ -67,13 +69,13 @@ _HALVING = 0.17
 MANY_BLOCKS = 256
 """Number of blocks where it is not known."""
 _STORE_OVERHEAD = 3
-"""What a store adds, in such overheads."""
+"""How many times the overhead of starting operations a store adds to a step's time."""
 
 
 def overhead_of(num_operations: int | None, seconds: float | None) -> float:
-    """Return the part of a step's time that goes into starting operations, to a power of two.
+    """Return the part of a step's time that goes into starting operations, rounded to a power of two.
 
-    Plans are to stay the same.
+    The rounding keeps a plan the same when the measured time varies a little.
     """
     if not num_operations or not seconds:
         return OVERHEAD
@@ -162,7 +164,7 @@ def dimensions(
 
 
 def regions_for(budget_bytes: int, time_factor: float) -> Option:
-    """Regions that are chosen to fit."""
+    """Return the option of regions that are chosen to fit `budget_bytes`."""
     text, config = f"checkpointing=Checkpointing(budget={budget_bytes})", Checkpointing(budget=budget_bytes)
     return Option(text=text, config=config, time_factor=time_factor)
 

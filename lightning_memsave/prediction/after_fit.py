@@ -39,7 +39,7 @@ _log = logging.getLogger("lightning.pytorch.memsave")
 LEAST_SECONDS = 4.0
 """Seconds of processor time that predictions may take after any fit."""
 SHARE = 0.05
-"""Share of a fit's seconds that it may take after a long one."""
+"""Share of a long fit's seconds that predictions may take after it."""
 _NO_TIME = 0.1  # seconds, in which nothing is predicted
 _WORTH_TELLING = 0.9  # of the measured peak
 _CANDIDATES: tuple[tuple[str, Config, LossClass], ...] = (

@@ -58,7 +58,7 @@ STEPS_DEPEND_ON = (
     "max_epochs",
     "max_steps",
 )
-"""Arguments of `Trainer`; of its length, as a schedule may be as long."""
+"""Arguments of `Trainer` that a step depends on; the run's length is among them, as a schedule may be as long."""
 _REFUSED = (
     "FSDP",
     "model parallel (FSDP2)",
@@ -258,10 +258,7 @@ def _seconds_allowed(trainer: L.Trainer | None, plain: Prediction) -> float:
 
 
 def _with_all_layers(module: L.LightningModule) -> Any:
-    """Return a copy on which `configure_model` was called, as in a run before it is planned.
-
-    Without that hook the module.
-    """
+    """Return a copy on which `configure_model` was called, as a run does before planning; else `module`."""
     if not is_overridden("configure_model", module, import_module(namespace_of(module)).LightningModule):
         return module
     module = copied(module)
@@ -308,9 +305,9 @@ def _predictors(
 
 
 def _agreed(trainer: L.Trainer, predict: Predict) -> Predict:
-    """Ask on every process, as a step may wait for the others.
+    """Return `predict` for all processes: each one asks, as a step may wait for the others, and rank 0's answer holds.
 
-    Rank 0's answer holds, with what DDP takes on top.
+    It has what DDP takes on top.
     """
 
     def agreed(techniques: Sequence[Config]) -> Prediction:

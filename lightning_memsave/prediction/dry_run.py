@@ -45,7 +45,7 @@ def dry_run(
     *,
     fake: bool,
 ) -> StepWatch:
-    """Take some steps; returns who has watched them: `measured`, `breakdown`, `flags`, `is_cut`.
+    """Take some steps and return the watch that saw them: `measured`, `breakdown`, `flags`, `is_cut`, `has_parts`.
 
     Args:
         namespace: of Lightning.
@@ -78,7 +78,7 @@ def dry_run(
 
 
 def enough_steps(max_steps: int) -> int:
-    """`Trainer.max_steps` of a run, for one beside it that takes a few steps: not fewer than those."""
+    """Return the `max_steps` of a run for a trial of a few steps, raised so that the trial can take them."""
     return max_steps if max_steps < 0 else max(max_steps, _MANY)
 
 
@@ -141,7 +141,7 @@ def fit(trainer: L.Trainer, module: Any, batch: Batch, data_module: Any = None) 
 
 
 def _has_prepared(owner: Any, base: str) -> None:
-    """Give `owner` its base's `prepare_data`: to any other Lightning comes with a process group of its own."""
+    """Give `owner` the empty `prepare_data` of its base: for any other, Lightning makes a process group."""
     empty = getattr(import_module(namespace_of(owner)), base).prepare_data
     owner.prepare_data = types.MethodType(empty, owner)
 

@@ -88,11 +88,10 @@ def _first_of(loader: Any) -> Any:
 
 
 def _iterator_of(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Return the iterator of a copy, as persistent workers would stay with the loader.
+    """Return the iterator of a copy of a loader, as persistent workers would stay with the loader itself.
 
-    One worker where items have indices.
-
-    A worker, as a dataset may need one: a file that this process had opened would be shared by all that it starts.
+    Where items have indices it has one worker. It has one at all because a dataset may need it: a file that this
+    process had opened would be shared by all that it starts.
     """
     loader = copy.copy(loader)
     vars(loader)["_iterator"] = None

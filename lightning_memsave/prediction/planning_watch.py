@@ -26,7 +26,7 @@ from lightning_memsave.planner.search import SearchWatch
 LEAST_SECONDS = 60.0
 """Seconds that planning may take before any fit."""
 SHARE = 0.1
-"""Share of a long fit's estimated seconds that it may take."""
+"""Share of a long fit's estimated seconds that planning may take."""
 _INTERRUPTED = "by Ctrl-C"
 _LINE_SECONDS = 10.0  # between two lines of a log
 _LEAST_LINE_SECONDS = 2.0  # planning that takes less says nothing
@@ -72,7 +72,7 @@ class PlanningWatch(SearchWatch):
 
         Args:
             num_predictions: so far.
-            best_bytes: the smallest number that a step is predicted to need.
+            best_bytes: the smallest number of bytes that a step is predicted to need.
         """
         now = time.monotonic()
         best = ""

@@ -105,7 +105,7 @@ class Predictor:
         """Return what `make` makes, without memory; a constructor that reads values gets real ones.
 
         Raises:
-            ValueError: parameters until then would take more than a quarter of the machine's memory.
+            ValueError: it reads values, and the parameters made until then take over a quarter of the machine's memory.
         """
         found: list[nn.Parameter | None] = []
         hook = register_module_parameter_registration_hook(lambda _, __, parameter: found.append(parameter))
@@ -279,7 +279,7 @@ class Predictor:
 
     @contextlib.contextmanager
     def _as_on_target(self) -> Iterator[None]:
-        """Replace what dropout keeps: a byte per element on CUDA, a float on CPU."""
+        """Let dropout keep what it keeps on the target: a byte per element on CUDA, a float on CPU."""
         if self._target == "cpu":
             yield
             return

@@ -131,7 +131,7 @@ class Trial:
         return 1 if self._trainer is None else most_accumulated(self._trainer)
 
     def _as_much_as_shows(self, techniques: Sequence[Config]) -> tuple[Any, int, float]:
-        """Two microbatches of the batch, the bytes of the rest, and how many times as many samples there are."""
+        """Return two microbatches of the batch, the bytes of the rest, and how many times as many samples there are."""
         used = two_microbatches(techniques, self._batch)
         if used is None:
             return self._batch, 0, 1.0
@@ -168,7 +168,7 @@ class Trial:
         )
 
     def _too_large(self) -> Prediction:
-        """More than the device has: nothing that fits it."""
+        """Return a prediction of more than the device has, for a step that ran out of memory."""
         total = allocator.total_bytes(self._device) or sys.maxsize // 2
         flags = ("memory ran out in a trial; its peak is not known",)
         split = dict.fromkeys(CATEGORIES, 0) | {"activations": total + 1}
@@ -302,7 +302,7 @@ class _Steps(_OneStep):
 
 @contextlib.contextmanager
 def _without_a_trace(module: L.LightningModule) -> Iterator[None]:
-    """Random states, gradient mode and what steps keep outside of the module leave as they came."""
+    """Restore random states, gradient mode and what steps keep outside of the module."""
     devices = {p.device for p in module.parameters()}
     if (accelerator := torch.accelerator.current_accelerator()) is not None and torch.accelerator.is_available():
         devices.add(torch.device(accelerator.type, torch.accelerator.current_device_index()))

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def on_paper(namespace: str, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Settings of a `Trainer` that starts no process and moves no module; inside, this is rank 0 of its processes.
+    """Yield settings of a `Trainer` that starts no process and moves no module; this is rank 0 of its processes.
 
     Args:
         namespace: of Lightning.
@@ -106,7 +106,7 @@ class SimulatedDevice(SingleDeviceStrategy):
 
 
 class SimulatedProcess(Strategy):
-    """One process of several, before a strategy of several; the process group is there already."""
+    """Mixin of a strategy of several processes, for one of them; the process group is there already."""
 
     _ddp_kwargs: dict[str, Any]
 
@@ -156,7 +156,7 @@ class _RealNumbers(TorchDispatchMode):
     """DDP's own indices, which are its only int32 tensors, are real among fake tensors."""
 
     def __torch_dispatch__(self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
-        """Runs any other operation as it is."""
+        """Run operations on DDP's indices without fake tensors, and any other as it is."""
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_index = all(t.dtype == torch.int32 for t in tensors) if tensors else kwargs.get("dtype") == torch.int32

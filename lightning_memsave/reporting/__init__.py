@@ -1,1 +1,1 @@
-"""Show a `MemoryReport` to people: loggers, the terminal, pictures. The only room that imports wandb."""
+"""Show a `MemoryReport` to people: loggers, the terminal, pictures. Besides the demo, only this room imports wandb."""

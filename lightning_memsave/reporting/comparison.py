@@ -188,7 +188,7 @@ def _choose(runs: Sequence[Run], wanted: str | None) -> str | None:
 
 
 def _front(runs: Sequence[Run], quality: Quality | None) -> tuple[int, ...]:
-    """Runs with at least one figure better than in each other run."""
+    """Return the positions of the runs that no other beats in both peak and quality, the smallest peak first."""
     if quality is None:
         return ()
     points = []

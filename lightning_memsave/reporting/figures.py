@@ -1,6 +1,6 @@
 """Interactive pictures of compared runs (needs plotly, in the extra `compare`).
 
-Colours and grids belong to the page, which has a light and a dark face. Each trace says in `meta` whose it is, so that
+Colours and grids belong to the page, which has a light and a dark theme. Each trace says in `meta` whose it is, so that
 the page can leave out a run: `run` for a trace of one run, `runs` for one whose points belong to several.
 """
 
@@ -170,7 +170,7 @@ def _size_and_factor(report: MemoryReport) -> str:
 
 
 def _timelines(comparison: Comparison) -> Figure:
-    """Return live bytes through the step with the highest peak."""
+    """Draw the live bytes through the step with the highest peak, a line for each run."""
     figure = new_figure("allocations and frees of one step", "live, MiB", yaxis_rangemode="tozero")
     for position, run in enumerate(comparison.runs):
         line = run.report.timeline

@@ -84,7 +84,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def _num_values(node: yaml.Node, known: dict[int, float]) -> float:
-    """Count the values, what is referred to each time; infinite where something holds itself."""
+    """Count the values, once more for each reference to them; infinite where something holds itself."""
     if id(node) not in known:
         known[id(node)] = float("inf")
         inner = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else node.value

@@ -28,7 +28,7 @@ _BAR_COLUMNS = 16
 
 
 def memory_text(report: MemoryReport, current: Mapping[str, int]) -> Text:
-    """Two lines: the highest peak, and the step that was measured last, each with its split.
+    """Return two lines: the highest peak, and the step that was measured last, each with its split.
 
     Args:
         report: the run so far.

@@ -22,7 +22,7 @@ def is_wandb(logger: object) -> bool:
 def wandb_logger(
     project: str = "memsave", *, save_dir: str = ".", offline: bool = False, quiet: bool = False, **options: Any
 ) -> Any:
-    """A `WandbLogger` that keeps its last figures when the process is killed, and works without account or network.
+    """Make a `WandbLogger` that keeps its last figures when the process is killed, and needs no account or network.
 
     wandb writes its file every 15 seconds, so a run killed for memory loses its peak; here it is every second. Without
     an API key or a network the run is kept offline, with one warning; `wandb sync` uploads it later.
@@ -74,7 +74,7 @@ def record_config(run: Any, config: Mapping[str, Any]) -> None:
 
 
 def record_charts(run: Any, report: MemoryReport, step: int) -> None:
-    """Two charts with their tables: what the bytes of the peak were, and how the step came to them."""
+    """Log two charts with their tables: the bytes of the peak by category, and live bytes through the step."""
     import wandb
 
     if report.peak_bytes is None:

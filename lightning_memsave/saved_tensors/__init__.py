@@ -1,4 +1,4 @@
-"""What is kept between forward and backward: entries, codes, recipes, offload."""
+"""What is kept between forward and backward: entries, codes, recomputations, offload."""
 
 from lightning_memsave.saved_tensors.activation_derivatives import DifferentiatedTwiceError
 from lightning_memsave.saved_tensors.byte_tally import Tally

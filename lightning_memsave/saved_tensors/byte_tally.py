@@ -24,7 +24,7 @@ class Tally:
     num_held_elsewhere: int = 0
     """Entries that somebody else holds anyway (the batch, returned outputs); not counted above."""
     num_guarded: int = 0
-    """Entries that keep more bits than asked for, as a normalisation would multiply their noise (`normalised`)."""
+    """Entries that keep more bits than asked for, as a normalisation would multiply their noise (`norm_recompute`)."""
 
     @classmethod
     def of(cls, entries: Iterable[SavedStorage]) -> Tally:

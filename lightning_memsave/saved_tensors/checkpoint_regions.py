@@ -1,7 +1,7 @@
 """Checkpointed regions: forward keeps the inputs of some calls and nothing else; backward makes the calls again.
 
 A region is one run of consecutive calls, of one module or of several that follow each other. What autograd would keep
-inside becomes a number; the first number that backward asks for makes all calls of the region again, in order, and
+inside becomes a holder; the first holder that backward asks for makes all calls of the region again, in order, and
 fills the rest. What one call of a region takes from an earlier one is not kept at all. Regions nest: inside a repeated
 region, inner ones are regions again, and that is how memory becomes logarithmic.
 
@@ -14,7 +14,7 @@ variable) nobody knows, so the first repetitions, and some later ones, are compa
 computes other values raises. A repetition stops behind the last tensor that backward waits for.
 
 In the scope of a store, inputs are kept by the store, and the repetition runs under it: what it keeps is in codes and
-recipes again. A function mode is off while backward runs, so a repetition enters the store's own again.
+recomputations again. A function mode is off while backward runs, so a repetition enters the store's own again.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016
 (https://arxiv.org/abs/1604.06174). The way through saved-tensor hooks is that of `torch.utils.checkpoint`
@@ -102,7 +102,7 @@ def _region_of(membership: Membership, around: Region | None) -> Region:
 
 
 def _live_with(output: Any, regions: list[Region]) -> None:
-    """Regions live as long as what a call of theirs returned, for the later call that may be given it.
+    """Keep regions alive as long as what a call of theirs returned, for the later call that may be given it.
 
     In forward the graph mostly holds a region. In a repetition the graph behind an output dies with it, and calls such
     as dropout of 0 keep nothing at all. A region that ended in one of the two only would keep other inputs than before.
@@ -122,7 +122,7 @@ _USERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def expect_changes(parameters: Iterable[Tensor]) -> None:
-    """Somebody will call `before_change` whenever one of these parameters changes inside of backward."""
+    """Expect a call of `before_change` whenever one of these parameters is about to change inside of backward."""
     for parameter in parameters:
         _USERS.setdefault(parameter, weakref.WeakSet())
 
@@ -198,7 +198,7 @@ class Region(Keeper):
         return keep(tensor)
 
     def pack(self, tensor: Tensor) -> Holder | Passed:
-        """Put a number in place of `tensor`; parameters are kept, which costs nothing and notices changes."""
+        """Put a holder in place of `tensor`; parameters are kept, which costs nothing and notices changes."""
         if tensor.is_leaf and tensor.requires_grad:
             return Passed(tensor)
         holder = Holder(self, tensor)

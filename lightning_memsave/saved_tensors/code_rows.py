@@ -2,7 +2,7 @@
 
 The noise in a block is as large as the block's range. Where a small row shared a block with a large one, its noise
 would have nothing to do with its own size. So codes end at rows: what a normalisation normalises together
-(`normalised`), and for all else the smallest run of whole dimensions in memory that has 64 elements: a token, a plane,
+(`norm_recompute`), for all else the smallest run of whole dimensions in memory that has 64 elements: a token, a plane,
 some small planes.
 """
 

@@ -40,7 +40,7 @@ class _Dropped(torch.autograd.Function):
 
 
 def dropout(call: Call) -> Tensor | None:
-    """Return what `call` of `dropout` asks for; `None` where torch computes it as well."""
+    """Return what `call` of `dropout` asks for; `None` for a call that is left to torch."""
     x, p = call.argument(0, "input"), call.argument(1, "p", 0.5)
     if (
         not isinstance(x, Tensor)

@@ -1,4 +1,4 @@
-"""The encodings in which an entry is kept: bytes, a code, a recipe, or nothing but its shape.
+"""The encodings in which an entry is kept: bytes, a code, a recomputation, or nothing but its shape.
 
 Each gives the whole storage back as a flat tensor. `fidelity` says how faithfully: higher is better, see `Fidelity`.
 """
@@ -102,12 +102,12 @@ class Mask:
 
     @classmethod
     def of(cls, flat: Tensor) -> Mask:
-        """Return a boolean tensor."""
+        """Pack a boolean tensor."""
         return cls(kernels.pack_mask(flat), flat, Fidelity.EXACT)
 
     @classmethod
     def positive(cls, flat: Tensor) -> Mask:
-        """`flat > 0`."""
+        """Pack whether each element is positive."""
         return cls(kernels.pack_positive(flat), flat, Fidelity.MASK)
 
     def flat(self) -> Tensor:
@@ -129,7 +129,7 @@ class RangeMask:
         self._values = flat.new_tensor([high, (low + high) / 2])
 
     def flat(self) -> Tensor:
-        """Return one value inside, one outside."""
+        """Return the middle of the range for what was inside it, and `high` for all else."""
         return kernels.unpack_two(self._packed, self._values, self._size)
 
     def payload(self) -> Iterator[Tensor]:
@@ -354,7 +354,7 @@ class Recompute:
         """Return the value, laid out in memory as it was."""
         with torch.no_grad():
             value = self._compute()
-        assert value.shape == self._size, "a recipe gives the tensor that it stands for"
+        assert value.shape == self._size, "a recomputation gives the tensor that it stands for"
         is_in_place = value.stride() == self._stride and value.dtype == self._dtype
         if is_in_place and value.untyped_storage().nbytes() == self._numel * value.element_size():
             return value.as_strided((self._numel,), (1,), 0)

@@ -59,7 +59,7 @@ class LinearInput(NamedTuple):
     """[..., D]."""
     version: int
     node: Node | None
-    """Weight and bias as they were."""
+    """The node that the input had then; `None` for a leaf."""
 
     @property
     def is_unchanged(self) -> bool:
@@ -84,9 +84,9 @@ class CallTracker(TorchFunctionMode):
         self.unseen_as: str | None = None
         """What calls are taken for that are not looked at now."""
         self.operands: dict[int, Any] = {}
-        """What a recipe needs and no node keeps, by the number of the node."""
+        """What a recomputation needs and no node keeps, by the number of the node."""
         self.linears: dict[int, Seen] = {}
-        """Inputs by the number of the result's node."""
+        """Weight and bias of each `F.linear` call as they were, by the number of the result's node."""
         self.latest_input: LinearInput | None = None
         self.statistics: dict[int, Statistics | None] = {}
         """Statistics of normalisations, by the number of the call, when it has returned."""
@@ -242,7 +242,7 @@ _NOTED: dict[Any, Callable[[Call], Any]] = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _scalar),
     **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _scalar),
 }
-"""What a recipe needs and no node keeps: a normalisation's bias and epsilon, a number that is added."""
+"""What a recomputation needs and no node keeps: a normalisation's bias and epsilon, a number that is added."""
 
 _POOLS = {"max_pool1d": 1, "max_pool2d": 2, "max_pool3d": 3}
 

@@ -7,7 +7,7 @@ affine where they are read: the gradient is unbiased. Coding x itself would be b
 has another mask.
 
 Dividing by the weight multiplies the noise in x. In BatchNorm a row of the code is of one channel, so the range of z is
-as small as its weight; the bias must be at most 64 times the weight for each level of the code, as in `normalised`. The
+as small as its weight; the bias must be at most 64 times the weight for each level of the code (`norm_recompute`). The
 same holds for GroupNorm over planes of 16 elements or more. Elsewhere the elements of one row have weights and biases
 of their own: the largest of both together must be at most 4 times the smallest weight. Else the layer falls back to
 separate codes; so does a normalisation in eval mode, whose statistics are not saved.
@@ -89,7 +89,7 @@ def chain(
     operands: Mapping[int, Any],
     rows: Rows | None,
 ) -> tuple[Recompute, Recompute] | None:
-    """Forms for y = relu(z) and for x, on one code of z.
+    """Return encodings of y = relu(z) and of x, on one code of z.
 
     Args:
         y: the ReLU's output.
@@ -98,7 +98,7 @@ def chain(
         z: its output where it is still there; computed again otherwise.
         fidelity: bits of the code.
         seed: of its dither.
-        operands: as in `recipes`.
+        operands: what recomputations need and no node keeps, by the number of the node.
         rows: of x; z is coded in the same, or in planes where each has a weight of its own.
 
     Returns:

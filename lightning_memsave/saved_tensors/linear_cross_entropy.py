@@ -103,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 _NO_GRADIENT = (None, None, None, None)
-"""Arguments: logits, target, options and lookup."""
+"""Gradients of the arguments that have none: logits, target, options and lookup."""
 
 
 def _dtype_of_loss(logits: Tensor) -> torch.dtype:
@@ -176,7 +176,7 @@ def _gradients(
 def _differentiable(
     head: Head, target: Tensor, options: Options, gradient: Tensor, wanted: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    """Return the same, as functions of all of it: those of the plain loss."""
+    """Return the same gradients so that they can be differentiated again: those of the plain loss."""
     # Others than themselves: h may be made of the weight.
     rows, weight = (each.view_as(each) for each in head[:2])
     bias = None if head.bias is None else head.bias.view_as(head.bias)

@@ -251,7 +251,7 @@ class _Own:
         return {key: value.get() if isinstance(value, Stub) else value for key, value in others.items()}
 
     def assign(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Give the module these attributes; what it had instead."""
+        """Give the module these attributes, and return those that it had instead."""
         attributes = vars(self._owner)
         before = {key: attributes.pop(key, _MISSING) for key in values}
         attributes.update((key, value) for key, value in values.items() if value is not _MISSING)

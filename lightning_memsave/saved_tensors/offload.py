@@ -65,33 +65,33 @@ class OffloadSlot(Protocol):
 
 
 class Offloaded:
-    """A encoding whose tensors are elsewhere."""
+    """An encoding whose tensors are elsewhere."""
 
     kind = "offloaded"
 
     def __init__(self, encoding: Encoding, places: list[OffloadSlot]) -> None:
         self.fidelity, self._places = encoding.fidelity, places
-        self._form = None if isinstance(encoding, Identity) else encoding
+        self._encoding = None if isinstance(encoding, Identity) else encoding
         self._empty()
 
     def flat(self) -> Tensor:
-        """Fetched, and decoded."""
+        """Return the elements, fetched and decoded."""
         values = [place.get() for place in self._places]
-        if self._form is None:
+        if self._encoding is None:
             return values[0]
-        for tensor, value in zip(self._form.payload(), values, strict=True):
+        for tensor, value in zip(self._encoding.payload(), values, strict=True):
             tensor.data = value
         try:
-            return self._form.flat()
+            return self._encoding.flat()
         finally:
             self._empty()
 
     def _empty(self) -> None:
-        for tensor in self._form.payload() if self._form is not None else ():
+        for tensor in self._encoding.payload() if self._encoding is not None else ():
             tensor.data = tensor.new_empty(0)
 
     def payload(self) -> Iterator[Tensor]:
-        """Nothing on the device."""
+        """Yield nothing: no tensor is on the device."""
         return iter(())
 
 
@@ -126,7 +126,7 @@ class File:
                 raise OSError(f"offload file: {count} of {out.nbytes} bytes read at {offset}")
 
     def give_back(self, offset: int, num_bytes: int) -> None:
-        """Nobody reads there any more."""
+        """Free the place at `offset`, from which nobody reads any more."""
         with self._lock:
             self._free[num_bytes].append(offset)
 

@@ -27,7 +27,7 @@ class Repeats(Protocol):
 
 
 class Stop(BaseException):
-    """Nothing that follows in a repetition is wanted."""
+    """Signal that ends a repetition, since nothing that follows in it is wanted."""
 
 
 class Holder:

@@ -8,9 +8,9 @@ operation, whatever is nonlinear in what it keeps.
 multiplication), so that unbiased noise there is unbiased noise in the gradient, and those whose curvature is small
 (`NONLINEAR`: normalisation, attention, GLU). Noise there makes the gradient *approximate*: of a normalisation over N
 elements, noise of mean square v moves it by v / N of itself. Activations (GELU and its kin) keep a code of their
-derivative, which leaves less bias (`derivatives`), unless somebody else reads their input. A gradient stays unbiased
-where every function that reads a code is linear in it, and none reads a code that another one has read, unless for the
-gradients of weights alone: x * (x @ W) has the square of x's noise in it. Convergence theory says the same of
+derivative, which leaves less bias (`activation_derivatives`), unless somebody else reads their input. A gradient stays
+unbiased where every function that reads a code is linear in it, and none reads a code that another one has read, unless
+for the gradients of weights alone: x * (x @ W) has the square of x's noise in it. Convergence theory says the same of
 compressed activations: safe in linear operators, not in others (arXiv 2605.01255).
 
 Fused attention needs 8 bits: its backward computes exp(q k - lse) with a log-sum-exp that is exact, so noise of

@@ -80,7 +80,7 @@ class Randomness:
     @classmethod
     @contextlib.contextmanager
     def untouched(cls, devices: Iterable[torch.device] = (), private: Iterable[Any] = ()) -> Iterator[None]:
-        """Whatever is drawn inside, the generators leave as they came."""
+        """Restore the generators at the end, whatever is drawn inside."""
         before = cls(devices, private)
         try:
             yield

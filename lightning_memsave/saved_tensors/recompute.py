@@ -3,7 +3,7 @@
 A convolution keeps y = relu(batch_norm(x)); batch_norm keeps x. So y's bytes may go: when backward asks for it, it is
 computed from x. `Derivation` walks from a tensor up its graph, over operations that cost little (`recompute_rules`),
 until every path ends in an entry of the store or in a parameter. No module is touched and no call is rewritten; and
-because only entries count that somebody else keeps, a recipe never costs memory.
+because only entries count that somebody else keeps, a recomputation never costs memory.
 
 Source: Chen et al., 2016 (https://arxiv.org/abs/1604.06174), section 4.2, proposes to recompute normalisation and
 activation and keep convolutions. Here it is done per tensor instead of per segment, from the graph.
@@ -36,7 +36,7 @@ from lightning_memsave.torch_internals.autograd_graph import (
 )
 
 MAX_DEPTH = 6
-"""How many operations a recomputation may chain: bounds its time, as recipes may build on recipes."""
+"""How many operations a recomputation may chain: bounds its time, as recomputations may build on each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def kept_of(handles: Handles, edge: Edge) -> SavedTensor | None:
 
 
 class Derivation:
-    """Looks for recipes in the graph of one forward pass.
+    """Looks for recomputations in the graph of one forward pass.
 
     Args:
         handles: what autograd holds of results, as long as it does.
@@ -142,7 +142,7 @@ def _share_noise(sources: Sequence[Source]) -> bool:
 
 
 def _kept(handle: Kept | Tensor | None, own: int, budget: int) -> Source | None:
-    """Return a tensor that somebody else keeps."""
+    """Return a source for what somebody else keeps; `None` where it cannot serve as one."""
     if isinstance(handle, Passed):
         return Source(handle.get, Fidelity.EXACT)
     if isinstance(handle, Tensor):  # a number, which torch keeps without hooks

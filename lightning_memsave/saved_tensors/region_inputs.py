@@ -20,7 +20,7 @@ from lightning_memsave.torch_internals.autograd_graph import check_version, inne
 
 
 class Keeper:
-    """Store whose pack hook takes what is kept inside of a region, or in its repetition."""
+    """An owner of the pack hook that takes what is kept inside of a region, or in its repetition."""
 
     store: SavedTensorStore | None
     """What keeps it in the repetition."""
@@ -66,7 +66,7 @@ class RegionInput:
 
 
 class _Entrance(torch.autograd.Function):
-    """A tensor under a node: the store looks for recipes as far as this one."""
+    """A tensor under a node: the store looks for recomputations as far as this one."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

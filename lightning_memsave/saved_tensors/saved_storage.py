@@ -48,7 +48,7 @@ class SavedStorage:
         "_watched",
         "decoded",
         "derivative",
-        "derivative_rank",
+        "derivative_fidelity",
         "encoding",
         "has_gradient",
         "interval",
@@ -80,8 +80,8 @@ class SavedStorage:
         """The mask that is needed asks whether values lie inside it; `None`: whether they are positive."""
         self.derivative: Derivative | None = None
         """Derivative of which a code is needed, if one is."""
-        self.derivative_rank = Fidelity.INT4
-        """How faithful it is; of a code of the values, where these are needed after all."""
+        self.derivative_fidelity = Fidelity.INT4
+        """Fidelity of that code, or of a code of the values where these are needed after all."""
         self.keeps_sign = False
         """Whether a consumer of a lossy copy reads signs."""
         self.is_guarded = False
@@ -90,7 +90,7 @@ class SavedStorage:
         self.made_as = base.shape, base.stride()
         """Shape and strides of the tensor that the storage was made for."""
         self.rows: Rows | None = None
-        """Inputs in which consumers bear noise; `None`: in any."""
+        """Rows in which its consumers bear noise; `None`: in any."""
         self.normalised_by: list[int] = []
         """The calls of normalisations that read it, by number."""
         self.nonlinear: frozenset[str] = frozenset()
@@ -114,7 +114,7 @@ class SavedStorage:
     @property
     def need_of_values(self) -> Fidelity:
         """How faithful a code is that can be read as values: one of a derivative may still become one of its input."""
-        return self.derivative_rank if self.need == Fidelity.DERIVATIVE and self.is_raw else self.need
+        return self.derivative_fidelity if self.need == Fidelity.DERIVATIVE and self.is_raw else self.need
 
     @property
     def is_held_elsewhere(self) -> bool:

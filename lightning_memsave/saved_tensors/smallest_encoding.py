@@ -43,7 +43,7 @@ def smallest_encoding(
     rows = entry.rows or rows_in_memory(*entry.made_as, flat.numel())
     if need == Fidelity.DERIVATIVE:
         assert entry.derivative is not None, "noted with the need"
-        return CodedDerivative.of(flat, entry.derivative, entry.derivative_rank, noise.next_seed(), rows)
+        return CodedDerivative.of(flat, entry.derivative, entry.derivative_fidelity, noise.next_seed(), rows)
     need = raise_for_normalisations(entry, rows, statistics)
     if need == Fidelity.EXACT:
         return None

@@ -1,4 +1,4 @@
-"""Sparse weights: a dense tensor while an operation runs, a recipe while backward waits.
+"""Sparse weights: a dense tensor while an operation runs, a recomputation while backward waits.
 
 The parameter is the vector of a weight's live values. `densify` makes the dense weight; its gradient is gathered, so
 that it is as short as the values. What an operation keeps of the dense weight (a view, or autocast's copy) is replaced
@@ -125,7 +125,7 @@ def rebuilt(tensor: Tensor) -> Rebuilt | None:
 
 
 def left_alone(tensor: Tensor) -> Kept:
-    """Return what a store keeps of a weight: a sparse one's recipe, else the tensor itself."""
+    """Return what a store keeps of a weight: a sparse one's recomputation, else the tensor itself."""
     return (None if tensor.is_leaf else rebuilt(tensor)) or Passed(tensor)
 
 

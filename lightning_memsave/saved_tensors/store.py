@@ -95,7 +95,7 @@ class SavedTensorStore:
         self.tally = Tally()
         """What the latest scope kept."""
         self.consequences = Consequences()
-        """Tally of all scopes so far, those of regions included."""
+        """What the codes of all scopes so far did to the gradient's mean, those of regions included."""
         self._start()
 
     def _start(self) -> None:
@@ -276,7 +276,7 @@ class SavedTensorStore:
             if wanted.derivative is not None and self.keeps_derivatives:
                 need = self._joint_derivative(entry, wanted.derivative, need)
         if entry.need == Fidelity.DERIVATIVE and need not in (Fidelity.SHAPE, Fidelity.DERIVATIVE):
-            need = max(need, entry.derivative_rank)
+            need = max(need, entry.derivative_fidelity)
         if keeps_sign and not entry.keeps_sign:
             entry.keeps_sign = True
             if entry.is_lossy:  # coded without
@@ -290,7 +290,7 @@ class SavedTensorStore:
     def _joint_derivative(self, entry: SavedStorage, derivative: Derivative, fidelity: Fidelity) -> Fidelity:
         """Return what is needed for a derivative: a code of it, if nobody needs anything else."""
         if entry.need == Fidelity.SHAPE:
-            entry.derivative, entry.derivative_rank = derivative, fidelity
+            entry.derivative, entry.derivative_fidelity = derivative, fidelity
         is_alone = entry.need in (Fidelity.SHAPE, Fidelity.DERIVATIVE) and entry.derivative == derivative
         return Fidelity.DERIVATIVE if is_alone else fidelity
 

@@ -26,7 +26,7 @@ class Lookup:
         return getattr(inputs_of(self.node)[0][0], "variable", None) is weight
 
     def left(self, gradient: Tensor) -> Tensor | None:
-        """`gradient` of the table, unless it can be left to the embedding."""
+        """Return `gradient`, which is of the table; `None` where it is left to the embedding."""
         waiting, now = self._waiting, running_pass()
         if waiting.over_in == now or not will_run(self.node):
             return gradient

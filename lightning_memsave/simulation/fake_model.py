@@ -275,7 +275,7 @@ class Copying(TorchFunctionMode):
         self._copied = copied or _copied
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs any other function as it is."""
+        """Run `copied` for copies, forget values after conversions, and run any other function as it is."""
         if func in (Tensor.__deepcopy__, nn.Parameter.__deepcopy__):
             tensor, memo = args
             if id(tensor) not in memo:
@@ -311,7 +311,7 @@ def unlogged() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hidden_from_transformers() -> Iterator[None]:
-    """Fake tensors are hidden from transformers, which takes other ways with them that take more memory.
+    """Hide fake tensors from transformers, which has other code for them that takes more memory.
 
     Private name of transformers (seen in 5.23).
     """

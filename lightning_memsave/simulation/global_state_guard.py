@@ -120,7 +120,7 @@ def _put_back(space: Any, items: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:
-    """Return the same objects; values are not compared, as tensors would be."""
+    """Return whether two lists hold the same objects; values are not compared, as tensors would be."""
     return len(one) == len(other) and all(
         a is b or (type(a) is tuple is type(b) and len(a) == 2 and a[0] is b[0] and a[1] is b[1])
         for a, b in zip(one, other, strict=True)

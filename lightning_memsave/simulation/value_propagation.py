@@ -209,9 +209,9 @@ def _is_library(frame: FrameType | None) -> bool:
     """Return whether the innermost code outside of torch belongs to a library that only logs what it reads."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        room = module.partition(".")[0]
-        if room != "torch" and not module.startswith(_MODES):  # modes are below who reads
-            return room in _LOGGING_LIBRARIES
+        library = module.partition(".")[0]
+        if library != "torch" and not module.startswith(_MODES):  # modes lie between torch and whoever reads
+            return library in _LOGGING_LIBRARIES
         frame = frame.f_back
     return False
 
@@ -371,4 +371,4 @@ _RULES: Mapping[Any, _Rule] = {
     **dict.fromkeys((aten.logical_not, aten.bitwise_not), _negated),
     **dict.fromkeys((aten.all, aten.any), _reduced),
 }
-"""Names of in-place operations without a rule, which make what was known void."""
+"""Rules by operation. An in-place operation that has none makes what was known void."""

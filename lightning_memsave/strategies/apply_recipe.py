@@ -101,7 +101,7 @@ def _check_shards(module: nn.Module, num_processes: int) -> None:
 
 
 def _keep_weights_of_tuning(session: Session, trainer: L.Trainer) -> None:
-    """Keep weights before they change: the tuner puts back what it saved, but it saves when they have changed."""
+    """Keep weights before they change: the tuner puts back what it saved, but saves after they have changed."""
     is_lossy = any(session.recipe.get(kind) is not None for kind in (LowPrecision, Sparsity))
     if is_lossy and any(getattr(callback, "_early_exit", False) for callback in callbacks_of(trainer)):
         module = trainer.lightning_module

@@ -177,7 +177,7 @@ def _install_loop(trainer: L.Trainer, session: Session) -> None:
 
 
 def _reader_of_gradients(trainer: L.Trainer) -> str | None:
-    """What of a user's may read the gradients of the last step before they are zeroed, after the forward pass."""
+    """Return a method of the user's that may read the last step's gradients before they are zeroed, or `None`."""
     hooks = [(owner, "on_before_zero_grad") for owner in (trainer.lightning_module, *callbacks_of(trainer))]
     for owner, hook in (*hooks, (trainer.lightning_module, "optimizer_zero_grad")):
         if is_overridden(owner, hook):

@@ -52,7 +52,7 @@ def lower_precision(trainer: L.Trainer, config: LowPrecision) -> tuple[Weights, 
 
 
 def _check_averaging(trainer: L.Trainer, config: LowPrecision) -> None:
-    """Refuse Lightning's callback that pairs buffers by position with those of a copy that it made before."""
+    """Refuse a callback of Lightning's that cannot average corrections kept as buffers, or 16-bit weights."""
     averaging = [c for c in callbacks_of(trainer) if "WeightAveraging" in {cls.__name__ for cls in type(c).__mro__}]
     if averaging and config.format in ("bf16+8", "bf16-kahan"):
         raise setting_error(

@@ -178,9 +178,7 @@ _STORE = "_activation_store"
 def apply_activation_compression(model: nn.Module, config: ActivationCompression) -> Applied:
     """Compress what `model`'s forward keeps for backward, in place.
 
-    `state_dict`, types and `deepcopy` stay.
-
-    The loss, outside of the model, keeps what it keeps.
+    `state_dict`, types and `deepcopy` stay as they are. What the loss keeps, outside of the model, is not compressed.
 
     Raises:
         ValueError: applied twice, a pattern matches no module, or the whole model is compiled.

@@ -89,7 +89,7 @@ def signed(number: int) -> int: ...
 @overload
 def signed(number: None) -> None: ...
 def signed(number: int | None) -> int | None:
-    """Return what a node shows as an unsigned number of 64 bits: a dimension or an index, perhaps from the end."""
+    """Return the dimension or index, negative if it counts from the end, that a node shows as an unsigned number."""
     return number - 2**64 if number is not None and number >= 2**63 else number
 
 
@@ -292,7 +292,7 @@ def compiler_callback() -> Any:
 
 @contextmanager
 def compiling(callback: Any) -> Iterator[None]:
-    """Dynamo does that with the frames that are entered inside."""
+    """Let Dynamo do what `callback` says with the frames that are entered inside."""
     before = torch._C._dynamo.eval_frame.set_eval_frame(callback)
     try:
         yield
@@ -330,7 +330,7 @@ def watch_again(watched: Tensor, storage: torch.UntypedStorage) -> None:
 
 
 def unwatched() -> AbstractContextManager[None]:
-    """Function modes do not see what is read of tensors inside, which takes time for each."""
+    """Hide from function modes what is read of tensors inside: for each of them that would take time."""
     return torch._C.DisableTorchFunction()
 
 

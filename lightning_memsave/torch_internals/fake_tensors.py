@@ -56,9 +56,7 @@ def is_fake(tensor: Tensor) -> bool:
 def is_plain(tensor: Tensor, kind: type = Tensor) -> bool:
     """Return whether a tensor is of torch's own `kind`, of no subclass and not nested.
 
-    A fake one stands for such a tensor.
-
-    None that was made in inference mode, of which nobody counts the edits.
+    A fake one stands for such a tensor. One that was made in inference mode is not plain: nobody counts its edits.
     """
     is_kind = type(tensor) is kind or (is_fake(tensor) and isinstance(tensor, kind))
     return is_kind and not tensor.is_nested and not tensor.is_inference()

@@ -67,7 +67,7 @@ class _WithoutGraphs(TorchFunctionMode):
     """`copy.deepcopy` of a tensor that autograd has computed, which torch refuses, copies its values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs any other function as it is."""
+        """Copy the values of a tensor that autograd has computed; run any other function as it is."""
         if func is Tensor.__deepcopy__ and args[0].grad_fn is not None:
             tensor, memo = args
             if id(tensor) not in memo:

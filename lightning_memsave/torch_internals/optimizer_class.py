@@ -131,7 +131,7 @@ def step_each(
     one: Callable[[dict[str, Any], Tensor], object],
     is_ready: Callable[[], bool] = lambda: True,
 ) -> Any:
-    """Return the step of an optimizer that takes its parameters one at a time: `one(group, p)` for each that is due.
+    """Step the parameters of an optimizer one at a time: call `one(group, p)` for each that is due.
 
     Args:
         optimizer: whose parameters.
@@ -340,7 +340,7 @@ def put(value: Tensor, place: Tensor) -> None:
 
 @contextlib.contextmanager
 def state_moved(optimizer: torch.optim.Optimizer, p: Tensor, other: Tensor) -> Iterator[None]:
-    """Give `p` the state of `other` while entered."""
+    """Give `other` the state of `p` while entered."""
     state = optimizer.state
     if p in state:
         state[other] = state.pop(p)

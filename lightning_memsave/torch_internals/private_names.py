@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
     names: tuple[str, ...]
     lost: str
-    """What there is not where one of them is missing."""
+    """What is lost where one of them is missing."""
     test: str
     """The tests of what these names do."""
 

@@ -65,7 +65,7 @@ def test_others_are_approximate_and_say_why(name):
     assert reason in found.reasons[0]
 
 
-def test_a_recipe_reads_the_codes_that_it_is_made_from():
+def test_a_recomputation_reads_the_codes_that_it_is_made_from():
     """(a * b)**2: the square's a * b is computed from codes of a and b, which the product reads as well."""
 
     def squared():

@@ -152,7 +152,7 @@ def test_what_was_coded_before_a_normalisation_reads_it_is_coded_anew():
     assert store.tally.held_bytes >= coded_bytes(6 * 4 * 48, 4, row=48)
 
 
-def test_a_normalisation_never_reads_a_lossy_recipe():
+def test_a_normalisation_never_reads_a_lossy_recomputation():
     """a + b is computed again from codes of a and b, whose noise does not know how small the sum is."""
 
     def run():

@@ -56,7 +56,7 @@ def test_coded_tensors_decode_to_the_same(make):
         assert sum(t.nbytes for t in encoding.payload()) == 0, "and do not stay"
 
 
-def test_small_tensors_and_recipes_stay():
+def test_small_tensors_and_recomputations_stay():
     offloader = Offloader()
     assert offloader.take(Identity(torch.randn(LARGE - 1))) is None
     assert offloader.take(Identity(torch.randn(LARGE))) is not None

@@ -54,7 +54,7 @@ def _entries_of(out):
     return found
 
 
-def test_nothing_is_kept_for_a_recipe_alone():
+def test_nothing_is_kept_for_a_recomputation_alone():
     """exp keeps its result; its input would have to be kept only to compute the result again."""
     weight = parameter(8, 8)
     store = exact()

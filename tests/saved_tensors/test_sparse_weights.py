@@ -59,7 +59,7 @@ def test_a_store_changes_nothing(scope):
         assert torch.equal(layer.values.grad, layer.layout.compact(plain.get_submodule(name).weight.grad))
 
 
-def test_weights_that_a_model_uses_by_itself_are_recipes_in_a_store():
+def test_weights_that_a_model_uses_by_itself_are_recomputations_in_a_store():
     """A model that calls functions on `layer.weight` outside of the layer's own forward."""
     layer = nn.Linear(64, 64)
     apply_sparsity(nn.Sequential(layer), tiny(0.9))

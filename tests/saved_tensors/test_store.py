@@ -24,7 +24,7 @@ VAULTS = {
 
 # ------------------------------------------------------------------------------- in-place changes
 def three_ways(h, weight):
-    """A result of which something is kept raw, something coded and something as a recipe."""
+    """A result of which something is kept raw, something coded and something as a recomputation."""
     a = F.gelu(h)
     return {"raw": lambda: a.sin(), "coded": lambda: h @ weight, "recomputed": lambda: a @ weight}, a
 
@@ -49,7 +49,7 @@ def test_a_change_in_place_of_what_is_kept_raises(kept, when):
         out.sum().backward()
 
 
-def test_changing_a_recipes_source_in_place_raises_even_where_the_result_is_untouched():
+def test_changing_the_source_of_a_recomputation_in_place_raises_even_where_the_result_is_untouched():
     weight = torch.randn(16, 16, requires_grad=True)
     with exact().scope():
         h = data(16, 16)
@@ -70,7 +70,7 @@ def norms(width):
 
 @pytest.mark.parametrize("parameter", ["weight", "bias"])
 @pytest.mark.parametrize("kind", ["batch", "batch eval", "group", "layer"])
-def test_changing_a_parameter_that_a_recipe_reads_raises(kind, parameter):
+def test_changing_a_parameter_that_a_recomputation_reads_raises(kind, parameter):
     """Plain autograd keeps the result itself, so it need not: a wrong gradient would be silent here."""
     norm = nn.LayerNorm(4) if kind == "layer" else norms(4)[kind]
     weight = torch.randn(4, requires_grad=True)

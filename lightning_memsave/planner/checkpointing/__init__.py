@@ -128,9 +128,9 @@ class Planner:
         return error
 
     def plan_again(self, less_bytes: int) -> CheckpointingPlan | None:
-        """Regions for a budget that is smaller by `less_bytes`, which a measured step took and its trace did not show.
+        """Plan for a budget that is smaller by `less_bytes`, which a measured step took beyond what its trace showed.
 
-        `None` when there are none.
+        Returns `None` when no regions fit.
         """
         return self._fit(self.budget_bytes - less_bytes)[0]
 
@@ -174,7 +174,7 @@ class Planner:
 
 
 def no_plan(config: Checkpointing) -> CheckpointingPlan:
-    """No regions, and nothing known."""
+    """Return the plan without regions and without predictions."""
     return CheckpointingPlan(
         config=Checkpointing(regions=(), offload=config.offload),
         baseline_peak_bytes=0,

@@ -34,7 +34,7 @@ def may_be_region(call: CallRecord) -> bool:
 
 
 def units(trace: Trace, *, members_are_whole: bool = False) -> list[CallRecord]:
-    """Calls that follow each other and do not contain each other: the chain that is cut into regions.
+    """Return the chain that is cut into regions: calls that follow each other and do not contain each other.
 
     Containers and modules that pass a tensor from child to child are replaced by their children, and so is a call that
     cannot be made twice, so that only the guilty one is left out.

@@ -26,7 +26,7 @@ def solve(
 ) -> list[Effect] | None:
     """Return the cheapest choice.
 
-    `None` without scipy, beyond its size or time, or when there is none within the budget.
+    `None` without scipy, where the program is too large or takes too long, or when no choice is within the budget.
 
     Args:
         replay: of the step.

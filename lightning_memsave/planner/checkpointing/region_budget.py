@@ -89,9 +89,9 @@ def _start(effect: Effect) -> int:
 
 
 def _most_valuable(effects: Sequence[Effect], price: float) -> list[Effect]:
-    """Disjoint effects, sorted by their end, with the highest sum of bytes times `price` less seconds.
+    """Choose the disjoint effects with the highest sum of bytes times `price` less seconds.
 
-    Modules that are called several times count from their first call to their last.
+    `effects` are sorted by their end. Modules that are called several times count from their first call to their last.
     """
     ends = [_end(effect) for effect in effects]
     best = [0.0]  # of the first i effects

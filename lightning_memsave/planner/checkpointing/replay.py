@@ -139,7 +139,7 @@ class Replay:
         ]
 
     def _kept_inputs(self, run: Sequence[CallRecord]) -> list[int]:
-        """Inputs that the region keeps: what no earlier call of it returned, and nobody who lives longer keeps."""
+        """Return the inputs that a region keeps: those made in the step that no earlier call of it handed on."""
         storages, returned, found = self._trace.storages, set[int](), dict[int, None]()
         for call in run:
             known = returned & call.passed

@@ -204,7 +204,7 @@ def _leave(module: nn.Module) -> None:
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # what is inside may still be compiled
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Return the forward of a region; named so that a pickled module finds its own class's method again."""
+    """Run the forward of a region; named so that a pickled module finds its own class's method again."""
     member: Member = self.__dict__[REGION]
     if not torch.is_grad_enabled() or is_inside_transform():
         return member.forward_of(self)(*args, **kwargs)

@@ -78,7 +78,7 @@ def _is_called(module: nn.Module) -> bool:
 
 
 def _called(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module, or of one that is never called itself what is in it."""
+    """Yield a module, or what is in it where it is never called itself."""
     if _is_called(module):
         yield name, module
         return

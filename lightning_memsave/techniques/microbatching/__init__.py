@@ -230,7 +230,7 @@ class Microbatching:
             return float(self.weight_fn(part))
 
     def pooled_batchnorm(self, model: nn.Module, num_parts: int) -> AbstractContextManager[PooledBatchNorms]:
-        """Yield what is to be around the microbatches of a batch, see `pooled_batchnorm`; whole batches stay alone."""
+        """Return the context for the microbatches of a batch; with `"ghost"`, a whole batch needs none."""
         if num_parts == 1 and self.batchnorm == "ghost":
             return nullcontext(PooledBatchNorms([]))
         return pooled_batchnorm(model, self.batchnorm, self.batchnorm_warmup)

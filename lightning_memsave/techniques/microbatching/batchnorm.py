@@ -136,7 +136,7 @@ class PooledBatchNorms:
 
     @contextmanager
     def microbatch(self) -> Iterator[None]:
-        """Around the forward of a microbatch, not around its backward, which may repeat forwards."""
+        """Count calls inside as those of a microbatch; for its forward, not for its backward, which may repeat it."""
         for pool in self.pools:
             pool.num_calls = 0
         try:

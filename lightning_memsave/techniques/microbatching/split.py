@@ -38,7 +38,7 @@ def _children(node: Any) -> Iterable[Any]:
 
 
 def _is_array(node: object) -> bool:
-    """Return a tensor, or a numpy array (told without importing numpy)."""
+    """Return whether it is a tensor or a numpy array (told without importing numpy)."""
     return isinstance(node, Tensor) or (hasattr(node, "__array__") and hasattr(node, "shape"))
 
 

@@ -206,7 +206,7 @@ def gradients_applied(
 
 
 def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> Applied | None:
-    """Return the state alone; see `apply_optimizer_state`. A format of an earlier time is left for the new one.
+    """Change the state alone; see `apply_optimizer_state`. A format that was applied before is undone first.
 
     Returns:
         What was done; `None` for nothing.

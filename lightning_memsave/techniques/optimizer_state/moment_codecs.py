@@ -152,12 +152,12 @@ class BlockMap:
         return dequantize_from_map(stored.codes, code_map, stored.absmax, self.bits, math.prod(shape)).view(shape)
 
     def num_bytes(self, shape: torch.Size) -> int:
-        """Return codes and scales."""
+        """Return bytes of codes and scales."""
         num_elements = math.prod(shape)
         return -(-num_elements * self.bits // 8) + 4 * num_blocks(num_elements)
 
     def unit(self, shape: torch.Size) -> int:
-        """Return a block."""
+        """Return the number of elements in a block."""
         return BLOCK_SIZE
 
     def _map(self, device: torch.device) -> Tensor:
@@ -220,13 +220,13 @@ class Means:
         return torch.outer(rows / _positive(rows.mean()), columns).view(shape)  # [N], [M] -> [N, M]
 
     def num_bytes(self, shape: torch.Size) -> int:
-        """Return the means, in float32."""
+        """Return bytes of the means, in float32."""
         if len(shape) < 2:
             return self.otherwise.num_bytes(shape)
         return 4 * (shape[0] + math.prod(shape[1:]))
 
     def unit(self, shape: torch.Size) -> int:
-        """Return a row."""
+        """Return the number of elements in a row."""
         return self.otherwise.unit(shape) if len(shape) < 2 else math.prod(shape[1:])
 
 
@@ -238,15 +238,15 @@ class Away:
         return Elsewhere(value.detach())
 
     def decode(self, stored: Elsewhere, shape: torch.Size) -> Tensor:
-        """Brought back."""
+        """Return the moment, brought back to its device."""
         return stored.get()
 
     def num_bytes(self, shape: torch.Size) -> int:
-        """None."""
+        """Return 0: nothing stays on the device."""
         return 0
 
     def unit(self, shape: torch.Size) -> int:
-        """Return all, as they are fetched at once."""
+        """Return the number of all elements, as they are fetched at once."""
         return math.prod(shape)
 
 

@@ -80,9 +80,9 @@ class Pending(NamedTuple):
     """Weight of gradients in the momentum: 1 in the first step of all, then 1 - dampening."""
     num_parts: int
     sums: dict[tuple[int, int], tuple[Any, ...]] = {}  # noqa: RUF012  # never changed
-    """Adam's state by part (`_place`).
+    """Sums for Adam, by part (`_place`).
 
-    G; or a matrix's D and mean squares of `Signed`, in total, and both its `Signed`.
+    G alone; or the totals of D and of the signed sums' mean squares, and a `Signed` for rows and one for columns.
     """
 
 
@@ -200,7 +200,7 @@ def _add_to_moments(
     memory: _AccumulationState,
     state: Mapping[str, Any],
 ) -> None:
-    """Leaves of `moments` what has changed, or was not there."""
+    """Add `gradient` to `moments`; what neither changes nor is new is taken out of them."""
     (beta1, beta2), is_first = map(float, group["betas"]), now.num_parts == 1
     first, second = moments.values()
     if is_first:
@@ -245,7 +245,10 @@ def _is_matrix(p: Tensor) -> bool:
 
 
 def _has_sum(p: Tensor, memory: _AccumulationState) -> bool:
-    """Not beside coarser first moments: what these are off by would be divided by roots of far smaller squares."""
+    """Return whether G itself is kept.
+
+    Not beside coarser first moments: what these are off by would be divided by roots of far smaller squares.
+    """
     is_fine = not memory.format_of(p).startswith(("4bit", "5bit"))
     return is_fine and p.numel() <= _LARGEST_SUM and not _is_matrix(p)
 

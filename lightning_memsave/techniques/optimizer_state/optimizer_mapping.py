@@ -205,6 +205,6 @@ class BitsandbytesState:
 
 
 def memory_of(optimizer: torch.optim.Optimizer) -> BitsandbytesState:
-    """Return the plain self of an 8-bit optimizer."""
+    """Return what an 8-bit optimizer remembers of its plain self."""
     memory: BitsandbytesState = vars(optimizer)[MEMORY]
     return memory

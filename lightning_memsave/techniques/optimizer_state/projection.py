@@ -88,7 +88,7 @@ def shape_of_projection(p: Tensor, state: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def project_state(state: dict[str, Any], p: Tensor, state_format: str, rank: int) -> None:
-    """Moments of whole gradients as those of a subspace, in place: the method's own, of the first moment."""
+    """Turn moments of whole gradients into those of a subspace, in place; the first moment determines the subspace."""
     if not is_worth_it(p, rank) or not state:
         return
     method = METHODS[state_format]

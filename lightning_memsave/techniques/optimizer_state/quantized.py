@@ -95,7 +95,7 @@ class QuantizedState(Counts):
         return "32bit" if is_kept else self.state_format
 
     def unit(self, p: Tensor) -> int:
-        """Return whole blocks of codes, rows, or all of `p`."""
+        """Return how many elements of `p` step together: whole blocks of codes, rows, or all."""
         unit = unit_of(self.format_of(p), p.shape)
         return math.lcm(unit, accumulation.row_length(p)) if self.takes_gradients else unit
 

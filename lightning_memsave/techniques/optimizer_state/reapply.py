@@ -86,7 +86,7 @@ def check_replaceable(optimizer: torch.optim.Optimizer, config: OptimizerState) 
 
 
 def leave(optimizer: torch.optim.Optimizer) -> None:
-    """Back to the plain class, with the rounding that the state has suffered."""
+    """Change the class back to the plain one; the state keeps the rounding that it has suffered."""
     (quantized.dequantize_state if quantized.is_quantized(optimizer) else become_plain)(optimizer)
 
 

@@ -115,7 +115,7 @@ def _setting(number: Any, name: str) -> str:
 
 
 def _check_structure(state_dict: Mapping[str, Any]) -> None:
-    """States, groups and the numbers of parameters are where torch's layout has them."""
+    """Check that states, groups and the numbers of parameters are where torch's layout has them."""
     if not isinstance(state_dict, Mapping):
         raise _damaged("optimizer_states", "must be dictionaries", state_dict)
     state, groups = state_dict.get("state"), state_dict.get("param_groups")
@@ -326,9 +326,9 @@ def _is_pending(value: Any, num_elements: int) -> bool:
 
 
 def _is_sum(place: Any, sums: Any, num_elements: int) -> bool:
-    """Return whether it is of these.
+    """Return whether it is the sum of a gradient, or totals [2], and for each side signed sums [q, N] and squares [N].
 
-    The gradient's; totals [2], and for each side signed sums [q, N] and squares [N].
+    At the place (-1, -1), whether it is what goes into the agreement, [2].
     """
     if place == (-1, -1):  # the agreement's
         return isinstance(sums, Sequence) and list(map(_length, sums)) == [2]

@@ -71,7 +71,7 @@ class SparseLayer(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the layer's own forward, of which no dense weight is kept."""
+        """Run the layer's own forward, of which no dense weight is kept."""
         with rebuilding_weights():
             return super().forward(*args, **kwargs)
 
