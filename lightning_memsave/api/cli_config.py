@@ -99,7 +99,7 @@ def _settings(path: Path) -> Mapping[str, Any]:
 
 
 def _processes(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Strategy and numbers of devices and nodes; what is left to the machine is one device."""
+    """Return the strategy and the numbers of devices and nodes; what is left to the machine is one device."""
     found = {name: trainer[name] for name in ("strategy", "devices", "num_nodes") if trainer.get(name) is not None}
     if isinstance(strategy := found.get("strategy"), Mapping):
         module, _, last = str(strategy.get("class_path")).rpartition(".")

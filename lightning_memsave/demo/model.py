@@ -74,7 +74,7 @@ class ImageClassifier(L.LightningModule):
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Mean cross-entropy of a batch of (images, labels)."""
+        """Return the mean cross-entropy of a batch of (images, labels)."""
         images, labels = batch
         loss = F.cross_entropy(self.model(images), labels)
         self.log("train/loss", loss)

@@ -86,7 +86,7 @@ def _gradient_of(parameter: Any) -> Tensor:
 
 
 def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Gradients of one dtype and device, up to `_BUCKET_BYTES` together."""
+    """Return gradients of one dtype and device, up to `_BUCKET_BYTES` together."""
     buckets: list[list[Tensor]] = []
     for gradient in sorted(gradients, key=lambda g: (str(g.dtype), str(g.device))):
         latest = buckets[-1] if buckets else []

@@ -145,7 +145,7 @@ def _telling(batch: Batch, num_samples: int, rules: list[ReductionRule]) -> list
 
 
 def _spread(first: list[int], num_used: int, num_samples: int) -> list[int]:
-    """Rows of a batch: these, and others from its whole length."""
+    """Return rows of a batch: these, and others from its whole length."""
     spread = (round(i * (num_samples - 1) / max(1, num_used - 1)) for i in range(num_used))
     return list(itertools.islice(dict.fromkeys((*first, *spread, *range(num_samples))), num_used))
 

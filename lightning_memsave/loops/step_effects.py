@@ -56,7 +56,7 @@ _OF_LIGHTNING = frozenset(("_current_fx_name",))
 
 
 def _tensors(owners: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers; not BatchNorm's, which are updated once per batch or named elsewhere."""
+    """Return parameters and buffers; not BatchNorm's, which are updated once per batch or named elsewhere."""
     seen: set[Tensor] = set()
     for prefix, owner in owners:
         buffers = {} if isinstance(owner, _Norm) else owner._buffers
@@ -85,5 +85,5 @@ def nothing_added(module: nn.Module) -> Iterator[None]:
 
 
 def hooks_on_gradients(module: nn.Module) -> list[str]:
-    """Parameters whose gradients go through hooks, which would get those of each microbatch."""
+    """Return the parameters whose gradients go through hooks, which would get those of each microbatch."""
     return [f"`{name}`" for name, p in module.named_parameters() if p._backward_hooks]

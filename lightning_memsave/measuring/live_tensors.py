@@ -61,7 +61,7 @@ def alive(
 def _everything(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], batch: object
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Category, place and tensor; what is known by identity comes first, so that it keeps its category."""
+    """Return category, place and tensor; what is known by identity comes first, so that it keeps its category."""
     yield from _of_model(model)
     for optimizer in optimizers:
         for leaf in tree_leaves(list(optimizer.state.values())):
@@ -105,7 +105,7 @@ class _Places:
         """The module of the nearest node that has one, at or before a node; empty where there is none."""
 
     def of(self, node: Node) -> str:
-        """` in MODULE`, ` after MODULE`, or nothing."""
+        """Return ` in MODULE`, ` after MODULE`, or nothing."""
         if own := self._own(node):
             return f" in {own}"
         passed, at = [], node

@@ -88,7 +88,7 @@ class BreakdownLedger(Ledger):
         return self
 
     def _belongs(self, tensor: object, where: str) -> None:
-        """Tensors of a module, or of what is kept for its parameters."""
+        """Return tensors of a module, or of what is kept for its parameters."""
         if not isinstance(tensor, Tensor):
             return
         for storage in storages(tensor):

@@ -28,7 +28,7 @@ _SCRATCH = {"aten.convolution": 1, "aten.convolution_backward": 2, "aten.native_
 def cost_of(
     func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]
 ) -> tuple[float, int]:
-    """Seconds and workspace bytes of one operation of `torch.ops`, with all tensors that it got and gave."""
+    """Return the seconds and workspace bytes of one operation of `torch.ops`, with all tensors that it got and gave."""
     packet = func.overloadpacket
     device = next((t.device.type for t in (*outputs, *inputs)), "cpu")
     scratch = _SCRATCH.get(str(packet), 0) if device == "cpu" else 0

@@ -128,7 +128,7 @@ def _without_log_lines() -> Iterator[None]:
 
 
 def _allocation_sizes(profiler: profile) -> list[int]:
-    """Signed sizes of every CPU allocation since the profiler's start, and of its free, in time order.
+    """Return the signed sizes of every CPU allocation since the profiler's start, and of its free, in time order.
 
     A free of what an *earlier* profile saw allocated is left out: torch keeps such an address until it sees it freed,
     and by then it may belong to something else, of another size.

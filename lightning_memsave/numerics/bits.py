@@ -51,7 +51,7 @@ def unpack(packed: Tensor, bits: int, num_values: int) -> Tensor:
 
 
 def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:
-    """`values` times `scale` where the boolean mask holds, times 0 elsewhere.
+    """Return `values` times `scale` where the boolean mask holds, times 0 elsewhere.
 
     >>> scale_where(torch.tensor([True, False]), torch.tensor([3.0, -3.0]), 2.0)
     tensor([6., -0.])

@@ -23,7 +23,7 @@ _CHUNK = 128 * BLOCK_SIZE  # elements whose noise is made at a time, on CPU: bou
 
 
 def num_blocks(num_elements: int) -> int:
-    """Blocks that `num_elements` elements occupy, the last one perhaps partly.
+    """Return how many blocks `num_elements` elements occupy, the last one perhaps partly.
 
     >>> num_blocks(256), num_blocks(257)
     (1, 2)
@@ -36,7 +36,7 @@ def _per_element(per_block: Tensor, num_elements: int) -> Tensor:
 
 
 def blockwise_absmax(values: Tensor) -> Tensor:
-    """Largest magnitude of each block, float32, shape [num_blocks]."""
+    """Return the largest magnitude of each block, float32, shape [num_blocks]."""
     flat = values.detach().reshape(-1).float().abs()
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK_SIZE))
     return padded.view(-1, BLOCK_SIZE).amax(dim=1)  # [num_blocks, BLOCK_SIZE] -> [num_blocks]
@@ -88,7 +88,7 @@ def quantize_stochastically(values: Tensor, code_map: Tensor, seed: int, shift: 
 
 
 def dequantize_blockwise(codes: Tensor, code_map: Tensor, absmax: Tensor) -> Tensor:
-    """Float32 values, shape of `codes`: `code_map[code] * absmax` of the block."""
+    """Return float32 values, shape of `codes`: `code_map[code] * absmax` of the block."""
     flat = code_map[codes.reshape(-1).int()]
     return flat.mul_(_per_element(absmax, flat.numel())).view(codes.shape)
 
@@ -100,5 +100,5 @@ def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift:
 
 
 def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: int, num_values: int) -> Tensor:
-    """Float32 values, [num_values], of packed codes."""
+    """Return float32 values, [num_values], of packed codes."""
     return dequantize_blockwise(unpack(codes, bits, num_values), code_map, absmax)

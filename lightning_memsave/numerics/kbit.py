@@ -152,7 +152,7 @@ def dequantize(
 
 
 def _blocks_of(flat: Tensor, blocks: Blocks, first: int, last: int) -> Tensor:
-    """[last - first, size]."""
+    """Return the elements of some blocks, [last - first, size]."""
     if blocks.row % blocks.size:
         return flat[blocks.positions(first, last, flat.device)]
     return flat[first * blocks.size : last * blocks.size].view(-1, blocks.size)
@@ -190,7 +190,7 @@ def _signed_chunk(blocks: Tensor, bits: int, dither: Tensor | float) -> tuple[Te
 
 
 def _side(magnitudes: Tensor, belongs: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """Range of the elements that belong; zeros when none does."""
+    """Return the range of the elements that belong; zeros when none does."""
     low = torch.where(belongs.any(1), torch.where(belongs, magnitudes, torch.inf).amin(1), 0)
     high = torch.where(belongs, magnitudes, 0).amax(1)
     return _range(low, high, torch.full_like(low, half - 1))
@@ -224,7 +224,7 @@ def _round(blocks: Tensor, low: Tensor, step: Tensor, top: Tensor, dither: Tenso
 
 
 def _pack(code: Tensor, bits: int) -> Tensor:
-    """[N, size] codes -> [N, bytes]: byte i holds elements i, i + bytes, ..."""
+    """Pack codes [N, size] into [N, bytes]: byte i holds elements i, i + bytes, ..."""
     per_byte = 8 // bits
     padded = torch.nn.functional.pad(code, (0, -code.shape[1] % per_byte))
     lanes = padded.view(len(code), per_byte, -1)  # [N, per_byte, bytes]
@@ -259,12 +259,12 @@ def _mix(value: Tensor) -> Tensor:
 
 
 def random_bits(seed: int, first_block: int, num_blocks: int, device: torch.device) -> Tensor:
-    """32 random bits per element, held in int64, [num_blocks, 256]."""
+    """Return 32 random bits per element, held in int64, [num_blocks, 256]."""
     block = torch.arange(first_block, first_block + num_blocks, device=device) & 0xFFFFFFFF
     element = torch.arange(BLOCK_SIZE, device=device) * 0x9E3779B9
     return _mix((_mix(block ^ seed)[:, None] + element) & 0xFFFFFFFF)
 
 
 def _dither(seed: int, first_block: int, num_blocks: int, device: torch.device) -> Tensor:
-    """Uniform numbers in [0, 1) with 24 bits, [num_blocks, 256]."""
+    """Return uniform numbers in [0, 1) with 24 bits, [num_blocks, 256]."""
     return (random_bits(seed, first_block, num_blocks, device) >> 8).float() * 2.0**-24

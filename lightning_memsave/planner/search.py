@@ -460,5 +460,5 @@ def _with(choice: Choice, position: int | None, option: Option) -> Choice:
 
 
 def _cost(choice: Sequence[Option]) -> tuple[float, int]:
-    """Modelled time against the plain step, then the number of settings."""
+    """Return the modelled time against the plain step, then the number of settings."""
     return round(time_factor(choice), 6), sum(option.config is not None for option in choice)

@@ -222,7 +222,7 @@ def levels(table: Mapping[type[Config], Sequence[Option]]) -> list[tuple[int, in
 
 
 def time_factor(choice: Sequence[Option]) -> float:
-    """Modelled time against the plain step."""
+    """Return the modelled time against the plain step."""
     return math.prod(option.time_factor for option in choice)
 
 

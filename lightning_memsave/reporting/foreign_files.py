@@ -40,7 +40,7 @@ def read_bytes(path: Path, most: int = _MOST_BYTES, inside: Path | None = None) 
 
 
 def printable(value: Any) -> Any:
-    r"""Text, or all text of plain data, without characters that steer a terminal or hide others.
+    r"""Return text, or all text of plain data, without characters that steer a terminal or hide others.
 
     >>> printable({"a": ["\x1b]0;title\x07", "left\u202eright", "two\nlines"]})
     {'a': ['�]0;title�', 'left�right', 'two lines']}

@@ -96,7 +96,7 @@ def headline(comparison: Comparison) -> str:
 
 
 def _in_script(text: str) -> str:
-    """JSON for a script element, which ends at the first `</` and changes its mind at `<!--`."""
+    """Return JSON for a script element, which ends at the first `</` and changes its mind at `<!--`."""
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text

@@ -258,7 +258,7 @@ def _number(text: object) -> Any:
 
 
 def _without_prefix(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Rows as of a logger without the `prefix` that Lightning's put before each name, and a hyphen."""
+    """Return rows as of a logger without the `prefix` that Lightning's put before each name, and a hyphen."""
     ours = (name for row in rows for name in row if name.endswith("-memsave/peak_bytes"))
     if (found := next(ours, None)) is None:
         return rows

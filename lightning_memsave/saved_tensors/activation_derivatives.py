@@ -51,7 +51,7 @@ class Derivative(NamedTuple):
         return found
 
     def invert(self, d: Tensor) -> Tensor:
-        """Some x* whose derivative is `d`, float32 [n], in place."""
+        """Return some x* whose derivative is `d`, float32 [n], in place."""
         low, high, table = _table(self, d.device)
         if is_fake(d):
             table = d.new_empty(_TABLE_SIZE)

@@ -55,7 +55,7 @@ class Arguments:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def generators(self) -> list[Any]:
-        """Random generators among them, and in objects."""
+        """Return random generators among them, and in objects."""
         found = [leaf for leaf in self.leaves if is_generator(leaf)]
         opaque = [leaf for leaf in self.leaves[: self._num_leaves] if is_object(leaf)]
         return [*found, *generators_in(*opaque)] if opaque else found

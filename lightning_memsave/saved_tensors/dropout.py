@@ -59,7 +59,7 @@ def dropout(call: Call) -> Tensor | None:
 
 
 def scale_of(p: float) -> float:
-    """1 / (1 - p), rounded where torch rounds: to float32, twice."""
+    """Return 1 / (1 - p), rounded where torch rounds: to float32, twice."""
     return _rounded(1 / _rounded(1 - p))
 
 

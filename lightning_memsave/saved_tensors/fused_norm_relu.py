@@ -53,13 +53,13 @@ class Affine(NamedTuple):
     """Whether all elements of a row share weight and bias."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """z, from x."""
+        """Compute z from x."""
         for scale, shift in self.steps:
             x = x * scale + shift
         return x
 
     def inverse(self, z: Tensor) -> Tensor:
-        """x, from z, in place."""
+        """Compute x from z, in place."""
         for scale, shift in reversed(self.steps):
             z.sub_(shift).div_(scale)
         return z

@@ -102,7 +102,7 @@ def _num_trailing_ones(tensor: Tensor) -> int:
 
 
 def common_rows(first: Rows, second: Rows) -> Rows | None:
-    """Rows whose ends are those of both; `None` where there are none."""
+    """Return rows whose ends are those of both; `None` where there are none."""
     if first == second:
         return first
     if first.order is not None or second.order is not None:

@@ -152,7 +152,7 @@ def need(tensor: Tensor, call: Call, lossy: Fidelity, overrides: Mapping[str, Fi
 
 
 def _least_for_exponents(call: Call) -> Fidelity:
-    """16 bits where scores are scaled by more than 1 / sqrt(width), as after query-key normalisation."""
+    """Return 16 bits where scores are scaled by more than 1 / sqrt(width), as after query-key normalisation."""
     query, scale = call.argument(0, "query"), call.argument(6, "scale")
     if call.name != "scaled_dot_product_attention" or scale is None:
         return Fidelity.INT8

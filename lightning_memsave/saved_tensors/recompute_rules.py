@@ -48,7 +48,7 @@ class Rule:
 
 # ------------------------------------------------------------------------------- normalisation
 def per_channel(values: Tensor, dims: int) -> Tensor:
-    """[C] -> [C, 1, ...]: broadcasts over an input [B, C, ...] of `dims` dimensions."""
+    """View [C] as [C, 1, ...], which broadcasts over an input [B, C, ...] of `dims` dimensions."""
     return values.view([-1] + [1] * (dims - 2))
 
 

@@ -112,7 +112,7 @@ _TRANSPARENT: Mapping[str, Callable[..., Rule | None]] = {
 
 
 def rebuilt(tensor: Tensor) -> Rebuilt | None:
-    """`tensor` as something that is made again; `None` when it is no view or cast of a sparse weight."""
+    """Return `tensor` as something that is made again; `None` when it is no view or cast of a sparse weight."""
     path: list[Node] = []
     node = tensor.grad_fn
     while node is not None and node.name().removesuffix("Backward0") in _TRANSPARENT:

@@ -120,7 +120,7 @@ class CachingAllocator:
 
 
 def replay(step: Allocations, num_steps: int = 3) -> AllocatorBytes:
-    """Peaks of some equal steps: what one gives back, the next one finds.
+    """Return the peaks of some equal steps: what one gives back, the next one finds.
 
     >>> replay(Allocations((2**20,), ((2**21, 1), (-(2**21), 1))))
     AllocatorBytes(allocated_bytes=3145728, reserved_bytes=23068672)

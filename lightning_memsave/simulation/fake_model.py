@@ -145,7 +145,7 @@ class _Exchange:
 
 
 def _weakly(exchange: Callable[[Any], Any], references: list[Any]) -> list[Any]:
-    """Weak references to what takes the place of what these refer to."""
+    """Return weak references to what takes the place of what these refer to."""
     held = [reference and reference() for reference in references]  # one may have died: its weight was replaced
     return [r if t is None else weakref.ref(exchange(t)) for r, t in zip(references, held, strict=True)]
 

@@ -96,7 +96,7 @@ def _spaces(module: nn.Module) -> list[Any]:
 
 
 def _items(names: Any) -> dict[str, tuple[Any, Any]]:
-    """Values by name, with a copy of the items of containers."""
+    """Return values by name, with a copy of the items of containers."""
     return {
         name: (value, type(value)(value) if type(value) in (dict, list) and name != "__builtins__" else None)
         for name, value in names.items()

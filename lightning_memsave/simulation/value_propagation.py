@@ -264,14 +264,14 @@ def _shifted(sign: int) -> _Rule:
 
 
 def _of(value: Any) -> Facts:
-    """Facts of an operand: a number, or a tensor."""
+    """Return facts of an operand: a number, or a tensor."""
     if isinstance(value, Tensor):
         return facts_of(value) if is_fake(value) else UNKNOWN
     return _constant(value)
 
 
 def _either(*values: Any) -> Facts:
-    """Facts of what is made of the values of several operands."""
+    """Return facts of what is made of the values of several operands."""
     return functools.reduce(_union, map(_of, values)) if values else UNKNOWN
 
 

@@ -260,7 +260,7 @@ def _noise_of(config: ActivationCompression) -> str:
 
 
 def what_happened(applied: Applied, config: ActivationCompression, store: SavedTensorStore) -> Applied:
-    """`applied` as it turned out: what the latest forward pass kept, and the loss class of all of them."""
+    """Return `applied` as it turned out: what the latest forward pass kept, and the loss class of all of them."""
     tally, consequences = store.tally, store.consequences
     reasons = (_noise_of(config), *consequences.reasons) if consequences.is_there else ()
     summary, loss_class = summarize(config, tally), consequences.loss_class

@@ -46,7 +46,7 @@ def inputs_of(node: Node) -> tuple[tuple[Node | None, int], ...]:
 
 
 def output_of(node: Node, output_nr: int) -> Any:
-    """Shape, dtype and device of an output of `node`."""
+    """Return the shape, dtype and device of an output of `node`."""
     return node._input_metadata[output_nr]  # the inputs of a node's backward are the outputs of its forward
 
 

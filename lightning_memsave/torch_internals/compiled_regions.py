@@ -24,7 +24,7 @@ NAME = "compiled"
 
 
 def compiled_regions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that were compiled with `module.compile()` or `torch.compile(module)`, with their names."""
+    """Return the modules that were compiled with `module.compile()` or `torch.compile(module)`, with their names."""
     for name, module in model.named_modules():
         if _entrance(module) is not None:
             yield name, module

@@ -238,7 +238,7 @@ def span_of(p: Tensor) -> slice:
 
 
 def in_parts(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[Tensor]:
-    """`p`; or where it is large, stand-ins for one part after the other, with their gradient and state.
+    """Return `p`; or where it is large, stand-ins for one part after the other, with their gradient and state.
 
     Steps that treat each element, or each row, by itself need their float32 copies of one part at a time. Parts of
     whole rows are in the shape of the parameter, others flat. What is new belongs to the parameter when all have

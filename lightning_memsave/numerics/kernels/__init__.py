@@ -78,7 +78,7 @@ def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
 
 
 def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:
-    """`values` times `scale` where the boolean mask holds, times 0 elsewhere; both contiguous."""
+    """Return `values` times `scale` where the boolean mask holds, times 0 elsewhere; both contiguous."""
     is_native = _has_native(values.device) and values.dtype == torch.float32
     return native.scale_where(mask, values, scale) if is_native else bits.scale_where(mask, values, scale)
 

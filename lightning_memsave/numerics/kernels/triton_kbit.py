@@ -209,7 +209,7 @@ def _level(values, low, inverse, top, block, element, seed, stochastic: tl.const
 
 @triton.jit
 def _dither(block, element, seed):
-    """Uniform numbers in [0, 1) with 24 bits."""
+    """Return uniform numbers in [0, 1) with 24 bits."""
     of_block = _mix(block.to(tl.uint32) ^ seed.to(tl.uint32))[:, None, None]
     return (_mix(of_block + element.to(tl.uint32) * 0x9E3779B9) >> 8).to(tl.int32).to(tl.float32) * 2.0**-24
 

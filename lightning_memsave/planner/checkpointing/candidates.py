@@ -100,13 +100,13 @@ def kept_bytes(trace: Trace, call: CallRecord) -> int:
 
 
 def called_once(trace: Trace) -> set[str]:
-    """Names of modules that one step calls once: only these can be in a group with others."""
+    """Return the names of modules that one step calls once: only these can be in a group with others."""
     counts = Counter(call.name for call in trace.calls)
     return {name for name, count in counts.items() if count == 1}
 
 
 def singles(trace: Trace) -> list[Candidate]:
-    """Each module by itself, with all of its calls."""
+    """Return each module by itself, with all of its calls."""
     by_name: dict[str, list[CallRecord]] = {}
     for call in trace.calls:
         by_name.setdefault(call.name, []).append(call)
@@ -118,7 +118,7 @@ def singles(trace: Trace) -> list[Candidate]:
 
 
 def stretches(trace: Trace, chain: Sequence[CallRecord]) -> list[list[CallRecord]]:
-    """Longest stretches of a chain that may be in one group."""
+    """Return the longest stretches of a chain that may be in one group."""
     once = called_once(trace)
     found: list[list[CallRecord]] = [[]]
     for call in chain:
@@ -130,7 +130,7 @@ def stretches(trace: Trace, chain: Sequence[CallRecord]) -> list[list[CallRecord
 
 
 def groups(trace: Trace, chain: Sequence[CallRecord]) -> list[Candidate]:
-    """Groups of two calls and more; of long chains not all of them, but some of every length and place."""
+    """Return groups of two calls and more; of long chains not all of them, but some of every length and place."""
     found = []
     for run in stretches(trace, chain):
         is_short = len(run) <= _LONGEST_DENSE

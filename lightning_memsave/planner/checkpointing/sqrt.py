@@ -60,7 +60,7 @@ def _known(replay: Replay, candidate: Candidate, known: dict[tuple[str, ...], Ef
 
 
 def _limits(sizes: Sequence[int]) -> list[float]:
-    """Limits on the bytes of a region, from the largest unit to everything, evenly spaced in ratio."""
+    """Return limits on the bytes of a region, from the largest unit to everything, evenly spaced in ratio."""
     total, largest = sum(sizes), max(sizes, default=0)
     if not largest:
         return [0]  # nothing to cut, but modules that are called several times

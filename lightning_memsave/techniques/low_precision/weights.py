@@ -40,7 +40,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 def parameters_kept_32bit(model: nn.Module, keep_32bit: tuple[Selector, ...]) -> set[Tensor]:
-    """Parameters of modules that hold vectors alone, as normalisation layers, and of modules that are named.
+    """Return parameters of modules that hold vectors alone, as normalisation layers, and of modules that are named.
 
     Autocast rounds what goes into a matrix product, whatever dtype it has. A vector that stands by itself takes part in
     sums and products as it is: with 16 bits, its results would have 16 bits as well, where `bf16-mixed` gives 32.

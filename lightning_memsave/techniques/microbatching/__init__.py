@@ -284,7 +284,7 @@ def active_microbatching(config: Microbatching | None, on_use: Callable[[int], N
 
 
 def microbatches(batch: Any, size: int | None = None) -> Iterator[tuple[Any, float]]:
-    """Microbatches with weights, for loops that call backward themselves (manual optimization, plain torch).
+    """Return microbatches with weights, for loops that call backward themselves (manual optimization, plain torch).
 
     For a loss that is a mean over samples (a sum, with `Microbatching(reduction="sum")`), `backward(loss(part) *
     weight)` for each part gives the gradient of the whole batch.

@@ -142,7 +142,7 @@ def take(node: Any, start: int, stop: int, num_samples: int) -> Any:
 
 
 def pick(node: Any, rows: Sequence[int], num_samples: int) -> Any:
-    """Some samples of a batch of `num_samples`, in copies.
+    """Return some samples of a batch of `num_samples`, in copies.
 
     >>> pick({"x": torch.arange(4), "name": ["a", "b", "c", "d"]}, [0, 3], 4)
     {'x': tensor([0, 3]), 'name': ['a', 'd']}
@@ -272,7 +272,7 @@ def _rebuilt(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def split(batch: Any, size: int) -> list[tuple[Any, int]]:
-    """Microbatches of at most `size` samples, each with its number of samples.
+    """Return microbatches of at most `size` samples, each with its number of samples.
 
     Sizes differ by at most one, so that no microbatch of a single sample appears by accident, unless `size` is 2.
 

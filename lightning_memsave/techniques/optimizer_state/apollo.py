@@ -40,7 +40,7 @@ def begin(gradient: Tensor, rank: int, seed: int) -> int:
 
 
 def matrix(kept: int, gradient: Tensor, rank: int) -> Tensor:
-    """P: random signs over sqrt(rank), [min(N, M), rank]."""
+    """Return P: random signs over sqrt(rank), [min(N, M), rank]."""
     rows = min(gradient.shape)
     bits = random_bits(kept, 0, -(-rows * rank // (256 * _BITS)), gradient.device).view(-1)
     signs = torch.empty(_BITS, len(bits), device=gradient.device)
@@ -50,7 +50,7 @@ def matrix(kept: int, gradient: Tensor, rank: int) -> Tensor:
 
 
 def update(projection: Tensor, step: Tensor, gradient: Tensor) -> Tensor:
-    """-`gradient` [N, M] with columns as long as those of the step in the subspace, for as many elements."""
+    """Return -`gradient` [N, M] with columns as long as those of the step in the subspace, for as many elements."""
     rows, rank = projection.shape
     dim = None if rank == 1 else int(gradient.shape[0] > gradient.shape[1])
     length = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True)

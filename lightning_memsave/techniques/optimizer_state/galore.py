@@ -47,7 +47,7 @@ def begin(gradient: Tensor, rank: int, seed: int) -> Tensor:
 
 
 def matrix(kept: Tensor, gradient: Tensor, rank: int) -> Tensor:
-    """P, which is kept as it is."""
+    """Return P, which is kept as it is."""
     return kept
 
 

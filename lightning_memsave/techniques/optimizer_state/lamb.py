@@ -20,7 +20,7 @@ def lamb_config(get_config: Callable[..., dict[str, Any]]) -> Callable[..., dict
 
 
 def lamb_step(adam_step: Callable[..., None]) -> Callable[..., None]:
-    """LAMB's step: Adam's direction plus decay, times the ratio of the norms of parameter and direction.
+    """Return LAMB's step: Adam's direction plus decay, times the ratio of the norms of parameter and direction.
 
     Source: You et al., https://arxiv.org/abs/1904.00962, algorithm 2. bitsandbytes' 8-bit LAMB leaves the ratio out.
     """

@@ -147,7 +147,7 @@ class BlockMap:
         return QuantizedMoment(pack(codes, self.bits), absmax)
 
     def decode(self, stored: QuantizedMoment, shape: torch.Size) -> Tensor:
-        """`map[code]` times the scale of its block."""
+        """Return `map[code]` times the scale of its block."""
         code_map = self._map(stored.codes.device)
         return dequantize_from_map(stored.codes, code_map, stored.absmax, self.bits, math.prod(shape)).view(shape)
 
@@ -213,7 +213,7 @@ class Means:
         return _without_outlier(matrix, Factored(matrix.mean(1), matrix.mean(0)))
 
     def decode(self, stored: Any, shape: torch.Size) -> Tensor:
-        """Their outer product over the mean of all."""
+        """Return their outer product over the mean of all."""
         if not isinstance(stored, Factored):
             return self.otherwise.decode(stored, shape)
         rows, columns = stored

@@ -281,7 +281,7 @@ def _sides(matrix: Tensor, p: Tensor) -> tuple[Tensor, ...]:
 
 
 def _signs(num: int, noise: RoundingNoise, axis: int, like: Tensor) -> Tensor:
-    """-1 and 1, [q, num]; the same in one step, so that nothing need keep them."""
+    """Return -1 and 1, [q, num]; the same in one step, so that nothing need keep them."""
     seed = mix(noise.seed ^ mix(noise.shift ^ axis))
     bits = random_bits(seed, 0, num_blocks(num), like.device).view(1, -1)[:, :num]
     return (bits >> torch.arange(_NUM_SIGNED, device=like.device)[:, None] & 1).mul_(2).sub_(1).to(like.dtype)

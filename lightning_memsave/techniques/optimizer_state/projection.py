@@ -61,7 +61,7 @@ def num_bytes(state_format: str, shape: torch.Size, rank: int, num_moments: int)
 
 
 def _project(projection: Tensor, values: Tensor) -> Tensor:
-    """[N, M] -> [R, M], or [N, R] from the other side."""
+    """Project [N, M] to [R, M], or to [N, R] from the other side."""
     return projection.T @ values if values.shape[0] <= values.shape[1] else values @ projection
 
 

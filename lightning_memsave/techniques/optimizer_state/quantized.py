@@ -304,7 +304,7 @@ def _quantized_class(plain: Any) -> Any:
 
 
 def _to_disk(optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
-    """Torch's own state dict with moments as checkpoints have them, one after the other."""
+    """Return torch's own state dict with moments as checkpoints have them, one after the other."""
     memory = memory_of(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Any]] = {}

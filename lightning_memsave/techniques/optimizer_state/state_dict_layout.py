@@ -178,7 +178,7 @@ def decoded(value: Any) -> Any:
 
 
 def second_betas(groups: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
-    """Adam's second beta by parameter, or by its number in a checkpoint."""
+    """Return Adam's second beta by parameter, or by its number in a checkpoint."""
     return {p: float(group["betas"][1]) for group in groups if "betas" in group for p in group["params"]}
 
 

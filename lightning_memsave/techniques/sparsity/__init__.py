@@ -107,7 +107,7 @@ def apply_sparsity(model: nn.Module, config: Sparsity, patterns: Mapping[str, Te
 
 
 def choose_patterns(model: nn.Module, config: Sparsity) -> dict[str, Tensor]:
-    """Packed positions of the weights that live at the start, by layer."""
+    """Return the packed positions of the weights that live at the start, by layer."""
     modules, _ = select_layers(model, config.modules, config.min_size, config.group)
     weights = {name: module.get_parameter("weight") for name, module in modules.items()}
     if config.starts_dense:

@@ -29,7 +29,7 @@ class Layout(NamedTuple):
     shape: torch.Size
 
     def dense(self, values: Tensor) -> Tensor:
-        """Values, [k], at their places among zeros."""
+        """Return `values`, [k], at their places among zeros."""
         return scatter(values, self.packed.to(values.device), self.shape.numel()).view(self.shape)
 
     def compact(self, dense: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
         return gather(dense.reshape(-1), self.packed.to(dense.device))
 
     def positions(self) -> Tensor:
-        """Ascending positions in the flat weight, [k]."""
+        """Return the ascending positions in the flat weight, [k]."""
         return unpack_positions(self.packed, self.shape.numel())
 
 

@@ -265,7 +265,7 @@ def _grown(layer: SparseLayer, scores: Tensor, num_grown: int, keep: Tensor | No
 
 
 def _shares(num_grown: int, kept: Mapping[str, int], room: Mapping[str, int]) -> dict[str, int]:
-    """`num_grown` shared in proportion to `kept`, none above its `room`."""
+    """Return `num_grown` shared in proportion to `kept`, none above its `room`."""
     total = sum(kept.values())
     shares = {name: min(room[name], num_grown * count // total) for name, count in kept.items()}
     rest = num_grown - sum(shares.values())
