@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import threading
@@ -139,6 +140,33 @@ def test_a_network_is_bit_equal_and_holds_nothing_large(recompute):
         assert store.tally.held_bytes <= 0.05 * store.tally.plain_bytes
         ends.append(store.offloader._file._end)
     assert ends[0] == ends[1] == ends[2] > 0
+
+
+LAYOUTS = {
+    "whole": lambda h: h,
+    "transposed": lambda h: h.t(),
+    "permuted": lambda h: h.view(4, 64, 256).permute(2, 0, 1),
+    "rows": lambda h: h[64:],
+    "columns": lambda h: h[:, 64:],
+    "every second": lambda h: h[::2, ::2],
+    "expanded": lambda h: h[:, :1].expand(256, 256),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"lossy": Fidelity.INT4}], ids=["raw", "exact", "int4"])
+def test_a_tensor_in_any_layout_comes_back_where_it_was(layout, options):
+    """What is moved is the storage, whatever part of it, and in whatever order, the tensor is."""
+    found, weight = [], torch.randn(256, 256, requires_grad=True)
+    other = None if "lossy" not in options else SavedTensorStore(min_numel=1, **options)
+    for store in (other, SavedTensorStore(min_numel=1, offloader=Offloader(), **options)):
+        torch.manual_seed(0)
+        with contextlib.nullcontext() if store is None else store.scope():
+            h = Data.apply(torch.randn(256, 256) @ weight)
+            loss = layout(h).sin().sum() + (layout(h) * layout(h.cos())).sum()
+        found.append(torch.autograd.grad(loss, weight)[0])
+    assert store.tally.entries["offloaded"] > 0
+    assert equal_bits(*found)
 
 
 def test_codes_are_offloaded_too():
