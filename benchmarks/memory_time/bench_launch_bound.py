@@ -6,12 +6,11 @@ Hooks and a function mode that do nothing are the least that any such method cos
 from __future__ import annotations
 
 import contextlib
-import time
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.harness.measurement import environment, time_columns, turns, write_rows
+from benchmarks.harness.measurement import Subject, environment, measure_cpu_seconds, time_columns, write_rows
 from benchmarks.models.subjects import PlainGPT, next_token_loss
 from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore
 
@@ -40,28 +39,30 @@ def gpt_rows(batch_size: int, context: int, min_numel: int) -> list[dict[str, ob
     torch.manual_seed(0)
     model = PlainGPT(12, 64, 4, context, dropout=0.0)
     ids = torch.randint(0, 256, (batch_size, context))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scopes = {"baseline": contextlib.nullcontext, "hooks alone": hooks}
     scopes |= {name: SavedTensorStore(**options, min_numel=min_numel).scope for name, options in SETTINGS.items()}
-    seconds: dict[str, list[float]] = {setting: [] for setting in scopes}
-    for turn in range(turns(NUM_STEPS) + 1):
-        for setting, scope in scopes.items():
-            start = time.process_time()
-            with scope():
+
+    def subject(setting: str) -> Subject:
+        def step() -> None:
+            with scopes[setting]():
                 loss = next_token_loss(model(ids), ids)
             loss.backward()
             model.zero_grad()
-            if turn:
-                seconds[setting].append(time.process_time() - start)
+
+        return Subject(setting, model, optimizer, ids, step)
+
+    seconds = measure_cpu_seconds(list(map(subject, scopes)), NUM_STEPS)
     size = "every tensor" if min_numel == 1 else f"tensors of {min_numel} elements and more"
     return [
         {
             "benchmark": "launch_bound",
             "model": f"GPT, 12 layers, width 64, batch {batch_size} x {context}; {size}",
             "setting": setting,
-            **time_columns(taken, seconds["baseline"]),
+            **time_columns(taken, seconds[0]),
             **environment(),
         }
-        for setting, taken in seconds.items()
+        for setting, taken in zip(scopes, seconds, strict=True)
     ]
 
 

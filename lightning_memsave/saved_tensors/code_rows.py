@@ -47,7 +47,7 @@ class Rows:
 
 
 @functools.lru_cache(maxsize=4096)
-def rows_in_memory(shape: Sequence[int], strides: Sequence[int], num_elements: int) -> Rows:
+def rows_in_memory(shape: tuple[int, ...], strides: tuple[int, ...], num_elements: int) -> Rows:
     """Return the smallest runs of whole dimensions that have 64 elements; one row where there is none.
 
     >>> rows_in_memory((8, 100, 192), (19200, 192, 1), 8 * 100 * 192).length

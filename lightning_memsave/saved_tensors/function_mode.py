@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -194,12 +195,12 @@ class _Traits(NamedTuple):
     note: Callable[[Call], Any] | None
 
 
-_OF_TORCH = frozenset(map(type, (torch.add, Tensor.add, Tensor.__add__, Tensor.data.__get__, F.linear)))  # type: ignore[attr-defined]
+_IN_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
 
 
 def _traits_of(func: Any) -> _Traits:
     # Others are not remembered: a function of the user's may hold tensors.
-    return _known_traits(func) if type(func) in _OF_TORCH else _find_traits(func)
+    return _known_traits(func) if type(func) in _IN_C else _find_traits(func)
 
 
 def _find_traits(func: Any) -> _Traits:
