@@ -61,7 +61,7 @@ def _couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, values: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-    """What two steps of a new optimizer of this class and these settings make of parameters with these values."""
+    """Return what two steps of a new optimizer of this class with these settings make of `values`."""
     parameters = [torch.nn.Parameter(value.clone()) for value in values]
     twin: Any = copy.copy(optimizer)
     kept: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}

@@ -34,7 +34,7 @@ def load_digits_32(seed: int) -> tuple[TensorDataset, TensorDataset]:
 
 
 def load_cifar10(folder: Path) -> tuple[TensorDataset, TensorDataset]:
-    """CIFAR-10 from its standard binary version (`data_batch_1.bin` to `data_batch_5.bin`, `test_batch.bin`).
+    """Return CIFAR-10 from its standard binary version (`data_batch_1.bin` to `data_batch_5.bin`, `test_batch.bin`).
 
     Raises:
         ValueError: a file is missing, empty, cut short, or holds a label above 9.

@@ -81,13 +81,13 @@ class ImageClassifier(L.LightningModule):
         return loss
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Accuracy over the test set."""
+        """Log the accuracy over the test set."""
         images, labels = batch
         self.test_accuracy(self.model(images), labels)
         self.log("test/accuracy", self.test_accuracy)
 
     def configure_optimizers(self) -> Any:
-        """SGD with momentum; the learning rate falls to zero along a cosine."""
+        """Return SGD with momentum; the learning rate falls to zero along a cosine."""
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum, weight_decay=5e-4)
         num_steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)

@@ -81,7 +81,7 @@ def _is_same(part: Any, before: Any) -> bool:
 
 
 def _refilled(value: object, twin: Any) -> Any:
-    """`value` in the state of `twin`; `twin` itself where that cannot be done in place."""
+    """Return `value` in the state of `twin`; `twin` itself where that cannot be done in place."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray) and value.shape == twin.shape:
         value[...] = twin

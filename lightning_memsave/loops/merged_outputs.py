@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 
 def detached(value: object) -> Any:
-    """`value` without graphs, so that a microbatch's activations can be freed."""
+    """Return `value` without graphs, so that a microbatch's activations can be freed."""
     return tree_map_only(Tensor, Tensor.detach, value)
 
 

@@ -233,6 +233,6 @@ def _forward_and_backward(trainer: L.Trainer, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def _without_reduction(model: Any) -> Iterator[None]:
-    """DDP's hooks on gradients wait for the real step."""
+    """Keep DDP's hooks on gradients from firing before the real step."""
     with model.no_sync() if isinstance(model, nn.parallel.DistributedDataParallel) else contextlib.nullcontext():
         yield

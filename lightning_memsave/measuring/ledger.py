@@ -278,7 +278,7 @@ class Ledger(TorchDispatchMode):
             self.hold("optimizer_state", (t for state in optimizer.state.values() for t in tree_leaves(state)))
 
     def _hold_buckets(self, ddp: nn.parallel.DistributedDataParallel) -> None:
-        """DDP flattens gradients into buckets of its own, one copy of every gradient, that no operation returns."""
+        """Book the buckets into which DDP flattens gradients: a copy of every gradient, which no operation returns."""
         self.reserve("gradients", sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad))
         self._has_buckets = True
         self._gradients_are_buckets = ddp.gradient_as_bucket_view

@@ -38,7 +38,7 @@ _NOT_SEARCHED = (nn.Module, type, TorchDispatchMode)  # a fake tensor has its mo
 
 
 def tensors_in(tree: object, _seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor in a nest of containers, dataclasses and plain objects with a `__dict__` (a batch of any shape)."""
+    """Yield every tensor in a nest of containers, dataclasses and objects with a `__dict__` (a batch of any shape)."""
     seen = set() if _seen is None else _seen
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):

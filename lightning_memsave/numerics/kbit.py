@@ -106,7 +106,7 @@ def coded_bytes(num_elements: int, bits: int, signed: bool = False, row: int | N
 def quantize(
     flat: Tensor, bits: int, seed: int | None, signed: bool = False, row: int | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """Codes (uint8, [blocks, bytes of a block]) and ranges (bfloat16, [blocks, 2], or [blocks, 4] with `signed`).
+    """Return codes (uint8, [blocks, bytes of a block]) and ranges (bfloat16, [blocks, 2]; [blocks, 4] with `signed`).
 
     Args:
         flat: floating point, [n], contiguous.
@@ -204,7 +204,7 @@ def _decode_signed(code: Tensor, span: Tensor, bits: int) -> Tensor:
 
 
 def _range(low: Tensor, high: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower end rounded down and step rounded up to bfloat16, as float32."""
+    """Return the lower end rounded down and step rounded up to bfloat16, as float32."""
     low = _to_bfloat16(low, up=False)
     step = _to_bfloat16((high - low) / top, up=True)
     return low, torch.where(step > 0, step.clamp_min(_SMALLEST_STEP), step)

@@ -26,7 +26,7 @@ _LARGEST = 0x7BFF  # float16's
 
 
 def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
-    """Rounded values (bfloat16, [n]) of floating-point ones ([n], contiguous); `None` when they are not all finite."""
+    """Round floating-point values ([n], contiguous) to bfloat16 ([n]); `None` when they are not all finite."""
     out, is_finite = (
         torch.empty(flat.shape, dtype=torch.bfloat16, device=flat.device),
         flat.new_ones((), dtype=torch.bool),

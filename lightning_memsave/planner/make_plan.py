@@ -87,7 +87,9 @@ def make_plan(
     budget_bytes = budget.in_bytes(needed_bytes(plain), situation.device_bytes)
     sizes = budget_bytes, needed_bytes(plain)
     fixed = [t for t in recipe.techniques if not _is_open(recipe, t)]
-    search = Search(_open_knobs(sizes, recipe, situation, recipe.name), predict, fixed, situation.ways, watch=watch)
+    search = Search(
+        _open_dimensions(sizes, recipe, situation, recipe.name), predict, fixed, situation.ways, watch=watch
+    )
     room = budget_bytes - situation.noted_bytes
     found, smallest = _fit(search, room - budget_bytes // _MARGIN, confirm)
     if found is None:  # to the byte where that is all there is
@@ -97,7 +99,7 @@ def make_plan(
     return _plan(budget, budget_bytes, recipe, situation, plain, search, found)
 
 
-def _open_knobs(
+def _open_dimensions(
     sizes: tuple[int, int], recipe: Recipe, situation: Situation, tier: str
 ) -> dict[type[Config], Dimension]:
     """Return what a tier may choose from besides what the recipe has fixed."""
@@ -325,7 +327,7 @@ def _infeasible(
     for tier in reversed(later):
         if is_late := search.is_late:
             break
-        other = search.among(_open_knobs(sizes, recipe, situation, tier))
+        other = search.among(_open_dimensions(sizes, recipe, situation, tier))
         peak = other.peak(other.lowest(sizes[0] - situation.noted_bytes)) + situation.noted_bytes
         if peak < lowest:
             size = format_bytes(int(peak))

@@ -109,7 +109,7 @@ class Search:
         max_predictions: int = MAX_PREDICTIONS,
         watch: SearchWatch | None = None,
     ) -> None:
-        self._kinds, self._knobs = tuple(table), tuple(table.values())
+        self._kinds, self._dimensions = tuple(table), tuple(table.values())
         self._levels = levels(table)
         self._predict, self._fixed, self._ways = predict, tuple(fixed), tuple(ways)
         self._max_predictions, self._watch = max_predictions, watch or SearchWatch()
@@ -160,13 +160,13 @@ class Search:
 
     def stronger_options(self, choice: Choice) -> Iterator[Option]:
         """Yield the settings that may save more than those of a choice, each in its dimension."""
-        for dimension, chosen in zip(self._knobs, choice, strict=True):
+        for dimension, chosen in zip(self._dimensions, choice, strict=True):
             yield from (each for each in dimension if each != chosen and not each.is_no_stronger_than(chosen))
 
     @property
     def nothing(self) -> Choice:
         """Every dimension off."""
-        return tuple(dimension[0] for dimension in self._knobs)
+        return tuple(dimension[0] for dimension in self._dimensions)
 
     def techniques(self, choice: Choice) -> tuple[Config, ...]:
         """Return the Configs of a choice, in the order of the registry."""
@@ -174,7 +174,7 @@ class Search:
 
     def changed(self, choice: Choice, option: Option) -> Choice:
         """Return the choice with `option` at its dimension."""
-        return _with(choice, next(i for i, dimension in enumerate(self._knobs) if option in dimension), option)
+        return _with(choice, next(i for i, dimension in enumerate(self._dimensions) if option in dimension), option)
 
     def predict(self, choice: Choice) -> Prediction | None:
         """Return the prediction, made once.
@@ -310,7 +310,7 @@ class Search:
         return self._kinds.index(Microbatching) if Microbatching in self._kinds else None
 
     def _allowed(self, level: tuple[int, int]) -> list[Dimension]:
-        return [tuple(option for option in dimension if option.level <= level) for dimension in self._knobs]
+        return [tuple(option for option in dimension if option.level <= level) for dimension in self._dimensions]
 
     def _lowest(self, level: tuple[int, int], peak: Peak, enough_bytes: int = 0) -> Choice:
         """Return the choice with the smallest peak, from two starts, or the first that needs at most `enough_bytes`."""
@@ -326,7 +326,7 @@ class Search:
     def _orders(self) -> Iterator[list[int]]:
         """Yield the orders to try: microbatches first, then microbatches last, because some settings exclude them."""
         position = self._position
-        others = [number for number in range(len(self._knobs)) if number != position]
+        others = [number for number in range(len(self._dimensions)) if number != position]
         yield [*([] if position is None else [position]), *others]
         if position is not None:
             yield [*reversed(others), position]

@@ -172,6 +172,6 @@ def _as_measured(prediction: Prediction) -> Prediction:
 
 @contextlib.contextmanager
 def _unheard() -> Iterator[None]:
-    """What `training_step` prints is not printed once more."""
+    """Silence what `training_step` prints: it has been printed once."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield

@@ -104,7 +104,7 @@ class _Batches:
 
 
 def nothing_around(namespace: str) -> dict[str, Any]:
-    """Arguments of a `Trainer` that only trains. It has a logger, as steps may use theirs."""
+    """Return the arguments of a `Trainer` that only trains. It has a logger, as steps may use theirs."""
     return {
         "logger": import_module(f"{namespace}.loggers.logger").DummyLogger(),
         "enable_checkpointing": False,

@@ -77,7 +77,7 @@ def _of_run(position: int) -> dict[str, Any]:
 
 
 def _tradeoff(comparison: Comparison, quality: Quality) -> Figure:
-    """Peak against quality, the front as a line."""
+    """Draw peak against quality, the front as a line."""
     figure = new_figure("peak, MiB", f"{_text(quality.name, _COLUMNS)}<br>({quality.direction})")
     points = {}
     for position, run in enumerate(comparison.runs):
@@ -115,7 +115,7 @@ def _tradeoff(comparison: Comparison, quality: Quality) -> Figure:
 
 
 def _breakdown(comparison: Comparison) -> Figure:
-    """Stacked bars: what the bytes of each peak were."""
+    """Draw stacked bars: what the bytes of each peak were."""
     figure = new_figure("peak, MiB", "", barmode="stack", bargap=0.77)
     measured = [(p, run) for p, run in enumerate(comparison.runs) if run.report.peak_bytes is not None]
     names = [f"{_number(position)} {_text(run.name)}" for position, run in measured]
@@ -196,7 +196,7 @@ def _timelines(comparison: Comparison) -> Figure:
 
 
 def _drift(comparison: Comparison) -> Figure:
-    """Peaks of the measured steps: whether they grow."""
+    """Draw the peaks of the measured steps: whether they grow."""
     figure = new_figure("step", "peak, MiB", yaxis_rangemode="tozero")
     for position, run in enumerate(comparison.runs):
         if len(run.peaks) > 1:

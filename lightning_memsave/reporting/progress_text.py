@@ -76,7 +76,7 @@ def _factor(report: MemoryReport) -> str:
 
 
 def _bar(by_category: Mapping[str, int], full: int) -> Text:
-    """Each category as wide as its bytes, to half a letter; `full` bytes fill the bar."""
+    """Draw each category as wide as its bytes, to half a letter; `full` bytes fill the bar."""
     bar, end = Text(), 0
     for name, size in by_category.items():
         start, end = end, end + size

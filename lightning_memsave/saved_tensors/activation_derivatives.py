@@ -46,7 +46,7 @@ class Derivative(NamedTuple):
     settings: tuple[Any, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """f'(x), as the activation's own backward computes it."""
+        """Return f'(x), as the activation's own backward computes it."""
         found: Tensor = _BACKWARD[self.name](torch.ones_like(x), x, *self.settings)
         return found
 
@@ -138,7 +138,7 @@ class CodedDerivative:
     def of(
         cls, flat: Tensor, derivative: Derivative, fidelity: Fidelity, seed: int, rows: Rows
     ) -> CodedDerivative | None:
-        """`None` when a value is not finite."""
+        """Return codes of the derivatives; `None` when a value is not finite."""
         parts: list[IntCodes] = []
         rows = Rows(rows.length)  # as it lies in memory: no normalisation reads it
         size = cls._chunk(flat, rows)
@@ -157,7 +157,7 @@ class CodedDerivative:
         return rows.length * max(1, wanted // rows.length)
 
     def flat(self) -> Tensor:
-        """Values with nearly these derivatives.
+        """Return values with nearly these derivatives.
 
         Raises:
             DifferentiatedTwiceError: backward itself is differentiated, for which they are no use.

@@ -46,7 +46,7 @@ class Spares:
 
 
 def _version(owner: nn.Module, value: Tensor) -> int:
-    """Edits of a buffer: those that torch counts, and those of BatchNorm's kernel, which its count of batches tells."""
+    """Return the edits of a buffer: those that torch counts, and BatchNorm's own, which its count of batches tells."""
     batches = owner._buffers.get("num_batches_tracked") if isinstance(owner, _Norm) else None
     return version_of(value) + (0 if batches is None else version_of(batches))
 

@@ -76,7 +76,7 @@ class Shape:
         self._like, self._size = flat.new_empty(0), flat.numel()
 
     def flat(self) -> Tensor:
-        """Arbitrary values."""
+        """Return arbitrary values."""
         return self._like.new_empty(self._size)
 
     def without_memory(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor | None:
@@ -88,7 +88,7 @@ class Shape:
         return self._like.new_zeros(()).expand(size) if is_plain else None
 
     def payload(self) -> Iterator[Tensor]:
-        """Nothing."""
+        """Return nothing."""
         return iter(())
 
 
@@ -111,7 +111,7 @@ class Mask:
         return cls(kernels.pack_positive(flat), flat, Fidelity.MASK)
 
     def flat(self) -> Tensor:
-        """True and False, or 1 and 0."""
+        """Return True and False, or 1 and 0."""
         return kernels.unpack_mask(self._packed, self._size).to(self._dtype)
 
     def payload(self) -> Iterator[Tensor]:
@@ -133,7 +133,7 @@ class RangeMask:
         return kernels.unpack_two(self._packed, self._values, self._size)
 
     def payload(self) -> Iterator[Tensor]:
-        """Bits and values."""
+        """Return bits and values."""
         yield from (self._packed, self._values)
 
 
@@ -147,7 +147,7 @@ class TwoValues:
 
     @classmethod
     def of(cls, flat: Tensor) -> TwoValues | None:
-        """`None` for a tensor with more values, told apart by their bits."""
+        """Pack a tensor of two values, told apart by their bits; `None` for one with more."""
         found = kernels.pack_two(flat)
         return None if found is None else cls(*found, flat.numel())
 
@@ -156,7 +156,7 @@ class TwoValues:
         return kernels.unpack_two(self._packed, self._values, self._size)
 
     def payload(self) -> Iterator[Tensor]:
-        """Bits and values."""
+        """Return bits and values."""
         yield from (self._packed, self._values)
 
 
@@ -170,7 +170,7 @@ class IntDowncast:
 
     @classmethod
     def of(cls, flat: Tensor) -> IntDowncast | None:
-        """`None` when no narrower type does."""
+        """Narrow integers; `None` when no narrower type holds them."""
         low, high = integer_range(flat)
         for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
             info = torch.iinfo(dtype)
@@ -269,7 +269,7 @@ class Bf16:
 
     @classmethod
     def of(cls, flat: Tensor, seed: int) -> Bf16 | None:
-        """`None` when a value is not finite, or takes no more than bfloat16 anyway."""
+        """Round to bfloat16; `None` when a value is not finite, or takes no more than that anyway."""
         values = kernels.round_to_bfloat16(flat, seed) if flat.element_size() > 2 else None
         return None if values is None else cls(values, flat.dtype)
 
@@ -302,7 +302,7 @@ class IntCodes:
     def of(
         cls, flat: Tensor, fidelity: Fidelity, seed: int, signed: bool = False, rows: Rows | None = None
     ) -> IntCodes | None:
-        """`None` when a value is not finite."""
+        """Code a flat tensor; `None` when a value is not finite."""
         rows = rows or Rows(flat.numel())
         if rows.order is None:
             found = kernels.quantize(flat, BITS[fidelity], seed, signed, rows.length)

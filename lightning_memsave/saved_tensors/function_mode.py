@@ -169,7 +169,7 @@ class CallTracker(TorchFunctionMode):
 
     @contextmanager
     def unseen(self, name: str) -> Iterator[None]:
-        """Calls inside are not looked at: what they keep is kept for one function of that `name`."""
+        """Look at no call inside: what they keep is kept for one function of that `name`."""
         if not is_innermost(self):
             yield
             return

@@ -87,14 +87,14 @@ def _batch_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
 
 
 def fold(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Scale and shift of a normalisation with its affine part: y = scale * x + shift."""
+    """Return scale and shift of a normalisation with its affine part: y = scale * x + shift."""
     scale = rstd if weight is None else rstd * weight
     shift = -mean * scale if bias is None else bias - mean * scale
     return scale, shift
 
 
 def norm_parameters(node: Node, operands: Mapping[int, Any]) -> tuple[Tensor | None, Tensor | None] | None:
-    """Weight and bias of a normalisation; `None` when its bias cannot be told (frozen, and the call was not seen)."""
+    """Return a normalisation's weight and bias; `None` where the bias is unknown (frozen, in a call not seen)."""
     weight = saved_values(node, "weight")
     bias_node = inputs_of(node)[2][0]
     if bias_node is not None:

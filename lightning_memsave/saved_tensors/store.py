@@ -152,7 +152,7 @@ class SavedTensorStore:
         return torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
 
     def unseen(self, name: str) -> AbstractContextManager[None]:
-        """Calls inside are not looked at: what they keep is kept for one function of that `name`.
+        """Look at no call inside: what they keep is kept for one function of that `name`.
 
         For compiled regions: a function mode that is active would be compiled into them.
         """

@@ -297,7 +297,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
-    """Torch logs what has no kernel for shapes alone as an error, and a handler may keep its frames and their tensors.
+    """Silence torch's errors about missing kernels for shapes alone: a log's handler may keep frames with tensors.
 
     Whoever tries fake tensors first has another way then.
     """

@@ -26,7 +26,7 @@ _CACHE = functools._lru_cache_wrapper
 
 @contextlib.contextmanager
 def outside_kept(module: nn.Module) -> Iterator[None]:
-    """`names_kept`, and caches of functions that hold fake tensors afterwards are emptied.
+    """Restore names as `names_kept` does, and empty caches of functions that hold fake tensors.
 
     What is kept elsewhere is not known; of what `gc.freeze` has put aside, only caches in the module's own files are.
     """
@@ -41,7 +41,7 @@ def outside_kept(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def names_kept(module: nn.Module) -> Iterator[None]:
-    """Classes of `module` and files that define them get back what they had, as do their dictionaries and lists."""
+    """Restore `module`'s classes and the files that define them, with their dictionaries and lists, in the end."""
     spaces = [(space, _items(vars(space))) for space in _spaces(module)]
     try:
         yield

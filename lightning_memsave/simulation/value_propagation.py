@@ -247,7 +247,7 @@ def _constant(value: Any) -> Facts:
 
 
 def _scaled(args: Any, kwargs: Any) -> Facts:
-    """Times or over a number: as many values, others."""
+    """Return the facts of a product with, or a quotient by, a number: as many values, others."""
     if isinstance(args[1], Tensor) or not isinstance(args[0], Tensor):
         return UNKNOWN
     return Facts(num_values=facts_of(args[0]).num_values)
@@ -325,7 +325,7 @@ def _negated(args: Any, kwargs: Any) -> Facts:
 
 
 def _reduced(args: Any, kwargs: Any) -> Facts:
-    """`all` and `any`: told where all elements agree."""
+    """Return the facts of `all` and `any`: told where all elements agree."""
     facts = facts_of(args[0])
     if facts.low is not None and facts.high is not None and args[0].numel():
         if facts.low > 0 or facts.high < 0:

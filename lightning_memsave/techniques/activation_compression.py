@@ -283,7 +283,7 @@ def summarize(config: ActivationCompression, tally: Tally) -> str:
 
 
 def _set_modules(model: nn.Module, store: SavedTensorStore, patterns: Mapping[str, str]) -> list[Callable[[], None]]:
-    """Hooks that tell the store which codec holds inside which module."""
+    """Add hooks that tell the store which codec holds inside which module."""
     unused, removals = set(patterns), []
     for name, module in model.named_modules():
         if is_scripted(module):  # takes no hooks

@@ -182,7 +182,7 @@ class WeakStorage:
         return self  # a copy of torch's reference would be freed twice
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Somewhere else, nobody holds the storage."""
+        """Return nothing held: in another process nobody holds the storage."""
         return _reference_to_nothing, ()
 
     @property

@@ -11,7 +11,7 @@ CONTAINERS = (list, dict, set, tuple, deque, defaultdict, Counter, OrderedDict)
 
 
 def nested(value: Any, most_entries: float) -> tuple[list[Any], list[Any]]:
-    """`value` and the containers in it that can change, each once: small ones, and others.
+    """Return `value` and the containers in it that can change, each once: small ones, and others.
 
     Args:
         value: anything.

@@ -21,7 +21,7 @@ _SMALL_BYTES = 2**20  # of weights, that may wait for Python's own collection
 
 
 def copied(module: M, memo: dict[int, Any] | None = None) -> M:
-    """`copy.deepcopy`, with what it leaves as it is: methods with fixed arguments, and functions that know the module.
+    """Copy as `copy.deepcopy` does, and also methods with fixed arguments and functions that know the module.
 
     LightningCLI binds `configure_optimizers` to a module with an optimizer of its parameters; the copy needs one of
     its own. A `forward` that was replaced (`module.forward = torch.compile(module.forward)`) and hooks hold the module
@@ -50,7 +50,7 @@ def copied(module: M, memo: dict[int, Any] | None = None) -> M:
 
 
 def _deep_copied(module: M, memo: dict[int, Any]) -> M:
-    """`copy.deepcopy`, also of what TorchScript runs and of what autograd has computed."""
+    """Copy as `copy.deepcopy` does, and also what TorchScript runs and what autograd has computed."""
     for value in (value for each in module.modules() for value in vars(each).values()):
         if isinstance(value, torch.jit.ScriptFunction):  # has no state, and refuses to be copied
             memo[id(value)] = value
@@ -86,7 +86,7 @@ _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
 
 def _of_twins(value: Any, memo: dict[int, Any]) -> Any:
-    """`value` with copies in place of what was copied; itself where it knows none of that."""
+    """Return `value` with copies in place of what was copied; itself where it knows none of that."""
     if id(value) in memo:
         return memo[id(value)]
     if not _knows(value, memo, set()):

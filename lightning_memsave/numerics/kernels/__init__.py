@@ -1,4 +1,4 @@
-"""The fastest implementation of the other modules of this room for a device; all are equal bit for bit.
+"""The fastest implementation of this package's other modules for a device; all are equal bit for bit.
 
 CPU: C, where a compiler is. CUDA: Triton for `kbit`, where it is installed (it comes with torch's CUDA builds). Else
 plain torch.

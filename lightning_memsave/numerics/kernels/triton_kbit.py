@@ -69,7 +69,7 @@ def dequantize(
 
 
 def _sizes(blocks: Blocks, bits: int) -> tuple[int, int, int]:
-    """Elements and bytes of a block, which a kernel is compiled for, and the power of two that holds the bytes."""
+    """Return elements and bytes of a block and the power of two that holds the bytes."""
     num_bytes = blocks.num_bytes(bits)
     return blocks.size, num_bytes, triton.next_power_of_2(num_bytes)
 
@@ -170,7 +170,7 @@ def _dequantize(
 
 @triton.jit
 def _places(bits: tl.constexpr, num_bytes: tl.constexpr, padded_bytes: tl.constexpr, per_program: tl.constexpr):
-    """Blocks of this program, [blocks]; shifts inside a byte, [1, lanes, 1]; bytes, [1, bytes]; elements of a block."""
+    """Return a program's blocks, [blocks]; shifts in a byte, [1, lanes, 1]; bytes, [1, bytes]; elements of a block."""
     block = tl.program_id(0).to(tl.int64) * per_program + tl.arange(0, per_program)
     lane, byte = tl.arange(0, 8 // bits)[None, :, None], tl.arange(0, padded_bytes)[None, :]
     return block, lane * bits, byte, lane * num_bytes + byte[:, None, :]
@@ -185,7 +185,7 @@ def _span(block, row, per_row, size: tl.constexpr):
 
 @triton.jit
 def _range(values, belongs, top):
-    """Lower end rounded down and step rounded up to bfloat16 of the values that belong, [blocks]; zeros for none."""
+    """Return lower end, rounded down, and step, rounded up to bfloat16, of values that belong, [blocks]; or zeros."""
     low = _smallest(tl.where(belongs, values, float("inf")))
     high = _largest(tl.where(belongs, values, -float("inf")))
     exists = low <= high

@@ -60,7 +60,7 @@ def solve(
 
 
 def _possible_peaks(replay: Replay, effects: Sequence[Effect], budget_bytes: int) -> list[int]:
-    """Moments that are over the budget in the plain step and may be the highest between two changes of any region."""
+    """Return moments over the budget in the plain step that may be the highest between two changes of any region."""
     curve = replay.curve()
     edges = sorted({0, len(curve), *(event for effect in effects for event, _ in effect.changes)})
     found = []
@@ -74,7 +74,7 @@ def _possible_peaks(replay: Replay, effects: Sequence[Effect], budget_bytes: int
 def _rows(
     replay: Replay, effects: Sequence[Effect], moments: Sequence[int], budget_bytes: int
 ) -> tuple[list[torch.Tensor], list[float]]:
-    """Left sides, each [candidates], and right sides, in MiB so that the solver's tolerances are far below a tensor."""
+    """Return left sides, each [candidates], and right sides; in MiB: the solver's tolerances are far below a tensor."""
     events = sorted({*moments, *(event for effect in effects for event, _ in effect.spikes)})
     place = {event: row for row, event in enumerate(events)}
     changes = torch.stack([replay.adjustment(effect)[events] for effect in effects], 1).double() / MIB

@@ -131,7 +131,7 @@ def _polished(replay: Replay, fit: Fit, effects: Sequence[Effect], budget_bytes:
 
 
 def _cheaper(by_seconds: Sequence[Effect], than: Effect, rest: Sequence[Effect]) -> Iterator[list[Effect]]:
-    """Nothing, then every candidate that takes less time and is apart from the rest."""
+    """Yield nothing, then every candidate that takes less time and is apart from the rest."""
     yield []
     for effect in by_seconds:
         if effect.seconds >= than.seconds:

@@ -40,7 +40,7 @@ def plan_sqrt(trace: Trace, replay: Replay) -> list[Effect]:
 
 
 def _cuts(trace: Trace) -> Iterator[list[Candidate]]:
-    """Ways to cut the step: members of containers by themselves, then chains of units by many limits."""
+    """Yield ways to cut the step: members of containers by themselves, then chains of units by many limits."""
     alone = singles(trace)
     yield [c for c in alone if c.names[0] in {member.name for member in members(trace)}]
     for are_whole in (True, False):
@@ -68,7 +68,7 @@ def _limits(sizes: Sequence[int]) -> list[float]:
 
 
 def cut_by_size(run: Sequence[CallRecord], sizes: dict[int, int], limit: float) -> list[Candidate]:
-    """Algorithm 3's walk: a region ends where it holds more than `limit` bytes."""
+    """Return the regions of algorithm 3's walk; each ends where it holds more than `limit` bytes."""
     found: list[Candidate] = []
     held: list[CallRecord] = []
     num_bytes = 0

@@ -160,7 +160,7 @@ class Weights:
             correction.copy_(latest)
 
     def rounded(self, p: Tensor, whole: Tensor, num_steps: int, draw: int = 0) -> Tensor:
-        """`whole`, which is of `p` or its gradient's size, in 16 bits; `draw` tells several of one step apart."""
+        """Return `whole`, of the size of `p` or its gradient, in 16 bits; `draw` tells several of one step apart."""
         seed = mix(mix(mix(self._seed & 0xFFFFFFFF) ^ (num_steps & 0xFFFFFFFF)) ^ self._places[original(p)].index)
         if start := span_of(p).start:
             seed = mix(seed ^ start)
@@ -224,7 +224,7 @@ def _check_range(name: str, p: Tensor) -> None:
 
 # ------------------------------------------------------------------- state dicts hold what the weights are: float32
 def _on_disk_whole(module: nn.Module, name: str, place: _Place) -> list[Any]:
-    """Hooks on the module that holds a parameter, so that its own state dict is right as well as the whole model's."""
+    """Add hooks to the module that holds a parameter: its own state dict is then right as well as the whole model's."""
     where = (name, place.owner, place.buffer)  # the module's own buffer, but for tied weights
     return [
         module.register_state_dict_post_hook(functools.partial(_write_whole, *where)),

@@ -165,7 +165,7 @@ def unpooled() -> Iterator[None]:
 
 @contextmanager
 def pooled_batchnorm(model: nn.Module, mode: Mode = "ghost", warmup: int = 0) -> Iterator[PooledBatchNorms]:
-    """Around all microbatches of a batch: active BatchNorms update their running statistics once, at the end.
+    """Update running statistics of active BatchNorms once, at the end, around all microbatches of a batch.
 
     Args:
         model: what is trained.

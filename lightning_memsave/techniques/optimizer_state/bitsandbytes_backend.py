@@ -41,7 +41,7 @@ def _class_8bit(names: tuple[str, str]) -> Any:
     base = getattr(bitsandbytes.optim, class_name)
 
     def get_config(self: Any, gindex: int, pindex: int, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Bitsandbytes' settings of one parameter, read from torch's own group, so that schedulers steer both."""
+        """Return bitsandbytes' settings of one parameter, from torch's own group: schedulers steer both."""
         memory, p = memory_of(self), group["params"][pindex]
         is_kept = original(p) in memory.kept or original(p).numel() < memory.min_size
         weight_decay, lr = float(group["weight_decay"]), float(group["lr"])
@@ -57,7 +57,7 @@ def _class_8bit(names: tuple[str, str]) -> Any:
         }
 
     def get_state_buffer(self: Any, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Contiguous where the parameter is not (channels last): kernels walk the memory in that order."""
+        """Return a contiguous buffer, also of a parameter that is not (channels last): kernels walk memory in order."""
         made: Tensor = base.get_state_buffer(self, p, dtype)
         return made.contiguous()
 

@@ -32,7 +32,7 @@ def num_bytes(rows: int, rank: int) -> int:
 
 
 def begin(gradient: Tensor, rank: int, seed: int) -> Tensor:
-    """P: orthonormal columns [min(N, M), rank] that span the leading singular vectors of the shorter side of [N, M]."""
+    """Return orthonormal P [min(N, M), rank], the span of the leading singular vectors of [N, M]'s shorter side."""
     wide = gradient.float() if gradient.shape[0] <= gradient.shape[1] else gradient.float().T  # [N, M], N <= M
     largest = wide.abs().amax()
     wide = wide * torch.where(largest > _LARGE, 1 / largest, 1.0)  # its squares would overflow

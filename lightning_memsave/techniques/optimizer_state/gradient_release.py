@@ -71,7 +71,7 @@ class InBackward(ABC):
             self._is_rehearsal = False
 
     def remove(self) -> None:
-        """Backward only computes gradients again."""
+        """Let backward only compute gradients again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -132,7 +132,7 @@ class GradientRelease(InBackward):
             )
 
     def remove(self) -> None:
-        """Backward only computes gradients again."""
+        """Let backward only compute gradients again."""
         super().remove()
         expect_no_changes(self._parameters())
         self._before_step = None
@@ -157,7 +157,7 @@ class GradientsIntoState(InBackward):
         optimizer_accumulation.add(optimizer, memory_of(optimizer), group, p)
 
     def remove(self) -> None:
-        """Backward only computes gradients again."""
+        """Let backward only compute gradients again."""
         super().remove()
         for optimizer in filter(None, (reference() for reference in self._optimizers)):
             if is_quantized(optimizer):

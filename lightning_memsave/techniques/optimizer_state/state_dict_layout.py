@@ -73,7 +73,7 @@ def _blocks_of(state_format: str, name: str) -> BlockMap:
 
 
 def means_of(state: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Row and column means, from which a moment is found again exactly."""
+    """Return row and column means, from which a moment is found again exactly."""
     return {
         name: (value.rows.clone(), value.columns.clone())
         for name, value in state.items()
