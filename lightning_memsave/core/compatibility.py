@@ -193,12 +193,7 @@ COMPATIBILITY = (
         "`training_step(dataloader_iter)` draws its batches itself, so there is none to cut",
         "Take `batch` as the argument, or use `microbatches(batch)` inside and `microbatch=False`.",
     ),
-    CompatibilityRule(
-        "activation_compression",
-        "torch.compile of the whole module",
-        "its backward asks for every kept tensor at once, which raises the peak",
-        "Compile the blocks one by one (`for block in blocks: block.compile()`), or set `activations=False`.",
-    ),
+    CompatibilityRule("activation_compression", "torch.compile of the whole module"),
     CompatibilityRule(
         "running statistics",
         "manual optimization",

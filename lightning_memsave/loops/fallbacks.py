@@ -11,7 +11,7 @@ from contextlib import suppress
 import lightning as L
 
 from lightning_memsave.core.compatibility import check_compatibility
-from lightning_memsave.lightning_compat import session_of
+from lightning_memsave.lightning_compat import is_compiled, session_of
 from lightning_memsave.loops.forward_scope import ForwardScope
 from lightning_memsave.loops.planned_checkpointing import PlannedCheckpointing, has_room
 from lightning_memsave.loops.step_scopes import StepScopes
@@ -72,7 +72,8 @@ class Fallbacks:
 
 
 def _compress(trainer: L.Trainer, recipe: Recipe, scopes: StepScopes) -> str | None:
-    if not recipe.leaves_open(ActivationCompression):
+    # What a compiled module keeps is the compiler's choice: there, nothing more is recomputed.
+    if not recipe.leaves_open(ActivationCompression) or is_compiled(trainer.lightning_module):
         return None
     check_compatibility(["activation_compression", *recipe.rows(), *ways_of_training(trainer)])
     scopes.activations = ForwardScope(trainer, ActivationCompression())

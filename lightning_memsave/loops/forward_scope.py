@@ -6,16 +6,22 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning as L
 
 from lightning_memsave.core.errors import NoEffectWarning
 from lightning_memsave.core.report import Applied
+from lightning_memsave.lightning_compat import is_compiled
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.saved_tensors import DifferentiatedTwiceError, refuses_hooks
 from lightning_memsave.saved_tensors.seeds import NoiseSeeds
 from lightning_memsave.techniques.activation_compression import ActivationCompression, open_store, what_happened
+from lightning_memsave.torch_internals.compiled_regions import NAME as COMPILED
+from lightning_memsave.torch_internals.compiled_regions import compiled_regions
+
+_NUM_RUNS_UNTIL_COMPILED = 3  # measured steps, which may run eagerly, are among the first ones
 
 
 class ForwardScope:
@@ -33,7 +39,7 @@ class ForwardScope:
         # Each process has noise of its own.
         self._config = dataclasses.replace(config, seed=config.seed + 0x9E3779B9 * trainer.global_rank)
         self._store, self._applied = open_store(trainer.lightning_module, self._config)
-        self._is_on, self._has_run = True, False
+        self._is_compiled, self._is_on, self._num_runs = is_compiled(trainer.lightning_module), True, 0
 
     def run(self, trainer: L.Trainer, step: Callable[[], Any]) -> Any:
         """Call `step`, which runs `training_step` on a batch or a part of one."""
@@ -43,11 +49,14 @@ class ForwardScope:
         self._store.draw_for(trainer.fit_loop.total_batch_idx)
         module = trainer.lightning_module
         # What torch.func refuses is seen in the first batch: the second try starts as the first one did.
-        start = None if self._has_run else BatchStart(module, None, "watched", noise=self.noise, small_bytes=math.inf)
-        self._has_run = True
+        start = None if self._num_runs else BatchStart(module, None, "watched", noise=self.noise, small_bytes=math.inf)
+        self._num_runs += 1
         try:
-            with self._store.scope():
-                return step()
+            with self._store.scope(), self._shield:
+                result = step()
+            if self._num_runs == _NUM_RUNS_UNTIL_COMPILED:
+                self._check_compiled(module)
+            return result
         except RuntimeError as error:
             # Under manual optimization the step may have updated parameters already: it cannot be run again.
             is_twice = isinstance(error, DifferentiatedTwiceError)
@@ -65,6 +74,23 @@ class ForwardScope:
         )
         return step()
 
+    def _check_compiled(self, module: L.LightningModule) -> None:
+        """Say where compiled code codes nothing."""
+        regions = ["training_step"] if self._is_compiled else [name for name, _ in compiled_regions(module)]
+        if regions and not self._config.is_exact and not self._store.consequences.is_compiled:
+            warnings.warn(
+                f"What is compiled ({', '.join(regions)}) keeps its activations as they are: the compiler has made "
+                "nothing of it (as of torch's own containers, such as `nn.Sequential(...).compile()`), its backend is "
+                "not Inductor, or nothing that it keeps bears noise.",
+                NoEffectWarning,
+                stacklevel=3,
+            )
+
+    @property
+    def _shield(self) -> AbstractContextManager[None]:
+        """What keeps the store's function mode out of a `training_step` that is compiled itself."""
+        return self._store.unseen(COMPILED) if self._is_compiled else nullcontext()
+
     @property
     def noise(self) -> NoiseSeeds:
         """Seeds of the codes' noise."""
@@ -76,7 +102,7 @@ class ForwardScope:
         if not self._is_on:
             summary = "off: torch.func refuses saved-tensor hooks"
             return dataclasses.replace(self._applied, summary=summary, loss_class="exact", reasons=())
-        return what_happened(self._applied, self._config, self._store) if self._has_run else self._applied
+        return what_happened(self._applied, self._config, self._store) if self._num_runs else self._applied
 
     def close(self) -> None:
         """Take the hooks off the model; twice is safe."""

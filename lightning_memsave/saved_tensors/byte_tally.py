@@ -26,6 +26,22 @@ class Tally:
     num_guarded: int = 0
     """Entries that keep more bits than asked for, as a normalisation would multiply their noise (`norm_recompute`)."""
 
+    def add(self, kind: str, plain_bytes: int, held_bytes: int) -> None:
+        """Count one more."""
+        self.entries[kind] += 1
+        self.plain_bytes += plain_bytes
+        self.held_bytes += held_bytes
+
+    def __add__(self, other: Tally) -> Tally:
+        """Return the sums of both."""
+        return Tally(
+            self.entries + other.entries,
+            self.plain_bytes + other.plain_bytes,
+            self.held_bytes + other.held_bytes,
+            self.num_held_elsewhere + other.num_held_elsewhere,
+            self.num_guarded + other.num_guarded,
+        )
+
     @classmethod
     def of(cls, entries: Iterable[SavedStorage]) -> Tally:
         """Count entries."""
@@ -50,6 +66,8 @@ class Consequences:
     """Whether anything was kept in a lossy code."""
     nonlinear: set[str] = field(default_factory=set)
     """Functions that read one, and whose gradient is not linear in it."""
+    is_compiled: bool = False
+    """Whether compiled code kept one, of which is not known who reads it."""
     is_squared: bool = False
     """Whether one was read more than once, and not for the gradients of weights alone."""
 
@@ -68,12 +86,17 @@ class Consequences:
                 coupled |= codes
         self.is_squared |= any(uses[code] > 1 for code in coupled)
 
+    def note_compiled(self, tally: Tally) -> None:
+        """Add what compiled code has kept, of which nobody says who reads it."""
+        if any(kind != "mask" for kind in tally.entries):
+            self.is_there = self.is_compiled = True
+
     @property
     def loss_class(self) -> LossClass:
         """`"unbiased"` where every gradient is linear in every code, `"exact"` where there is none."""
         if not self.is_there:
             return "exact"
-        return "approximate" if self.nonlinear or self.is_squared else "unbiased"
+        return "approximate" if self.nonlinear or self.is_squared or self.is_compiled else "unbiased"
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -81,6 +104,8 @@ class Consequences:
         reasons = []
         if self.nonlinear:
             reasons.append(f"{', '.join(sorted(self.nonlinear))}: their gradients are not linear in what codes keep")
+        if self.is_compiled:
+            reasons.append("in compiled code it is not looked at what gradients do with a code")
         if self.is_squared:
             reasons.append("a code is read twice on the way to one gradient, which has the square of its noise")
         return tuple(reasons)

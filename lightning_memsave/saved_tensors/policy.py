@@ -71,7 +71,8 @@ _POWERS = _names("pow __pow__")
 NEEDS_8_BITS = _names("multi_head_attention_forward scaled_dot_product_attention")
 """Lossy functions that put noise into an exponent."""
 
-_SHARPEST_SCALE = 1.5  # of scores, in 1 / sqrt(width)
+SHARPEST_SCALE = 1.5
+"""Largest scale of scores, in 1 / sqrt(width), with which attention bears 8 bits."""
 _VIEWS = frozenset(f"{name}Backward0" for name in _names("View UnsafeView ReshapeAlias Transpose Permute Clone"))
 
 SHAPE_ONLY = _names(
@@ -156,7 +157,7 @@ def _least_for_exponents(call: Call) -> Fidelity:
     query, scale = call.argument(0, "query"), call.argument(6, "scale")
     if call.name != "scaled_dot_product_attention" or scale is None:
         return Fidelity.INT8
-    is_sharp = scale * query.shape[-1] ** 0.5 > _SHARPEST_SCALE and not _is_scaled(query)
+    is_sharp = scale * query.shape[-1] ** 0.5 > SHARPEST_SCALE and not _is_scaled(query)
     return Fidelity.BF16 if is_sharp else Fidelity.INT8
 
 

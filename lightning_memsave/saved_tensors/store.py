@@ -32,6 +32,7 @@ from lightning_memsave.saved_tensors.activation_derivatives import Derivative
 from lightning_memsave.saved_tensors.byte_tally import Consequences, Tally
 from lightning_memsave.saved_tensors.call_site import Call
 from lightning_memsave.saved_tensors.code_rows import covers_its_storage
+from lightning_memsave.saved_tensors.compiled_operators import told_to
 from lightning_memsave.saved_tensors.dropout import dropout
 from lightning_memsave.saved_tensors.encodings import Fidelity
 from lightning_memsave.saved_tensors.function_mode import CallContext, CallTracker, window_index
@@ -56,6 +57,7 @@ from lightning_memsave.torch_internals.autograd_graph import (
     storage_key,
 )
 from lightning_memsave.torch_internals.fake_tensors import is_plain
+from lightning_memsave.torch_internals.partitioning import partitioned_by
 
 _NUM_WAITING = 1  # entries that stay raw for their next consumer; more would raise the peak
 _NUM_COMPLETE = 2  # exact entries that stay raw: a kernel may fill what it kept before it ran (rrelu: noise, input)
@@ -73,6 +75,7 @@ class SavedTensorStore:
         min_numel: tensors with fewer elements are left alone.
         seed: of the dither.
         offloader: moves what is left out of the device's memory.
+        partitioner: divides what is compiled while the store is open (`compiled_partitioner`).
     """
 
     def __init__(
@@ -86,10 +89,11 @@ class SavedTensorStore:
         min_numel: int = 1024,
         seed: int = 0,
         offloader: Offloader | None = None,
+        partitioner: Any = None,
     ) -> None:
         self.lossy, self.recompute, self.fuse, self.min_numel = lossy, recompute, fuse, min_numel
         self.overrides, self.offloader, self.chunk_loss = dict(overrides or {}), offloader, chunk_loss
-        self.noise = NoiseSeeds(seed)
+        self.noise, self.partitioner = NoiseSeeds(seed), partitioner
         self.keeps_derivatives = True
         """Whether activations may be kept as codes of their derivatives, which nobody can differentiate."""
         self.tally = Tally()
@@ -121,6 +125,8 @@ class SavedTensorStore:
         self._calls = CallTracker(self._answer, notes_heads=self.chunk_loss)
         self._waiting: deque[weakref.ref[SavedStorage]] = deque()
         self._derivation = Derivation(self._handles, self._calls)
+        self._compiled = Tally()
+        self._coded_there: set[int] = set()
 
     @contextmanager
     def scope(self, pack: Callable[[Tensor], Any] | None = None) -> Iterator[None]:
@@ -141,7 +147,11 @@ class SavedTensorStore:
         self._depth += 1
         self._recent.replace(None)
         try:
-            yield
+            if self.partitioner is None:
+                yield
+            else:
+                with partitioned_by(self.partitioner), told_to(self):
+                    yield
             self._settle()
         finally:
             self._depth -= 1
@@ -150,6 +160,11 @@ class SavedTensorStore:
     def hooks(self) -> AbstractContextManager[None]:
         """Take what autograd keeps inside. Only while the store is open."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
+
+    def note_compiled(self, kind: str, plain_bytes: int, kept: tuple[Tensor, ...]) -> None:
+        """Count a tensor that compiled code keeps as `kept`, which nobody codes once more."""
+        self._compiled.add(kind, plain_bytes, sum(each.nbytes for each in kept))
+        self._coded_there.update(map(storage_key, kept))
 
     def unseen(self, name: str) -> AbstractContextManager[None]:
         """Look at no call inside: what they keep is kept for one function of that `name`.
@@ -200,6 +215,8 @@ class SavedTensorStore:
         if is_inside_transform() or not self._manages(tensor):
             return left_alone(tensor)
         key = storage_key(tensor), tensor._version, tensor.dtype
+        if key[0] in self._coded_there:
+            return left_alone(tensor)
         entry = self._entries.get(key)
         if entry is None or not entry.original.is_alive:  # its address was given to another storage
             entry = self._entries[key] = SavedStorage(tensor, self._recent)
@@ -356,8 +373,9 @@ class SavedTensorStore:
         for entry in (entries := self.entries()):
             if not entry.is_raw and (storage := entry.original.get()) is not None:
                 entry.become_raw(storage)
-        self.tally = Tally.of(entries)
+        self.tally = Tally.of(entries) + self._compiled
         self.consequences.note(entries)
+        self.consequences.note_compiled(self._compiled)
 
 
 _unpack = operator.methodcaller("get")

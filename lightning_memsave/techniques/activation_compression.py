@@ -39,7 +39,8 @@ mixed bits per layer; zeros survive coding, and which elements are positive.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,12 @@ from lightning_memsave.core.selection import is_scripted, is_selected
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.numerics.kbit import coded_bytes
 from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore, Tally
+from lightning_memsave.saved_tensors.compiled_partitioner import CodePartitioner, Settings
 from lightning_memsave.saved_tensors.offload import Offloader
 from lightning_memsave.torch_internals.compiled_regions import NAME as COMPILED
-from lightning_memsave.torch_internals.compiled_regions import compiled_regions, shield
-from lightning_memsave.torch_internals.private_names import require
+from lightning_memsave.torch_internals.compiled_regions import call_within, compiled_regions, shield
+from lightning_memsave.torch_internals.partitioning import CompiledAnew
+from lightning_memsave.torch_internals.private_names import missing, require
 
 FIDELITIES = {
     "exact": Fidelity.EXACT,
@@ -69,6 +72,7 @@ FIDELITIES = {
 }
 """What a module or an operation may be set to, and how much of a tensor that keeps."""
 CODECS = (*FIDELITIES, "int4-chain", "offload", "linear-cross-entropy")
+_EAGER_ONLY = ("offload", "linear-cross-entropy")
 _LOSSY = ("bf16", "int8", "int4", "int2", "int4-chain")
 
 
@@ -88,7 +92,7 @@ class ActivationCompression:
     innermost module decides, and the first pattern that matches it: `{"head": "exact", "layers.0.*": "int8"}`."""
     operations: Mapping[str, str] = field(default_factory=dict)
     """Codec by name of a function, before the policy's table: `{"gelu": "int8", "sin": "int4"}`. The name of a custom
-    autograd Function is not seen; `"compiled"` stands for `torch.compile`d modules."""
+    autograd Function is not seen."""
     min_numel: int = 1024
     """Tensors with fewer elements are left alone."""
     seed: int = 0
@@ -150,7 +154,7 @@ class ActivationCompression:
 
 
 def _is_function(name: str) -> bool:
-    return name == COMPILED or any(hasattr(where, name) for where in (torch, F, Tensor))
+    return any(hasattr(where, name) for where in (torch, F, Tensor))
 
 
 _REMEDY = 'For example `activations="exact"` or `activations=["exact", "int4"]`.'
@@ -181,20 +185,27 @@ def apply_activation_compression(model: nn.Module, config: ActivationCompression
     `state_dict`, types and `deepcopy` stay as they are. What the loss keeps, outside of the model, is not compressed.
 
     Raises:
-        ValueError: applied twice, a pattern matches no module, or the whole model is compiled.
+        ValueError: applied twice, a pattern matches no module, or a codec does not work in compiled code.
     """
     if _STORE in model.__dict__:
         raise setting_error("activations", "must be applied once", type(model).__name__, "Call `.undo()` of the first.")
     store, applied = open_store(model, config)
-    model.__dict__[_STORE] = _Scope(store, model.__dict__.get("forward"))
-    model.forward = types.MethodType(forward, model)
+    model.__dict__[_STORE] = scope = _Scope(store, model.__dict__.get("forward"))
+    is_whole = any(module is model for _, module in compiled_regions(model))
+    if is_whole:  # a scope that is opened in its `forward` would be compiled
+        leave = call_within(model, store.scope)
+    else:
+        model.forward = types.MethodType(forward, model)
     close = applied.restore
 
     def restore() -> None:
-        scope = model.__dict__.pop(_STORE)
-        del model.forward
-        if scope.previous_forward is not None:
-            model.forward = scope.previous_forward
+        del model.__dict__[_STORE]
+        if is_whole:
+            leave()
+        else:
+            del model.forward
+            if scope.previous_forward is not None:
+                model.forward = scope.previous_forward
         close()
 
     applied.restore = restore
@@ -225,25 +236,41 @@ def open_store(model: nn.Module, config: ActivationCompression) -> tuple[SavedTe
     Undoing takes its hooks off the model.
 
     Raises:
-        ValueError: a pattern matches no module, or the whole model is compiled.
+        ValueError: a pattern matches no module, or a codec does not work in compiled code.
     """
     require("autograd", "activations")
-    _refuse_whole_compiled(model)
+    _check_compiled(model, config)
+    modules = _Modules(model, config)
+    overrides = {name: FIDELITIES[codec] for name, codec in config.operations.items()}
+    settings = Settings(config.lossy, overrides, modules.fidelities, config.min_numel)
+    partitioner, anew = None, None
+    if not config.is_exact and not missing("compiled codes"):
+        partitioner, anew = CodePartitioner(settings, modules.within, lambda: modules.region), CompiledAnew()
     store = SavedTensorStore(
         lossy=config.lossy,
         recompute="exact" in config.codecs,
         fuse="int4-chain" in config.codecs,
         chunk_loss="linear-cross-entropy" in config.codecs,
-        overrides={name: FIDELITIES[codec] for name, codec in config.operations.items()},
+        overrides=overrides,
         min_numel=config.min_numel,
         seed=config.seed,
         offloader=Offloader(config.offload_folder) if "offload" in config.codecs else None,
+        partitioner=partitioner,
     )
-    removals = [*_set_modules(model, store, config.modules), *shield(model, store.unseen)]
+
+    @contextmanager
+    def around(region: str) -> Iterator[None]:
+        modules.region = region
+        with store.unseen(COMPILED):
+            yield
+
+    removals = [*modules.add_hooks(store), *shield(model, around)]
 
     def restore() -> None:
         for remove in removals:
             remove()
+        if anew is not None:
+            anew.end()
 
     is_exact = config.is_exact
     return store, Applied(
@@ -282,26 +309,54 @@ def summarize(config: ActivationCompression, tally: Tally) -> str:
     return summary
 
 
-def _set_modules(model: nn.Module, store: SavedTensorStore, patterns: Mapping[str, str]) -> list[Callable[[], None]]:
-    """Add hooks that tell the store which codec holds inside which module."""
-    unused, removals = set(patterns), []
-    for name, module in model.named_modules():
-        if is_scripted(module):  # takes no hooks
-            continue
-        matching = [pattern for pattern in patterns if is_selected(pattern, name, module)]
-        unused.difference_update(matching)
-        if matching:
-            hooks = _Within(store, FIDELITIES[patterns[matching[0]]])
-            removals.append(module.register_forward_pre_hook(hooks.enter, prepend=True).remove)
-            removals.append(module.register_forward_hook(hooks.leave, always_call=True).remove)
-    if unused:
-        for remove in removals:
-            remove()
-        known = ", ".join(sorted({type(m).__name__ for m in model.modules()}))
-        raise setting_error(
-            "ActivationCompression.modules", "must match modules", sorted(unused)[0], f"Classes in this model: {known}."
-        )
-    return removals
+class _Modules:
+    """The codecs that hold inside of modules.
+
+    Raises:
+        ValueError: a pattern matches no module.
+    """
+
+    def __init__(self, model: nn.Module, config: ActivationCompression) -> None:
+        self._model = model
+        self.fidelities = {pattern: FIDELITIES[codec] for pattern, codec in config.modules.items()}
+        self.region = ""
+        """Name of the compiled module that is running."""
+        unused = set(self.fidelities)
+        for name, module in model.named_modules():
+            unused.difference_update(p for p in self.fidelities if is_selected(p, name, module))
+        if unused:
+            known = ", ".join(sorted({type(m).__name__ for m in model.modules()}))
+            raise setting_error(
+                "ActivationCompression.modules",
+                "must match modules",
+                sorted(unused)[0],
+                f"Classes in this model: {known}.",
+            )
+
+    def add_hooks(self, store: SavedTensorStore) -> list[Callable[[], None]]:
+        """Tell the store of the modules of eager code; returns the ways back. Compiled code would trace hooks."""
+        removals: list[Callable[[], None]] = []
+        compiled = [name for name, _ in compiled_regions(self._model)]
+        for name, module in self._model.named_modules():
+            is_eager = not any(name == region or name.startswith(f"{region}.") or not region for region in compiled)
+            fidelity = self._of(name, module)
+            if fidelity is not None and is_eager and not is_scripted(module):  # which takes no hooks
+                hooks = _Within(store, fidelity)
+                removals.append(module.register_forward_pre_hook(hooks.enter, prepend=True).remove)
+                removals.append(module.register_forward_hook(hooks.leave, always_call=True).remove)
+        return removals
+
+    def _of(self, name: str, module: nn.Module) -> Fidelity | None:
+        return next((f for pattern, f in self.fidelities.items() if is_selected(pattern, name, module)), None)
+
+    def within(self, path: str) -> Fidelity | None:
+        """Return what holds in a module of the compiled region that is running, by its name there."""
+        modules = dict(self._model.named_modules())
+        for root in ((self.region,), (self.region, "_orig_mod")):  # `module.compile()`, `torch.compile(module)`
+            name = ".".join(part for part in (*root, path) if part)
+            if (module := modules.get(name)) is not None:
+                return self._of(name, module)
+        return None
 
 
 @dataclass
@@ -316,14 +371,14 @@ class _Within:
         self.store.within.pop()
 
 
-def _refuse_whole_compiled(model: nn.Module) -> None:
+def _check_compiled(model: nn.Module, config: ActivationCompression) -> None:
+    """Refuse, where most of a model is compiled, what works between calls that the compiler does not show."""
     total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
-    for name, module in compiled_regions(model):
-        if 2 * sum(p.numel() for p in module.parameters()) > total:
-            raise setting_error(
-                "activations",
-                "cannot be used with a whole model that is compiled: its backward asks for everything at once, which "
-                "raises the peak",
-                name or type(model).__name__,
-                "Compile its blocks one by one (`for block in blocks: block.compile()`), or set `activations=False`.",
-            )
+    most = [name for name, m in compiled_regions(model) if 2 * sum(p.numel() for p in m.parameters()) > total]
+    if most and (codec := next((each for each in _EAGER_ONLY if each in config.codecs), None)):
+        raise setting_error(
+            "activations",
+            f"cannot do {codec!r} in a whole model that is compiled",
+            most[0] or type(model).__name__,
+            'Use `activations="int8"` or "int4", or compile its blocks (`for block in blocks: block.compile()`).',
+        )

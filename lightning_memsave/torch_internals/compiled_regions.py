@@ -1,7 +1,8 @@
 """`torch.compile`d modules in a scope: the function mode of the store must not be traced into them.
 
-A compiled region runs as one custom function, so what it keeps is kept exactly unless the user says otherwise; its
-tensors are handed over together when its forward ends.
+A compiled region runs as one custom function, whose tensors are handed over together when its forward ends and asked
+for together when its backward begins. What it keeps is therefore coded inside of it, if at all
+(`saved_tensors.compiled_partitioner`), and kept as it is outside.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _OptimizedModule = find("torch._dynamo.eval_frame.OptimizedModule")
 _counters = find("torch._dynamo.utils.counters")
 NAME = "compiled"
 """What a compiled region is called in the policy."""
+Around = Callable[[], AbstractContextManager[None]]
 
 
 def compiled_regions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -44,9 +46,9 @@ def call_at_end(owner: object, function: Callable[..., object], *args: Any) -> N
     weakref.finalize(owner, function, *args).atexit = False
 
 
-def shield(model: nn.Module, unseen: Callable[[str], AbstractContextManager[None]]) -> list[Callable[[], None]]:
-    """Call the compiled regions of `model` within `unseen(NAME)`; returns the ways back."""
-    return [_wrap(module, unseen) for _, module in list(compiled_regions(model))]
+def shield(model: nn.Module, around: Callable[[str], AbstractContextManager[None]]) -> list[Callable[[], None]]:
+    """Call each compiled region of `model` within `around(its name)`; returns the ways back."""
+    return [call_within(module, functools.partial(around, name)) for name, module in list(compiled_regions(model))]
 
 
 def _entrance(module: nn.Module) -> str | None:
@@ -56,14 +58,15 @@ def _entrance(module: nn.Module) -> str | None:
     return "_compiled_call_impl" if getattr(module, "_compiled_call_impl", None) is not None else None
 
 
-def _wrap(module: nn.Module, unseen: Callable[[str], AbstractContextManager[None]]) -> Callable[[], None]:
+def call_within(module: nn.Module, around: Around) -> Callable[[], None]:
+    """Call a compiled module within `around()`, which the compiler does not see; returns the way back."""
     attribute = _entrance(module)
     assert attribute is not None
     compiled = getattr(module, attribute)
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with unseen(NAME):
+        with around():
             return compiled(*args, **kwargs)
 
     setattr(module, attribute, call)

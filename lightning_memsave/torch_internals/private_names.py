@@ -66,6 +66,17 @@ PARTS: Mapping[str, Part] = {
         "activation compression, checkpointing and sparsity, and measured peaks (`None`)",
         "tests/saved_tensors",
     ),
+    "compiled codes": Part(
+        (
+            "torch._functorch.partitioners.min_cut_rematerialization_partition",
+            "torch._inductor.config.custom_partitioner_fn",
+            "torch._inductor.custom_graph_pass.CustomPartitionerFn",
+            "torch.compiler.reset",
+            "torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE",
+        ),
+        "codes in compiled code, which then keeps everything as it is",
+        "tests/saved_tensors/test_compiled_partitioner.py",
+    ),
     "gradient sums": Part(
         ("torch.autograd.graph._engine_run_backward", "torch.Tensor._use_count"),
         "exactness of measured peaks where gradients are summed: they may be too high by the largest sum",

@@ -252,13 +252,6 @@ def test_other_errors_pass():
         train(MemSave(activations="exact"), Broken)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_a_compiled_module_is_refused_before_training():
-    module = torch.compile(Module(), backend="eager")
-    with pytest.raises(ValueError, match=r"activation_compression cannot be combined with torch\.compile of the whole"):
-        train(MemSave(activations="exact"), module)
-
-
 def test_a_pattern_that_matches_nothing_is_refused_before_training():
     steps = []
 

@@ -55,6 +55,14 @@ def test_a_try_that_is_made_again_draws_the_same():
     assert [seeds.next_seed() for _ in range(3)] == first
 
 
+def test_streams_do_not_depend_on_each_other():
+    one, other = NoiseSeeds(0), NoiseSeeds(0)
+    found = [one.next_seed(stream) for stream in (1, 2, 1, 0, 2)]
+    again = [other.next_seed(stream) for stream in (2, 0, 1, 1, 2)]
+    assert found == [again[2], again[0], again[3], again[1], again[4]]
+    assert len(set(found)) == 5
+
+
 @pytest.mark.parametrize("large", [2**32, 2**40, -1])
 def test_seeds_and_steps_of_any_size_are_taken(large):
     assert all(0 <= seed < 2**32 for seed in drawn(large, abs(large)))

@@ -30,6 +30,15 @@ def stack() -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(3)))
 
 
+class Deep(nn.Module):  # of torch's own containers, nothing is compiled
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = stack()
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
 
 
@@ -200,11 +209,12 @@ def test_compiled_blocks_stay_compiled_and_equal(fresh_dynamo, codec, in_place):
     applied = apply_activation_compression(model, ActivationCompression(codecs=(codec,)))
     for _ in range(2):
         assert torch.equal(gradients(model), expected)
-    assert counters["stats"]["unique_graphs"] == graphs
+    anew = 0 if codec == "exact" else graphs  # codes are compiled into what is compiled; this backend asks nobody
+    assert counters["stats"]["unique_graphs"] == graphs + anew
     assert not counters["graph_break"]
     applied.undo()
     assert torch.equal(gradients(model), expected)
-    assert counters["stats"]["unique_graphs"] == graphs
+    assert counters["stats"]["unique_graphs"] == graphs + 2 * anew
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -226,10 +236,27 @@ def in_place(model):
     return model
 
 
-@pytest.mark.parametrize("wrap", [whole, in_place, lambda m: nn.Sequential(whole(m))])
-def test_a_whole_model_that_is_compiled_is_refused(fresh_dynamo, wrap):
-    with pytest.raises(ValueError, match=r"raises the peak.*block\.compile"):
-        apply_activation_compression(wrap(stack()), ActivationCompression())
+WAYS_TO_COMPILE = {"torch.compile": whole, "compile()": in_place, "inside": lambda m: nn.Sequential(whole(m))}
+
+
+@pytest.mark.parametrize("codec", ["offload", "linear-cross-entropy"])
+@pytest.mark.parametrize("wrap", WAYS_TO_COMPILE.values(), ids=WAYS_TO_COMPILE)
+def test_what_works_between_calls_is_refused_in_a_whole_model_that_is_compiled(fresh_dynamo, wrap, codec):
+    with pytest.raises(ValueError, match=rf"cannot do '{codec}' in a whole model that is compiled.*block\.compile"):
+        apply_activation_compression(wrap(stack()), ActivationCompression(codecs=("int4", codec)))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("wrap", WAYS_TO_COMPILE.values(), ids=WAYS_TO_COMPILE)
+def test_exact_leaves_a_whole_model_that_is_compiled_alone(fresh_dynamo, wrap):
+    model = wrap(Deep())
+    expected = gradients(model)
+    graphs = counters["stats"]["unique_graphs"]
+    applied = apply_activation_compression(model, ActivationCompression())
+    assert torch.equal(gradients(model), expected)
+    applied.undo()
+    assert torch.equal(gradients(model), expected)
+    assert counters["stats"]["unique_graphs"] == graphs
 
 
 def test_a_guard_that_fires_is_told_of():

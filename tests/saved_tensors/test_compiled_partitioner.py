@@ -1,0 +1,308 @@
+"""Codes in compiled code: what is kept, in how many bytes, and what it does to gradients."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_memsave.numerics.kbit import coded_bytes
+from lightning_memsave.saved_tensors import SavedTensorStore
+from lightning_memsave.saved_tensors.compiled_operators import told_to
+from lightning_memsave.saved_tensors.compiled_partitioner import CodePartitioner, Settings
+from lightning_memsave.saved_tensors.encodings import Fidelity
+from lightning_memsave.torch_internals.partitioning import min_cut
+from tests.saved_tensors.compiled_nets import MLP, NETS, Attention, Counting, Images, Kept, gradients, made
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while it compiles
+
+
+NOT_LISTED = {
+    "tanh": torch.tanh,
+    "exp": torch.exp,
+    "softmax": lambda x: torch.softmax(x, -1),
+    "sin": torch.sin,
+    "cube": lambda x: x**3,
+    "quotient": lambda x: 1 / (2 + x.abs()),
+    "swish by hand": lambda x: x * torch.sigmoid(x),
+    "hardtanh": F.hardtanh,
+    "selu": F.selu,
+    "normal": lambda x: torch.exp(-(x**2) / 2),
+    "log": lambda x: torch.log1p(x.square()),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def drawn(model, kept, x, num_draws):
+    """Return the gradients of so many draws of the noise, [num_draws, n]."""
+    run, scope = torch.compile(model, backend=kept.backend), Counting()
+    found = []
+    for step in range(num_draws):
+        scope.noise.begin(step)
+        with told_to(scope):
+            found.append(gradients(model, run, x))
+    return torch.stack(found)
+
+
+# ---------------------------------------------------------------------------------------------------- gradients
+@pytest.mark.parametrize("name", NETS)
+def test_the_mean_of_many_draws_is_the_gradient(name):
+    """What 24 draws leave of their noise is chance: a root of 24 less than that of one."""
+    model, x = made(name)
+    plain = gradients(model, model, x)
+    kept = Kept(Fidelity.INT8)
+    draws = drawn(model, kept, x, 24)
+    noise = (draws - plain).norm(dim=1).mean()
+    assert 0 < noise < 0.05 * plain.norm()
+    assert (draws.mean(0) - plain).norm() < 1.5 * noise / 24**0.5
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_the_noise_is_that_of_eager_code(name):
+    model, x = made(name)
+    plain, store = gradients(model, model, x), SavedTensorStore(lossy=Fidelity.INT4, min_numel=64)
+
+    def eager(x):
+        with store.scope():
+            return model(x)
+
+    found = []
+    for step in range(8):
+        store.draw_for(step)
+        found.append(gradients(model, eager, x))
+    expected = (torch.stack(found) - plain).norm(dim=1).mean()
+    noise = (drawn(model, Kept(Fidelity.INT4), x, 8) - plain).norm(dim=1).mean()
+    assert noise < 1.35 * expected
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_noise_is_repeated_by_the_step(name):
+    model, x = made(name)
+    first, kept = drawn(model, Kept(Fidelity.INT4), x, 2), Kept(Fidelity.INT4)
+    again = drawn(model, kept, x, 2)
+    assert torch.equal(first, again)
+    assert not torch.equal(*again)
+
+
+def test_two_calls_of_one_graph_have_noise_of_their_own():
+    model, x = made("MLP")
+    run, scope = torch.compile(model, backend=Kept(Fidelity.INT4).backend), Counting()
+    with told_to(scope):
+        first = gradients(model, run, x)
+        assert not torch.equal(first, gradients(model, run, x))
+
+
+def test_a_relus_mask_is_exact():
+    """Where its output is not positive, no gradient flows: whatever the codes make of it."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64, bias=False))
+    x = torch.randn(64, 64, requires_grad=True)
+    run = torch.compile(model, backend=Kept(Fidelity.INT2).backend)
+    with told_to(Counting()):
+        run(x).sum().backward()
+    expected = (model[0](x) > 0).float() @ (model[0].weight * model[2].weight.sum(0)[:, None])
+    assert torch.allclose(x.grad, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", NOT_LISTED.values(), ids=NOT_LISTED)
+def test_functions_that_the_policy_does_not_list_keep_every_bit(function):
+    """The gradient of the first layer goes through the function's derivative, and through no code."""
+    torch.manual_seed(0)
+    first, last, x = nn.Linear(64, 64), nn.Linear(64, 64), torch.randn(64, 64)
+
+    def step(x):
+        return last(function(first(x))).sum()
+
+    expected = torch.autograd.grad(step(x), first.weight)[0]
+    with told_to(Counting()):
+        (found,) = torch.autograd.grad(torch.compile(step, backend=Kept(Fidelity.INT2).backend)(x), first.weight)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_sum_is_coded_once_and_not_its_parts():
+    """Noise of a residual stream does not add up along it: each sum is kept itself."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Attention(), Attention(), Attention()), torch.randn(2, 16, 64)
+    kept = Kept(Fidelity.INT4)
+    drawn(model, kept, x, 1)
+    decoded = [node for node in kept.backwards[0].graph.nodes if "decode" in str(node.target)]
+    assert len(decoded) == len({node.args[0] for node in decoded}), "nobody decodes twice"
+
+
+# ---------------------------------------------------------------------------------------------------- bytes
+@pytest.mark.parametrize("fidelity", [Fidelity.INT8, Fidelity.INT4, Fidelity.INT2])
+def test_an_mlp_keeps_two_codes(fidelity):
+    model, x = made("MLP")
+    kept = Kept(fidelity)
+    drawn(model, kept, x, 1)
+    bits = {Fidelity.INT8: 8, Fidelity.INT4: 4, Fidelity.INT2: 2}[fidelity]
+    assert kept.num_bytes == 2 * coded_bytes(128 * 256, bits, row=256)  # the GELU's input, and its output
+
+
+def test_bfloat16_halves_what_is_kept():
+    model, x = made("MLP")
+    kept = Kept(Fidelity.BF16)
+    drawn(model, kept, x, 1)
+    assert kept.num_bytes == 2 * 2 * 128 * 256
+
+
+def test_a_mask_takes_a_bit():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)), torch.randn(128, 64)
+    kept = Kept(Fidelity.INT8)
+    drawn(model, kept, x, 1)
+    assert kept.num_bytes == 128 * 64 // 8
+
+
+def test_views_of_one_tensor_share_its_code():
+    """Query, key and value: the fused attention keeps them, its output and the log-sum-exp."""
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(4, 32, 64)
+    kept = Kept(Fidelity.INT4)
+    drawn(model, kept, x, 1)
+    tokens = 4 * 32
+    eight_bits = coded_bytes(3 * 64 * tokens, 8, row=192) + coded_bytes(64 * tokens, 8, row=64)
+    codes = [num_bytes for _, dtype, num_bytes in kept.graphs[0] if dtype in (torch.uint8, torch.bfloat16)]
+    four_bits = 2 * coded_bytes(4 * 64 * tokens, 4, row=256) + 2 * coded_bytes(64 * tokens, 4, row=64)
+    assert sum(codes) == eight_bits + four_bits  # the GELU's two; what the first Linear and the MLP read
+    assert len(codes) == 2 * 6
+
+
+def test_small_tensors_are_left_alone():
+    model, x = made("MLP")
+    kept = Kept(Fidelity.INT4, min_numel=128 * 256 + 1)
+    drawn(model, kept, x, 1)
+    assert kept.num_bytes == 2 * 4 * 128 * 256
+
+
+def test_what_is_returned_is_kept_as_it_is():
+    class Both(MLP):
+        def forward(self, x):
+            hidden = self.activation(self.up(x))
+            return torch.cat([self.down(hidden), hidden], -1)[..., :64], hidden
+
+    model, kept = Both(), Kept(Fidelity.INT4)
+    run = torch.compile(model, backend=kept.backend)
+    with told_to(Counting()):
+        out, hidden = run(torch.randn(128, 64))
+    assert {name: num_bytes for name, _, num_bytes in kept.graphs[0]}.get("mul_2", 4 * 128 * 256) == 4 * 128 * 256
+    assert hidden.shape == (128, 256)
+    (out.sum() + hidden.sum()).backward()
+
+
+def test_images_are_coded_as_they_lie():
+    """Convolutions want channels last: a code in another order would need a copy of each tensor."""
+    model, x = made("images")
+    kept = Kept(Fidelity.INT4)
+    drawn(model, kept, x, 1)
+    strides = [
+        node.args[-1] for node in kept.forwards[0].graph.nodes if str(node.target) == "lightning_memsave.encode.default"
+    ]
+    assert strides
+    assert all(stride[1] == 1 for stride in strides)
+
+
+# ---------------------------------------------------------------------------------------------------- settings
+def test_a_functions_codec_can_be_set():
+    model, x = made("MLP")
+    kept = Kept(Fidelity.INT4, overrides={"gelu": Fidelity.EXACT})
+    drawn(model, kept, x, 1)
+    assert kept.num_bytes == 4 * 128 * 256 + coded_bytes(128 * 256, 4, row=256)
+
+
+def test_a_modules_codec_can_be_set():
+    model, x = made("MLP")
+    kept = Kept(Fidelity.INT4, modules={"down": Fidelity.INT8})
+    drawn(model, kept, x, 1)
+    assert kept.num_bytes == coded_bytes(128 * 256, 4, row=256) + coded_bytes(128 * 256, 8, row=256)
+
+
+def test_caches_tell_settings_apart():
+    partitioners = [
+        CodePartitioner(Settings(fidelity, {}, modules, 1024), lambda path: None, lambda: "net")
+        for fidelity in (Fidelity.INT8, Fidelity.INT4)
+        for modules in ({}, {"head": Fidelity.EXACT})
+    ]
+    assert len({each.uuid() for each in partitioners}) == 4
+    assert len({pickle.dumps(each) for each in partitioners}) == 4  # as the compiler's settings are
+
+
+# ---------------------------------------------------------------------------------------------------- shapes
+@pytest.mark.parametrize("name", NETS)
+def test_sizes_may_change(name):
+    model, x = made(name)
+    run, scope = torch.compile(model, backend=Kept(Fidelity.INT8).backend), Counting()
+    for size in (4, 3, 2):  # from the second on, the batch's size is a symbol
+        scope.noted.clear()
+        plain = gradients(model, model, x[:size])
+        with told_to(scope):
+            found = gradients(model, run, x[:size])
+        assert (found - plain).norm() < 0.05 * plain.norm()
+    assert any(kind == "int8" for kind, *_ in scope.noted)
+
+
+def test_rows_of_unknown_length_are_kept_as_they_are():
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x):
+            return (self.weight @ x.relu().t()) ** 2  # rows of x.t() are as long as the batch
+
+    model, kept = Turned(), Kept(Fidelity.INT8)
+    run = torch.compile(model, backend=kept.backend, dynamic=True)
+    for size in (100, 90):
+        x = torch.randn(size, 64)
+        plain = gradients(model, model, x)
+        with told_to(Counting()):
+            assert (gradients(model, run, x) - plain).norm() < 0.05 * plain.norm()
+
+
+def test_half_precision_is_coded():
+    model, x = made("MLP")
+    model, x = model.bfloat16(), x.bfloat16()
+    kept = Kept(Fidelity.INT4)
+    found = drawn(model, kept, x, 1)
+    assert kept.num_bytes == 2 * coded_bytes(128 * 256, 4, row=256)
+    assert found.isfinite().all()
+
+
+def test_gradients_are_those_of_torchs_partitioner_where_nothing_is_coded():
+    torch.manual_seed(0)
+    model, x = Images(), torch.randn(4, 3, 16, 16)
+    kept = Kept(Fidelity.INT8, min_numel=2**40)
+    plain = gradients(model, torch.compile(model, backend=Kept(partitioner=min_cut).backend), x)
+    torch.compiler.reset()
+    with told_to(Counting()):
+        found = gradients(model, torch.compile(model, backend=kept.backend), x)
+    assert torch.allclose(found, plain, rtol=1e-4, atol=1e-7)
+
+
+def test_dropouts_mask_is_the_same_in_both_halves():
+    torch.manual_seed(0)
+    model, x = Attention(dropout=0.5), torch.randn(4, 32, 64)
+    run = torch.compile(model, backend=Kept(Fidelity.INT8).backend)
+    torch.manual_seed(1)
+    with told_to(Counting()):
+        found = gradients(model, run, x)
+    torch.compiler.reset()
+    torch.manual_seed(1)
+    plain = gradients(model, torch.compile(model, backend=Kept(partitioner=min_cut).backend), x)
+    assert (found - plain).norm() < 0.05 * plain.norm()
+
+
+def test_functional_relu_and_inplace_relu_agree():
+    found = []
+    for activation in (F.relu, F.relu_):
+        torch.manual_seed(0)
+        model, x = Images(activation), torch.randn(4, 3, 16, 16)
+        found.append(drawn(model, Kept(Fidelity.INT8), x, 1)[0])
+    assert torch.allclose(*found, rtol=0.05, atol=1e-4)
