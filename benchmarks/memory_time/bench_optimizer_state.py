@@ -53,7 +53,7 @@ def parameters_after(setting: str, num_steps: int = 100) -> list[torch.Tensor]:
     if setting in CONFIGS:
         # Gradients are given, not released.
         config = {**CONFIGS[setting], "gradients": "keep"}
-        if config.get("format") != "32bit":
+        if config.get("first_moment") != "32bit":
             apply_optimizer_state(optimizer, OptimizerState(**config), weights)
     generator = torch.Generator().manual_seed(1)
     for _ in range(num_steps):

@@ -2,7 +2,8 @@
 
 `training_step` is evaluated on a few samples, spread over the batch, and on two uneven parts of them, without
 gradients. Some bits of weights are flipped before, as at the start of training all samples may have the same loss (a
-head of zeros), which any weights average to itself. The mode is that of training, so that terms behind `self.training`
+head of zeros), which any weights average to itself; where that is not enough (an LSTM, whose gates hardly move), some
+weights are eight times as large. The mode is that of training, so that terms behind `self.training`
 count; BatchNorm alone is in evaluation mode, as what its statistics change is known and named. Where random numbers
 cannot be told to be a sample's own, or the step fails that way, it is evaluated in evaluation mode.
 """
@@ -57,9 +58,13 @@ class _Mode(NamedTuple):
 
     is_training: bool
     moves_weights: bool
+    enlarges_weights: bool = False
 
 
-_MODES = (_Mode(True, True), _Mode(False, True), _Mode(False, False))
+_MODES = (
+    *(_Mode(True, True), _Mode(False, True), _Mode(False, False)),
+    *(_Mode(True, True, True), _Mode(False, True, True)),
+)
 
 
 def ask(trainer: L.Trainer, kwargs: dict[str, Any], num_samples: int, config: Microbatching) -> Answer:
@@ -190,7 +195,11 @@ class _Evaluation:
         sizes = [int(n) for _, n in subject.parts]
         starts = [0, *itertools.accumulate(sizes[:-1])]
         counted = [(p, s, n) for (p, _), s, n in zip(subject.parts, starts, sizes, strict=True) if n]
-        with _moved(module) if self._mode.moves_weights else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if self._mode.moves_weights:
+                stack.enter_context(_moved(module))
+            if self._mode.enlarges_weights:
+                stack.enter_context(_enlarged(module))
             subjects = ((subject.whole, 0, sum(sizes)), *counted)
             losses = [_without_graph(functools.partial(self._loss_of, *each, sum(sizes))) for each in subjects]
         return Losses(losses[0], tuple(losses[1:]), self._tolerance())
@@ -272,18 +281,37 @@ def _moved(module: nn.Module) -> Iterator[None]:
     """
     moved: list[tuple[Tensor, bool]] = []
     try:
-        for data in (p.data for p in dict.fromkeys(module.parameters())):
-            if data.dtype in _SIGNIFICANDS and is_plain(data) and data.is_contiguous() and data.numel():
-                some = data.view(-1)[:: -(-data.numel() // _MOST_MOVED)]
-                is_zero = not some.any()
-                _flip(some, is_zero)
-                moved.append((some, is_zero))
+        for data in _movable(module):
+            some = data.view(-1)[:: -(-data.numel() // _MOST_MOVED)]
+            is_zero = not some.any()
+            _flip(some, is_zero)
+            moved.append((some, is_zero))
         yield
     finally:
         for some, is_zero in moved:
             _flip(some, is_zero)
 
 
+@contextlib.contextmanager
+def _enlarged(module: nn.Module) -> Iterator[None]:
+    """Multiply some elements of every parameter by a power of two inside, which loses no bit either way."""
+    some = [p.data.view(-1)[:: -(-p.numel() // _MOST_MOVED)] for p in _movable(module)]
+    changed = [torch.where(each.abs() < _LARGEST_ENLARGED, _ENLARGED, 1.0).to(each.dtype) for each in some]
+    for each, factor in zip(some, changed, strict=True):
+        each.mul_(factor)
+    try:
+        yield
+    finally:
+        for each, factor in zip(some, changed, strict=True):
+            each.div_(factor)
+
+
+def _movable(module: nn.Module) -> list[Tensor]:
+    parameters = (p.data for p in dict.fromkeys(module.parameters()))
+    return [p for p in parameters if p.dtype in _SIGNIFICANDS and is_plain(p) and p.is_contiguous() and p.numel()]
+
+
+_ENLARGED, _LARGEST_ENLARGED = 8.0, 2.0**10
 _SIGNIFICANDS = {  # the integers, and the leading bits of the significand in them
     torch.float64: (torch.int64, 7 << 49),
     torch.float32: (torch.int32, 7 << 20),

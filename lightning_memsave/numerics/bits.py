@@ -59,6 +59,19 @@ def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:
     return (values * mask).mul_(scale)
 
 
+def look_up(values: Tensor, table: Tensor, scale: float, shift: float) -> Tensor:
+    """Replace `values` by the table's entries at `values * scale + shift`, cut off to an entry that exists; in place.
+
+    >>> look_up(torch.tensor([0.2, 1.7, 9.0, torch.nan]), torch.tensor([10.0, 20.0, 30.0]), 1.0, 0.0)
+    tensor([10., 20., 30., nan])
+    """
+    for part in values.split(_CHUNK):
+        place = part.mul_(scale).add_(shift).clamp_(0, table.numel() - 1).nan_to_num(0.0).to(torch.int32)
+        part.mul_(0.0).add_(table[place])
+    return values
+
+
+_CHUNK = 2**22  # elements at a time: bounds the temporaries
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_memsave.numerics import kernels
 from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.saved_tensors.call_site import Call
 from lightning_memsave.saved_tensors.code_rows import Rows
@@ -56,8 +57,7 @@ class Derivative(NamedTuple):
         if is_fake(d):
             table = d.new_empty(_TABLE_SIZE)
         per_unit = (_TABLE_SIZE - 1) / (high - low)
-        place = d.mul_(per_unit).add_(0.5 - low * per_unit).clamp_(0, _TABLE_SIZE - 1)
-        return torch.index_select(table, 0, place.to(torch.int64), out=d)
+        return kernels.look_up(d, table, per_unit, 0.5 - low * per_unit)
 
 
 @functools.cache
@@ -152,8 +152,12 @@ class CodedDerivative:
 
     @staticmethod
     def _chunk(flat: Tensor, rows: Rows) -> int:
-        """Return elements at a time: whole rows, few enough to stay in a CPU's cache."""
-        wanted = 2**16 if flat.device.type == "cpu" else 2**22
+        """Return elements at a time: whole rows, few enough to stay in a CPU's cache, and a small part of the tensor.
+
+        The derivative of a part, and what it takes to compute it, are there besides the tensor.
+        """
+        largest, smallest = (2**16, 2**14) if flat.device.type == "cpu" else (2**22, 2**20)
+        wanted = min(largest, max(smallest, flat.numel() // 8))
         return rows.length * max(1, wanted // rows.length)
 
     def flat(self) -> Tensor:
@@ -171,9 +175,12 @@ class CodedDerivative:
             )
         out, first = torch.empty(self._size, dtype=self._dtype, device=self._device), 0
         for part in self._parts:
-            d = part.flat()
-            out[first : first + d.numel()] = self._derivative.invert(d)
-            first += d.numel()
+            last = first + part.size
+            if self._dtype == torch.float32:
+                self._derivative.invert(part.flat(out[first:last]))
+            else:
+                out[first:last] = self._derivative.invert(part.flat())
+            first = last
         return out
 
     def payload(self) -> Iterator[Tensor]:

@@ -288,7 +288,7 @@ class IntCodes:
     def __init__(
         self, coded: tuple[Tensor, Tensor], like: Tensor, fidelity: Fidelity, signed: bool, rows: Rows
     ) -> None:
-        self._coded, self._size, self._dtype, self.fidelity, self._signed = (
+        self._coded, self.size, self._dtype, self.fidelity, self._signed = (
             coded,
             like.numel(),
             like.dtype,
@@ -318,10 +318,10 @@ class IntCodes:
         joined = coded[0] if len(coded) == 1 else (torch.cat(codes), torch.cat(ranges))
         return cls(joined, flat, fidelity, signed, rows)
 
-    def flat(self) -> Tensor:
-        """Return the decoded values."""
+    def flat(self, out: Tensor | None = None) -> Tensor:
+        """Return the decoded values, in `out` where that is given."""
         codes, ranges = self._coded
-        out = torch.empty(self._size, dtype=self._dtype, device=codes.device)
+        out = torch.empty(self.size, dtype=self._dtype, device=codes.device) if out is None else out
         if self._rows.order is None:
             return kernels.dequantize(codes, ranges, BITS[self.fidelity], out, self._signed, self._rows.length)
         first, per_row = 0, Blocks.of_rows(self._rows.length).per_row

@@ -258,18 +258,43 @@ def test_rules_come_from_integers_and_masks_of_the_batch():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_weights_are_others_for_a_while_and_then_the_same_bits(dtype):
+@pytest.mark.parametrize("moves", [loss_reduction._moved, loss_reduction._enlarged])
+def test_weights_are_others_for_a_while_and_then_the_same_bits(moves, dtype):
     module = nn.Sequential(nn.Linear(300, 300), nn.LayerNorm(300), nn.Linear(300, 2)).to(dtype)
-    nn.init.zeros_(module[2].weight)
+    ends = [-0.0, 0.0] if moves is loss_reduction._moved else [torch.finfo(dtype).tiny / 2, torch.finfo(dtype).max]
     with torch.no_grad():
-        module[2].bias.copy_(torch.tensor([-0.0, 0.0]))
+        module[2].bias.copy_(torch.tensor(ends, dtype=dtype))
+        if moves is loss_reduction._moved:
+            module[2].weight.zero_()
     before = [p.detach().clone() for p in module.parameters()]
-    with loss_reduction._moved(module):
+    with moves(module):
         moved = [p.detach().clone() for p in module.parameters()]
     for p, mine, its in zip(module.parameters(), before, moved, strict=True):
         assert torch.equal(p.view(torch.uint8), mine.view(torch.uint8))
-        assert (its != mine).any()
+        assert (its != mine).any() or (moves is loss_reduction._enlarged and not mine.any())
         assert its.isfinite().all()
+
+
+def test_an_lstm_that_has_learned_nothing_is_cut():
+    """Its losses differ in the fifth digit, also with other weights of that size."""
+
+    class Bytes(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(256, 64), nn.Linear(64, 256)
+            self.rnn = nn.LSTM(64, 64, num_layers=2, batch_first=True)
+
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.head(self.rnn(self.embed(batch))[0]).flatten(0, 1), batch.flatten())
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    torch.manual_seed(0)
+    memsave = MemSave(microbatch=2)
+    fit(Bytes(), [torch.randint(0, 256, (8, 32))], memsave)
+    (summary,) = (each.summary for each in memsave.report.applied if each.technique == "microbatching")
+    assert summary == "batches run in parts of at most 2 samples (loss: mean over samples)"
 
 
 def test_a_token_weighted_mean_is_found_and_honours_weight_fn():

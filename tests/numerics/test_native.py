@@ -218,6 +218,18 @@ def test_scaling_where_a_mask_holds_equals_the_reference(size, scale):
 
 
 @needs_compiler
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("scale", "shift"), [(1.0, 0.0), (37.3, 0.5 - 1.1), (-5.0, 3.0), (1e30, 0.0)])
+def test_looking_up_equals_the_reference(size, scale, shift):
+    values, table = torch.randn(size) * 10, torch.randn(100)
+    values[:3] = torch.tensor([math.nan, math.inf, -math.inf])[:size]
+    expected = bits.look_up(values.clone(), table, scale, shift)
+    assert native.look_up(values, table, scale, shift) is values
+    assert torch.equal(values.view(torch.int32)[1:], expected.view(torch.int32)[1:])
+    assert size == 0 or (values[0].isnan() and expected[0].isnan())
+
+
+@needs_compiler
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 64, 1001])
 @pytest.mark.parametrize("pair", [(0.0, 2.0), (0.0, -0.0), (math.nan, 1.0), (-3.0, -3.0)])
 def test_tensors_of_two_values_equal_the_reference(size, pair):

@@ -83,6 +83,12 @@ def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:
     return native.scale_where(mask, values, scale) if is_native else bits.scale_where(mask, values, scale)
 
 
+def look_up(values: Tensor, table: Tensor, scale: float, shift: float) -> Tensor:
+    """Replace float32 `values` by the table's entries at `values * scale + shift`, cut off to one that exists."""
+    function = native.look_up if _has_native(values.device) else bits.look_up
+    return function(values, table, scale, shift)
+
+
 def set_bits(packed: Tensor) -> Tensor:
     """Return the ascending positions (int64, [k]) of the bits that are set."""
     if _has_native(packed.device):

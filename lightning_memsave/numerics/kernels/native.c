@@ -346,6 +346,17 @@ void scale_where(const uint8_t *mask, const float *x, float *out, float scale, l
     for (long i = first; i < last; i++) out[i] = x[i] * (mask[i] ? scale : 0.0f);
 }
 
+/* In place: the entry of a table of `size` at `x * scale + shift`, cut off, or the table's end; NaN for NaN. */
+void look_up(float *x, const float *table, int size, float scale, float shift, long first, long last) {
+    float top = size - 1;
+    for (long i = first; i < last; i++) {
+        float place = x[i] * scale;
+        place = place + shift;
+        float inside = place > 0 ? (place < top ? place : top) : 0; /* 0 for NaN as well */
+        x[i] = place == place ? table[(int)inside] : place;
+    }
+}
+
 /* The ascending positions of the bits that are set; returns how many. Without `out` it counts only. */
 long set_bits(const uint8_t *packed, int64_t *out, long num_bytes) {
     long count = 0;

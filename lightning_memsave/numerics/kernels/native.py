@@ -36,6 +36,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pack_mask": (None, (_POINTER, _POINTER, _LONG, *_RANGE)),
     "unpack_mask": (None, (_POINTER, _POINTER, _LONG, *_RANGE)),
     "scale_where": (None, (*(_POINTER,) * 3, _FLOAT, *_RANGE)),
+    "look_up": (None, (_POINTER, _POINTER, _INT, _FLOAT, _FLOAT, *_RANGE)),
     "set_bits": (_LONG, (_POINTER, _POINTER, _LONG)),
     "pack_positive": (None, (_POINTER, _POINTER, _LONG, *_RANGE)),
     "find_two": (None, (_POINTER, _POINTER, _LONG)),
@@ -216,6 +217,15 @@ def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:
         pointers = (_pointer(each, size) for each in (mask, values, out))
         _run("scale_where", *pointers, scale, num_units=size, per_unit=1)
     return out
+
+
+def look_up(values: Tensor, table: Tensor, scale: float, shift: float) -> Tensor:
+    """Look up as `bits.look_up` does."""
+    size, num_entries = values.numel(), table.numel()
+    if not is_fake(values):
+        pointers = _pointer(values, size), _pointer(table, num_entries)
+        _run("look_up", *pointers, num_entries, scale, shift, num_units=size, per_unit=1)
+    return values
 
 
 def set_bits(packed: Tensor) -> Tensor:
