@@ -83,6 +83,27 @@ def codecs() -> str:
     return markdown(head, lines, num_text=2)
 
 
+def compiled() -> str:
+    """Peak, noise and time of compiled code with codes, beside the compiler's own budget."""
+    lines, model, plain_bytes = [], "", 0
+    for row in rows("compiled"):
+        is_first, model = row["model"] != model, row["model"]
+        num_bytes = int(row["allocation_bytes"])
+        plain_bytes = num_bytes if is_first else plain_bytes
+        has_noise = int(row["num_draws"]) > 1
+        lines.append(
+            (
+                *(model if is_first else "", row["setting"], f"{num_bytes / MB:.1f}"),
+                f"{plain_bytes / num_bytes:.2f}x",
+                f"{float(row['cpu_time_ratio']):.2f}x",
+                f"{float(row['error']):.4f}" if has_noise else "",
+                f"{float(row['error_of_mean']):.4f}" if has_noise else "",
+            )
+        )
+    head = ("model", "setting", "peak, MB", "less", "CPU time", "noise", "mean of 8")
+    return markdown(head, lines, num_text=2)
+
+
 def launch_bound() -> str:
     """Times of steps whose kernels take microseconds."""
     lines, model = [], ""

@@ -17,6 +17,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/techniques/activation_compression.md": {
         "measured": technique_tables.activations,
         "codecs": technique_tables.codecs,
+        "compiled": technique_tables.compiled,
         "launch-bound": technique_tables.launch_bound,
         "quality": technique_tables.quality,
     },

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
 from lightning_memsave.lightning_compat import Batch
@@ -339,7 +338,7 @@ class _WideLosses(TorchFunctionMode):
         super().__init__()
         self.ignored: set[int] = set()
 
-    def __torch_function__(self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if getattr(func, "__module__", "") == "torch.nn.functional" and ("loss" in name or "cross_entropy" in name):

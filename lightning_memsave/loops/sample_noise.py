@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _INTEGERS = frozenset(("randperm", "randint", "multinomial", "bernoulli"))
@@ -53,7 +52,7 @@ class SampleNoise(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
         return self
 
-    def __torch_dispatch__(self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return func(*args, **kwargs)

@@ -10,7 +10,6 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lightning_memsave.lightning_compat import Batch, session_of
@@ -76,7 +75,7 @@ class ParametersKept(TorchDispatchMode):
         self._parameters = {storage_key(p): p for p in module.parameters() if _has_storage(p)}
         self._before: list[tuple[Tensor, Tensor]] = []
 
-    def __torch_dispatch__(self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         if getattr(getattr(func, "_schema", None), "is_mutable", False):
             for tensor in filter(_has_storage, tensors_in((args, kwargs))):
                 parameter = self._parameters.pop(storage_key(tensor), None)

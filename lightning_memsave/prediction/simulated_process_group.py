@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -155,7 +154,7 @@ class _LonelyDDP(nn.parallel.DistributedDataParallel):
 class _RealNumbers(TorchDispatchMode):
     """DDP's own indices, which are its only int32 tensors, are real among fake tensors."""
 
-    def __torch_dispatch__(self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         """Run operations on DDP's indices without fake tensors, and any other as it is."""
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -58,12 +58,12 @@ _library = torch.library.Library("lightning_memsave", "DEF")
 _TAGS = tuple(tag for name in ("flexible_layout", "cudagraph_unsafe") if (tag := getattr(torch.Tag, name, None)))
 
 
-def _define(schema: str, run: Callable[..., Any], shape: Callable[..., Any]) -> torch._ops.OpOverload:
+def _define(schema: str, run: Callable[..., Any], shape: Callable[..., Any]) -> Any:
     name = schema.partition("(")[0]
     _library.define(schema, tags=_TAGS)
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"lightning_memsave::{name}", shape, lib=_library)
-    return getattr(torch.ops.lightning_memsave, name).default  # type: ignore[no-any-return]  # untyped in torch
+    return getattr(torch.ops.lightning_memsave, name).default
 
 
 def _encode(x: Tensor, number: int, bits: int, signed: bool, row: int, stride: Sequence[int]) -> tuple[Tensor, Tensor]:

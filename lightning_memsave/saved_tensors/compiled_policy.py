@@ -58,7 +58,7 @@ _SENSITIVE = _names(
 )
 """Operations whose results stay exact, as those of `policy.SENSITIVE` do."""
 
-_SPELLINGS = {name.replace("_", ""): name for name in (*policy.LOSSY, *_ACTIVATIONS)}
+_SPELLINGS = {name.replace("_", ""): name for name in sorted(policy.LOSSY | _ACTIVATIONS, key=len, reverse=True)}
 
 
 def name_of(function: Any) -> str:

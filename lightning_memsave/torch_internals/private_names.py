@@ -69,10 +69,7 @@ PARTS: Mapping[str, Part] = {
     "compiled codes": Part(
         (
             "torch._functorch.partitioners.min_cut_rematerialization_partition",
-            "torch._inductor.config.custom_partitioner_fn",
             "torch._inductor.custom_graph_pass.CustomPartitionerFn",
-            "torch.compiler.reset",
-            "torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE",
         ),
         "codes in compiled code, which then keeps everything as it is",
         "tests/saved_tensors/test_compiled_partitioner.py",

@@ -23,6 +23,9 @@ from pathlib import Path
 import lightning as L
 import torch
 import torch._dynamo
+import torch._functorch.partitioners
+import torch._inductor.config
+import torch._inductor.custom_graph_pass
 import torch._subclasses.fake_tensor
 import torch.distributed
 import torch.multiprocessing.reductions
