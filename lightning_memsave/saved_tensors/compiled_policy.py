@@ -99,7 +99,8 @@ def is_reshape(node: fx.Node) -> bool:
 
 def is_backward(node: fx.Node) -> bool:
     """Return whether a node computes a gradient; what backward computes again of the forward does not."""
-    return "autograd_backward" in node.meta and "source_fn_stack" not in node.meta
+    is_marked = "autograd_backward" in node.meta or "backward" in str(node.meta.get("partitioner_tag"))  # up to 2.10
+    return is_marked and "source_fn_stack" not in node.meta
 
 
 class GraphPolicy:
