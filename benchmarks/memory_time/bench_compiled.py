@@ -185,4 +185,5 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    torch._inductor.config.force_disable_caches = True  # else the second run compiles in no time
     write_rows("compiled", [row for name in MODELS for row in rows(name)])
