@@ -28,6 +28,7 @@ from lightning_memsave.core.errors import NoEffectWarning
 from lightning_memsave.numerics import kernels
 from lightning_memsave.numerics.kbit import Blocks
 from lightning_memsave.saved_tensors.seeds import NoiseSeeds
+from lightning_memsave.torch_internals.autograd_graph import autograd_is_running
 
 
 class Scope(Protocol):
@@ -40,6 +41,8 @@ class Scope(Protocol):
 
 
 _open: list[Scope] = []
+_latest: list[NoiseSeeds] = []
+"""The noise of the scope that was open last: in backward, checkpoints run code again after its scope has ended."""
 
 
 @contextmanager
@@ -50,6 +53,7 @@ def told_to(scope: Scope) -> Iterator[None]:
         yield
     finally:
         _open.pop()
+        _latest[:] = [scope.noise]
 
 
 _library = torch.library.Library("lightning_memsave", "DEF")
@@ -178,6 +182,8 @@ def _flat(x: Tensor, stride: Sequence[int]) -> Tensor:
 def _next_seed(number: int) -> int:
     if _open:
         return _open[-1].noise.next_seed(number)
+    if _latest and autograd_is_running():
+        return _latest[0].next_seed(number)
     warnings.warn(
         "Compiled code that keeps codes for backward runs outside of the scope that it was compiled in (such as "
         "`training_step`): its gradients have the noise of these codes.",

@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,8 @@ from lightning_memsave.saved_tensors import compiled_policy
 from lightning_memsave.saved_tensors.code_rows import SMALLEST_ROW
 from lightning_memsave.saved_tensors.compiled_policy import (
     GraphPolicy,
+    Need,
+    activations_in,
     images,
     is_backward,
     is_floating,
@@ -84,17 +86,21 @@ class CodePartitioner(Partitioner):  # type: ignore[misc]  # a base known at run
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return forward and backward."""
-        settings = self._settings
-        policy = GraphPolicy(settings.lossy, settings.overrides, self._within)
+        if any(node.meta.get("recompute") is not None for node in gm.graph.nodes):
+            return min_cut(gm, joint_inputs, **options)  # there are checkpoints inside, which say what is kept
+        num_results: int = options["num_fwd_outputs"]
+        names = activations_in(gm.graph, num_results, options.get("static_lifetime_input_indices") or ())
         for node in must_be_kept(gm.graph):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for node in gm.graph.nodes:
             if is_backward(node) and is_floating(node):
                 node.meta["partitioner_tag"] = "must_be_in_backward"
         forward, backward = min_cut(gm, joint_inputs, **options)
-        kept = KeptNodes(forward, backward, options["num_fwd_outputs"])
+        kept = KeptNodes(forward, backward, num_results)
+        settings = self._settings
+        policy = GraphPolicy(backward.graph, settings.lossy, settings.overrides, self._within)
         channels_last = images(forward.graph) if puts_channels_last(gm) else set()
-        _Coder(forward.graph, backward.graph, kept, policy, settings.min_numel, channels_last).code()
+        _Coder(forward.graph, backward.graph, kept, policy, settings.min_numel, channels_last).code(names)
         kept.finish()
         return forward, backward
 
@@ -114,8 +120,7 @@ class _Kept(NamedTuple):
     """Its input of the backward."""
     views: tuple[fx.Node, ...]
     """Views of its root that lead to it, in the forward."""
-    fidelity: Fidelity
-    keeps_sign: bool
+    need: Need
 
 
 class _Coded(NamedTuple):
@@ -153,8 +158,8 @@ class _Coder:
         self._min_numel, self._channels_last, self._num_coded = min_numel, channels_last, 0
         self._order = {node: number for graph in (forward, backward) for number, node in enumerate(graph.nodes)}
 
-    def code(self) -> None:
-        """Code what may be coded."""
+    def code(self, names: Collection[str]) -> None:
+        """Code what may be coded, of the nodes of these names."""
         by_root: defaultdict[fx.Node, list[_Kept]] = defaultdict(list)
         returned = {_root(node)[0] for node in self._kept.results}
         for place, node, its_input in list(self._kept.pairs()):
@@ -165,10 +170,10 @@ class _Coder:
                 continue
             if _value(node).dtype == torch.bool:
                 self._pack(place, node, its_input)
-            elif self._is_activation(node) and not is_sensitive(root):
-                fidelity, keeps_sign = self._policy.need(its_input)
-                if Fidelity.SHAPE < fidelity < Fidelity.EXACT:
-                    by_root[root].append(_Kept(place, node, its_input, views, fidelity, keeps_sign))
+            elif root.name in names and self._is_activation(node) and not is_sensitive(root):
+                need = self._policy.need(its_input)
+                if Fidelity.SHAPE < need.fidelity < Fidelity.EXACT:
+                    by_root[root].append(_Kept(place, node, its_input, views, need))
         for root, group in by_root.items():
             if not (self._is_less_together(root, group) and self._code_together(root, group)):
                 for each in group:
@@ -188,7 +193,7 @@ class _Coder:
             self._decode(its_input, operators.unpack_mask, (kept, *layout_behind))
 
     def _code_alone(self, each: _Kept) -> None:
-        if (coded := self._coded(each.node, each.fidelity, each.keeps_sign, [each.node])) is not None:
+        if (coded := self._coded(each.node, each.need, [each.node])) is not None:
             kept = self._kept.replace(each.place, coded.kept)
             self._decode(each.input, coded.decoder, (*kept, *coded.arguments))
 
@@ -197,11 +202,12 @@ class _Coder:
         sizes = [_value(root).numel(), *(_value(each.node).numel() for each in group)]
         is_fixed = all(isinstance(size, int) for size in sizes)
         takes_root_alone = all(view.all_input_nodes == [view.args[0]] for each in group for view in each.views)
-        return len(group) > 1 and takes_root_alone and is_fixed and sizes[0] <= sum(sizes[1:])
+        are_free = not any(each.need.row for each in group)
+        return len(group) > 1 and takes_root_alone and are_free and is_fixed and sizes[0] <= sum(sizes[1:])
 
     def _code_together(self, root: fx.Node, group: list[_Kept]) -> bool:
-        fidelity, keeps_sign = max(each.fidelity for each in group), any(each.keeps_sign for each in group)
-        coded = self._coded(root, fidelity, keeps_sign, [each.node for each in group])
+        need = Need(max(each.need.fidelity for each in group), any(each.need.keeps_sign for each in group))
+        coded = self._coded(root, need, [each.node for each in group])
         if coded is None:
             return False
         kept = self._kept.replace(group[0].place, coded.kept)
@@ -220,9 +226,11 @@ class _Coder:
             self._swap(each.input, result, views, reader)
         return True
 
-    def _coded(self, node: fx.Node, fidelity: Fidelity, keeps_sign: bool, used: Sequence[fx.Node]) -> _Coded | None:
+    def _coded(self, node: fx.Node, need: Need, used: Sequence[fx.Node]) -> _Coded | None:
         """Code a node of the forward behind the last use of `used`; `None` where that cannot be done."""
-        value = _value(node)
+        value, fidelity = _value(node), need.fidelity
+        if need.row:  # which lies in the order of a contiguous tensor
+            self._channels_last.discard(node)
         layout, layout_behind = self._layouts(node)
         if layout is None or layout_behind is None:
             return None
@@ -237,9 +245,11 @@ class _Coder:
                 operators.round_to_bfloat16, (node, self._num_coded, layout[1]), self._behind([node, *used])
             )
             return _Coded((rounded,), torch.ops.prims.convert_element_type.default, (value.dtype,))
-        if (row := _row(value.shape, self._strides(node))) is None:
+        strides = self._strides(node)
+        row = need.row if need.row and strides == _contiguous(value.shape) else _row(value.shape, strides)
+        if row is None or (need.row and row != need.row):
             return None
-        how = BITS[fidelity], keeps_sign, row
+        how = BITS[fidelity], need.keeps_sign, row
         both = self._call(operators.encode, (node, self._num_coded, *how, layout[1]), self._behind([node, *used]))
         kept = tuple(self._call(operator.getitem, (both, number), both.next) for number in (1, 0))[::-1]
         return _Coded(kept, operators.decode, (*how, *layout_behind, value.dtype))
@@ -324,7 +334,11 @@ def _dense_strides(value: Tensor) -> list[Any]:
     dims = zip(value.shape, value.stride(), dense, strict=True)
     if all(_is_one(size) or str(stride) == str(other) for size, stride, other in dims):
         return list(value.stride())
-    return _strides_in_order(value.shape, range(value.dim() - 1, -1, -1))
+    return _contiguous(value.shape)
+
+
+def _contiguous(shape: Sequence[Any]) -> list[Any]:
+    return _strides_in_order(shape, range(len(shape) - 1, -1, -1))
 
 
 def _hint(number: Any) -> int:

@@ -16,14 +16,16 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from lightning_memsave.saved_tensors import policy
+from lightning_memsave.saved_tensors.code_rows import SMALLEST_PIECE
 from lightning_memsave.saved_tensors.encodings import Fidelity
+from lightning_memsave.torch_internals.autograd_graph import is_operator
 
 
 def _names(text: str) -> frozenset[str]:
@@ -47,6 +49,16 @@ Of a quotient that is the numerator alone; normalisations are as `policy.NONLINE
 _ACTIVATIONS = _names("relu leaky_relu gelu silu mish elu softplus hardswish glu")
 """Functions of the policy's table that compute each element by itself."""
 
+_OF_MODULES = _names(
+    """
+    mm addmm bmm baddbmm convolution_backward native_layer_norm_backward native_batch_norm_backward batch_norm_backward
+    cudnn_batch_norm_backward native_group_norm_backward _fused_rms_norm_backward gelu_backward silu_backward
+    mish_backward elu_backward softplus_backward hardswish_backward glu_backward threshold_backward leaky_relu_backward
+    _prelu_kernel_backward
+    """
+)
+"""Operations of the backward passes of torch's modules, taken apart or not."""
+
 _SIGNS = policy.SIGN_ONLY | policy.KEEPS_SIGN
 """Functions whose backward compares something with zero: with itself or its code, not with what noise has gone into."""
 
@@ -67,6 +79,8 @@ def name_of(function: Any) -> str:
     >>> [name_of(f) for f in (torch.nn.LayerNorm, torch.nn.Conv2d, torch.nn.GELU, torch.nn.functional.linear)]
     ['layer_norm', 'conv2d', 'gelu', 'linear']
     """
+    if is_operator(function):
+        return str(function)  # with its library: not torch's of that name
     name: str = getattr(function, "__name__", str(function))
     plain = name.lower().replace("_", "")
     return _SPELLINGS.get(plain) or _SPELLINGS.get(plain.rstrip("123").removesuffix("d").rstrip("123"), name)
@@ -88,7 +102,7 @@ def _name(target: Any) -> str:
 
 def is_view(node: fx.Node) -> bool:
     """Return whether a node's result shares the memory of its first argument."""
-    is_aten = getattr(node.target, "namespace", "") == "aten"
+    is_aten = getattr(node.target, "namespace", "") == "aten" and getattr(node.target, "_overloadname", "") != "dtype"
     return node.op == "call_function" and is_aten and _target_name(node) in VIEWS
 
 
@@ -103,10 +117,24 @@ def is_backward(node: fx.Node) -> bool:
     return is_marked and "source_fn_stack" not in node.meta
 
 
+class Need(NamedTuple):
+    """What backward needs of a tensor."""
+
+    fidelity: Fidelity
+    keeps_sign: bool = False
+    """Whether a code must keep signs."""
+    row: int = 0
+    """Elements, one after the other, that a normalisation treats together, in which a code's rows have to end; or 0."""
+
+
+_EXACT = Need(Fidelity.EXACT)
+
+
 class GraphPolicy:
-    """What the nodes of one joint graph need.
+    """What the nodes of one backward graph need.
 
     Args:
+        backward: the graph.
         lossy: what is enough where noise is allowed.
         overrides: fidelities by the name of a function.
         within: returns the fidelity that was set for a module of the compiled region, by its name there; or `None`.
@@ -114,55 +142,92 @@ class GraphPolicy:
 
     def __init__(
         self,
+        backward: fx.Graph,
         lossy: Fidelity,
         overrides: Mapping[str, Fidelity],
         within: Callable[[str], Fidelity | None],
     ) -> None:
         self._lossy, self._overrides, self._within = lossy, overrides, within
+        self._gradients: set[fx.Node] = set()
+        for node in backward.nodes:
+            is_given = node.op == "placeholder" and "tangents" in str(node.target)
+            if is_given or not self._gradients.isdisjoint(node.all_input_nodes):
+                self._gradients.add(node)
 
-    def need(self, node: fx.Node) -> tuple[Fidelity, bool]:
-        """Return what backward needs of a tensor, and whether a code of it must keep signs.
+    def need(self, node: fx.Node) -> Need:
+        """Return what backward needs of a tensor.
 
         Args:
             node: in the backward graph, which stands for what was kept.
         """
-        needed, keeps_sign = Fidelity.SHAPE, False
-        for reader, through, is_itself in self._readers(node):
-            name = function_of(reader)
-            is_sign = name in _SIGNS and not is_itself  # of something else that is made of it
-            if not is_backward(reader) or through not in ("", name) or is_sign:
-                return Fidelity.EXACT, False
-            needed = max(needed, Fidelity.MASK if name in policy.SIGN_ONLY else self._need_of(reader, name))
-            keeps_sign |= name in policy.KEEPS_SIGN
-        return needed, keeps_sign
+        found = Need(Fidelity.SHAPE)
+        for reader in self._readers(node):
+            name = function_of(reader.node)
+            is_sign = name in _SIGNS and not reader.reads_it_itself  # it reads something that is made of it
+            if reader.through not in ("", name) or is_sign or not self._is_as_it_seems(reader.node, name):
+                return _EXACT
+            row = _row_of_norm(name, reader)
+            if row is None or (row and found.row and row != found.row):
+                return _EXACT
+            needed = Fidelity.MASK if name in policy.SIGN_ONLY else self._need_of(reader.node, name)
+            keeps_sign = found.keeps_sign or name in policy.KEEPS_SIGN
+            found = Need(max(found.fidelity, needed), keeps_sign, row or found.row)
+        return found
 
-    def _readers(self, node: fx.Node) -> Iterator[tuple[fx.Node, str, bool]]:
-        """Yield who reads a tensor, or what is made of it again; through which activation; and whether it is itself."""
-        waiting, seen = [(node, "", True)], set()
+    def _is_as_it_seems(self, reader: fx.Node, name: str) -> bool:
+        """Return whether a node is what the derivative of that function is made of.
+
+        A hook on a module, and the backward of a custom Function, compute something else under its name.
+        """
+        if not is_backward(reader) or (_is_of_module(reader) and operation_of(reader) not in _OF_MODULES):
+            return False
+        if name not in policy.LINEAR or name in _SIGNS:
+            return True
+        if name == "square":
+            return operation_of(reader) == "pow" and bool(reader.args[1] == 1)
+        return not self._gradients.isdisjoint(reader.all_input_nodes)  # a product with a gradient
+
+    def _readers(self, node: fx.Node) -> Iterator[_Reader]:
+        """Yield who reads a tensor, or what is made of it again."""
+        waiting, made = [_Reader(node, node, "", True, True)], {node}
+        seen: set[tuple[fx.Node, str]] = set()
         while waiting:
-            source, through, is_itself = waiting.pop()
-            for user in source.users:
-                if (user, through) in seen:
+            source = waiting.pop()
+            for user in source.node.users:
+                if (user, source.through) in seen:
                     continue
-                seen.add((user, through))
-                name = function_of(user)
+                seen.add((user, source.through))
+                name, same = function_of(user), source._replace(node=user, source=source.node)
                 if is_view(user):
-                    waiting.append((user, through, is_itself))
+                    waiting.append(same._replace(is_in_order=source.is_in_order and _keeps_order(user)))
                 elif is_backward(user) or user.op == "output":
-                    yield user, through, is_itself
-                elif name in _ACTIVATIONS and through in ("", name):
-                    waiting.append((user, name, False))
-                elif self._is_linear(user, source):
-                    waiting.append((user, through, False))
+                    yield same
+                elif name in _ACTIVATIONS and source.through in ("", name):
+                    waiting.append(same._replace(through=name, reads_it_itself=False))
+                elif self._is_linear(user, source.node, made):
+                    waiting.append(same._replace(reads_it_itself=False))
                 else:
-                    yield user, through, False
+                    yield same  # which is no derivative
+                made.add(user)
 
-    def _is_linear(self, user: fx.Node, source: fx.Node) -> bool:
-        """Return whether a node that is computed again in backward is linear in `source`."""
+    def _is_linear(self, user: fx.Node, source: fx.Node, made: set[fx.Node]) -> bool:
+        """Return whether a node that is computed again in backward is linear in `source`.
+
+        Args:
+            user: reads `source`.
+            source: is noisy.
+            made: what is made of the same tensor, `source` among it.
+        """
+        if user.target is operator.getitem:
+            return True
         operation = operation_of(user)
+        if operation not in _PASSES or not is_floating(user) or _target_name(user) in _SENSITIVE:
+            return False
         if operation == "div":
-            return user.args[0] is source and source not in user.args[1:]
-        return user.target is operator.getitem or operation in _PASSES
+            return user.args[0] is source and len(made & set(user.all_input_nodes)) == 1 and not user.kwargs
+        if operation == "mul":
+            return user.args.count(source) == 1 and len(made & set(user.all_input_nodes)) == 1
+        return True
 
     def _need_of(self, reader: fx.Node, name: str) -> Fidelity:
         if (override := self._overrides.get(name)) is not None:
@@ -171,7 +236,66 @@ class GraphPolicy:
             return Fidelity.EXACT
         set_for = (self._within(path) for path in reversed(_modules_of(reader)))
         lossy = next((fidelity for fidelity in set_for if fidelity is not None), self._lossy)
-        return max(lossy, _least_for_exponents(reader)) if name in policy.NEEDS_8_BITS else lossy
+        if name in policy.NEEDS_8_BITS:
+            return max(lossy, _least_for_exponents(reader))
+        # Eager code keeps a code of the derivative, which is bounded. Of the input, 4 bits would be biased: an outlier
+        # in its row makes its noise large.
+        return max(lossy, Fidelity.INT8) if name in _ACTIVATIONS - _SIGNS else lossy
+
+
+class _Reader(NamedTuple):
+    """Who reads a tensor."""
+
+    node: fx.Node
+    source: fx.Node
+    """What it reads: the tensor, a view of it, or what is made of it again."""
+    through: str
+    """The activation that lies between."""
+    reads_it_itself: bool
+    is_in_order: bool
+    """Whether elements that lie together in `source` do so in the tensor."""
+
+
+def _row_of_norm(name: str, reader: _Reader) -> int | None:
+    """Return the elements that a normalisation treats together, 0 for any other function; `None` if codes do not suit.
+
+    Of the batch's statistics, those of one sample and channel. Rows below 16 elements, and features without a
+    dimension besides channels, would share a code's range with others, whose noise may be much larger.
+    """
+    if name not in policy.NORMALISES:
+        return 0
+    shape = reader.source.meta["val"].shape
+    sizes = shape[-1:] if name in ("layer_norm", "rms_norm") else shape[2:]
+    if not reader.is_in_order or not sizes or not all(isinstance(size, int) for size in sizes):
+        return None
+    row = math.prod(sizes)
+    return row if row >= SMALLEST_PIECE else None
+
+
+def _keeps_order(view: fx.Node) -> bool:
+    return _target_name(view) in ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "alias", "detach")
+
+
+def activations_in(joint: fx.Graph, num_results: int, static: Collection[int]) -> set[str]:
+    """Return the names of what carries a gradient and is made of more than weights.
+
+    Masks, positions and frozen features carry none; casts and products of weights are the same for all samples.
+
+    Args:
+        joint: the graph of forward and backward.
+        num_results: how many of its outputs are the forward's.
+        static: which of the inputs are parameters and buffers.
+    """
+    (output,) = (node for node in joint.nodes if node.op == "output")
+    inputs = [node for node in joint.nodes if node.op == "placeholder" and "tangents" not in str(node.target)]
+    outputs: Any = output.args[0]
+    trained = {node for node, gradient in zip(inputs, outputs[num_results:], strict=False) if gradient is not None}
+    data = {node for number, node in enumerate(inputs) if number not in static}
+    for node in joint.nodes:
+        for found in (trained, data):
+            if not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+    return {node.name for node in trained & data}
 
 
 def must_be_kept(joint: fx.Graph) -> set[fx.Node]:
@@ -225,8 +349,8 @@ def _least_for_exponents(reader: fx.Node) -> Fidelity:
     scale = reader.kwargs.get("scale")
     if scale is None:
         return Fidelity.INT8
-    queries = [each for each in reader.args if isinstance(each, fx.Node) and each.meta["val"].dim() == 4]
-    width = queries[0].meta["val"].shape[-1] if queries else math.inf
+    heads = [each.meta["val"] for each in reader.all_input_nodes if each.meta["val"].dim() == 4]
+    width = max((value.shape[-1] for value in heads), default=math.inf)
     is_bounded = isinstance(scale, float) and scale * width**0.5 <= policy.SHARPEST_SCALE
     return Fidelity.INT8 if is_bounded else Fidelity.BF16
 
@@ -245,6 +369,11 @@ def function_of(node: fx.Node) -> str:
     """Return the function of the forward that a node belongs to, or computes the gradient of; `""` if unknown."""
     stack = node.meta.get("fwd_source_fn_stack" if is_backward(node) else "source_fn_stack")
     return name_of(stack[-1][1]) if stack else ""
+
+
+def _is_of_module(node: fx.Node) -> bool:
+    stack = node.meta.get("fwd_source_fn_stack")
+    return stack is not None and isinstance(stack[-1][1], type)
 
 
 def _modules_of(node: fx.Node) -> list[str]:

@@ -110,8 +110,9 @@ class SavedTensorStore:
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the settings: a copy keeps nothing yet."""
-        return {name: value for name, value in vars(self).items() if name[0] != "_" and name != "within"}
+        """Return the settings: a copy keeps nothing yet, and has no say in what is compiled."""
+        settings = {name: value for name, value in vars(self).items() if name[0] != "_" and name != "within"}
+        return {**settings, "partitioner": None}
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
         vars(self).update(settings)

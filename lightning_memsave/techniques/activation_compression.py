@@ -60,7 +60,7 @@ from lightning_memsave.saved_tensors.compiled_partitioner import CodePartitioner
 from lightning_memsave.saved_tensors.offload import Offloader
 from lightning_memsave.torch_internals.compiled_regions import NAME as COMPILED
 from lightning_memsave.torch_internals.compiled_regions import call_within, compiled_regions, shield
-from lightning_memsave.torch_internals.partitioning import CompiledAnew
+from lightning_memsave.torch_internals.partitioning import compile_anew
 from lightning_memsave.torch_internals.private_names import missing, require
 
 FIDELITIES = {
@@ -243,9 +243,10 @@ def open_store(model: nn.Module, config: ActivationCompression) -> tuple[SavedTe
     modules = _Modules(model, config)
     overrides = {name: FIDELITIES[codec] for name, codec in config.operations.items()}
     settings = Settings(config.lossy, overrides, modules.fidelities, config.min_numel)
-    partitioner, anew = None, None
+    partitioner = None
     if not config.is_exact and not missing("compiled codes"):
-        partitioner, anew = CodePartitioner(settings, modules.within, lambda: modules.region), CompiledAnew()
+        partitioner = CodePartitioner(settings, modules.within, lambda: modules.region)
+        compile_anew()
     store = SavedTensorStore(
         lossy=config.lossy,
         recompute="exact" in config.codecs,
@@ -269,8 +270,8 @@ def open_store(model: nn.Module, config: ActivationCompression) -> tuple[SavedTe
     def restore() -> None:
         for remove in removals:
             remove()
-        if anew is not None:
-            anew.end()
+        if partitioner is not None:
+            compile_anew()
 
     is_exact = config.is_exact
     return store, Applied(

@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.torch_internals.compiled_regions import num_compiled_graphs
 from lightning_memsave.torch_internals.private_names import find
 
 Partitioner = find("torch._inductor.custom_graph_pass.CustomPartitionerFn")
@@ -54,6 +53,9 @@ def partitioned_by(partitioner: Any) -> Iterator[None]:
             type(other).__name__,
             "Set it to None, or leave `activations` out.",
         )
+    if _latest and _latest[0] is not partitioner:  # two models of one class share their compiled code
+        compile_anew()
+    _latest[:] = [partitioner]
     _settings.custom_partitioner_fn = partitioner
     try:
         yield
@@ -61,21 +63,13 @@ def partitioned_by(partitioner: Any) -> Iterator[None]:
         _settings.custom_partitioner_fn = other
 
 
-class CompiledAnew:
-    """Forgets compiled code that was made under another partitioner: what was compiled before, and what is until then.
+def compile_anew() -> None:
+    """Forget compiled code, which does not know that a partitioner has changed: it is compiled when it is called."""
+    torch.compiler.reset()
+    _latest.clear()
 
-    Compiled code does not know that a partitioner has changed, so all of it is compiled again when it is called.
-    """
 
-    def __init__(self) -> None:
-        if num_compiled_graphs():
-            torch.compiler.reset()
-        self._num_graphs = num_compiled_graphs()
-
-    def end(self) -> None:
-        """Forget what has been compiled since."""
-        if num_compiled_graphs() != self._num_graphs:
-            torch.compiler.reset()
+_latest: list[Any] = []  # the partitioner under which code was compiled
 
 
 class KeptNodes:
@@ -99,7 +93,8 @@ class KeptNodes:
     def pairs(self) -> Iterator[tuple[int, fx.Node, fx.Node]]:
         """Yield the place of each tensor that is kept, its node in the forward, and its input of the backward."""
         for place, (node, *_) in enumerate(self._kept):
-            if isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
+            is_tensor = isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+            if is_tensor and node.name in self._inputs:  # states of random numbers have another name there
                 yield place, node, self._inputs[node.name]
 
     def replace(self, place: int, nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_memsave.torch_internals.compiled_regions import num_compiled_graphs
-from lightning_memsave.torch_internals.partitioning import CompiledAnew, partitioned_by
+from lightning_memsave.torch_internals.partitioning import compile_anew, partitioned_by
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 settings = torch._inductor.config
@@ -37,19 +37,26 @@ def test_the_users_own_partitioner_is_not_replaced():
         pass
 
 
-def test_what_was_compiled_is_compiled_again_and_what_was_not_is_left_alone():
+def test_what_was_compiled_is_compiled_again():
     torch.compiler.reset()
     function = torch.compile(lambda x: x.sin() + 1, backend="aot_eager", dynamic=False)
-    first = num_compiled_graphs()
-    CompiledAnew().end()
     function(torch.ones(3))
-    assert num_compiled_graphs() == first + 1
-    anew = CompiledAnew()
+    num_graphs = num_compiled_graphs()
     function(torch.ones(3))
-    assert num_compiled_graphs() == first + 2
-    anew.end()
+    assert num_compiled_graphs() == num_graphs
+    compile_anew()
     function(torch.ones(3))
-    assert num_compiled_graphs() == first + 3
-    function(torch.ones(3))
-    assert num_compiled_graphs() == first + 3
+    assert num_compiled_graphs() == num_graphs + 1
     torch.compiler.reset()
+
+
+def test_code_is_compiled_again_under_another_partitioner():
+    compile_anew()
+    function = torch.compile(lambda x: x.sin() + 1, backend="aot_eager", dynamic=False)
+    one, other, counts = object(), object(), []
+    for partitioner in (one, one, other, one):
+        with partitioned_by(partitioner):
+            function(torch.ones(3))
+        counts.append(num_compiled_graphs())
+    assert [count - counts[0] for count in counts] == [0, 0, 1, 2]
+    compile_anew()
