@@ -244,11 +244,11 @@ class GraphPolicy:
 
 
 class _Reader(NamedTuple):
-    """Who reads a tensor."""
+    """A node that reads a tensor."""
 
     node: fx.Node
     source: fx.Node
-    """What it reads: the tensor, a view of it, or what is made of it again."""
+    """The tensor that it reads: what was kept, a view of it, or what is made of it again."""
     through: str
     """The activation that lies between."""
     reads_it_itself: bool
