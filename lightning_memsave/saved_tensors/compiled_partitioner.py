@@ -88,8 +88,10 @@ class CodePartitioner(Partitioner):  # type: ignore[misc]  # a base known at run
         """Return forward and backward."""
         if any(node.meta.get("recompute") is not None for node in gm.graph.nodes):
             return min_cut(gm, joint_inputs, **options)  # there are checkpoints inside, which say what is kept
+        if (static := options.get("static_lifetime_input_indices")) is None:
+            return min_cut(gm, joint_inputs, **options)  # nobody says what is a weight
         num_results: int = options["num_fwd_outputs"]
-        names = activations_in(gm.graph, num_results, options.get("static_lifetime_input_indices") or ())
+        names = activations_in(gm.graph, num_results, static)
         for node in must_be_kept(gm.graph):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for node in gm.graph.nodes:
