@@ -5,7 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import tempfile
 
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # one for all workers of a run, which leaves nothing behind
+    _cache = tempfile.TemporaryDirectory(prefix="memsave-inductor-", ignore_cleanup_errors=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
 os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 import pytest

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -70,7 +71,7 @@ def environment(requirement: str) -> Path:
             wanted = [requirement, f"pytorch-{requirement}"]
         if not requirement.startswith(("torch==", "transformers")) and requirement != "torch":
             wanted.insert(0, "--no-deps")  # which are borrowed, torch among them
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-cache-dir", *wanted], check=True)
         (site,) = folder.glob("lib/python*/site-packages")
         (site / "borrowed.pth").write_text(f"{ROOT}\n{sysconfig.get_path('purelib')}\n")
         (folder / "ready").touch()
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("requirements", nargs="+", help="for example torch==2.11.0, torch, or lightning==2.5.6")
     parser.add_argument("--subset", action="store_true", help="only what stands closest to private names")
     parser.add_argument("--record", action="store_true", help="write rows")
+    parser.add_argument("--remove", action="store_true", help="delete each environment after its tests")
     options = parser.parse_args()
     known = list(csv.DictReader(ROWS.open())) if ROWS.exists() else []
     num_failed = 0
@@ -128,6 +130,8 @@ def main() -> None:
                 writer = csv.DictWriter(file, COLUMNS)
                 writer.writeheader()
                 writer.writerows(known)
+        if options.remove:
+            shutil.rmtree(python.parent.parent)
     sys.exit(1 if num_failed else 0)
 
 
