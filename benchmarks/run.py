@@ -5,8 +5,9 @@
     python -m benchmarks.run quality              # the next part of each study that trains in parts
     python -m benchmarks.run gpu                  # what says something new on CUDA; rows in results/*_cuda.csv
 
-Afterwards tracked bytes must be those of the commit, and the allocator's within half a per cent (where the CPU has the
-same instructions: the workspace of kernels for 16 bits depends on them); exit status 1 otherwise.
+Afterwards tracked bytes must be those of the commit, and the allocator's within half a per cent; exit status 1
+otherwise. Where the CPU has other instructions, tracked bytes may be 2 % off, as another kernel may not give the bits
+that a recomputation needs, and the allocator's are not compared: they hold the workspace of kernels.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ KEY = (
 )
 OF_ALLOCATOR = ("allocated_bytes", "workspace_bytes", "allocation_bytes", "reserved_bytes")
 MOST_OFF = 0.005
+MOST_OFF_ELSEWHERE = 0.02
+"""Of tracked bytes, on a CPU with other instructions."""
 Row = dict[str, str]
 
 
@@ -96,6 +99,11 @@ def differences(before: list[Row], after: list[Row]) -> list[str]:
     >>> before = {"setting": "a", "peak_bytes": "5", "allocated_bytes": "8", "device": "CPU x, AVX2"}
     >>> differences([before], [{**before, "allocated_bytes": "6", "device": "CPU y, AVX512 avx512_bf16"}])
     []
+    >>> before = {"setting": "a", "peak_bytes": "500", "device": "CPU x, AVX2"}
+    >>> differences([before], [{**before, "peak_bytes": "505", "device": "CPU y, AVX512"}])
+    []
+    >>> differences([before], [{**before, "peak_bytes": "515", "device": "CPU y, AVX512"}])
+    ['a: peak_bytes 515, committed 500']
     >>> differences([], [{"setting": "budget 2 MiB", "budget_bytes": "9", "allocation_bytes": "10"}])
     ['budget 2 MiB 9: allocation_bytes 10 is over the budget']
     >>> differences([{"setting": "a"}, {"setting": "b"}], [{"setting": "b"}])
@@ -114,14 +122,15 @@ def differences(before: list[Row], after: list[Row]) -> list[str]:
             expected = other.get(column)
             if not column.endswith("_bytes") or not value or not expected or column in KEY:
                 continue
+            is_elsewhere = _has_other_instructions(row, other)
             if column in OF_ALLOCATOR:
-                if _has_other_instructions(row, other):
+                if is_elsewhere:
                     continue
-                whole = float(row.get("peak_bytes") or expected)
-                is_equal = abs(float(value) - float(expected)) <= MOST_OFF * max(whole, float(expected))
+                most_off = MOST_OFF
             else:
-                is_equal = float(value) == float(expected)
-            if not is_equal:
+                most_off = MOST_OFF_ELSEWHERE if is_elsewhere else 0
+            whole = max(float(row.get("peak_bytes") or expected), float(expected))
+            if abs(float(value) - float(expected)) > most_off * whole:
                 found.append(f"{_name(row)}: {column} {value}, committed {expected}")
     return found
 
@@ -181,7 +190,7 @@ def main() -> int:
     print("bytes are those of the commit" if not found else f"{len(found)} figures differ from the commit", end="; ")
     print(f"{num_new} rows are new", end="; " if num_elsewhere else "\n")
     if num_elsewhere:
-        print(f"{num_elsewhere} are of a CPU with other instructions, where the allocator's bytes are not compared")
+        print(f"{num_elsewhere} are of a CPU with other instructions, where bytes may be 2 % off")
     return int(bool(failed or found))
 
 

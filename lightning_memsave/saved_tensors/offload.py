@@ -42,7 +42,8 @@ class Offloader:
 
     def take(self, encoding: Encoding) -> Encoding | None:
         """Return an encoding that holds the same elsewhere; `None` when it is not worth moving."""
-        payload = list(encoding.payload())
+        # Of a view the whole storage moves: every byte, in the order in which they lie.
+        payload = [encoding.flat()] if isinstance(encoding, Identity) else list(encoding.payload())
         if isinstance(encoding, (Recompute, Offloaded)) or sum(t.nbytes for t in payload) < _MIN_BYTES:
             return None
         return Offloaded(encoding, [self._place(tensor) for tensor in payload])

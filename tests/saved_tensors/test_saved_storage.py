@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memsave.saved_tensors.encodings import Fidelity
 from lightning_memsave.saved_tensors.saved_storage import Passed, Recent, SavedStorage, SavedTensor, kept_bytes
@@ -109,6 +110,18 @@ def test_bytes_of_a_storage_that_two_entries_hold_count_once():
     entries = [entry_of(x), entry_of(x[2:]), entry_of(y[:1])]
     assert kept_bytes(entries) == 8 * 4 + 100 * 4
     assert kept_bytes([]) == 0
+
+
+def test_counting_bytes_is_no_operation_of_the_step():
+    """The planner traces steps: a view that counting made would be one more use of the tensor, after its last one."""
+
+    class Refusing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    entries = [entry_of(torch.zeros(8, 3).t()), entry_of(torch.zeros(8)[2:])]
+    with Refusing():
+        assert kept_bytes(entries) == 8 * 3 * 4 + 8 * 4
 
 
 def test_a_tensor_that_is_passed_is_the_same_memory_and_is_watched():
