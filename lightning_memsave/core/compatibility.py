@@ -181,12 +181,7 @@ COMPATIBILITY = (
         "flattened parameters do not tell which of them are embeddings or norms",
         "Use DDP, or `optimizer_state=False`.",
     ),
-    CompatibilityRule(
-        "optimizer_state",
-        "model parallel (FSDP2)",
-        "neither our codes nor bitsandbytes' kernels know sharded tensors (DTensor)",
-        "Use DDP, or `optimizer_state=False`.",
-    ),
+    CompatibilityRule("optimizer_state", "model parallel (FSDP2)"),
     CompatibilityRule(
         "microbatching",
         "dataloader_iter",

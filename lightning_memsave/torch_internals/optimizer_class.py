@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.torch_internals.fake_tensors import is_fake, standing_for
+from lightning_memsave.torch_internals.sharded_parameters import as_local, as_sharded, is_sharded, shard_number
 
 
 class MadeClass(type):
@@ -120,6 +121,11 @@ class Counts:
         return 1
 
 
+def num_steps_in(optimizer: torch.optim.Optimizer) -> int:
+    """Return the largest count of steps in an optimizer's state: distributed checkpoints leave out all other counts."""
+    return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
+
+
 IN_BACKWARD = "_memsave_in_backward"
 """An optimizer's attribute, true while gradients end in backward: nobody can look at all of them."""
 
@@ -152,8 +158,9 @@ def step_each(
     for group in groups:
         for p in group["params"]:
             if p.grad is not None or original(p) in pending:
-                for part in in_parts(optimizer, p):
-                    one(group, part)
+                with local_shard(optimizer, p) as local:
+                    for part in in_parts(optimizer, local):
+                        one(group, part)
                 if pending:
                     pending.pop(p, None)
     if not isinstance(groups, OneParameter):  # else this is an inner layer's part of a step
@@ -197,13 +204,55 @@ def stand_in(p: Tensor, values: Tensor) -> nn.Parameter:
     with it DDP's hooks.
     """
     parameter: Any = nn.Parameter(values)
-    parameter.stands_for, parameter.span = original(p), span_of(p)
+    parameter.stands_for, parameter.span, parameter.shard = original(p), span_of(p), shard_of(p)
+    if undivided(p) is not p:
+        parameter.part_of = undivided(p)
     return parameter  # type: ignore[no-any-return]  # attributes of our own
 
 
 def original(p: Tensor) -> Tensor:
     """Return the parameter that `p` stands in for; `p` itself if it is none."""
     return getattr(p, "stands_for", p)
+
+
+def undivided(p: Tensor) -> Tensor:
+    """Return the tensor of which `p` is a part: a parameter, or the local shard of one; `p` itself if it is none."""
+    return getattr(p, "part_of", p)
+
+
+# ------------------------------------------------------------------------------- sharded parameters
+def local_of(p: Tensor) -> Tensor:
+    """Return `p`; of a sharded parameter, a stand-in for the local shard, which shares its memory."""
+    if not is_sharded(p):
+        return p
+    local = stand_in(p, as_local(p))
+    local.shard = shard_number(p)  # type: ignore[attr-defined]  # read by `shard_of`
+    return local
+
+
+def shard_of(p: Tensor) -> int:
+    """Return the number of the shard that `p` stands for, or is a part of; 0 for what is whole."""
+    return getattr(p, "shard", 0)
+
+
+@contextlib.contextmanager
+def local_shard(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[Tensor]:
+    """Yield `p`; of a sharded parameter, a stand-in for the local shard, with its gradient and state."""
+    local = local_of(p)
+    if local is p:
+        yield p
+        return
+    if p.grad is not None:
+        local.grad_dtype = p.grad.dtype
+        local.grad = as_local(p.grad)
+    with state_moved(optimizer, p, local):
+        if local in optimizer.state:
+            optimizer.state[local] = {name: as_local(value) for name, value in optimizer.state[local].items()}
+        try:
+            yield local
+        finally:
+            if local in optimizer.state:
+                optimizer.state[local] = {name: as_sharded(each, p) for name, each in optimizer.state[local].items()}
 
 
 # ------------------------------------------------------------------------------- large parameters, part by part
@@ -256,6 +305,7 @@ def in_parts(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[Tensor]:
         with standing_for(num_alike):
             part = stand_in(p, flat[span].view(shape))
             part.span = span  # type: ignore[attr-defined]  # read by `span_of`
+            part.part_of = p  # type: ignore[attr-defined]  # read by `undivided`
             if gradient is not None:
                 part.grad_dtype = gradient.dtype
                 part.grad = gradient[span].view(shape)
@@ -302,7 +352,7 @@ def _may_cut(optimizer: torch.optim.Optimizer, p: Tensor) -> bool:
         plain = plain.made_from
     return (
         getattr(plain, "__name__", "") in _ELEMENTWISE
-        and original(p) is p
+        and span_of(p) == slice(None)
         and not any(group.get("caution") for group in optimizer.param_groups)  # a mean over a whole tensor
         and not hasattr(p, "__tensor_flatten__")  # a subclass, such as DTensor
         and p.is_contiguous()

@@ -99,6 +99,14 @@ PARTS: Mapping[str, Part] = {
         "compact optimizer state and low-precision weights",
         "tests/strategies/test_lightning_compat.py",
     ),
+    "sharded parameters": Part(
+        (
+            "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+            "torch.distributed.tensor._dtensor_spec.TensorMeta",
+        ),
+        "compact optimizer state under FSDP2",
+        "tests/techniques/optimizer_state/test_sharded_state.py",
+    ),
     "DDP": Part(
         (
             "torch.nn.parallel.DistributedDataParallel._sync_buffers",

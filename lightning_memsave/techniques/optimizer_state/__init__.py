@@ -81,6 +81,7 @@ from lightning_memsave.techniques.optimizer_state.state_dict_layout import (
 )
 from lightning_memsave.torch_internals.optimizer_class import name_of
 from lightning_memsave.torch_internals.private_names import require
+from lightning_memsave.torch_internals.sharded_parameters import as_local, is_sharded
 
 __all__ = [
     "GradientRelease",
@@ -138,6 +139,8 @@ def uses_bitsandbytes(optimizer: torch.optim.Optimizer, config: OptimizerState) 
     if config.format == "paged" or config.backend == "bitsandbytes":
         return True
     if config.format != "8bit" or config.backend == "own" or config.gradients == "into-state":
+        return False
+    if _has_shards(optimizer):
         return False
     if name_of(type(optimizer)) in ("LAMB", "Lamb"):  # needs all of its step at once
         return True
@@ -270,6 +273,10 @@ def has_effect(optimizers: Iterable[torch.optim.Optimizer], config: OptimizerSta
     )
 
 
+def _has_shards(optimizer: torch.optim.Optimizer) -> bool:
+    return any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
+
+
 def _device_of(optimizer: torch.optim.Optimizer) -> str:
     devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
     return ", ".join(sorted(devices)) or "cpu"
@@ -312,6 +319,8 @@ def _is_as_asked(optimizer: torch.optim.Optimizer, config: OptimizerState, model
 
 
 def _check_format(optimizer: torch.optim.Optimizer, config: OptimizerState) -> None:
+    if _has_shards(optimizer):
+        _check_sharded(optimizer, config)
     if uses_bitsandbytes(optimizer, config):
         require_package("bitsandbytes", "`optimizer_state`")
     if config.format == "paged":
@@ -322,8 +331,31 @@ def _check_format(optimizer: torch.optim.Optimizer, config: OptimizerState) -> N
         check_quantizable(optimizer, config.format)
 
 
+def _check_sharded(optimizer: torch.optim.Optimizer, config: OptimizerState) -> None:
+    """Refuse what a process that has a shard of each parameter cannot do.
+
+    Raises:
+        ValueError: what needs the whole of a gradient, bitsandbytes' kernels, or codes that have to be sharded anew.
+    """
+    require("sharded parameters", "optimizer_state")
+    remedy = 'Use `optimizer_state="8bit"`, or DDP.'
+    if config.format in projection.METHODS:
+        rule = "in a subspace needs the whole gradient of a parameter, and FSDP2 gives each process a part of it"
+        raise setting_error("OptimizerState.projection", rule, config.format, remedy)
+    if uses_bitsandbytes(optimizer, config):
+        name, value = ("placement", "paged") if config.format == "paged" else ("backend", config.backend)
+        rule = "of bitsandbytes does not know sharded parameters (DTensor)"
+        raise setting_error(f"OptimizerState.{name}", rule, value, remedy)
+    if config.checkpoint == "compact":
+        rule = 'must be "plain" under FSDP2: a block of codes may lie in two shards when their number is another'
+        raise setting_error("OptimizerState.checkpoint", rule, config.checkpoint, 'Use `checkpoint="plain"`.')
+
+
 def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: OptimizerState, model: nn.Module) -> int:
-    """Return the bytes of the moments, on the device of the parameters, once each has been stepped; exact."""
+    """Return the bytes of the moments, on the device of the parameters, once each has been stepped; exact.
+
+    Of sharded parameters, those of this process.
+    """
     _check_format(optimizer, config)
     kept = parameters_kept_32bit(optimizer, config, model)
     of_bitsandbytes = uses_bitsandbytes(optimizer, config)
@@ -331,15 +363,15 @@ def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: Optimizer
     for group in optimizer.param_groups:
         moments = find_mapping(optimizer).moments if of_bitsandbytes else moments_of(optimizer, group)
         for p in group["params"]:
-            if not p.requires_grad and not optimizer.state.get(p):
+            if (not p.requires_grad and not optimizer.state.get(p)) or not as_local(p).numel():
                 continue
             if p in kept or config.format in ("32bit", "paged"):
-                total += len(moments) * 4 * p.numel()
+                total += len(moments) * 4 * as_local(p).numel()
             elif of_bitsandbytes:
                 any_code = True
                 total += len(moments) * (p.numel() + 4 * num_blocks(p.numel()))
             else:
-                total += _coded_bytes(p, moments, config)
+                total += _coded_bytes(as_local(p), moments, config)
     return total + (len(moments) * _CODE_MAP_BYTES if any_code else 0)
 
 

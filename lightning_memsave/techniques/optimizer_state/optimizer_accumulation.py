@@ -50,7 +50,7 @@ from lightning_memsave.techniques.optimizer_state.moment_codecs import (
     decode,
     put_back,
 )
-from lightning_memsave.torch_internals.optimizer_class import PENDING, in_parts, original, put, span_of
+from lightning_memsave.torch_internals.optimizer_class import PENDING, in_parts, local_shard, put, span_of, undivided
 
 _MOMENTS = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq")}
 AGREEMENT = "agreement"
@@ -149,8 +149,9 @@ def add(optimizer: Any, memory: _AccumulationState, group: Mapping[str, Any], p:
     factor = known.factor if known else _factor(group, is_first=not has_momentum)
     sums = dict(known.sums) if known else {}
     now = Pending(factor, known.num_parts + 1 if known else 1, sums)
-    for part in in_parts(optimizer, p):
-        _add(optimizer, memory, group, part, now)
+    with local_shard(optimizer, p) as local:
+        for part in in_parts(optimizer, local):
+            _add(optimizer, memory, group, part, now)
     pending[p] = now
 
 
@@ -207,7 +208,7 @@ def _add_to_moments(
         first.mul_(beta1)
     first.add_(gradient, alpha=1 - beta1)
     known = now.sums.get(_place(p))
-    if _is_sum(known) if known else _has_sum(original(p), memory):
+    if _is_sum(known) if known else _has_sum(undivided(p), memory):
         now.sums[_place(p)] = (gradient.clone() if known is None else known[0].add_(gradient),)
         if "exp_avg_sq" in state:
             del moments["exp_avg_sq"]
@@ -264,7 +265,7 @@ def row_length(p: Tensor) -> int:
 
 def _rows(value: Tensor, p: Tensor) -> Tensor:
     """Return a matrix, [N, M]; a copy where the last row is not full."""
-    length, flat = row_length(original(p)), value.reshape(-1)
+    length, flat = row_length(undivided(p)), value.reshape(-1)
     if rest := -flat.numel() % length:
         flat = nn.functional.pad(flat, (0, rest))
     return flat.view(-1, length)
@@ -277,7 +278,7 @@ def _place(p: Tensor) -> tuple[int, int]:
 
 def _sides(matrix: Tensor, p: Tensor) -> tuple[Tensor, ...]:
     """Return its rows; of what is a matrix by itself, its columns as well."""
-    return (matrix, matrix.T) if _is_matrix(original(p)) else (matrix,)
+    return (matrix, matrix.T) if _is_matrix(undivided(p)) else (matrix,)
 
 
 def _signs(num: int, noise: RoundingNoise, axis: int, like: Tensor) -> Tensor:

@@ -43,12 +43,16 @@ from lightning_memsave.torch_internals.optimizer_class import (
     bare_step,
     change_class,
     check_latest,
+    local_of,
     name_of,
+    num_steps_in,
     original,
+    shard_of,
     span_of,
     step_each,
     step_one,
 )
+from lightning_memsave.torch_internals.sharded_parameters import as_local, as_sharded
 
 MEMORY = "_memsave_coded"
 MOMENTS: Mapping[str, tuple[str, ...]] = {
@@ -89,9 +93,9 @@ class QuantizedState(Counts):
     order: list[Tensor] = field(default_factory=list)
 
     def format_of(self, p: Tensor) -> str:
-        """Return how the state of `p` is kept."""
+        """Return how the state of `p` is kept; of a shard, as the whole parameter decides, unless it is empty."""
         whole = original(p)
-        is_kept = whole in self.kept or whole.numel() < self.min_size or whole.is_complex()
+        is_kept = whole in self.kept or whole.numel() < self.min_size or whole.is_complex() or not p.numel()
         return "32bit" if is_kept else self.state_format
 
     def unit(self, p: Tensor) -> int:
@@ -103,6 +107,8 @@ class QuantizedState(Counts):
         """Return the noise of this step for `p`; `draw` tells several of one step apart."""
         number = self.numbers.setdefault(original(p), len(self.numbers))
         seed = mix(8 * number + 1)
+        if shard := shard_of(p):
+            seed = mix(~seed & 0xFFFFFFFF ^ shard)
         if start := span_of(p).start:
             seed = mix(seed ^ start)
         return RoundingNoise(seed, (self.num_steps * _GOLDEN + draw * _ROOT_OF_2) & 0xFFFFFFFF)
@@ -215,8 +221,9 @@ def dequantize_state(optimizer: torch.optim.Optimizer) -> None:
     for p, state in optimizer.state.items():
         if projection.PROJECTION in state:
             state.clear()  # moments of a subspace say nothing about the others
+        local = local_of(p)
         for name, value in state.items():
-            state[name] = _decoded(memory, name, value, p)
+            state[name] = as_sharded(_decoded(memory, name, as_local(value), local), p)
     del vars(optimizer)[MEMORY]
     vars(optimizer).pop(PENDING, None)
     if memory.scales_itself is not None:
@@ -226,11 +233,11 @@ def dequantize_state(optimizer: torch.optim.Optimizer) -> None:
 
 def load_state(optimizer: torch.optim.Optimizer, p: Tensor, state: dict[str, Any]) -> None:
     """Encode the moments of `p` in place, to the nearest, which finds codes again exactly."""
-    memory = memory_of(optimizer)
+    memory, local = memory_of(optimizer), local_of(p)
     if _is_projected(memory, p) and projection.PROJECTION not in state:
         projection.project_state(state, p, memory.state_format, memory.rank)
     for name, value in state.items():
-        state[name] = encode(memory.format_of(p), name, value, p.shape, None)
+        state[name] = as_sharded(encode(memory.format_of(local), name, as_local(value), local.shape, None), p)
 
 
 def _decoded(memory: QuantizedState, name: str, stored: Any, p: Tensor) -> Any:
@@ -310,10 +317,12 @@ def _to_disk(optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[st
     state: dict[int, dict[str, Any]] = {}
     exact: dict[int, dict[str, Any]] = {}
     for number, values in found["state"].items():
-        p = parameters[number]
+        whole = parameters[number]
+        p = local_of(whole)
         write = functools.partial(layout.write, memory.format_of(p), shape=p.shape, is_compact=memory.is_compact)
-        written = {name: write(name, value) for name, value in values.items()}
-        state[number] = {k: layout.as_strided_as(v, p) if isinstance(v, Tensor) else v for k, v in written.items()}
+        written = {name: write(name, as_local(value)) for name, value in values.items()}
+        in_place = {k: layout.as_strided_as(v, p) if isinstance(v, Tensor) else v for k, v in written.items()}
+        state[number] = {name: as_sharded(value, whole) for name, value in in_place.items()}
         if not memory.is_compact and (means := layout.means_of(values)):
             exact[number] = means
     pending = vars(optimizer).get(PENDING, {})
@@ -329,19 +338,20 @@ def _to_disk(optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[st
 def _from_disk(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     memory, side = memory_of(optimizer), state_dict.get(state_checks.SIDE_KEY, {})
     betas = layout.second_betas(optimizer.param_groups)
-    for number, p in state_checks.numbered(optimizer, state_dict).items():
+    for number, whole in state_checks.numbered(optimizer, state_dict).items():
         if saved := state_dict["state"].get(number):
+            p = local_of(whole)
             # What is encoded, or what whole microbatches go into, has more than the 16 bits that a weight may have.
             is_wide = memory.format_of(p) not in ("32bit", "offload") or PENDING in vars(optimizer)
             dtype = torch.promote_types(p.dtype, torch.float32) if is_wide else p.dtype
             means = side.get("means", {}).get(number, {})
             read = functools.partial(layout.read, memory.format_of(p), p=p, means=means, dtype=dtype)
-            plain = layout.plain_state(saved, p.shape, betas.get(p))
-            state = {name: read(name, value) for name, value in plain.items()}
-            load_state(optimizer, p, state)
-            optimizer.state[p] = state
+            plain = layout.plain_state(saved, whole.shape, betas.get(whole))
+            state = {name: read(name, as_local(value)) for name, value in plain.items()}
+            load_state(optimizer, whole, state)
+            optimizer.state[whole] = state
     layout.move_counts(optimizer)
-    memory.num_steps = side.get("num_steps", memory.num_steps)
+    memory.num_steps = side.get("num_steps", num_steps_in(optimizer))
     if PENDING in vars(optimizer):
         known = {number: p for p, number in memory.numbers.items()}
         found = side.get("pending", {}).items()

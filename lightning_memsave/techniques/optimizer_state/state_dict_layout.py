@@ -40,6 +40,7 @@ from lightning_memsave.techniques.optimizer_state.moment_codecs import (
 from lightning_memsave.techniques.optimizer_state.projection import PROJECTION
 from lightning_memsave.techniques.optimizer_state.state_checks import CODES, MEANS, VERSION, check_compact_entries
 from lightning_memsave.torch_internals.optimizer_class import original
+from lightning_memsave.torch_internals.sharded_parameters import is_sharded
 
 _MEANS = Means(Means(None))  # type: ignore[arg-type]  # of matrices alone
 
@@ -135,7 +136,7 @@ def _to(value: Tensor, p: Tensor, name: str, dtype: torch.dtype) -> Tensor:
 def as_strided_as(value: Tensor, p: Tensor) -> Tensor:
     """Return a moment in memory as its parameter is: fused kernels go through both without a look at their strides."""
     whole = original(p)  # what stands in for it while state is loaded takes no memory, and has no strides
-    p = whole if whole.shape == p.shape else p
+    p = whole if whole.shape == p.shape and not is_sharded(whole) else p
     is_same = value.stride() == p.stride() or (value.is_contiguous() and p.is_contiguous())
     if value.shape != p.shape or is_same:
         return value
