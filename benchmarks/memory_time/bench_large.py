@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness.measurement import environment, save_rows
-from lightning_memsave import MemSave, predict
+from lightning_memsave import MemSave, OptimizerState, predict
 from lightning_memsave.core.report import CATEGORIES
 
 
@@ -54,13 +54,18 @@ WAYS: dict[str, tuple[type[Llama], dict[str, Any]]] = {
     "FSDP2, 8 processes": (ShardedLlama, sharded(8)),
     "FSDP2, 64 processes": (ShardedLlama, sharded(64)),
 }
-SETTINGS = {"plain": lambda: MemSave("measure"), "checkpointed": lambda: MemSave("measure", checkpointing="blocks")}
+SMALL = {"precision": "bf16+8", "optimizer_state": OptimizerState(gradients="release")}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpointed": {"checkpointing": "blocks"},
+    "checkpointed, bf16+8, 8-bit state, release": {"checkpointing": "blocks", **SMALL},
+}
 
 
 def row(way: str, setting: str) -> dict[str, Any]:
     module, options = WAYS[way]
     start = time.process_time()
-    found = predict(module, torch.zeros(1, 2048, dtype=torch.long), SETTINGS[setting](), **options)
+    found = predict(module, torch.zeros(1, 2048, dtype=torch.long), MemSave("measure", **SETTINGS[setting]), **options)
     assert found.source == "fake", found.flags
     return {
         "benchmark": "large",
@@ -80,6 +85,8 @@ if __name__ == "__main__":
     rows = []
     for way in WAYS:
         for setting in SETTINGS:
+            if "release" in setting and "DDP" in way:
+                continue  # refused
             rows.append(row(way, setting))
             print(way, setting, rows[-1]["peak_bytes"] / 2**30, rows[-1]["prediction_cpu_seconds"], flush=True)
     save_rows("large", rows)

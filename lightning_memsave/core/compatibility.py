@@ -85,11 +85,18 @@ COMPATIBILITY = (
         "its flattened parameters cannot be stepped one at a time",
         "Use DDP, or `precision=False`.",
     ),
+    CompatibilityRule("low_precision", "model parallel (FSDP2)"),
     CompatibilityRule(
-        "low_precision",
+        "loss scaling",
         "model parallel (FSDP2)",
-        "its sharded parameters (DTensor) cannot change their dtype for a step",
-        "Use DDP, or `precision=False`.",
+        "each process would look for an overflow in its own shards, and could step where others do not",
+        'Use `precision="bf16-sr"`, which needs no scaling.',
+    ),
+    CompatibilityRule(
+        "bf16 gradients",
+        "model parallel (FSDP2)",
+        "it reduces gradients in the dtype of their parameters",
+        'Use `precision="bf16-sr"` or "bf16+8", or `precision=False`.',
     ),
     CompatibilityRule(
         "low_precision",

@@ -31,7 +31,8 @@ from lightning_memsave.loops.side_effect_free import ParametersKept, without_a_t
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.reduction import Losses, ReductionRule, rules_for
 from lightning_memsave.techniques.microbatching.split import are_equal, cloned, pick, take
-from lightning_memsave.torch_internals.fake_tensors import is_fake, is_plain
+from lightning_memsave.torch_internals.fake_tensors import is_plain
+from lightning_memsave.torch_internals.sharded_parameters import free_gathered, has_fake_parameters
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}
 _FEWEST_SAMPLES = 5  # a part of two and one of three
@@ -76,7 +77,7 @@ def ask(trainer: L.Trainer, kwargs: dict[str, Any], num_samples: int, config: Mi
         config: tells how many samples fit at once, and how to cut the batch.
     """
     module, batch = trainer.lightning_module, kwargs["batch"]
-    if any(is_fake(p) for p in module.parameters()):  # a prediction, which flags it
+    if has_fake_parameters(module):  # a prediction, which flags it
         return Answer((ReductionRule("mean", config.weight_fn),))
     answer = Answer(why_not="the loss cannot be evaluated.", has_failed=True)
     with without_a_trace(trainer, module, batch) as start:
@@ -103,6 +104,7 @@ def ask(trainer: L.Trainer, kwargs: dict[str, Any], num_samples: int, config: Mi
                 )
             if answer.rules or (answer.why_not and (evaluation.is_sure or not mode.is_training)):
                 break
+    free_gathered(module)  # no backward follows
     return answer
 
 

@@ -29,8 +29,9 @@ from lightning_memsave.planner.checkpointing import CheckpointingPlan, Planner, 
 from lightning_memsave.simulation.fake_model import fake_tensors, optimizer_state_bytes
 from lightning_memsave.simulation.global_state_guard import outside_kept
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing
-from lightning_memsave.torch_internals.fake_tensors import is_fake, with_values
+from lightning_memsave.torch_internals.fake_tensors import with_values
 from lightning_memsave.torch_internals.private_names import require
+from lightning_memsave.torch_internals.sharded_parameters import has_fake_parameters
 
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
@@ -191,7 +192,7 @@ def _rehearse(trainer: L.Trainer, args: tuple[Any, ...], scope: Callable[[Callab
                 if not is_out_of_memory(error):
                     raise
             start.restore()
-        if any(is_fake(p) for p in module.parameters()):  # a prediction
+        if has_fake_parameters(module):  # a prediction
             return trace(args, None)
         # Whatever fails on fake tensors (a step that reads values, a kernel of one's own) is tried on real ones.
         if has_room():

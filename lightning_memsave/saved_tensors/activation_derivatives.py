@@ -55,7 +55,7 @@ class Derivative(NamedTuple):
         """Return some x* whose derivative is `d`, float32 [n], in place."""
         low, high, table = _table(self, d.device)
         if is_fake(d):
-            table = d.new_empty(_TABLE_SIZE)
+            table = d[:1]  # the table is there before the step
         per_unit = (_TABLE_SIZE - 1) / (high - low)
         return kernels.look_up(d, table, per_unit, 0.5 - low * per_unit)
 

@@ -6,6 +6,7 @@ layout.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable
@@ -134,6 +135,12 @@ class MemSaveMixin(Strategy):
         plain = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer wraps
         sparse_training = self.memsave.sparse_training
         return state if sparse_training is None else sparse_training.to_disk(plain, state)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint; Lightning reads shards in the dtype of the parameters, which are float32 meanwhile."""
+        weights = self.memsave.weights
+        with weights.in_float32() if weights is not None and weights.are_sharded else contextlib.nullcontext():
+            return super().load_checkpoint(*args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load states that plain Lightning or another format has written."""

@@ -103,9 +103,13 @@ PARTS: Mapping[str, Part] = {
         (
             "torch.distributed.tensor._dtensor_spec.DTensorSpec",
             "torch.distributed.tensor._dtensor_spec.TensorMeta",
+            "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param",
+            "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._init_mp_dtypes",
+            "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._to_sharded",
+            "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
         ),
-        "compact optimizer state under FSDP2",
-        "tests/techniques/optimizer_state/test_sharded_state.py",
+        "compact optimizer state and low-precision weights under FSDP2",
+        "tests/techniques/test_sharded_state.py",
     ),
     "DDP": Part(
         (

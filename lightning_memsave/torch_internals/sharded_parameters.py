@@ -6,17 +6,23 @@ shape of the shard as a DTensor, as torch's own optimizers do: distributed check
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_memsave.torch_internals.fake_tensors import is_fake
 from lightning_memsave.torch_internals.private_names import find
 
 try:
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 except ImportError:  # a build without torch.distributed
 
     class DTensor:  # type: ignore[no-redef]
+        """Nothing is an instance of it."""
+
+    class FSDPModule:  # type: ignore[no-redef]
         """Nothing is an instance of it."""
 
 
@@ -31,7 +37,15 @@ def is_sharded(p: object) -> bool:
 
 def as_local(value: Any) -> Any:
     """Return what this process has of a sharded tensor, without gradient; anything else as it is."""
-    return value.detach().to_local() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    detached: Any = value.detach()
+    return detached.to_local()
+
+
+def has_fake_parameters(model: nn.Module) -> bool:
+    """Return whether some parameters, or local shards, have a shape and no values, as in a prediction."""
+    return any(is_fake(as_local(p)) for p in model.parameters())
 
 
 def as_sharded(value: Any, p: Tensor) -> Any:
@@ -55,3 +69,46 @@ def shard_number(p: Tensor) -> int:
         if coordinate is not None and not placement.is_replicate():
             number = number * mesh.size(dim) + coordinate[dim]
     return number
+
+
+def set_values(p: Tensor, values: Tensor) -> None:
+    """Let `p`, or the local shard of it, have other values, also of another dtype. FSDP2: see `renew_groups`."""
+    if not isinstance(p, DTensor):
+        p.data = values
+        return
+    meta = _Meta(p.shape, p.stride(), values.dtype)
+    spec = _Spec(p.device_mesh, p.placements, tensor_meta=meta)
+    p.data = DTensor(values, spec, requires_grad=False)
+    p._local_tensor, p._spec = values, spec  # `data` of a DTensor is its outside alone
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free parameters that FSDP2 has gathered: after a forward pass the outermost module keeps them for backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def groups_of(model: nn.Module) -> list[list[Tensor]]:
+    """Return the parameters that FSDP2 gathers together, which must be of one dtype where they train."""
+    return [[each.sharded_param for each in group.fsdp_params] for group in _groups(model)]
+
+
+def renew_groups(model: nn.Module) -> None:
+    """Let FSDP2 see the dtypes that the parameters of `model` have now; what is gathered, after an error, is freed."""
+    for group in _groups(model):
+        group._to_sharded()
+        for each in group.fsdp_params:
+            each.reset_sharded_param()
+            each.all_gather_outputs = []
+            if hasattr(each, "_unsharded_param"):
+                del each._unsharded_param
+        group._init_mp_dtypes()
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+            yield from (group for group in groups if group is not None)

@@ -41,7 +41,8 @@ class Module(L.LightningModule):
         self.is_sharded = is_sharded
 
     def configure_model(self) -> None:
-        for part in (*self.net[1:-1], self.net, self.head) if self.is_sharded else ():
+        norms = (self.net[-1], *(block[0] for block in self.net[1:-1]))
+        for part in (*norms, *self.net[1:-1], self.net, self.head) if self.is_sharded else ():
             fully_shard(part, mesh=self.device_mesh["data_parallel"]).set_custom_reduce_scatter(InPlace())
 
     def training_step(self, batch, batch_idx):
@@ -57,6 +58,7 @@ MOST_HELD = 512
 """Bytes of single numbers that gloo's threads may hold a moment longer."""
 BATCH = torch.randn(48, 6), torch.randint(0, 3, (48,))
 SHARDED = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+SHARDED_STATE = ({}, {"second_moment": "factored"}, {"gradients": "release"})
 CASES = [
     *(("ddp", slots) for slots in ({"microbatch": 16}, {"checkpointing": "sqrt"}, {"activations": "int4"})),
     ("memsave", {"optimizer_state": OptimizerState(first_moment="8bit", min_size=1024)}),
@@ -65,6 +67,8 @@ CASES = [
     ("ddp_find_unused_parameters_true", {}),
     *((SHARDED, slots) for slots in ({}, {"microbatch": 16}, {"checkpointing": "blocks"}, {"activations": "int4"})),
     (SHARDED, {"recipe": "measure", "accumulate_grad_batches": 2}),
+    *((SHARDED, {"optimizer_state": OptimizerState(min_size=1024, **kind)}) for kind in SHARDED_STATE),
+    (SHARDED, {"optimizer_state": OptimizerState(min_size=1024), "precision": "bf16+8"}),
 ]
 
 

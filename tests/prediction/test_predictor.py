@@ -24,6 +24,7 @@ from lightning_memsave import (
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.prediction.predictor import Predictor, largest_batch
 from lightning_memsave.torch_internals.fake_tensors import is_fake
+from tests.prediction.prediction_program import BATCH, Module
 
 
 class Net(L.LightningModule):
@@ -112,6 +113,13 @@ def test_prediction_equals_measurement(name):
     assert prediction.source == "fake"
     assert dict(prediction.by_category) == dict(report.by_category)
     assert prediction.peak_bytes == report.peak_bytes == sum(prediction.by_module.values())
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_codes_of_derivatives_take_what_is_predicted_where_they_are_the_peak(codec):
+    prediction = predict(Module(is_sharded=False), BATCH, MemSave(activations=codec))
+    report = measured(Module(is_sharded=False), BATCH, MemSave(activations=codec))
+    assert dict(prediction.by_category) == dict(report.by_category)
 
 
 @pytest.mark.parametrize(

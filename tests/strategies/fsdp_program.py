@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from dataclasses import replace
 
 import lightning as L
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memsave import ActivationCompression, MemSave
+from lightning_memsave import ActivationCompression, MemSave, OptimizerState
 
 
 class Module(L.LightningModule):
@@ -81,8 +82,24 @@ def main() -> None:
 
     with pytest.raises(ValueError, match=r"fully_shard.*memsave_fsdp"):  # Lightning's sizes: one shard on one node
         train(MemSave(), ModelParallelStrategy())
-    with pytest.raises(ValueError, match="DTensor"):
-        train(MemSave(optimizer_state="8bit"), "memsave_fsdp")
+    with pytest.raises(ValueError, match=r"loss scaling.*its own shards"):
+        train(MemSave(precision="fp16-scaled"), "memsave_fsdp")
+    low_bit = OptimizerState(min_size=1, keep_norms_32bit=False)
+    ends = {}
+    for gradients in ("keep", "release"):
+        memsave = MemSave(optimizer_state=replace(low_bit, gradients=gradients))
+        ends[gradients], trainer = train(memsave, "memsave_fsdp")
+        (state, *_) = trainer.optimizers[0].state.values()
+        assert type(state["momentum_buffer"]).__name__ == "QuantizedMoment"
+        assert any("8-bit state for 12 of 12 parameters" in each.summary for each in memsave.report.applied), (
+            memsave.report.applied
+        )
+    assert all(torch.equal(a, b) for a, b in zip(ends["keep"], ends["release"], strict=True))
+    assert 0 < max(float((a - b).abs().max()) for a, b in zip(plain, ends["keep"], strict=True)) < 0.05
+    into_state, _ = train(
+        MemSave(optimizer_state=replace(low_bit, gradients="into-state"), microbatch=3), "memsave_fsdp"
+    )
+    assert max(float((a - b).abs().max()) for a, b in zip(plain, into_state, strict=True)) < 0.05
     if torch.distributed.get_rank() == 0:
         print("ok", file=sys.stderr)
 

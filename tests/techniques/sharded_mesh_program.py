@@ -1,5 +1,6 @@
-"""Optimizer state on meshes of two dimensions, in four processes on CPU (gloo): replicated shards (HSDP), and FSDP2 over
-tensor parallelism. Run by `test_sharded_state.py`; rank 0 prints `ok`.
+"""Optimizer state on meshes of two dimensions, in four processes on CPU (gloo), run by `test_sharded_state.py`.
+
+Replicated shards (HSDP), and FSDP2 over tensor parallelism. Rank 0 prints `ok`.
 """
 
 from __future__ import annotations

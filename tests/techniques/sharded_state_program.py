@@ -43,7 +43,7 @@ NUM_STEPS = 10
 
 
 class Net(nn.Module):
-    """Uneven shards (`odd`, `head`), one that is empty on rank 1 (`gate`), and a parameter without gradient (`spare`)."""
+    """Uneven shards (`odd`, `head`), an empty one on rank 1 (`gate`), and a parameter without gradient (`spare`)."""
 
     def __init__(self) -> None:
         super().__init__()

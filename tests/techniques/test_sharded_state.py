@@ -13,7 +13,11 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.mark.parametrize(
     ("program", "num_processes"),
-    [("sharded_state_program", 2), pytest.param("sharded_mesh_program", 4, marks=pytest.mark.slow)],
+    [
+        ("sharded_state_program", 2),
+        ("sharded_weights_program", 2),
+        pytest.param("sharded_mesh_program", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_shards_step_as_the_whole_does(program, num_processes):
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}", "-m")

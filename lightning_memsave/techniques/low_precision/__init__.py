@@ -55,8 +55,9 @@ from lightning_memsave.techniques.low_precision.stepping import (
     step_plainly,
     with_counter,
 )
-from lightning_memsave.techniques.low_precision.weights import FORMATS, Weights, parameters_kept_32bit
+from lightning_memsave.techniques.low_precision.weights import FORMATS, Weights, weights_kept_32bit
 from lightning_memsave.torch_internals.private_names import require
+from lightning_memsave.torch_internals.sharded_parameters import as_local
 
 __all__ = [
     "LossScaling",
@@ -172,12 +173,12 @@ def apply_low_precision(
 
 
 def estimate_low_precision(model: nn.Module, config: LowPrecision) -> int:
-    """Return bytes of the parameters and their corrections; exact."""
-    kept = parameters_kept_32bit(model, config.keep_32bit)
+    """Return bytes of the parameters and their corrections; exact. Of sharded parameters, those of this process."""
+    kept = weights_kept_32bit(model, config.keep_32bit)
     dtype, correction, _ = FORMATS[config.format]
     total = 0
     for p in model.parameters():
         is_lowered = p.dtype in (torch.float32, dtype) and p not in kept and (p.requires_grad or config.lower_frozen)
         with_correction = dtype.itemsize + (correction.itemsize if correction and p.requires_grad else 0)
-        total += p.numel() * (with_correction if is_lowered else p.element_size())
+        total += as_local(p).numel() * (with_correction if is_lowered else p.element_size())
     return total

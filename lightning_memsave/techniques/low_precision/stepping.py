@@ -23,12 +23,14 @@ from lightning_memsave.torch_internals.optimizer_class import (
     change_class,
     check_latest,
     name_of,
+    num_steps_in,
     original,
     stand_in,
     state_moved,
     step_each,
     step_one,
 )
+from lightning_memsave.torch_internals.sharded_parameters import as_local, as_sharded
 
 _MEMORY = "_memsave_low_precision"
 SIDE_KEY = "memsave_low_precision"
@@ -170,10 +172,7 @@ def _lengthen(state: dict[str, Any]) -> None:
 def _seemingly_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> Iterator[None]:
     """Let loading cast state to float32 while entered: torch gives it the dtype of its parameter."""
     for group in optimizer.param_groups:
-        group["params"] = [
-            stand_in(p, p.new_zeros((), dtype=torch.float32).expand(p.shape)) if p in weights else p
-            for p in group["params"]
-        ]
+        group["params"] = [stand_in(p, _without_memory(p)) if p in weights else p for p in group["params"]]
     try:
         yield
     finally:
@@ -182,6 +181,12 @@ def _seemingly_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> It
         state = {original(p): value for p, value in optimizer.state.items()}
         optimizer.state.clear()
         optimizer.state.update(state)
+
+
+def _without_memory(p: Tensor) -> Tensor:
+    """Return float32 zeros in the shape of `p`, sharded as it is, that take the memory of one."""
+    local = as_local(p)
+    return as_sharded(local.new_zeros((), dtype=torch.float32).expand(local.shape), p)  # type: ignore[no-any-return]
 
 
 def with_counter(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +206,11 @@ def with_counter(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 def load_counter(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Go on with the noise where the run that wrote `state_dict` stopped."""
     memory: _LowPrecisionState | None = vars(optimizer).get(_MEMORY)
-    if memory is not None and SIDE_KEY in state_dict:
+    if memory is None:
+        return
+    if SIDE_KEY not in state_dict:  # distributed checkpoints leave it out
+        memory.num_steps = num_steps_in(optimizer)
+    else:
         memory.num_steps = state_dict[SIDE_KEY]["num_steps"]
         if memory.weights.scaling is not None:
             memory.weights.scaling.load_state_dict(state_dict[SIDE_KEY].get("loss_scaling", {}))

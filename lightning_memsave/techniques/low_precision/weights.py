@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,15 @@ from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.numerics.kernels import round_to_bfloat16, round_to_float16
 from lightning_memsave.numerics.master_weights import join, split
 from lightning_memsave.techniques.low_precision.scaling import LossScaling
-from lightning_memsave.torch_internals.optimizer_class import original, span_of
+from lightning_memsave.torch_internals.optimizer_class import local_of, original, shard_of, span_of, undivided
+from lightning_memsave.torch_internals.sharded_parameters import (
+    as_local,
+    as_sharded,
+    groups_of,
+    is_sharded,
+    renew_groups,
+    set_values,
+)
 
 
 class Format(NamedTuple):
@@ -98,8 +107,8 @@ class Weights:
         lower_frozen: bool = False,
         scaling: LossScaling | None = None,
     ) -> None:
-        self.format, self.scaling, self._seed = FORMATS[weight_format], scaling, seed
-        self._places = _places(model, self.format.dtype, parameters_kept_32bit(model, keep_32bit), lower_frozen)
+        self.format, self.scaling, self._seed, self._model = FORMATS[weight_format], scaling, seed, model
+        self._places = _places(model, self.format.dtype, weights_kept_32bit(model, keep_32bit), lower_frozen)
         for name, p in model.named_parameters():
             if p in self._places and p.requires_grad and self.format.dtype == torch.float16:
                 _check_range(name, p)
@@ -108,7 +117,8 @@ class Weights:
         self.reason = f"weights are {self.format.how}{'' if self._is_whole else ' after each step'}"
         self._hooks: list[Any] = []
         for parameter, place in self._places.items():
-            self._store(parameter, place, parameter.detach())
+            self._store(parameter, place, as_local(parameter))
+        renew_groups(model)
         if self.format.correction is not None:
             for module in model.modules():
                 for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -122,6 +132,11 @@ class Weights:
         return iter(self._places)
 
     @property
+    def are_sharded(self) -> bool:
+        """Return whether this process has shards of some of them."""
+        return any(map(is_sharded, self._places))
+
+    @property
     def _is_whole(self) -> bool:
         return self.format.dtype == torch.float32
 
@@ -133,23 +148,24 @@ class Weights:
             p.grad = None if gradient is None else gradient.bfloat16()
             return
         if self.format.correction is None or not p.requires_grad:
-            p.data = whole.to(self.format.dtype)
+            set_values(p, whole.detach().to(self.format.dtype))
             return
-        p.data, correction = split(whole.float(), self.format.correction)
+        values, correction = split(whole.detach().float(), self.format.correction)
+        set_values(p, values)
         place.owner.register_buffer(place.buffer, correction, persistent=False)
 
     def _correction(self, p: Tensor) -> Tensor | None:
         place = self._places[original(p)]
         correction: Tensor | None = getattr(place.owner, place.buffer, None)
-        return correction if correction is None or p is original(p) else correction.view(-1)[span_of(p)].view(p.shape)
+        return correction if correction is None or p is undivided(p) else correction.view(-1)[span_of(p)].view(p.shape)
 
     def whole(self, p: Tensor) -> Tensor:
         """Return the weights of `p` in float32; a copy, unless they are float32 anyway."""
-        return p.detach() if self._is_whole else join(p.detach(), self._correction(p))
+        return p.detach() if p.dtype == torch.float32 else join(p.detach(), self._correction(p))
 
     def write(self, p: Tensor, whole: Tensor, num_steps: int) -> None:
         """Round `whole` into `p`, or what stands in for a part of it, with the noise of step `num_steps`."""
-        if self._is_whole:
+        if p.dtype == torch.float32:
             return  # it has been changed in place
         correction = self._correction(p)
         if correction is None:
@@ -162,6 +178,8 @@ class Weights:
     def rounded(self, p: Tensor, whole: Tensor, num_steps: int, draw: int = 0) -> Tensor:
         """Return `whole`, of the size of `p` or its gradient, in 16 bits; `draw` tells several of one step apart."""
         seed = mix(mix(mix(self._seed & 0xFFFFFFFF) ^ (num_steps & 0xFFFFFFFF)) ^ self._places[original(p)].index)
+        if shard := shard_of(p):
+            seed = mix(~seed & 0xFFFFFFFF ^ shard)
         if start := span_of(p).start:
             seed = mix(seed ^ start)
         if draw:
@@ -173,6 +191,26 @@ class Weights:
             return whole.to(self.format.dtype)
         found = found.view(whole.shape)
         return found if whole.is_contiguous() else torch.empty_like(whole, dtype=found.dtype).copy_(found)
+
+    @contextlib.contextmanager
+    @torch.no_grad()
+    def in_float32(self) -> Iterator[None]:
+        """Let the parameters be float32 while entered, for code that loads by their dtype: 4 bytes for each element."""
+        for p in self._places:
+            set_values(p, self.whole(local_of(p)))
+        try:
+            yield
+        finally:
+            for p in self._places:
+                local = local_of(p)
+                whole, correction = local.detach(), self._correction(local)
+                if correction is None:
+                    set_values(p, whole.to(self.format.dtype))
+                else:
+                    values, latest = split(whole, correction.dtype)
+                    set_values(p, values)
+                    correction.copy_(latest)
+            renew_groups(self._model)
 
     @property
     def scaling_now(self) -> LossScaling | None:
@@ -187,13 +225,41 @@ class Weights:
         for p, place in self._places.items():
             gradient, p.grad = p.grad, None
             has_correction = self._correction(p) is not None
-            p.data = self.whole(p).to(place.was)
+            set_values(p, self.whole(local_of(p)).to(place.was))
             if self._is_whole:
                 p.grad_dtype = place.was
             p.grad = None if gradient is None else gradient.to(place.was)
             if has_correction:
                 delattr(place.owner, place.buffer)
         self._places.clear()
+        renew_groups(self._model)
+
+
+def weights_kept_32bit(model: nn.Module, keep_32bit: tuple[Selector, ...]) -> set[Tensor]:
+    """Return the parameters that stay float32: under FSDP2, which gathers parameters of one dtype, whole groups.
+
+    A layer normalisation that is gathered with matrices has 16 bits as well, which autocast on CUDA bears.
+
+    Raises:
+        ValueError: a selector that matches no module; what has to stay float32 is gathered with other parameters.
+    """
+    kept = parameters_kept_32bit(model, keep_32bit)
+    needed = {p for module in select("LowPrecision.keep_32bit", keep_32bit, model) for p in module.parameters()}
+    batchnorms = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase))
+    needed.update(p for module in batchnorms for p in module.parameters())
+    for group in groups_of(model):
+        trained = {p for p in group if p.requires_grad}
+        if trained <= kept:
+            continue
+        if both := trained & needed:
+            raise setting_error(
+                "precision",
+                "can keep a module in float32 where `fully_shard` is called for it, as FSDP2 gathers one dtype",
+                next(name for name, p in model.named_parameters() if p in both),
+                "Call `fully_shard` for this module by itself, before the one around it.",
+            )
+        kept -= trained
+    return kept
 
 
 def _places(model: nn.Module, dtype: torch.dtype, kept: set[Tensor], lower_frozen: bool) -> dict[Tensor, _Place]:
@@ -235,15 +301,18 @@ def _on_disk_whole(module: nn.Module, name: str, place: _Place) -> list[Any]:
 def _write_whole(
     name: str, owner: nn.Module, buffer: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    key = prefix + name
-    if key in state_dict:
-        state_dict[key] = join(module.get_parameter(name).detach(), owner.get_buffer(buffer))
+    p, key = module.get_parameter(name), prefix + name
+    if key in state_dict and p.dtype != torch.float32:
+        state_dict[key] = as_sharded(join(as_local(p).detach(), owner.get_buffer(buffer)), p)
 
 
 def _read_whole(
     name: str, owner: nn.Module, buffer: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    value, correction = state_dict.get(prefix + name), owner.get_buffer(buffer)
-    if isinstance(value, Tensor) and value.shape == correction.shape:
-        state_dict[prefix + name], latest = split(value.to(correction.device, torch.float32), correction.dtype)
+    p, value, correction = module.get_parameter(name), state_dict.get(prefix + name), owner.get_buffer(buffer)
+    local = as_local(value)
+    is_ours = isinstance(local, Tensor) and local.shape == correction.shape and is_sharded(value) == is_sharded(p)
+    if is_ours and p.dtype != torch.float32:
+        values, latest = split(local.detach().to(correction.device, torch.float32), correction.dtype)
+        state_dict[prefix + name] = as_sharded(values, p)
         correction.copy_(latest)

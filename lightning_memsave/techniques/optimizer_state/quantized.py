@@ -52,7 +52,7 @@ from lightning_memsave.torch_internals.optimizer_class import (
     step_each,
     step_one,
 )
-from lightning_memsave.torch_internals.sharded_parameters import as_local, as_sharded
+from lightning_memsave.torch_internals.sharded_parameters import as_local, as_sharded, is_sharded
 
 MEMORY = "_memsave_coded"
 MOMENTS: Mapping[str, tuple[str, ...]] = {
@@ -326,6 +326,11 @@ def _to_disk(optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[st
         if not memory.is_compact and (means := layout.means_of(values)):
             exact[number] = means
     pending = vars(optimizer).get(PENDING, {})
+    if any(map(is_sharded, pending)):
+        raise RuntimeError(
+            "A checkpoint of sharded parameters between a backward and `optimizer.step()`: distributed checkpoints "
+            'leave out the gradients that wait in the moments (`gradients="into-state"`). Save after the step.'
+        )
     side = {
         "version": state_checks.VERSION,
         "num_steps": memory.num_steps,

@@ -1,0 +1,146 @@
+"""16-bit weights on shards (FSDP2) in two processes on CPU (gloo), run by `test_sharded_state.py`; rank 0 prints `ok`.
+
+The referees are unsharded: each process also trains the whole model on the whole batch.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_memsave.techniques.low_precision import LowPrecision, apply_low_precision, estimate_low_precision
+from lightning_memsave.techniques.optimizer_state import OptimizerState, apply_optimizer_state
+from lightning_memsave.torch_internals import optimizer_class
+from tests.techniques.sharded_state_program import adamw, batch, distance, make, whole
+
+FORMATS = ("bf16-sr", "bf16+8", "bf16-kahan")
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        ids = batch(step, isinstance(net.head.weight, DTensor))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(net(ids).flatten(0, 1).float(), (ids % 67).flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def lowered(precision: str, is_sharded: bool, state: OptimizerState | None = None):
+    net = make(is_sharded)
+    optimizer = adamw(net)
+    if state is not None:
+        apply_optimizer_state(optimizer, state, net)
+    applied = apply_low_precision(net, optimizer, LowPrecision(format=precision))
+    return net, optimizer, applied
+
+
+def weight_bytes(net: nn.Module) -> int:
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in net.parameters()]
+    return sum(t.nbytes for t in (*local, *net.buffers()))
+
+
+def values(net: nn.Module) -> Tensor:
+    """The weights with their corrections, in float32."""
+    state = net.state_dict()
+    return torch.cat(
+        [(t.full_tensor() if isinstance(t, DTensor) else t).detach().float().flatten() for t in state.values()]
+    )
+
+
+def check_training() -> None:
+    """Sharded and unsharded are no further apart than the format's own noise; bytes are those of the format."""
+    net = make(False)
+    optimizer = adamw(net)
+    train(net, optimizer, range(10))
+    plain = whole(net)
+    start = whole(make(False))
+    for precision in FORMATS:
+        for state in (None, OptimizerState()):
+            one, optimizer, _ = lowered(precision, False, state)
+            train(one, optimizer, range(10))
+            net, optimizer, applied = lowered(precision, True, state)
+            assert weight_bytes(net) == estimate_low_precision(make(True), LowPrecision(format=precision))
+            assert {p.dtype for p in net.parameters()} == {torch.bfloat16}  # each group has a matrix
+            train(net, optimizer, range(10))
+            noise = distance(values(one), plain)
+            assert 0 < noise < distance(plain, start) / 4
+            assert distance(values(net), values(one)) <= 2 * noise, precision
+            assert distance(values(net), plain) <= 1.5 * noise, precision
+            expected = values(net)
+            applied.undo()
+            assert {p.dtype for p in net.parameters()} == {torch.float32}
+            assert torch.equal(whole(net), expected), precision
+            train(net, optimizer, range(10, 12))  # gathered in float32 again
+
+
+def check_parts() -> None:
+    """Corrections of a shard that steps in parts are its own: equal to the bit where rounding draws nothing."""
+    ends = []
+    for size in (2**20, 2048):
+        sizes, optimizer_class.PART_NUMEL["cpu"] = optimizer_class.PART_NUMEL["cpu"], size
+        try:
+            net, optimizer, _ = lowered("bf16+8", True)
+            train(net, optimizer, range(4))
+        finally:
+            optimizer_class.PART_NUMEL["cpu"] = sizes
+        ends.append(values(net))
+    assert torch.equal(*ends)
+
+
+def check_state_dicts() -> None:
+    """State dicts hold float32 weights, sharded, from which weights and corrections come back to the bit."""
+    for precision in FORMATS:
+        net, optimizer, _ = lowered(precision, True)
+        train(net, optimizer, range(4))
+        saved = {name: value.clone() for name, value in get_model_state_dict(net).items()}
+        if precision != "bf16-sr":
+            assert {value.dtype for value in saved.values()} == {torch.float32}
+        expected, buffers = whole(net), [b.clone() for b in net.buffers()]
+        again, _, _ = lowered(precision, True)
+        set_model_state_dict(again, saved)
+        assert torch.equal(whole(again), expected)
+        assert all(torch.equal(a, b) for a, b in zip(buffers, again.buffers(), strict=True))
+
+
+def check_kept() -> None:
+    """A module that is sharded by itself may stay float32; one that is gathered with others is refused."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    batchnorm = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)), mesh=mesh)
+    with pytest.raises(ValueError, match=r"precision.*fully_shard.*1.weight"):
+        apply_low_precision(batchnorm, adamw(batchnorm), LowPrecision())
+    net = make(True)
+    with pytest.raises(ValueError, match=r"precision.*fully_shard.*head.weight"):
+        apply_low_precision(net, adamw(net), LowPrecision(keep_32bit=("head",)))
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    apply_low_precision(net, adamw(net), LowPrecision(keep_32bit=("blocks.1", "blocks.1.*")))
+    for name, p in net.named_parameters():
+        assert p.dtype == (torch.float32 if name.startswith("blocks.1.") else torch.bfloat16), name
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for check in (check_training, check_parts, check_state_dicts, check_kept):
+        check()
+        if dist.get_rank() == 0:
+            print(check.__name__, file=sys.stderr)
+    if dist.get_rank() == 0:
+        print("ok", file=sys.stderr)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
