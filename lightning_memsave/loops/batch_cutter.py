@@ -106,6 +106,13 @@ class BatchCutter:
                 "Use batches of one size, or `split_fn`.",
             )
 
+    def _in_any_process(self, trainer: L.Trainer, flag: bool) -> bool:
+        """Return `flag`; where processes wait for each other in every forward, whether it is true in any of them."""
+        if not self._waits(trainer):
+            return flag
+        found = torch.tensor(int(flag), device=trainer.strategy.root_device)
+        return bool(trainer.strategy.reduce(found, reduce_op="max"))
+
     @staticmethod
     def _waits(trainer: L.Trainer) -> bool:
         return trainer.world_size > 1 and not _WAITING.isdisjoint(ways_of_training(trainer))
@@ -138,14 +145,13 @@ class BatchCutter:
         rules, batch = self.rules, kwargs["batch"]
         if trainer.current_epoch:
             self.tell_cost()
-        waits = self._waits(trainer)
-        is_due = rules.is_due(batch, trainer.current_epoch, may_differ=not waits)
-        if not is_due and rules.weights(parts) is not None:
+        is_due = rules.is_due(batch, trainer.current_epoch) or rules.weights(parts) is None
+        if not self._in_any_process(trainer, is_due):
             return True
 
         def asked() -> Answer:
-            found = ask(trainer, kwargs, int(sum(n for _, n in parts)), config)
-            return trainer.strategy.broadcast(found) if waits else found
+            agreed = (trainer.strategy.broadcast,) if self._waits(trainer) else ()
+            return ask(trainer, kwargs, int(sum(n for _, n in parts)), config, *agreed)
 
         before, answer = rules.known, rules.ask(asked)
         if config.weight_fn is not None or config.reduction != "auto":
@@ -157,7 +163,7 @@ class BatchCutter:
             self.why_whole = "" if answer.has_failed else answer.why_not
             self.record.ran_whole(f"Batches are not cut into microbatches: {answer.why_not} {_WAYS_OUT}")
             return False
-        if rules.known and rules.weights(parts) is not None:
+        if not self._in_any_process(trainer, rules.weights(parts) is None):
             return True
         self.record.ran_whole(
             "A batch is run whole: its loss is zero, not finite, none, or the same for all samples, which does not "

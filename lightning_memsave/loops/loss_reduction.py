@@ -67,7 +67,17 @@ _MODES = (
 )
 
 
-def ask(trainer: L.Trainer, kwargs: dict[str, Any], num_samples: int, config: Microbatching) -> Answer:
+_Found = tuple[Answer, bool]
+"""An answer, and whether it is the last one."""
+
+
+def ask(
+    trainer: L.Trainer,
+    kwargs: dict[str, Any],
+    num_samples: int,
+    config: Microbatching,
+    agreed: Callable[[_Found], _Found] = lambda found: found,
+) -> Answer:
     """Return which rules the loss obeys: means and a sum, with the weights that `config` gives or the batch allows.
 
     Args:
@@ -75,6 +85,8 @@ def ask(trainer: L.Trainer, kwargs: dict[str, Any], num_samples: int, config: Mi
         kwargs: the arguments of `training_step`, `batch` among them.
         num_samples: how many samples the batch has.
         config: tells how many samples fit at once, and how to cut the batch.
+        agreed: makes what is found the same in all processes, where they wait for each other in every forward: else one
+            would evaluate the loss again, and the others would not.
     """
     module, batch = trainer.lightning_module, kwargs["batch"]
     if has_fake_parameters(module):  # a prediction, which flags it
@@ -83,29 +95,30 @@ def ask(trainer: L.Trainer, kwargs: dict[str, Any], num_samples: int, config: Mi
     with without_a_trace(trainer, module, batch) as start:
         subject = _Subject.of(batch, num_samples, config)
         for mode in _MODES:
-            evaluation = _Evaluation(trainer, kwargs, mode, start)
-            try:
-                losses = evaluation.of(subject)
-            except Exception as error:  # whatever user code raises outside its usual mode
-                if is_out_of_memory(error):  # says nothing about the loss
-                    raise
-                answer = Answer(
-                    why_not=f"the loss cannot be evaluated ({type(error).__name__}: {error}).", has_failed=True
-                )
-                continue
-            if not losses.are_finite:
-                answer = Answer()
-                continue
-            answer = _judge(losses, subject, evaluation.rules(batch, config), mode)
-            if not answer.rules and not answer.why_not and losses.fit_mean([n for _, n in subject.parts]):
-                same = config.split_fn is None and are_equal(batch, num_samples)
-                answer = (
-                    Answer((ReductionRule("mean"),), holds_here_alone=True) if same and not losses.fit_sum() else answer
-                )
-            if answer.rules or (answer.why_not and (evaluation.is_sure or not mode.is_training)):
+            answer, is_last = agreed(_found(_Evaluation(trainer, kwargs, mode, start), subject, config, num_samples))
+            if is_last:
                 break
     free_gathered(module)  # no backward follows
     return answer
+
+
+def _found(evaluation: _Evaluation, subject: _Subject, config: Microbatching, num_samples: int) -> _Found:
+    batch, mode = evaluation.batch, evaluation.mode
+    try:
+        losses = evaluation.of(subject)
+    except Exception as error:  # whatever user code raises outside its usual mode
+        if is_out_of_memory(error):  # says nothing about the loss
+            raise
+        why_not = f"the loss cannot be evaluated ({type(error).__name__}: {error})."
+        return Answer(why_not=why_not, has_failed=True), False
+    if not losses.are_finite:
+        return Answer(), False
+    answer = _judge(losses, subject, evaluation.rules(batch, config), mode)
+    if not answer.rules and not answer.why_not and losses.fit_mean([n for _, n in subject.parts]):
+        same = config.split_fn is None and are_equal(batch, num_samples)
+        if same and not losses.fit_sum():
+            answer = Answer((ReductionRule("mean"),), holds_here_alone=True)
+    return answer, bool(answer.rules or (answer.why_not and (evaluation.is_sure or not mode.is_training)))
 
 
 class _Subject(NamedTuple):
@@ -181,7 +194,7 @@ class _Evaluation:
     """
 
     def __init__(self, trainer: L.Trainer, kwargs: dict[str, Any], mode: _Mode, start: BatchStart) -> None:
-        self._trainer, self._kwargs, self._mode, self._start = trainer, kwargs, mode, start
+        self._trainer, self._kwargs, self.mode, self._start = trainer, kwargs, mode, start
         weights = {p.dtype for p in trainer.lightning_module.parameters() if p.is_floating_point()}
         self._is_wide = weights <= _TOLERANCE.keys()
         """Whether all that computes may do so with 32 bits or more."""
@@ -190,6 +203,11 @@ class _Evaluation:
         self.is_sure = True
         """Whether all random numbers were told to be a sample's own."""
 
+    @property
+    def batch(self) -> Batch:
+        """Return the whole batch."""
+        return self._kwargs["batch"]
+
     def of(self, subject: _Subject) -> Losses:
         """Evaluate the whole and its parts."""
         module = self._trainer.lightning_module
@@ -197,9 +215,9 @@ class _Evaluation:
         starts = [0, *itertools.accumulate(sizes[:-1])]
         counted = [(p, s, n) for (p, _), s, n in zip(subject.parts, starts, sizes, strict=True) if n]
         with contextlib.ExitStack() as stack:
-            if self._mode.moves_weights:
+            if self.mode.moves_weights:
                 stack.enter_context(_moved(module))
-            if self._mode.enlarges_weights:
+            if self.mode.enlarges_weights:
                 stack.enter_context(_enlarged(module))
             subjects = ((subject.whole, 0, sum(sizes)), *counted)
             losses = [_without_graph(functools.partial(self._loss_of, *each, sum(sizes))) for each in subjects]
@@ -215,7 +233,7 @@ class _Evaluation:
         trainer, module = self._trainer, self._trainer.lightning_module
         self._start.restore()
         module._current_fx_name = "training_step"
-        _set_mode(module, self._mode.is_training)
+        _set_mode(module, self.mode.is_training)
         # A copy, as the parts are views of the batch, which a step may change.
         arguments = tuple({**self._kwargs, "batch": cloned(part)}.values())
         kind = trainer.strategy.root_device.type

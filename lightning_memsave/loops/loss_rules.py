@@ -43,13 +43,12 @@ class LossRules:
         self._paths: set[int] = set()
         self._is_due = self._is_noted = self._hold_here_alone = False
 
-    def is_due(self, batch: Batch, epoch: int, *, may_differ: bool = True) -> bool:
+    def is_due(self, batch: Batch, epoch: int) -> bool:
         """Return whether to ask, now that another batch is to be cut.
 
         Args:
             batch: it.
             epoch: of the run, from 0 on.
-            may_differ: whether processes may ask at different batches.
         """
         if not self._num_cut:
             self._start = time.perf_counter()
@@ -58,7 +57,7 @@ class LossRules:
         is_new = structure not in self._structures or self._is_due
         self._structures.add(structure)
         self._is_due = self._is_noted = False
-        due = not self.known or (is_new and may_differ) or (self._hold_here_alone and not _are_equal(batch))
+        due = not self.known or is_new or (self._hold_here_alone and not _are_equal(batch))
         if self._num_cut >= self._next_batch:
             due, self._next_batch = True, max(_SECOND, 2 * self._num_cut)
         if epoch >= self._next_epoch:
@@ -89,8 +88,10 @@ class LossRules:
         return answer
 
     def weights(self, parts: Sequence[tuple[Any, float]]) -> list[float] | None:
-        """Return the weights of the parts of a batch; `None` where the rules that are known do not agree on them."""
+        """Return the weights of the parts of a batch; `None` where no rule is known, or they do not agree."""
         found = [rule.weights(parts) for rule in self.known]
+        if not found:
+            return None
         first = found[0]
         agree = all(abs(a - b) <= _SAME * abs(b) for others in found[1:] for a, b in zip(first, others, strict=True))
         return first if agree else None
