@@ -46,7 +46,7 @@ def quantize(
             *(num_blocks, blocks.row, blocks.per_row),
             ((seed or 0) ^ 2**31) - 2**31,  # the seed's 32 bits as a signed integer
             *_sizes(blocks, bits),
-            *(bits, signed, seed is not None, is_bfloat16, _PER_PROGRAM),
+            *(bits, signed, seed is not None, is_bfloat16, blocks.row % blocks.size == 0, _PER_PROGRAM),
             **_OPTIONS,
         )
     return codes, ranges
@@ -91,16 +91,23 @@ def _quantize(
     signed: tl.constexpr,
     stochastic: tl.constexpr,
     is_bfloat16: tl.constexpr,
+    are_full: tl.constexpr,
     per_program: tl.constexpr,
 ):
     block, shift, byte, element = _places(bits, num_bytes, padded_bytes, per_program)
     block_exists = block < num_blocks
     start, length = _span(block, row, per_row, size)
-    place = start[:, None, None] + tl.minimum(element, length[:, None, None] - 1)  # filled up with the last element
-    raw = tl.load(x + place, mask=block_exists[:, None, None], other=0)
+    is_padded: tl.constexpr = (8 // bits) * padded_bytes > size
+    if not are_full:
+        place = tl.minimum(element, length[:, None, None] - 1)  # filled up with the last element
+    elif is_padded:
+        place = tl.minimum(element, size - 1)
+    else:
+        place = element  # one after the other, which is read 128 bits at a time
+    raw = tl.load(x + start[:, None, None] + place, mask=block_exists[:, None, None], other=0)
     values = _from_bits(raw.to(tl.int32) << 16) if is_bfloat16 else raw.to(tl.float32)
     above = values > 0
-    finite = tl.min(tl.min(_is_finite(values).to(tl.int32), axis=2), axis=1) > 0  # [blocks]
+    finite = tl.max(tl.max(_bits(values) & 0x7FFFFFFF, axis=2), axis=1) < 0x7F800000  # [blocks]
     if signed:
         top = 2.0 ** (bits - 1) - 1
         magnitudes = tl.abs(values)
@@ -114,16 +121,21 @@ def _quantize(
         code = _level(magnitudes, low, inverse, top, block, element, seed, stochastic)
         code += tl.where(above, 2 ** (bits - 1), 0)
     else:
-        keeps_zero = (_smallest(values) == 0) & (_largest(values) > 0)  # [blocks]
+        smallest, largest = _smallest(values), _largest(values)
+        keeps_zero = (smallest == 0) & (largest > 0)  # [blocks]
         top = tl.where(keeps_zero, 2.0**bits - 2, 2.0**bits - 1)
-        low, step = _range(values, above | ~keeps_zero[:, None, None], top)
+        smallest = tl.where(keeps_zero, _smallest(tl.where(above, values, float("inf"))), smallest)
+        low, step = _rounded_range(smallest, largest, top)
         finite &= _is_finite(low) & _is_finite(step)
         word = _word(low, step) | tl.where(keeps_zero, -(2**31), 0)
         tl.store(ranges + block, tl.where(finite, word, _NAN_RANGE), mask=block_exists)
         low, inverse, top = low[:, None, None], _inverse(step)[:, None, None], top[:, None, None]
         code = _level(values, low, inverse, top, block, element, seed, stochastic)
-        code = tl.where(keeps_zero[:, None, None], tl.where(above, code + 1, 0), code)
-    packed = tl.sum(tl.where(element < size, code << shift, 0), axis=1)  # [blocks, bytes]
+        code += (above & keeps_zero[:, None, None]).to(tl.int32)  # a zero is below the range, so its code is 0
+    code <<= shift
+    if is_padded:
+        code = tl.where(element < size, code, 0)
+    packed = tl.sum(code, axis=1)  # [blocks, bytes]
     is_there = block_exists[:, None] & (byte < num_bytes)
     tl.store(codes + block[:, None] * num_bytes + byte, packed.to(tl.uint8), mask=is_there)
 
@@ -187,7 +199,11 @@ def _span(block, row, per_row, size: tl.constexpr):
 def _range(values, belongs, top):
     """Return lower end, rounded down, and step, rounded up to bfloat16, of values that belong, [blocks]; or zeros."""
     low = _smallest(tl.where(belongs, values, float("inf")))
-    high = _largest(tl.where(belongs, values, -float("inf")))
+    return _rounded_range(low, _largest(tl.where(belongs, values, -float("inf"))), top)
+
+
+@triton.jit
+def _rounded_range(low, high, top):
     exists = low <= high
     low = _to_bfloat16(tl.where(exists, low, 0.0), False)
     step = _to_bfloat16(tl.math.div_rn(tl.where(exists, high, 0.0) - low, top), True)
@@ -203,8 +219,7 @@ def _inverse(step):
 def _level(values, low, inverse, top, block, element, seed, stochastic: tl.constexpr):
     """Return the codes from 0 to `top`, int32; 0 where a value is NaN."""
     level = (values - low) * inverse + (_dither(block, element, seed) if stochastic else 0.5)
-    level = tl.where(level > 0, level, 0.0)
-    return tl.where(level > top, top, level).to(tl.int32)
+    return tl.minimum(tl.maximum(level, 0.0), top).to(tl.int32)
 
 
 @triton.jit
