@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_memsave.core.errors import NoEffectWarning
+from lightning_memsave.core.errors import NoEffectWarning, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.lightning_compat import callbacks_of, is_overridden
 from lightning_memsave.planner.recipes import Recipe
@@ -33,6 +33,7 @@ from lightning_memsave.techniques.optimizer_state import (
     is_low_bit,
     is_ours,
 )
+from lightning_memsave.torch_internals.sharded_parameters import is_sharded
 
 
 def change_optimizers(
@@ -48,6 +49,8 @@ def change_optimizers(
     config = recipe.get(OptimizerState)
     if config is not None:
         check_optimizers(optimizers, config, module)  # all of them, before the first is changed
+        if config.gradients == "into-state" and most_accumulated(trainer) > 1:
+            _check_not_sharded(optimizers)
         if OptimizerState not in recipe.by_default and not has_effect(optimizers, config, module):
             by_rank = f", and what has no two sides above {config.rank} (`rank`)," if config.has_rank else ""
             warnings.warn(
@@ -70,6 +73,22 @@ def change_optimizers(
     applied = gradients_applied(config, optimizers, in_backward)
     applied.keep()  # `in_backward` is removed by whom it is returned to
     return [*done, applied], in_backward
+
+
+def _check_not_sharded(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse gradients of several batches in moments under FSDP2, whose checkpoints leave out that they wait there.
+
+    Raises:
+        ValueError: a parameter is sharded.
+    """
+    if any(is_sharded(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+        raise setting_error(
+            "OptimizerState.gradients",
+            '="into-state" cannot add up the gradients of several batches under FSDP2: a checkpoint between them would '
+            "lose those before it",
+            "accumulate_grad_batches > 1",
+            "Use larger batches with `microbatch=`, which are cut inside of a step.",
+        )
 
 
 def _clip(value: float, p: Any) -> None:

@@ -34,6 +34,7 @@ from lightning_memsave.torch_internals.autograd_graph import (
     storage_key,
     version_of,
 )
+from lightning_memsave.torch_internals.sharded_parameters import gather_again
 
 MAX_DEPTH = 6
 """How many operations a recomputation may chain: bounds its time, as recomputations may build on each other."""
@@ -119,6 +120,7 @@ class Derivation:
 
         def values() -> Tensor:
             for tensor, version in versions:
+                gather_again(tensor)
                 check_version(tensor, version, tensor.shape)
             return function(*(source.values() for source in sources))
 
@@ -160,6 +162,7 @@ def _parameter(leaf: Tensor) -> Source:
     version = version_of(leaf)
 
     def values() -> Tensor:
+        gather_again(leaf)
         check_version(leaf, version, leaf.shape)
         return leaf.detach()
 

@@ -92,6 +92,8 @@ class MemSaveMixin(Strategy):
         """Make the optimizers, and change those that the recipe is about."""
         super().setup_optimizers(trainer)
         session = self.memsave
+        if session.weights is not None:
+            session.weights.materialized()
         check_made_optimizers(session, trainer, is_wrapped=self.model is not self.lightning_module)
         done, session.release = change_optimizers(trainer, session.recipe, session.weights)
         session.changes.extend(done)

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.torch_internals.fake_tensors import is_fake, standing_for
-from lightning_memsave.torch_internals.sharded_parameters import as_local, as_sharded, is_sharded, shard_number
+from lightning_memsave.torch_internals.sharded_parameters import (
+    as_local,
+    as_sharded,
+    is_sharded,
+    local_gradient,
+    shard_number,
+)
 
 
 class MadeClass(type):
@@ -122,7 +128,10 @@ class Counts:
 
 
 def num_steps_in(optimizer: torch.optim.Optimizer) -> int:
-    """Return the largest count of steps in an optimizer's state: distributed checkpoints leave out all other counts."""
+    """Return the largest count of steps in an optimizer's state; 0 where it has none, as SGD's and Lion's.
+
+    Checkpoints under FSDP2 leave out all other counts.
+    """
     return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
 
 
@@ -242,9 +251,9 @@ def local_shard(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[Tensor]
     if local is p:
         yield p
         return
-    if p.grad is not None:
-        local.grad_dtype = p.grad.dtype
-        local.grad = as_local(p.grad)
+    if (gradient := local_gradient(p)) is not None:
+        local.grad_dtype = gradient.dtype
+        local.grad = gradient
     with state_moved(optimizer, p, local):
         if local in optimizer.state:
             optimizer.state[local] = {name: as_local(value) for name, value in optimizer.state[local].items()}
@@ -256,7 +265,7 @@ def local_shard(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[Tensor]
 
 
 # ------------------------------------------------------------------------------- large parameters, part by part
-_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 PART_NUMEL = {"cpu": 2**20}
 """Elements that step at a time, by type of device: bounds what a step allocates besides."""
 _PART_NUMEL_ELSEWHERE = 2**24  # launching kernels takes longer there, and memory is faster
@@ -346,14 +355,19 @@ def _part_numel(optimizer: torch.optim.Optimizer, p: Tensor) -> int:
     return max(wanted // unit, 1) * unit if unit <= size else p.numel()
 
 
-def _may_cut(optimizer: torch.optim.Optimizer, p: Tensor) -> bool:
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether it is known that an optimizer steps each element by itself."""
     plain: Any = type(optimizer)
     while isinstance(plain, MadeClass):
         plain = plain.made_from
+    is_cautious = any(group.get("caution") for group in optimizer.param_groups)  # by a mean over a whole tensor
+    return getattr(plain, "__name__", "") in ELEMENTWISE and not is_cautious
+
+
+def _may_cut(optimizer: torch.optim.Optimizer, p: Tensor) -> bool:
     return (
-        getattr(plain, "__name__", "") in _ELEMENTWISE
+        is_elementwise(optimizer)
         and span_of(p) == slice(None)
-        and not any(group.get("caution") for group in optimizer.param_groups)  # a mean over a whole tensor
         and not hasattr(p, "__tensor_flatten__")  # a subclass, such as DTensor
         and p.is_contiguous()
         and (p.grad is None or (p.grad.layout is torch.strided and p.grad.is_contiguous()))

@@ -107,6 +107,7 @@ PARTS: Mapping[str, Part] = {
             "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._init_mp_dtypes",
             "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._to_sharded",
             "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+            "torch.distributed._composable_state._module_state_mapping",
         ),
         "compact optimizer state and low-precision weights under FSDP2",
         "tests/techniques/test_sharded_state.py",

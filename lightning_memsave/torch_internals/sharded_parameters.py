@@ -26,6 +26,7 @@ except ImportError:  # a build without torch.distributed
         """Nothing is an instance of it."""
 
 
+_States = find("torch.distributed._composable_state._module_state_mapping")
 _Spec = find("torch.distributed.tensor._dtensor_spec.DTensorSpec")
 _Meta = find("torch.distributed.tensor._dtensor_spec.TensorMeta")
 
@@ -46,6 +47,18 @@ def as_local(value: Any) -> Any:
 def has_fake_parameters(model: nn.Module) -> bool:
     """Return whether some parameters, or local shards, have a shape and no values, as in a prediction."""
     return any(is_fake(as_local(p)) for p in model.parameters())
+
+
+def local_gradient(p: Tensor) -> Tensor | None:
+    """Return the gradient of what this process has of `p`.
+
+    Tensor parallelism may leave each process one summand (`Partial`). Then all processes wait for each other here.
+    """
+    gradient = p.grad
+    if isinstance(gradient, DTensor) and isinstance(p, DTensor) and gradient.placements != p.placements:
+        gradient = gradient.redistribute(p.device_mesh, p.placements)
+    found: Tensor | None = as_local(gradient)
+    return found
 
 
 def as_sharded(value: Any, p: Tensor) -> Any:
@@ -79,7 +92,7 @@ def set_values(p: Tensor, values: Tensor) -> None:
     meta = _Meta(p.shape, p.stride(), values.dtype)
     spec = _Spec(p.device_mesh, p.placements, tensor_meta=meta)
     p.data = DTensor(values, spec, requires_grad=False)
-    p._local_tensor, p._spec = values, spec  # `data` of a DTensor is its outside alone
+    p._local_tensor, p._spec = values, spec  # which assigning `data` leaves as they are
 
 
 def free_gathered(model: nn.Module) -> None:
@@ -87,6 +100,23 @@ def free_gathered(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def gather_again(tensor: Tensor) -> None:
+    """Let FSDP2 gather a parameter whose memory it has taken back, before its turn in backward; in all processes.
+
+    Args:
+        tensor: the gathered parameter, or a view of it. What has memory stays as it is.
+    """
+    storage = tensor.untyped_storage()
+    if storage.nbytes() or not tensor.numel():
+        return
+    for module in [each for each in _States if isinstance(each, FSDPModule)]:
+        for group in _groups_of_one(module):
+            known = (getattr(each, "_unsharded_param", None) for each in group.fsdp_params)
+            if any(p is not None and p.untyped_storage()._cdata == storage._cdata for p in known):
+                module.unshard()
+                return
 
 
 def groups_of(model: nn.Module) -> list[list[Tensor]]:
@@ -109,6 +139,10 @@ def renew_groups(model: nn.Module) -> None:
 def _groups(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-            yield from (group for group in groups if group is not None)
+            yield from _groups_of_one(module)
+
+
+def _groups_of_one(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import ActivationCompression, MemSave, OptimizerState
@@ -26,19 +27,56 @@ class Module(L.LightningModule):
         self.head = nn.Linear(32, 3)
 
     def configure_model(self) -> None:
-        for part in (*self.net[1:], self.net, self.head):
-            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+        if not isinstance(self.head, FSDPModule):
+            norms = (block[0] for block in self.net[1:])
+            for part in (*norms, *self.net[1:], self.net, self.head):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch, batch_idx):
         loss = F.cross_entropy(self.head(self.net(batch[0])), batch[1])
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
+    def validation_step(self, batch, batch_idx):
+        self.log("val", F.cross_entropy(self.head(self.net(batch[0])), batch[1]), sync_dist=True)
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
 
-def train(memsave, strategy, equal_rows=()):
+class Dtypes(L.Callback):
+    """The dtypes of the weights, and of those in the model's norms, while it trains."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        self.found = {p.dtype for p in module.parameters()}
+        self.are_shards = all(isinstance(p, DTensor) for p in module.parameters())
+
+
+def train_after_validation() -> None:
+    """Validation leaves parameters gathered, and a fit leaves gradients: the next fit lowers shards all the same."""
+    torch.manual_seed(0)
+    module, data = Module(), DataLoader(TensorDataset(torch.randn(28, 6), torch.randint(0, 3, (28,))), batch_size=7)
+    for _ in range(2):
+        dtypes, memsave = Dtypes(), MemSave(precision="bf16+8", optimizer_state=OptimizerState(min_size=1))
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=2,
+            max_epochs=1,
+            strategy="memsave_fsdp",
+            callbacks=[memsave, dtypes],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.validate(module, data, verbose=False)
+        trainer.fit(module, data)
+        assert dtypes.found == {torch.bfloat16, torch.float32}
+        assert dtypes.are_shards
+        assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+def train(memsave, strategy, equal_rows=(), accumulated=1):
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(40, 6, generator=generator), torch.randint(0, 3, (40,), generator=generator)
@@ -50,6 +88,7 @@ def train(memsave, strategy, equal_rows=()):
         accelerator="cpu",
         devices=2,
         max_epochs=2,
+        accumulate_grad_batches=accumulated,
         strategy=strategy,
         callbacks=[memsave] if memsave else [],
         logger=False,
@@ -110,6 +149,9 @@ def main() -> None:
         MemSave(optimizer_state=replace(low_bit, gradients="into-state"), microbatch=3), "memsave_fsdp"
     )
     assert max(float((a - b).abs().max()) for a, b in zip(plain, into_state, strict=True)) < 0.05
+    train_after_validation()
+    with pytest.raises(ValueError, match=r"into-state.*under FSDP2.*microbatch="):
+        train(MemSave(optimizer_state=OptimizerState(gradients="into-state")), "memsave_fsdp", accumulated=2)
     if torch.distributed.get_rank() == 0:
         print("ok", file=sys.stderr)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.techniques.optimizer_state import (
@@ -248,6 +255,38 @@ def check_gradients() -> None:
     torch.testing.assert_close(ends["keep"], ends["into-state"], rtol=1e-5, atol=1e-6)
 
 
+def check_summands() -> None:
+    """Tensor parallelism leaves a gradient in summands, of which each process has one: they are added up."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ends = {}
+    for kind in ("whole", "plain", *FORMATS, "into-state"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        if kind != "whole":
+            plan = {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1)), "3": RowwiseParallel()}
+            parallelize_module(net, mesh, plan)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        if kind == "into-state":
+            apply_optimizer_state(optimizer, OptimizerState(first_moment="32bit", gradients=kind), net)
+        elif kind in FORMATS and "factored" not in kind:
+            apply_optimizer_state(optimizer, replace(FORMATS[kind], min_size=1, keep_norms_32bit=False), net)
+        for step in range(4):
+            x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(step))
+            net(x).square().mean().backward()
+            if kind == "plain":
+                assert not all(p.grad.placements == p.placements for p in net.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        ends[kind] = whole(net)
+    start = whole(nn.Sequential(nn.LayerNorm(64)))
+    for kind, end in ends.items():
+        norm, expected = end[:128], ends["whole"][:128]
+        assert float((norm - expected).norm()) <= 0.25 * float((expected - start).norm()), kind  # of one summand: half
+        of_both = [torch.zeros_like(end) for _ in range(2)]
+        dist.all_gather(of_both, end)
+        assert torch.equal(*of_both), kind
+
+
 def check_refused() -> None:
     net = make(True)
     for config, message in (
@@ -275,6 +314,7 @@ def main() -> None:
         check_state_dicts,
         check_undo,
         check_gradients,
+        check_summands,
         check_refused,
     ):
         check()

@@ -113,6 +113,73 @@ def check_state_dicts() -> None:
         assert all(torch.equal(a, b) for a, b in zip(buffers, again.buffers(), strict=True))
 
 
+def check_gathered_and_left() -> None:
+    """Parameters that a forward pass has gathered are shards again; gradients of an earlier fit are cast."""
+    net = make(True)
+    with torch.no_grad():
+        net(batch(0, True))
+    assert not all(isinstance(p, DTensor) for p in net.parameters()), "the outermost module keeps its own"
+    expected = estimate_low_precision(make(True), LowPrecision(format="bf16+8"))
+    assert estimate_low_precision(net, LowPrecision(format="bf16+8")) == expected
+    with torch.no_grad():
+        net(batch(0, True))
+    optimizer = adamw(make(True))
+    applied = apply_low_precision(net, optimizer, LowPrecision(format="bf16+8"))
+    assert weight_bytes(net) == expected
+    assert all(isinstance(p, DTensor) for p in net.parameters())
+    applied.undo()
+
+    net = make(True)
+    optimizer = adamw(net)
+    train(net, optimizer, range(2))
+    ids = batch(2, True)
+    F.cross_entropy(net(ids).flatten(0, 1), (ids % 67).flatten()).backward()
+    before = {p: p.grad.full_tensor() for p in net.parameters() if p.grad is not None}
+    apply_low_precision(net, optimizer, LowPrecision())
+    for p, gradient in before.items():
+        assert p.grad.dtype == torch.bfloat16
+        torch.testing.assert_close(p.grad.full_tensor().float(), gradient, rtol=2**-8, atol=0)
+    optimizer.step()
+    train(net, optimizer, range(3, 4))
+
+
+def check_meta() -> None:
+    """Corrections of weights that get memory later are those of the values that they get."""
+    for precision in FORMATS:
+        with torch.device("meta"):
+            net = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+        fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        weights = LowPrecision(format=precision).lower(net)
+        net.to_empty(device="cpu")
+        for buffer in net.buffers():
+            buffer.fill_(77)  # what nobody has written
+        for layer in net:
+            layer.reset_parameters()
+        expected = whole(net).float()
+        weights.materialized()
+        assert torch.equal(values(net), expected), precision
+
+
+def check_refused() -> None:
+    """What looks at more than one element, or at all gradients, is refused, and leaves the weights as they were."""
+
+    class ByNorm(torch.optim.SGD):
+        """Stands for Muon, LARS and others that divide by the norm of a matrix."""
+
+    for precision, cls, message in (
+        ("bf16-sr", ByNorm, r"precision.*each element by itself.*ByNorm"),
+        ("bf16+8", torch.optim.Adafactor, r"precision.*each element by itself.*Adafactor"),
+        ("fp16-scaled", torch.optim.AdamW, r"precision.*under FSDP2.*fp16-scaled"),
+        ("bf16-gradients", torch.optim.AdamW, r"precision.*under FSDP2.*bf16-gradients"),
+    ):
+        net = make(True)
+        optimizer = cls(net.parameters(), 1e-3)
+        with pytest.raises(ValueError, match=message):
+            apply_low_precision(net, optimizer, LowPrecision(format=precision))
+        assert {p.dtype for p in net.parameters()} == {torch.float32}
+        assert type(optimizer) is cls
+
+
 def check_kept() -> None:
     """A module that is sharded by itself may stay float32; one that is gathered with others is refused."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -128,11 +195,17 @@ def check_kept() -> None:
         assert p.dtype == (torch.float32 if name.startswith("blocks.1.") else torch.bfloat16), name
 
 
+CHECKS = (
+    *(check_training, check_parts, check_state_dicts, check_gathered_and_left),
+    *(check_meta, check_refused, check_kept),
+)
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for check in (check_training, check_parts, check_state_dicts, check_kept):
+    for check in CHECKS:
         check()
         if dist.get_rank() == 0:
             print(check.__name__, file=sys.stderr)

@@ -28,7 +28,8 @@ small, and what is computed with them has 32 bits under autocast, as with Lightn
 Buffers stay as they are. The forward pass needs autocast, as the dtypes of inputs, buffers and weights differ; under
 Lightning that is its own `bf16-mixed`, or `16-mixed`.
 
-Loss class: `changed`. The noise of stochastic rounding is a hash of seed, step and parameter, which checkpoints carry.
+Loss class: `changed`. The noise of stochastic rounding is a hash of seed, step, parameter and shard. Checkpoints carry
+the step, but under FSDP2, where it is read from the optimizer's own counts: SGD and Lion have none and begin at 0.
 
 Sources: Zamirai et al., "Revisiting BFloat16 Training", 2020 (https://arxiv.org/abs/2010.06192) for stochastic rounding
 and Kahan summation; different: Kahan's sum compensates the whole step of any optimizer, not an addition inside of one.
@@ -57,7 +58,7 @@ from lightning_memsave.techniques.low_precision.stepping import (
 )
 from lightning_memsave.techniques.low_precision.weights import FORMATS, Weights, weights_kept_32bit
 from lightning_memsave.torch_internals.private_names import require
-from lightning_memsave.torch_internals.sharded_parameters import as_local
+from lightning_memsave.torch_internals.sharded_parameters import as_local, free_gathered
 
 __all__ = [
     "LossScaling",
@@ -174,6 +175,7 @@ def apply_low_precision(
 
 def estimate_low_precision(model: nn.Module, config: LowPrecision) -> int:
     """Return bytes of the parameters and their corrections; exact. Of sharded parameters, those of this process."""
+    free_gathered(model)
     kept = weights_kept_32bit(model, config.keep_32bit)
     dtype, correction, _ = FORMATS[config.format]
     total = 0

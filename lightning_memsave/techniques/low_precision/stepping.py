@@ -16,12 +16,14 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.techniques.low_precision.scaling import all_finite
 from lightning_memsave.techniques.low_precision.weights import Weights
 from lightning_memsave.torch_internals.optimizer_class import (
+    ELEMENTWISE,
     IN_BACKWARD,
     Counts,
     MadeClass,
     bare_step,
     change_class,
     check_latest,
+    is_elementwise,
     name_of,
     num_steps_in,
     original,
@@ -33,6 +35,7 @@ from lightning_memsave.torch_internals.optimizer_class import (
 from lightning_memsave.torch_internals.sharded_parameters import as_local, as_sharded
 
 _MEMORY = "_memsave_low_precision"
+_ELEMENTWISE = ", ".join(ELEMENTWISE)
 SIDE_KEY = "memsave_low_precision"
 _LARGEST = torch.finfo(torch.float16).max
 
@@ -53,6 +56,13 @@ def step_in_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> None:
         vars(optimizer)[_MEMORY].weights = weights
         return
     check_steps_parameters_alone(optimizer, "precision")
+    if weights.are_sharded and not is_elementwise(optimizer):
+        raise setting_error(
+            "precision",
+            f"needs an optimizer that steps each element by itself where parameters are sharded ({_ELEMENTWISE})",
+            name_of(type(optimizer)),
+            "Use one of these, or DDP.",
+        )
     if weights.scaling is not None and vars(optimizer).get(IN_BACKWARD):
         raise setting_error(
             "precision",

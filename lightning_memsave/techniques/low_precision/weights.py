@@ -22,6 +22,7 @@ from lightning_memsave.torch_internals.optimizer_class import local_of, original
 from lightning_memsave.torch_internals.sharded_parameters import (
     as_local,
     as_sharded,
+    free_gathered,
     groups_of,
     is_sharded,
     renew_groups,
@@ -108,6 +109,9 @@ class Weights:
         scaling: LossScaling | None = None,
     ) -> None:
         self.format, self.scaling, self._seed, self._model = FORMATS[weight_format], scaling, seed, model
+        free_gathered(model)  # by a forward pass without backward: parameters are shards again
+        self._check_sharded(weight_format)
+        self._have_memory = not any(p.is_meta for p in model.parameters())
         self._places = _places(model, self.format.dtype, weights_kept_32bit(model, keep_32bit), lower_frozen)
         for name, p in model.named_parameters():
             if p in self._places and p.requires_grad and self.format.dtype == torch.float16:
@@ -124,6 +128,25 @@ class Weights:
                 for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
                     if p in self._places and p.requires_grad:
                         self._hooks += _on_disk_whole(module, name, self._places[p])
+
+    def _check_sharded(self, weight_format: str) -> None:
+        if (self.scaling is not None or self._is_whole) and any(map(is_sharded, self._model.parameters())):
+            raise setting_error(
+                "precision",
+                "must be one of bf16-sr, bf16+8, bf16-kahan under FSDP2, which reduces gradients in the dtype of their "
+                "parameters, and where an overflow of some shards must skip the step of all",
+                weight_format,
+                'Use `precision="bf16-sr"`.',
+            )
+
+    @torch.no_grad()
+    def materialized(self) -> None:
+        """Make corrections anew where weights had no memory when they were lowered (device "meta"), and have it now."""
+        for p in () if self._have_memory else self._places:
+            local = local_of(p)
+            if (correction := self._correction(local)) is not None:
+                correction.copy_(split(local.detach().float(), correction.dtype)[1])
+        self._have_memory = True
 
     def __contains__(self, p: Tensor) -> bool:
         return p in self._places
@@ -142,17 +165,17 @@ class Weights:
 
     @torch.no_grad()
     def _store(self, p: Tensor, place: _Place, whole: Tensor) -> None:
+        gradient, p.grad = p.grad, None  # of an earlier fit, perhaps
         if self._is_whole:
-            gradient, p.grad = p.grad, None
             p.grad_dtype = torch.bfloat16
-            p.grad = None if gradient is None else gradient.bfloat16()
-            return
-        if self.format.correction is None or not p.requires_grad:
+        elif self.format.correction is None or not p.requires_grad:
             set_values(p, whole.detach().to(self.format.dtype))
-            return
-        values, correction = split(whole.detach().float(), self.format.correction)
-        set_values(p, values)
-        place.owner.register_buffer(place.buffer, correction, persistent=False)
+        else:
+            values, correction = split(whole.detach().float(), self.format.correction)
+            set_values(p, values)
+            place.owner.register_buffer(place.buffer, correction, persistent=False)
+        if gradient is not None:
+            p.grad = gradient.to(torch.bfloat16 if self._is_whole else self.format.dtype)
 
     def _correction(self, p: Tensor) -> Tensor | None:
         place = self._places[original(p)]

@@ -81,7 +81,7 @@ from lightning_memsave.techniques.optimizer_state.state_dict_layout import (
 )
 from lightning_memsave.torch_internals.optimizer_class import name_of
 from lightning_memsave.torch_internals.private_names import require
-from lightning_memsave.torch_internals.sharded_parameters import as_local, is_sharded
+from lightning_memsave.torch_internals.sharded_parameters import as_local, free_gathered, is_sharded
 
 __all__ = [
     "GradientRelease",
@@ -214,6 +214,7 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
     Returns:
         What was done; `None` for nothing.
     """
+    free_gathered(model)  # by a forward pass without backward: parameters are shards again
     check_optimizers([optimizer], config, model)
     if is_ours(optimizer) and not _is_as_asked(optimizer, config, model):
         leave(optimizer)
@@ -356,6 +357,7 @@ def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: Optimizer
 
     Of sharded parameters, those of this process.
     """
+    free_gathered(model)
     _check_format(optimizer, config)
     kept = parameters_kept_32bit(optimizer, config, model)
     of_bitsandbytes = uses_bitsandbytes(optimizer, config)
