@@ -89,7 +89,7 @@ COMPATIBILITY = (
     CompatibilityRule(
         "loss scaling",
         "model parallel (FSDP2)",
-        "each process would look for an overflow in its own shards, and could step where others do not",
+        "its search for an overflow is of whole gradients, and all processes have to skip the same steps",
         'Use `precision="bf16-sr"`, which needs no scaling.',
     ),
     CompatibilityRule(

@@ -67,9 +67,16 @@ def as_sharded(value: Any, p: Tensor) -> Any:
         return value
     if value.dim() == 0 or value.shape != p._local_tensor.shape:
         return value
-    meta = _Meta(p.shape, p.stride(), value.dtype)
-    # Not `from_local`: that moves moments in host memory, on their way to a checkpoint, to the device.
-    return DTensor(value, _Spec(p.device_mesh, p.placements, tensor_meta=meta), requires_grad=False)
+    return _with_shard(p, value)
+
+
+def _with_shard(p: DTensor, local: Tensor) -> Any:
+    """Return a DTensor as `p`, whose local shard is `local`, in its dtype.
+
+    `DTensor.from_local` would move moments in host memory, on their way to a checkpoint, to the device.
+    """
+    meta = _Meta(p.shape, p.stride(), local.dtype)
+    return DTensor(local, _Spec(p.device_mesh, p.placements, tensor_meta=meta), requires_grad=False)
 
 
 def shard_number(p: Tensor) -> int:
@@ -89,10 +96,8 @@ def set_values(p: Tensor, values: Tensor) -> None:
     if not isinstance(p, DTensor):
         p.data = values
         return
-    meta = _Meta(p.shape, p.stride(), values.dtype)
-    spec = _Spec(p.device_mesh, p.placements, tensor_meta=meta)
-    p.data = DTensor(values, spec, requires_grad=False)
-    p._local_tensor, p._spec = values, spec  # which assigning `data` leaves as they are
+    p.data = made = _with_shard(p, values)
+    p._local_tensor, p._spec = made._local_tensor, made._spec  # which assigning `data` leaves as they are
 
 
 def free_gathered(model: nn.Module) -> None:

@@ -24,6 +24,10 @@ import torch
 from lightning_memsave.numerics.kbit import BITS, Blocks
 
 triton = pytest.importorskip("triton", reason="needs triton: make test-cubin")
+COUNTED = "3.9.0"
+"""The version of Triton whose code is counted. Coding 8 bits takes up to 166 registers by 3.6.0, 110 by this."""
+if triton.__version__ != COUNTED:
+    pytest.skip(f"counts are of triton {COUNTED}: make test-cubin", allow_module_level=True)
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 

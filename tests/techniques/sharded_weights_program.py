@@ -5,8 +5,8 @@ The referees are unsharded: each process also trains the whole model on the whol
 
 from __future__ import annotations
 
-import sys
-import warnings
+import gc
+import weakref
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from lightning_memsave.techniques.low_precision import LowPrecision, apply_low_precision, estimate_low_precision
 from lightning_memsave.techniques.optimizer_state import OptimizerState, apply_optimizer_state
 from lightning_memsave.torch_internals import optimizer_class
-from tests.techniques.sharded_state_program import adamw, batch, distance, make, whole
+from tests.techniques.sharded_state_program import adamw, batch, distance, make, run, whole
 
 FORMATS = ("bf16-sr", "bf16+8", "bf16-kahan")
 
@@ -143,21 +143,32 @@ def check_gathered_and_left() -> None:
     train(net, optimizer, range(3, 4))
 
 
+def lowered_on_meta(precision: str):
+    """Lower a model without memory, give it some, check its weights, and give it back; without a reference to it."""
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    weights = LowPrecision(format=precision).lower(net)
+    net.to_empty(device="cpu")
+    for buffer in net.buffers():
+        buffer.fill_(77)  # what nobody has written
+    for layer in net:
+        layer.reset_parameters()
+    expected = whole(net).float()
+    weights.materialized()
+    assert torch.equal(values(net), expected), precision
+    weights.restore()
+    assert torch.equal(whole(net), expected), precision
+    return weights, weakref.ref(net)
+
+
 def check_meta() -> None:
     """Corrections of weights that get memory later are those of the values that they get."""
     for precision in FORMATS:
-        with torch.device("meta"):
-            net = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
-        fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        weights = LowPrecision(format=precision).lower(net)
-        net.to_empty(device="cpu")
-        for buffer in net.buffers():
-            buffer.fill_(77)  # what nobody has written
-        for layer in net:
-            layer.reset_parameters()
-        expected = whole(net).float()
-        weights.materialized()
-        assert torch.equal(values(net), expected), precision
+        weights, model = lowered_on_meta(precision)
+        gc.collect()
+        assert model() is None, "what checkpoints still ask does not hold the model"
+        assert not weights.are_sharded
 
 
 def check_refused() -> None:
@@ -195,25 +206,8 @@ def check_kept() -> None:
         assert p.dtype == (torch.float32 if name.startswith("blocks.1.") else torch.bfloat16), name
 
 
-CHECKS = (
-    *(check_training, check_parts, check_state_dicts, check_gathered_and_left),
-    *(check_meta, check_refused, check_kept),
-)
-
-
-def main() -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for check in CHECKS:
-        check()
-        if dist.get_rank() == 0:
-            print(check.__name__, file=sys.stderr)
-    if dist.get_rank() == 0:
-        print("ok", file=sys.stderr)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run(
+        *(check_training, check_parts, check_state_dicts, check_gathered_and_left),
+        *(check_meta, check_refused, check_kept),
+    )

@@ -19,6 +19,7 @@ from lightning_memsave.numerics.kernels import round_to_bfloat16, round_to_float
 from lightning_memsave.numerics.master_weights import join, split
 from lightning_memsave.techniques.low_precision.scaling import LossScaling
 from lightning_memsave.torch_internals.optimizer_class import local_of, original, shard_of, span_of, undivided
+from lightning_memsave.torch_internals.private_names import require
 from lightning_memsave.torch_internals.sharded_parameters import (
     as_local,
     as_sharded,
@@ -108,9 +109,13 @@ class Weights:
         lower_frozen: bool = False,
         scaling: LossScaling | None = None,
     ) -> None:
-        self.format, self.scaling, self._seed, self._model = FORMATS[weight_format], scaling, seed, model
+        self.format, self.scaling, self._seed = FORMATS[weight_format], scaling, seed
         free_gathered(model)  # by a forward pass without backward: parameters are shards again
-        self._check_sharded(weight_format)
+        self._sharded: nn.Module | None = None
+        """The model where this process has shards of it, until `restore`."""
+        if any(map(is_sharded, model.parameters())):
+            self._check_format_of_shards(weight_format)
+            self._sharded = model
         self._have_memory = not any(p.is_meta for p in model.parameters())
         self._places = _places(model, self.format.dtype, weights_kept_32bit(model, keep_32bit), lower_frozen)
         for name, p in model.named_parameters():
@@ -122,19 +127,20 @@ class Weights:
         self._hooks: list[Any] = []
         for parameter, place in self._places.items():
             self._store(parameter, place, as_local(parameter))
-        renew_groups(model)
+        self._renew_groups()
         if self.format.correction is not None:
             for module in model.modules():
                 for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
                     if p in self._places and p.requires_grad:
                         self._hooks += _on_disk_whole(module, name, self._places[p])
 
-    def _check_sharded(self, weight_format: str) -> None:
-        if (self.scaling is not None or self._is_whole) and any(map(is_sharded, self._model.parameters())):
+    def _check_format_of_shards(self, weight_format: str) -> None:
+        require("sharded parameters", "precision")
+        if self.scaling is not None or self._is_whole:
             raise setting_error(
                 "precision",
                 "must be one of bf16-sr, bf16+8, bf16-kahan under FSDP2, which reduces gradients in the dtype of their "
-                "parameters, and where an overflow of some shards must skip the step of all",
+                "parameters, and where all processes have to skip the same steps",
                 weight_format,
                 'Use `precision="bf16-sr"`.',
             )
@@ -157,7 +163,7 @@ class Weights:
     @property
     def are_sharded(self) -> bool:
         """Return whether this process has shards of some of them."""
-        return any(map(is_sharded, self._places))
+        return self._sharded is not None
 
     @property
     def _is_whole(self) -> bool:
@@ -233,7 +239,7 @@ class Weights:
                     values, latest = split(whole, correction.dtype)
                     set_values(p, values)
                     correction.copy_(latest)
-            renew_groups(self._model)
+            self._renew_groups()
 
     @property
     def scaling_now(self) -> LossScaling | None:
@@ -255,7 +261,12 @@ class Weights:
             if has_correction:
                 delattr(place.owner, place.buffer)
         self._places.clear()
-        renew_groups(self._model)
+        self._renew_groups()
+        self._sharded = None  # who holds these weights for a checkpoint does not hold the model
+
+    def _renew_groups(self) -> None:
+        if self._sharded is not None:
+            renew_groups(self._sharded)
 
 
 def weights_kept_32bit(model: nn.Module, keep_32bit: tuple[Selector, ...]) -> set[Tensor]:
