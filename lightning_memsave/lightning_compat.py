@@ -61,6 +61,17 @@ def session_of(trainer: Trainer) -> Any:
     return strategy.memsave
 
 
+def ddp_options_of(strategy: object) -> dict[str, Any]:
+    """Return the arguments that a strategy was given for DDP."""
+    return getattr(strategy, "_ddp_kwargs", {})
+
+
+def bucket_bytes_of(strategy: object) -> int | None:
+    """Return the size of DDP's buckets that a strategy was given, or `None`."""
+    megabytes = ddp_options_of(strategy).get("bucket_cap_mb")
+    return None if megabytes is None else int(2**20 * megabytes)
+
+
 def loaders_of(trainer: Any) -> Any:
     """Return what the source of a trainer's training data returns: a loader, or a nest of them."""
     connector = import_module(f"{namespace_of(trainer.strategy)}.trainer.connectors.data_connector")

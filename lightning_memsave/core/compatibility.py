@@ -302,10 +302,17 @@ COMPATIBILITY = (
         "an overflow would be found after parameters have stepped",
         f'Use `precision="bf16-sr"`, which needs no scaling, or {_KEEP}.',
     ),
+    CompatibilityRule("gradient release", "DDP"),
     CompatibilityRule(
         "gradient release",
-        "DDP",
-        "parameters would step before their gradients are averaged over the ranks",
+        "a DDP communication hook",
+        "gradients are averaged in backward without DDP, which would call it",
+        f"Use {_KEEP}, or no hook.",
+    ),
+    CompatibilityRule(
+        "gradient release",
+        "SyncBatchNorm",
+        "its own exchange would have to take turns with that of gradients",
         f"Use {_KEEP}.",
     ),
     CompatibilityRule(
@@ -356,10 +363,17 @@ COMPATIBILITY = (
         "an overflow would be found when it is in the moments",
         f'Use `precision="bf16-sr"` or bf16-mixed, which need no scaler, or {_KEEP}.',
     ),
+    CompatibilityRule("into-state gradients", "DDP"),
     CompatibilityRule(
         "into-state gradients",
-        "DDP",
-        "gradients would be in the moments before they are averaged over the ranks",
+        "a DDP communication hook",
+        "gradients are averaged in backward without DDP, which would call it",
+        f"Use {_KEEP}, or no hook.",
+    ),
+    CompatibilityRule(
+        "into-state gradients",
+        "SyncBatchNorm",
+        "its own exchange would have to take turns with that of gradients",
         f"Use {_KEEP}.",
     ),
     CompatibilityRule(

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memsave.core.errors import MicrobatchWarning, NoEffectWarning, setting_error
 from lightning_memsave.core.report import Applied
-from lightning_memsave.lightning_compat import Batch
+from lightning_memsave.lightning_compat import Batch, session_of
 from lightning_memsave.loops.loss_reduction import Answer, ask
 from lightning_memsave.loops.loss_rules import LossRules
 from lightning_memsave.loops.microbatch_record import MicrobatchRecord
@@ -89,7 +89,7 @@ class BatchCutter:
         return weights
 
     def _check_agreed(self, trainer: L.Trainer, num_parts: int) -> None:
-        """Refuse different numbers of microbatches where processes wait for each other in every forward.
+        """Refuse different numbers of microbatches where processes wait for each other inside of a batch.
 
         Raises:
             ValueError: they differ; on every process.
@@ -101,13 +101,13 @@ class BatchCutter:
         if most != least:
             raise setting_error(
                 "microbatch",
-                "must cut batches into as many parts in every process, as they wait for each other in each forward",
+                "must cut batches into as many parts in every process, as they wait for each other in each part",
                 f"{num_parts} here, and {least} to {most}",
                 "Use batches of one size, or `split_fn`.",
             )
 
     def _in_any_process(self, trainer: L.Trainer, flag: bool) -> bool:
-        """Return `flag`; where processes wait for each other in every forward, whether it is true in any of them."""
+        """Return `flag`; where processes wait for each other inside of a batch, whether it is true in any of them."""
         if not self._waits(trainer):
             return flag
         found = torch.tensor(int(flag), device=trainer.strategy.root_device)
@@ -115,7 +115,10 @@ class BatchCutter:
 
     @staticmethod
     def _waits(trainer: L.Trainer) -> bool:
-        return trainer.world_size > 1 and not _WAITING.isdisjoint(ways_of_training(trainer))
+        if trainer.world_size == 1:
+            return False
+        release = session_of(trainer).release
+        return (release is not None and release.is_exchanged) or not _WAITING.isdisjoint(ways_of_training(trainer))
 
     def runs_in_parts(self, parts: list[tuple[Any, float]]) -> bool:
         """Return whether microbatching changes how a batch is run: it is cut, or BatchNorm is set to "running"."""

@@ -8,11 +8,18 @@ needs. The price: communication no longer overlaps with backward, and DDP's comm
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+
+from lightning_memsave.techniques.optimizer_state.gradient_exchange import (
+    dense_gradient,
+    in_any_process,
+    in_buckets,
+)
 
 _BUCKET_BYTES = 25 * 2**20  # as DDP's own
 
@@ -64,35 +71,14 @@ def num_collectives() -> int:
 
 def _average_gradients(ddp: nn.parallel.DistributedDataParallel) -> None:
     group, parameters = ddp.process_group, [p for p in ddp.parameters() if p.requires_grad]
-    # Which parameters had no gradient on any process: they keep none, as with `find_unused_parameters`.
-    has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=ddp.device)
-    dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=group)
-    gradients = [_gradient_of(p) for p, found in zip(parameters, has_gradient.tolist(), strict=True) if found]
+    # What no process has a gradient of keeps none, as with `find_unused_parameters`.
+    found = in_any_process([p.grad is not None for p in parameters], parameters[0].device, group)
+    for p in itertools.compress(parameters, found):
+        p.grad = dense_gradient(p)
+    gradients = sorted([p.grad for p in parameters if p.grad is not None], key=lambda g: (str(g.dtype), str(g.device)))
     world_size = dist.get_world_size(group)
-    for bucket in _buckets(gradients):
+    for bucket in in_buckets(gradients, _BUCKET_BYTES):
         flat = torch.cat([gradient.flatten() for gradient in bucket]) if len(bucket) > 1 else bucket[0].flatten()
         dist.all_reduce(flat.div_(world_size), group=group)
         for gradient, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(mean.view_as(gradient))
-
-
-def _gradient_of(parameter: Any) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-    elif parameter.grad.is_sparse:
-        parameter.grad = parameter.grad.to_dense()  # processes differ in the rows that they have
-    gradient: Tensor = parameter.grad
-    return gradient
-
-
-def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Return gradients of one dtype and device, up to `_BUCKET_BYTES` together."""
-    buckets: list[list[Tensor]] = []
-    for gradient in sorted(gradients, key=lambda g: (str(g.dtype), str(g.device))):
-        latest = buckets[-1] if buckets else []
-        fits = sum(g.nbytes for g in latest) + gradient.nbytes <= _BUCKET_BYTES
-        if latest and fits and (latest[0].dtype, latest[0].device) == (gradient.dtype, gradient.device):
-            latest.append(gradient)
-        else:
-            buckets.append([gradient])
-    return buckets

@@ -17,6 +17,7 @@ from lightning_memsave.lightning_compat import callbacks_of, is_overridden
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.techniques.low_precision import Weights, step_in_float32
 from lightning_memsave.techniques.optimizer_state import (
+    GradientExchange,
     GradientRelease,
     GradientsIntoState,
     InBackward,
@@ -37,9 +38,15 @@ from lightning_memsave.torch_internals.sharded_parameters import is_sharded
 
 
 def change_optimizers(
-    trainer: L.Trainer, recipe: Recipe, weights: Weights | None
+    trainer: L.Trainer, recipe: Recipe, weights: Weights | None, exchange: GradientExchange | None = None
 ) -> tuple[list[Applied], InBackward | None]:
     """Change the optimizers of the trainer's strategy as the recipe says, in place.
+
+    Args:
+        trainer: being set up.
+        recipe: what is to be done.
+        weights: in 16 bits, if they are.
+        exchange: averages the gradients that end in backward, where DDP does not wrap the model.
 
     Returns:
         What was done, and what happens to gradients in backward, which ends with the run where the rest stays.
@@ -69,7 +76,8 @@ def change_optimizers(
     if config is None or config.gradients == "keep":
         return done, None
     _name_readers(trainer)
-    in_backward = _Release(trainer) if config.gradients == "release" else GradientsIntoState(optimizers)
+    is_release = config.gradients == "release"
+    in_backward = _Release(trainer, exchange) if is_release else GradientsIntoState(optimizers, exchange)
     applied = gradients_applied(config, optimizers, in_backward)
     applied.keep()  # `in_backward` is removed by whom it is returned to
     return [*done, applied], in_backward
@@ -98,9 +106,9 @@ def _clip(value: float, p: Any) -> None:
 class _Release(GradientRelease):
     """Clips by value as well, which Lightning does after backward, when the gradients are gone."""
 
-    def __init__(self, trainer: L.Trainer) -> None:
+    def __init__(self, trainer: L.Trainer, exchange: GradientExchange | None) -> None:
         value = trainer.gradient_clip_val
-        super().__init__(trainer.strategy.optimizers, functools.partial(_clip, value) if value else None)
+        super().__init__(trainer.strategy.optimizers, functools.partial(_clip, value) if value else None, exchange)
         self._trainer: Any = trainer
         self._clip_value, trainer.gradient_clip_val = value, None
 

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from lightning_memsave.core.errors import BudgetWarning, setting_error
 from lightning_memsave.core.report import Miss
 from lightning_memsave.core.units import format_bytes
-from lightning_memsave.lightning_compat import Batch, data_module_of, namespace_of
+from lightning_memsave.lightning_compat import Batch, bucket_bytes_of, data_module_of, namespace_of
 from lightning_memsave.loops.late_reduction import bytes_on_top
 from lightning_memsave.loops.optimizer_changes import most_accumulated
 from lightning_memsave.loops.trainer_features import ways_of_training
@@ -43,6 +43,7 @@ from lightning_memsave.prediction.real_run import StepFailedError, Trial
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.checkpointing.region_selection import repeated_blocks
 from lightning_memsave.techniques.microbatching import Microbatching, why_not_exact
+from lightning_memsave.techniques.optimizer_state import OptimizerState, exchanged_bytes
 from lightning_memsave.techniques.registry import Config
 from lightning_memsave.torch_internals.model_copies import copied
 from lightning_memsave.torch_internals.private_names import require
@@ -313,7 +314,7 @@ def _agreed(trainer: L.Trainer, predict: Predict) -> Predict:
     def agreed(techniques: Sequence[Config]) -> Prediction:
         answer: Prediction | ValueError
         try:
-            answer = under_ddp(predict(techniques), trainer.lightning_module)
+            answer = under_ddp(predict(techniques), trainer, techniques)
         except ValueError as error:
             answer = error
         answer = trainer.strategy.broadcast(answer)
@@ -324,10 +325,14 @@ def _agreed(trainer: L.Trainer, predict: Predict) -> Predict:
     return agreed
 
 
-def under_ddp(prediction: Prediction, module: L.LightningModule) -> Prediction:
-    """Return the prediction of one process with what DDP takes on top."""
-    lasting = sum(prediction.by_category[name] for name in ("weights", "optimizer_state", "data"))
-    return prediction.with_bytes("gradients", bytes_on_top(module, prediction.peak_bytes, lasting))
+def under_ddp(prediction: Prediction, trainer: L.Trainer, techniques: Sequence[Config]) -> Prediction:
+    """Return the prediction of one process with what DDP, or the exchange in its place, takes on top."""
+    if any(isinstance(config, OptimizerState) and config.gradients != "keep" for config in techniques):
+        on_top = exchanged_bytes(trainer.lightning_module, bucket_bytes_of(trainer.strategy))
+    else:
+        lasting = sum(prediction.by_category[name] for name in ("weights", "optimizer_state", "data"))
+        on_top = bytes_on_top(trainer.lightning_module, prediction.peak_bytes, lasting)
+    return prediction.with_bytes("gradients", on_top)
 
 
 def _situation(module: L.LightningModule, batch: Batch, recipe: Recipe, trainer: L.Trainer | None) -> Situation:

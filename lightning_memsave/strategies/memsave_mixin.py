@@ -18,7 +18,14 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memsave.core.compatibility import check_compatibility
-from lightning_memsave.lightning_compat import callbacks_of, counterpart, is_overridden, namespace_of
+from lightning_memsave.lightning_compat import (
+    bucket_bytes_of,
+    callbacks_of,
+    counterpart,
+    ddp_options_of,
+    is_overridden,
+    namespace_of,
+)
 from lightning_memsave.loops.evaluation import evaluate
 from lightning_memsave.loops.microbatch_loop import MicrobatchLoop
 from lightning_memsave.loops.optimizer_changes import change_optimizers, readable
@@ -27,7 +34,7 @@ from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.planner.recipes import RECIPES, Recipe
 from lightning_memsave.strategies.apply_recipe import apply_to_model, apply_to_steps, check_made_optimizers
 from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
-from lightning_memsave.techniques.optimizer_state import pages_kept
+from lightning_memsave.techniques.optimizer_state import GradientExchange, OptimizerState, pages_kept, send_from_first
 
 
 class MemSaveMixin(Strategy):
@@ -39,6 +46,8 @@ class MemSaveMixin(Strategy):
     _memsave_before: Session | None = None
     _has_fitted = False
     _is_down = False
+    _exchanges = False
+    """Whether gradients are averaged in backward, without DDP around the model."""
 
     @property
     def memsave(self) -> Session:
@@ -64,7 +73,7 @@ class MemSaveMixin(Strategy):
     def setup(self, trainer: L.Trainer) -> None:
         """Set up model and optimizers with what the recipe says."""
         fitting = self._has_fitted = trainer.state.fn == "fit"
-        self._is_down = False
+        self._is_down = self._exchanges = False
         if not fitting and not self.memsave.recipe.stepping_aside(ways_of_training(trainer))[0].get(Microbatching):
             self.memsave.evaluation = None
         if fitting:
@@ -88,6 +97,38 @@ class MemSaveMixin(Strategy):
             self._memsave = Session(decided, self.memsave.source).after(self.memsave)
         self.memsave.begin(recipe)
 
+    def configure_ddp(self) -> None:
+        """Wrap the model in DDP; where gradients end in backward, they are exchanged there instead."""
+        config = self.memsave.recipe.get(OptimizerState)
+        if config is None or config.gradients == "keep":
+            self._wrap_in_ddp()
+            return
+        self._exchanges = True
+        model: Any = self.model
+        send_from_first([*model.parameters(), *model.buffers()], ddp_options_of(self).get("process_group"))
+
+    def _wrap_in_ddp(self) -> None:
+        super().configure_ddp()  # type: ignore[misc]  # called by DDP's strategies only
+        self._exchanges = False
+
+    def _new_exchange(self) -> GradientExchange | None:
+        if not self._exchanges:
+            return None
+        options = ddp_options_of(self)
+        return GradientExchange(
+            [
+                p
+                for optimizer in self.optimizers
+                for g in optimizer.param_groups
+                for p in g["params"]
+                if p.requires_grad
+            ],
+            finds_unused=options.get("find_unused_parameters", False) or options.get("static_graph", False),
+            broadcast=self.broadcast,
+            group=options.get("process_group"),
+            bucket_bytes=bucket_bytes_of(self),
+        )
+
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Make the optimizers, and change those that the recipe is about."""
         super().setup_optimizers(trainer)
@@ -95,8 +136,10 @@ class MemSaveMixin(Strategy):
         if session.weights is not None:
             session.weights.materialized()
         check_made_optimizers(session, trainer, is_wrapped=self.model is not self.lightning_module)
-        done, session.release = change_optimizers(trainer, session.recipe, session.weights)
+        done, session.release = change_optimizers(trainer, session.recipe, session.weights, self._new_exchange())
         session.changes.extend(done)
+        if self._exchanges and session.release is None:  # the default that ends gradients in backward was left out
+            self._wrap_in_ddp()
         if session.sparse_training is not None:
             session.sparse_training.follow(trainer, self.optimizers)
 
@@ -107,9 +150,17 @@ class MemSaveMixin(Strategy):
             self.memsave.sparse_training.stepped(self._running_trainer, optimizer)
         return output
 
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Exchange the gradients of this backward that other processes still wait for."""
+        super().post_backward(closure_loss)
+        if self.memsave.release is not None:
+            self.memsave.release.finish_backward()
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step in the scopes of the session."""
         module: Any = self.lightning_module
+        if self._exchanges and ddp_options_of(self).get("broadcast_buffers", True):  # as DDP's forward does
+            send_from_first(module.buffers(), ddp_options_of(self).get("process_group"))
         on_use = functools.partial(self.memsave.cutter.used_by_hand, module)
         step = functools.partial(super().training_step, *args, **kwargs)
         with active_microbatching(self.memsave.recipe.get(Microbatching), on_use):
@@ -279,7 +330,7 @@ def release(strategy: Any) -> None:
         _give_class_back(strategy)
 
 
-_OWN = {"_memsave", "_memsave_before", "_has_fitted", "_is_down"}
+_OWN = {"_memsave", "_memsave_before", "_has_fitted", "_is_down", "_exchanges"}
 
 
 def _give_class_back(strategy: Any) -> None:

@@ -80,11 +80,18 @@ def test_processes_that_wait_for_each_other_refuse_uneven_parts(monkeypatch):
     """Under FSDP a process with more microbatches would wait for the others for ever."""
     cutter = BatchCutter(Microbatching(size=4), warns=True)
     cutter.rules.known, cutter.rules.is_due = (ReductionRule("mean"),), lambda *_, **__: False
-    strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda counts, reduce_op: torch.tensor([3, -2]))
+    session = SimpleNamespace(release=None)
+    strategy = SimpleNamespace(
+        root_device=torch.device("cpu"), reduce=lambda counts, reduce_op: torch.tensor([3, -2]), memsave=session
+    )
     trainer = SimpleNamespace(world_size=2, strategy=strategy, lightning_module=Module(), current_epoch=0)
     kwargs = {"batch": torch.zeros(8, 4)}
     monkeypatch.setattr(batch_cutter, "ways_of_training", lambda trainer: ["DDP"])
     assert len(cutter.microbatches(trainer, kwargs)) == 2
+    session.release = SimpleNamespace(is_exchanged=True)  # in every backward
+    with pytest.raises(ValueError, match=r"into as many parts.*got '2 here, and 2 to 3'"):
+        cutter.microbatches(trainer, kwargs)
+    session.release = None
     monkeypatch.setattr(batch_cutter, "ways_of_training", lambda trainer: ["model parallel (FSDP2)"])
     with pytest.raises(ValueError, match=r"into as many parts.*got '2 here, and 2 to 3'"):
         cutter.microbatches(trainer, kwargs)

@@ -1,4 +1,4 @@
-"""Gradients that are averaged after backward: buckets, and the names of DDP that this rests on."""
+"""Gradients that are averaged after backward: bytes, and the names of DDP that this rests on."""
 
 from __future__ import annotations
 
@@ -49,27 +49,6 @@ def test_one_process_counts_its_collectives_and_sends_buffers_when_ddp_would(pro
     while_accumulating.finish()
     assert late_reduction.num_collectives() == before
     assert not model.require_forward_param_sync
-
-
-def test_buckets_are_of_one_dtype_and_bounded(monkeypatch):
-    monkeypatch.setattr(late_reduction, "_BUCKET_BYTES", 100)
-    gradients = [torch.zeros(n, dtype=d) for d in (torch.float32, torch.bfloat16) for n in (10, 10, 10, 60)]
-    buckets = late_reduction._buckets(gradients)
-    assert sum(len(bucket) for bucket in buckets) == 8
-    for bucket in buckets:
-        assert len({gradient.dtype for gradient in bucket}) == 1
-        assert len(bucket) == 1 or sum(gradient.nbytes for gradient in bucket) <= 100
-    assert len(buckets) == 5
-
-
-def test_sparse_gradients_become_dense_as_processes_differ_in_rows():
-    embedding = nn.Embedding(5, 2, sparse=True)
-    embedding(torch.tensor([1, 1, 3])).sum().backward()
-    gradient = late_reduction._gradient_of(embedding.weight)
-    assert gradient.layout is torch.strided
-    assert gradient[:, 0].tolist() == [0, 2, 0, 1, 0]
-    frozen = nn.Parameter(torch.ones(3))
-    assert torch.equal(late_reduction._gradient_of(frozen), torch.zeros(3))
 
 
 def test_what_ddp_takes_on_top():

@@ -58,6 +58,7 @@ MOST_HELD = 512
 """Bytes of single numbers that gloo's threads may hold a moment longer."""
 BATCH = torch.randn(48, 6), torch.randint(0, 3, (48,))
 SHARDED = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+RELEASED = OptimizerState(first_moment="32bit", gradients="release")
 SHARDED_STATE = ({}, {"second_moment": "factored"}, {"gradients": "release"})
 CASES = [
     *(("ddp", slots) for slots in ({"microbatch": 16}, {"checkpointing": "sqrt"}, {"activations": "int4"})),
@@ -65,6 +66,8 @@ CASES = [
     ("ddp", {"recipe": "measure", "accumulate_grad_batches": 2}),
     *((DDPStrategy(gradient_as_bucket_view=is_view), {"recipe": "measure"}) for is_view in (False, True)),
     ("ddp_find_unused_parameters_true", {}),
+    *((DDPStrategy(bucket_cap_mb=size), {"optimizer_state": RELEASED}) for size in (None, 0.01)),
+    ("ddp", {"optimizer_state": OptimizerState(min_size=1024, gradients="into-state"), "microbatch": 16}),
     *((SHARDED, slots) for slots in ({}, {"microbatch": 16}, {"checkpointing": "blocks"}, {"activations": "int4"})),
     (SHARDED, {"recipe": "measure", "accumulate_grad_batches": 2}),
     *((SHARDED, {"optimizer_state": OptimizerState(min_size=1024, **kind)}) for kind in SHARDED_STATE),

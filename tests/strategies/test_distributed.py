@@ -15,12 +15,22 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
         ((), ("ddp_program.py",)),
         ((), ("ddp_sparsity_program.py",)),
         ((), ("ddp_budget_program.py",)),
+        (TORCHRUN, ("ddp_release_program.py",)),
         ((), ("fsdp_program.py",)),
         pytest.param((), ("prediction_program.py",), marks=pytest.mark.slow),
         (TORCHRUN, ("ddp_recovery_program.py",)),
         pytest.param((), ("ddp_recovery_program.py", "spawn"), marks=pytest.mark.slow),
     ],
-    ids=["ddp", "sparsity", "budget", "fsdp", "prediction", "recovery under torchrun", "recovery in spawned processes"],
+    ids=[
+        "ddp",
+        "sparsity",
+        "budget",
+        "release",
+        "fsdp",
+        "prediction",
+        "recovery under torchrun",
+        "recovery in spawned processes",
+    ],
 )
 def test_two_processes_equal_plain_lightning(launcher, program):
     name, *arguments = program

@@ -38,6 +38,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied, LossClass, worst_loss_class
 from lightning_memsave.core.selection import select
@@ -46,6 +47,11 @@ from lightning_memsave.numerics.blockwise import num_blocks
 from lightning_memsave.techniques.optimizer_state import projection
 from lightning_memsave.techniques.optimizer_state.bitsandbytes_backend import become_8bit, become_plain
 from lightning_memsave.techniques.optimizer_state.conversion import from_plain, to_plain
+from lightning_memsave.techniques.optimizer_state.gradient_exchange import (
+    GradientExchange,
+    exchanged_bytes,
+    send_from_first,
+)
 from lightning_memsave.techniques.optimizer_state.gradient_release import (
     GradientRelease,
     GradientsIntoState,
@@ -84,6 +90,7 @@ from lightning_memsave.torch_internals.private_names import require
 from lightning_memsave.torch_internals.sharded_parameters import as_local, free_gathered, is_sharded
 
 __all__ = [
+    "GradientExchange",
     "GradientRelease",
     "GradientsIntoState",
     "InBackward",
@@ -94,6 +101,7 @@ __all__ = [
     "check_whole",
     "decoded_state_dict",
     "estimate_optimizer_state",
+    "exchanged_bytes",
     "for_adafactor",
     "from_plain",
     "gradients_applied",
@@ -105,6 +113,7 @@ __all__ = [
     "is_ours",
     "needs_format",
     "pages_kept",
+    "send_from_first",
     "to_plain",
 ]
 
@@ -301,6 +310,8 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], config: Optimi
         if is_new and needs_format(config):
             _check_format(as_plain(optimizer), config)
             own.update(p for group in optimizer.param_groups for p in group["params"])
+        if config.gradients != "keep":
+            check_steps_parameters_alone(optimizer, "OptimizerState.gradients")
         if config.gradients == "into-state":
             check_into_state(optimizer, type(as_plain(optimizer)).__name__)
     for name, module in model.named_modules():

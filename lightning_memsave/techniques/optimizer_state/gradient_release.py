@@ -8,7 +8,6 @@ optimizer's moments, and the step moves the parameters. Either way there is one 
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +19,7 @@ from torch import Tensor
 from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.saved_tensors.checkpoint_regions import before_change, expect_changes, expect_no_changes
 from lightning_memsave.techniques.optimizer_state import optimizer_accumulation
+from lightning_memsave.techniques.optimizer_state.gradient_exchange import GradientExchange
 from lightning_memsave.techniques.optimizer_state.quantized import is_quantized, memory_of
 from lightning_memsave.torch_internals.optimizer_class import IN_BACKWARD, PENDING, bare_step, step_one
 
@@ -29,33 +29,69 @@ class InBackward(ABC):
 
     Args:
         optimizers: whose parameters.
+        exchange: averages gradients over processes before they are used; `None`: they are this process's own.
 
     Raises:
         ValueError: an optimizer that needs all gradients at once.
     """
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        self._is_rehearsal = False
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], exchange: GradientExchange | None = None) -> None:
+        self._is_rehearsal, self._exchange = False, exchange
         self._hooks = []
         self._optimizers = list(map(weakref.ref, optimizers))  # their state must not wait for the garbage collector
         for reference in self._optimizers:
             check_steps_parameters_alone(_alive(reference), "OptimizerState.gradients")
             vars(_alive(reference))[IN_BACKWARD] = True
+        self._places: dict[Tensor, tuple[weakref.ref[torch.optim.Optimizer], int]] = {}
         for reference in self._optimizers:
             for gindex, group in enumerate(_alive(reference).param_groups):
                 for p in group["params"]:
                     if p.requires_grad:
-                        hook = functools.partial(self._complete, reference, gindex)
-                        self._hooks.append(p.register_post_accumulate_grad_hook(hook))
+                        self._places[p] = reference, gindex
+                        self._hooks.append(p.register_post_accumulate_grad_hook(self._complete))
+            if exchange is not None:
+                self._hooks.append(_alive(reference).register_step_post_hook(self._check_nothing_is_left))
+        if exchange is not None:
+            exchange.use = self._use
 
     @torch.no_grad()
-    def _complete(self, reference: weakref.ref[torch.optim.Optimizer], gindex: int, p: Tensor) -> None:
-        optimizer = reference()
-        if optimizer is None:
-            return
-        if not self._is_rehearsal:
+    def _complete(self, p: Tensor) -> None:
+        if self._is_rehearsal:
+            p.grad = None
+        elif self._exchange is not None:
+            self._exchange.add(p)
+        else:
+            self._use(p)
+
+    def _use(self, p: Tensor) -> None:
+        reference, gindex = self._places[p]
+        if (optimizer := reference()) is not None:
             self._take(optimizer, optimizer.param_groups[gindex], p)  # looked up now: loading a state dict replaces it
-        p.grad = None
+            p.grad = None
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether processes wait for each other in every backward."""
+        return self._exchange is not None
+
+    @torch.no_grad()
+    def finish_backward(self) -> None:
+        """Exchange what other processes still wait for; called after each backward."""
+        if self._exchange is not None and not self._is_rehearsal:
+            self._exchange.finish()
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for optimizer in filter(None, (reference() for reference in self._optimizers)):
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def _check_nothing_is_left(self, *_: Any) -> None:
+        if any(p.grad is not None for p in self._parameters()):
+            raise RuntimeError(
+                "A parameter was unfrozen during the run and stepped with the gradient of one process: gradients that "
+                "end in backward are averaged for parameters that train from the start. Use "
+                '`OptimizerState(gradients="keep")`.'
+            )
 
     @abstractmethod
     def _take(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> None:
@@ -74,7 +110,8 @@ class InBackward(ABC):
         """Let backward only compute gradients again."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._exchange = [], None
+        self._places.clear()
         for optimizer in filter(None, (reference() for reference in self._optimizers)):
             vars(optimizer).pop(IN_BACKWARD, None)
 
@@ -91,15 +128,19 @@ class GradientRelease(InBackward):
     Args:
         optimizers: whose parameters.
         before_step: called with each parameter whose gradient is complete, for example to clip it by value.
+        exchange: as of `InBackward`.
 
     Raises:
         ValueError: an optimizer that needs all gradients at once.
     """
 
     def __init__(
-        self, optimizers: Iterable[torch.optim.Optimizer], before_step: Callable[[Tensor], object] | None = None
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        before_step: Callable[[Tensor], object] | None = None,
+        exchange: GradientExchange | None = None,
     ) -> None:
-        super().__init__(optimizers)
+        super().__init__(optimizers, exchange)
         self._before_step, self._stepped = before_step, set[Tensor]()
         expect_changes(self._parameters())
         for reference in self._optimizers:
@@ -116,11 +157,6 @@ class GradientRelease(InBackward):
         before_change(p)
         step_one(bare_step(type(optimizer)), optimizer, group, p)
         self._stepped.add(p)
-
-    def _parameters(self) -> Iterator[Tensor]:
-        for optimizer in filter(None, (reference() for reference in self._optimizers)):
-            for group in optimizer.param_groups:
-                yield from group["params"]
 
     def _step_is_over(self, *_: Any) -> None:
         self._stepped.clear()
@@ -146,9 +182,9 @@ class GradientsIntoState(InBackward):
         ValueError: an optimizer whose step needs the gradient itself.
     """
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], exchange: GradientExchange | None = None) -> None:
         listed = list(optimizers)
-        super().__init__(listed)
+        super().__init__(listed, exchange)
         for optimizer in listed:
             vars(optimizer).setdefault(PENDING, {})
             memory_of(optimizer).takes_gradients = True
