@@ -197,6 +197,17 @@ def second_moments() -> str:
     return markdown(("gradients", *steps, f"first moment's error, step {found[0][1][-1]['n']}"), lines)
 
 
+def distributed() -> str:
+    """Bytes of one of several processes, and time and distance over plain training."""
+    head = ("processes", "setting", "peak MB", "gradients MB", "state MB", "less", "CPU time", "distance of weights")
+    lines = []
+    for row in rows("distributed"):
+        sizes = (f"{float(row[f'{name}_bytes']) / MB:.2f}" for name in ("peak", "gradients", "optimizer_state"))
+        distance = f"{float(row['quality_value']):.1e}" if float(row["quality_value"]) else "0"
+        lines.append((row["n"], row["setting"], *sizes, *factor_and_time(row), distance))
+    return markdown(head, lines)
+
+
 def low_precision_quality(model: str) -> str:
     """What three seeds reach, and how far it is from float32 with the same seed; of rows whose model starts so."""
     found = [row for row in rows("low_precision_quality") if row["model"].startswith(model)]

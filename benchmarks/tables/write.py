@@ -35,6 +35,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/techniques/optimizer_state.md": {
         "errors": technique_tables.state_errors,
         "second-moments": technique_tables.second_moments,
+        "distributed": technique_tables.distributed,
         "measured": technique_tables.optimizer_state,
     },
     "docs/techniques/checkpointing.md": {

@@ -55,6 +55,7 @@ SETTINGS = (
     "into-state gradients",
     "loss scaling",
     "out-of-memory recovery",
+    "release without norm_clipping",
     "running statistics",
 )
 """Settings of techniques that have rows of their own."""
@@ -267,10 +268,11 @@ COMPATIBILITY = (
         f"Use {_KEEP}, or `Trainer(accumulate_grad_batches=1)`.",
     ),
     CompatibilityRule(
-        "gradient release",
+        "release without norm_clipping",
         "gradient clipping by norm",
         "the norm is known only after the last gradient, when the others are gone",
-        f'Use `Trainer(gradient_clip_algorithm="value")`, or {_KEEP}.',
+        'Use `OptimizerState(gradients="release", norm_clipping="two-pass")`, which finds it first, or '
+        f'`Trainer(gradient_clip_algorithm="value")`, or {_KEEP}.',
     ),
     CompatibilityRule(
         "gradient release",

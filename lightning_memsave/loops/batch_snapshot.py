@@ -102,6 +102,14 @@ class BatchStart:
 
     def why_final(self) -> str | None:
         """Return why what has happened since cannot be undone; `None` if it can."""
+        if (stays := self.what_stays()) is not None:
+            return stays
+        if num_collectives() != self._num_collectives:
+            return "processes have exchanged something during the failed try: they would wait for each other"
+        return None
+
+    def what_stays(self) -> str | None:
+        """Return what `restore` would not put back on this process; `None` for nothing."""
         edited = next((what for tensor, version, what in self._watched if tensor._version != version), None)
         if any(p.grad is not gradient for p, gradient in self._summed):  # summed out of place, for higher derivatives
             edited = "gradients"
@@ -117,8 +125,6 @@ class BatchStart:
             return f"the step changes `{grown}`, which is too large to be copied before each batch"
         if moved := self._buffers.moved():
             return f"the step has changed the buffer {min(moved).removeprefix('.')} for the first time"
-        if num_collectives() != self._num_collectives:
-            return "processes have exchanged something during the failed try: they would wait for each other"
         return None
 
     def restore(self, *, gradients: bool = True) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_memsave.core.errors import NoEffectWarning, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.lightning_compat import callbacks_of, is_overridden
+from lightning_memsave.loops.norm_clipping import ClippingByNorm, run_for_norm
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.techniques.low_precision import Weights, step_in_float32
 from lightning_memsave.techniques.optimizer_state import (
@@ -34,6 +35,7 @@ from lightning_memsave.techniques.optimizer_state import (
     is_low_bit,
     is_ours,
 )
+from lightning_memsave.techniques.optimizer_state.state_config import NormClipping
 from lightning_memsave.torch_internals.sharded_parameters import is_sharded
 
 
@@ -77,7 +79,11 @@ def change_optimizers(
         return done, None
     _name_readers(trainer)
     is_release = config.gradients == "release"
-    in_backward = _Release(trainer, exchange) if is_release else GradientsIntoState(optimizers, exchange)
+    in_backward = (
+        ClippingRelease(trainer, config.norm_clipping, exchange)
+        if is_release
+        else GradientsIntoState(optimizers, exchange)
+    )
     applied = gradients_applied(config, optimizers, in_backward)
     applied.keep()  # `in_backward` is removed by whom it is returned to
     return [*done, applied], in_backward
@@ -103,16 +109,34 @@ def _clip(value: float, p: Any) -> None:
     p.grad.clamp_(-value, value)
 
 
-class _Release(GradientRelease):
-    """Clips by value as well, which Lightning does after backward, when the gradients are gone."""
+class ClippingRelease(GradientRelease):
+    """Clips as well, which Lightning does after backward, when the gradients are gone."""
 
-    def __init__(self, trainer: L.Trainer, exchange: GradientExchange | None) -> None:
-        value = trainer.gradient_clip_val
-        super().__init__(trainer.strategy.optimizers, functools.partial(_clip, value) if value else None, exchange)
+    def __init__(
+        self, trainer: L.Trainer, norm_clipping: NormClipping | None, exchange: GradientExchange | None
+    ) -> None:
+        value, by_value = trainer.gradient_clip_val, trainer.gradient_clip_algorithm == "value"
+        self._by_norm: ClippingByNorm | None = None
+        if value and not by_value:
+            assert norm_clipping is not None, "else it is refused"
+            self._by_norm = ClippingByNorm(value, norm_clipping)
+        before_step = functools.partial(_clip, value) if value else None
+        super().__init__(trainer.strategy.optimizers, self._by_norm.clip if self._by_norm else before_step, exchange)
         self._trainer: Any = trainer
         self._clip_value, trainer.gradient_clip_val = value, None
 
+    def before_batch(self, step: Callable[[], Any], args: tuple[Any, ...]) -> None:
+        """Find the norm first, where it is clipped by that of the same batch."""
+        if self._by_norm is not None and self._by_norm.is_due:
+            run_for_norm(self._trainer, step, args, self, self._by_norm)
+
+    def _step_is_over(self, *args: Any) -> None:
+        super()._step_is_over(*args)
+        if self._by_norm is not None and not self._by_norm.is_due:
+            self._by_norm.decide(self.parameters())
+
     def remove(self) -> None:
+        """Let backward only compute gradients again, which Lightning clips."""
         super().remove()
         if self._trainer is not None:
             self._trainer.gradient_clip_val, self._trainer = self._clip_value, None

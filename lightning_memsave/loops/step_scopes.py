@@ -30,11 +30,18 @@ class StepScopes:
         self.is_rehearsing = False
         """Whether `training_step` runs to learn something of it, which is no time to plan regions."""
 
+    def plan(self, trainer: L.Trainer, args: tuple[Any, ...]) -> None:
+        """Plan regions for `training_step(*args)`, where that is due."""
+        if self.planned is not None and self.planned.is_due and not self.is_rehearsing:
+            self.planned.plan(trainer, args, self._scope(trainer))
+
+    def _scope(self, trainer: L.Trainer) -> Callable[[Callable[[], Any]], Any] | None:
+        return None if self.activations is None else functools.partial(self.activations.run, trainer)
+
     def run(self, trainer: L.Trainer, step: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         """Run `step`, which is `training_step(*args)`, in these scopes; plan regions first, where that is due."""
-        scope = None if self.activations is None else functools.partial(self.activations.run, trainer)
-        if self.planned is not None and self.planned.is_due and not self.is_rehearsing:
-            self.planned.plan(trainer, args, scope)
+        self.plan(trainer, args)
+        scope = self._scope(trainer)
         with nullcontext() if self.region_inputs is None else keeping_inputs_in(self.region_inputs):
             return step() if scope is None else scope(step)
 

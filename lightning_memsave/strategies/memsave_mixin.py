@@ -28,7 +28,7 @@ from lightning_memsave.lightning_compat import (
 )
 from lightning_memsave.loops.evaluation import evaluate
 from lightning_memsave.loops.microbatch_loop import MicrobatchLoop
-from lightning_memsave.loops.optimizer_changes import change_optimizers, readable
+from lightning_memsave.loops.optimizer_changes import ClippingRelease, change_optimizers, readable
 from lightning_memsave.loops.session import Session
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.planner.recipes import RECIPES, Recipe
@@ -163,8 +163,12 @@ class MemSaveMixin(Strategy):
             send_from_first(module.buffers(), ddp_options_of(self).get("process_group"))
         on_use = functools.partial(self.memsave.cutter.used_by_hand, module)
         step = functools.partial(super().training_step, *args, **kwargs)
+        run = functools.partial(self.memsave.run, self._running_trainer, step, args)
         with active_microbatching(self.memsave.recipe.get(Microbatching), on_use):
-            return self.memsave.run(self._running_trainer, step, args)
+            if isinstance(release := self.memsave.release, ClippingRelease) and not self.memsave.scopes.is_rehearsing:
+                self.memsave.scopes.plan(self._running_trainer, args)
+                release.before_batch(run, args)
+            return run()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the batch, in parts where it has to be cut."""

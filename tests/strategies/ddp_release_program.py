@@ -110,6 +110,15 @@ def check_equal_to_ddp() -> None:
             assert trainer.callback_metrics["loss"] == plain_trainer.callback_metrics["loss"]
 
 
+def check_clipped_by_norm() -> None:
+    """By the norm of the averages, which two passes exchange."""
+    options = {"gradient_clip_val": 0.01}
+    plain, _ = train(Net, None, **options)
+    released = OptimizerState(first_moment="32bit", gradients="release", norm_clipping="two-pass")
+    for strategy in ("ddp", small_buckets()):
+        assert_same_bits(train(Net, MemSave(optimizer_state=released), strategy, **options)[0], plain)
+
+
 def check_unused() -> None:
     """What one process uses is averaged with zeros, what none uses keeps its moments, and else it raises."""
     released = OptimizerState(first_moment="32bit", gradients="release")
@@ -168,7 +177,14 @@ def check_left_out() -> None:
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for check in (check_equal_to_ddp, check_unused, check_bytes, check_into_state, check_left_out):
+    for check in (
+        check_equal_to_ddp,
+        check_clipped_by_norm,
+        check_unused,
+        check_bytes,
+        check_into_state,
+        check_left_out,
+    ):
         check()
         if torch.distributed.get_rank() == 0:
             print(check.__name__, file=sys.stderr)

@@ -76,7 +76,7 @@ def train_after_validation() -> None:
         assert {p.dtype for p in module.parameters()} == {torch.float32}
 
 
-def train(memsave, strategy, equal_rows=(), accumulated=1):
+def train(memsave, strategy, equal_rows=(), accumulated=1, max_norm=None):
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(40, 6, generator=generator), torch.randint(0, 3, (40,), generator=generator)
@@ -89,6 +89,7 @@ def train(memsave, strategy, equal_rows=(), accumulated=1):
         devices=2,
         max_epochs=2,
         accumulate_grad_batches=accumulated,
+        gradient_clip_val=max_norm,
         strategy=strategy,
         callbacks=[memsave] if memsave else [],
         logger=False,
@@ -145,6 +146,11 @@ def main() -> None:
         )
     assert all(torch.equal(a, b) for a, b in zip(ends["keep"], ends["release"], strict=True))
     assert 0 < max(float((a - b).abs().max()) for a, b in zip(plain, ends["keep"], strict=True)) < 0.05
+    clipped, _ = train(None, ModelParallelStrategy(2, 1), max_norm=0.1)
+    two_pass = OptimizerState(first_moment="32bit", gradients="release", norm_clipping="two-pass")
+    released, _ = train(MemSave(optimizer_state=two_pass), "memsave_fsdp", max_norm=0.1)
+    assert all(torch.equal(a, b) for a, b in zip(clipped, released, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(plain, released, strict=True))
     into_state, _ = train(
         MemSave(optimizer_state=replace(low_bit, gradients="into-state"), microbatch=3), "memsave_fsdp"
     )

@@ -273,7 +273,11 @@ class ByHand(Module):
 @pytest.mark.parametrize(
     ("module", "options", "word"),
     [
-        (Module, {"gradient_clip_val": 1.0}, "gradient clipping by norm.*the norm is known only after.*algorithm"),
+        (
+            Module,
+            {"gradient_clip_val": 1.0},
+            "gradient clipping by norm.*the norm is known only after.*two-pass.*algorithm",
+        ),
         (Module, {"accumulate_grad_batches": 2}, "accumulate_grad_batches.*keep"),
         (ClipsItself, {}, "configure_gradient_clipping"),
         (ByHand, {}, "manual optimization"),
@@ -287,7 +291,7 @@ class ByHand(Module):
 )
 def test_what_cannot_work_is_refused_by_name(module, options, word):
     trainer = L.Trainer(callbacks=[MemSave(optimizer_state=RELEASE)], max_steps=1, **QUIET, **options)
-    with pytest.raises(ValueError, match=f"gradient release cannot be combined with {word}"):
+    with pytest.raises(ValueError, match=f"release.* cannot be combined with {word}"):
         trainer.fit(module(), DataLoader(batches(), batch_size=None))
 
 

@@ -201,8 +201,14 @@ def gradients_applied(
 ) -> Applied:
     """Return what becomes of gradients, and the way back."""
     if config.gradients == "release":
-        summary = "parameters step inside of backward, which frees each gradient at once"
-        return Applied(technique="optimizer_state", summary=summary, restore=in_backward.remove)
+        is_late = config.norm_clipping == "previous-step"
+        return Applied(
+            technique="optimizer_state",
+            summary="parameters step inside of backward, which frees each gradient at once",
+            loss_class="changed" if is_late else "exact",
+            reasons=("gradients are clipped by the norm of the step before",) if is_late else (),
+            restore=in_backward.remove,
+        )
     adams = {memory_of(o).plain_class.__name__ for o in optimizers} - {"SGD"}
     reason = (
         f"the second moments of {', '.join(sorted(adams))} have squares of each backward's gradients, and sums of rows "

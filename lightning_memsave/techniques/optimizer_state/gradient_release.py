@@ -37,6 +37,7 @@ class InBackward(ABC):
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], exchange: GradientExchange | None = None) -> None:
         self._is_rehearsal, self._exchange = False, exchange
+        self._observe: Callable[[Tensor], object] | None = None
         self._hooks = []
         self._optimizers = list(map(weakref.ref, optimizers))  # their state must not wait for the garbage collector
         for reference in self._optimizers:
@@ -64,6 +65,10 @@ class InBackward(ABC):
             self._use(p)
 
     def _use(self, p: Tensor) -> None:
+        if self._observe is not None:
+            self._observe(p)
+            p.grad = None
+            return
         reference, gindex = self._places[p]
         if (optimizer := reference()) is not None:
             self._take(optimizer, optimizer.param_groups[gindex], p)  # looked up now: loading a state dict replaces it
@@ -80,13 +85,14 @@ class InBackward(ABC):
         if self._exchange is not None and not self._is_rehearsal:
             self._exchange.finish()
 
-    def _parameters(self) -> Iterator[Tensor]:
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the parameters of the optimizers, in order."""
         for optimizer in filter(None, (reference() for reference in self._optimizers)):
             for group in optimizer.param_groups:
                 yield from group["params"]
 
     def _check_nothing_is_left(self, *_: Any) -> None:
-        if any(p.grad is not None for p in self._parameters()):
+        if any(p.grad is not None for p in self.parameters()):
             raise RuntimeError(
                 "A parameter was unfrozen during the run and stepped with the gradient of one process: gradients that "
                 "end in backward are averaged for parameters that train from the start. Use "
@@ -105,6 +111,15 @@ class InBackward(ABC):
             yield
         finally:
             self._is_rehearsal = False
+
+    @contextlib.contextmanager
+    def observed(self, observe: Callable[[Tensor], object]) -> Iterator[None]:
+        """Call `observe` with each parameter whose gradient is complete while entered, instead of using it."""
+        was_rehearsal, self._is_rehearsal, self._observe = self._is_rehearsal, False, observe
+        try:
+            yield
+        finally:
+            self._is_rehearsal, self._observe = was_rehearsal, None
 
     def remove(self) -> None:
         """Let backward only compute gradients again."""
@@ -142,7 +157,7 @@ class GradientRelease(InBackward):
     ) -> None:
         super().__init__(optimizers, exchange)
         self._before_step, self._stepped = before_step, set[Tensor]()
-        expect_changes(self._parameters())
+        expect_changes(self.parameters())
         for reference in self._optimizers:
             self._hooks.append(_alive(reference).register_step_post_hook(self._step_is_over))
 
@@ -161,7 +176,7 @@ class GradientRelease(InBackward):
     def _step_is_over(self, *_: Any) -> None:
         self._stepped.clear()
         # A parameter without a hook stepped as without us. That is fine, unless gradients were to be changed before.
-        if self._before_step is not None and any(p.grad is not None for p in self._parameters()):
+        if self._before_step is not None and any(p.grad is not None for p in self.parameters()):
             raise RuntimeError(
                 'A parameter was unfrozen during the run and stepped without clipping: with `gradients="release"` '
                 'clipping is for parameters that train from the start. Use `OptimizerState(gradients="keep")`.'
@@ -170,7 +185,7 @@ class GradientRelease(InBackward):
     def remove(self) -> None:
         """Let backward only compute gradients again."""
         super().remove()
-        expect_no_changes(self._parameters())
+        expect_no_changes(self.parameters())
         self._before_step = None
         self._stepped.clear()
 

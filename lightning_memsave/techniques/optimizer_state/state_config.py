@@ -17,6 +17,7 @@ SecondMoment = Literal["8bit", "4bit", "fp8", "32bit", "factored"]
 Placement = Literal["device", "host", "paged"]
 Projection = Literal["galore", "apollo"]
 Gradients = Literal["keep", "release", "into-state"]
+NormClipping = Literal["two-pass", "previous-step"]
 Backend = Literal["auto", "bitsandbytes", "own"]
 Checkpoint = Literal["plain", "compact"]
 
@@ -58,6 +59,9 @@ class OptimizerState:
     gradients: Gradients = "keep"
     """`"release"`: each parameter steps inside of backward and frees its gradient, so that there is one at a time.
     `"into-state"`: each backward adds its gradients to the moments and frees them; microbatches need no gradients."""
+    norm_clipping: NormClipping | None = None
+    """When `"release"` finds the norm that `Trainer(gradient_clip_val=...)` clips by. `"two-pass"`: in a forward and a
+    backward of its own, exact; they take their time. `"previous-step"`: it is that of the step before."""
     min_size: int = 4096
     """Parameters with fewer elements keep float32 state, on their device."""
     keep_embeddings_32bit: bool = True
@@ -82,6 +86,7 @@ class OptimizerState:
             ("OptimizerState.placement", self.placement, Placement, 'The default is "device".'),
             ("OptimizerState.projection", self.projection or "galore", Projection, "Leave it out."),
             ("OptimizerState.gradients", self.gradients, Gradients, 'The default is "keep".'),
+            ("OptimizerState.norm_clipping", self.norm_clipping or "two-pass", NormClipping, "Leave it out."),
             ("OptimizerState.backend", self.backend, Backend, 'The default is "auto".'),
             ("OptimizerState.checkpoint", self.checkpoint, Checkpoint, 'The default is "plain".'),
         ):
@@ -97,6 +102,8 @@ class OptimizerState:
             raise setting_error("OptimizerState.rank", "must be positive", self.rank, "The default is 128.")
         if not self.has_rank:
             check_unused(self, "rank", "a `projection`")
+        if self.gradients != "release":
+            check_unused(self, "norm_clipping", '`gradients="release"`')
         if self.format in ("lowrank", "apollo", "offload", "paged", "32bit"):
             check_unused(self, "checkpoint", "formats of codes or means")
 
@@ -154,7 +161,8 @@ class OptimizerState:
         """Settings that the compatibility table knows by name."""
         named = {"release": ("gradient release",), "into-state": ("into-state gradients",)}
         compact = ("compact checkpoints",) if self.checkpoint == "compact" else ()
-        return (*named.get(self.gradients, ()), *compact)
+        no_norm = ("release without norm_clipping",) if self.gradients == "release" and not self.norm_clipping else ()
+        return (*named.get(self.gradients, ()), *no_norm, *compact)
 
     @classmethod
     def from_shorthand(cls, value: object) -> OptimizerState:
