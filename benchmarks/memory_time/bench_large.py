@@ -1,4 +1,6 @@
-"""A model larger than the machine, predicted: Llama 2 7B, batch 1 x 2048, float32, AdamW, on 1 to 64 processes.
+"""Models larger than the machine, predicted: batch 1 x 2048, float32, AdamW.
+
+Llama 2 7B on 1 to 64 processes, and the shapes of Llama 3 8B and 70B under FSDP2, for CUDA.
 
 No row can be held against a run here; `tests/prediction/prediction_program.py` holds small ones of the same kind, to
 the byte. Seconds and the process's own memory are what the prediction took.
@@ -25,9 +27,11 @@ from lightning_memsave.core.report import CATEGORIES
 class Llama(L.LightningModule):
     """The default of `LlamaConfig`: 32 layers, width 4096, 6.7 thousand million parameters."""
 
+    shape: dict[str, Any] = {}  # noqa: RUF012  # never changed
+
     def __init__(self) -> None:
         super().__init__()
-        self.model = LlamaForCausalLM(LlamaConfig(use_cache=False))
+        self.model = LlamaForCausalLM(LlamaConfig(use_cache=False, **self.shape))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.model(input_ids=batch, labels=batch).loss
@@ -44,15 +48,44 @@ class ShardedLlama(Llama):
             fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
 
+class Llama3(ShardedLlama):
+    """Llama 3 8B."""
+
+    shape = {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}  # noqa: RUF012  # as above
+
+
+class LargeLlama3(ShardedLlama):
+    """Llama 3 70B."""
+
+    shape = {  # noqa: RUF012  # as above
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
+
+
 def sharded(num: int) -> dict[str, Any]:
     return {"strategy": ModelParallelStrategy(data_parallel_size=num, tensor_parallel_size=1), "devices": num}
 
 
-WAYS: dict[str, tuple[type[Llama], dict[str, Any]]] = {
-    "one process": (Llama, {}),
-    "DDP, 8 processes": (Llama, {"strategy": "ddp", "devices": 8}),
-    "FSDP2, 8 processes": (ShardedLlama, sharded(8)),
-    "FSDP2, 64 processes": (ShardedLlama, sharded(64)),
+MODELS: dict[str, dict[str, tuple[type[Llama], dict[str, Any]]]] = {
+    "Llama 2 7B": {
+        "one process": (Llama, {}),
+        "DDP, 8 processes": (Llama, {"strategy": "ddp", "devices": 8}),
+        "FSDP2, 8 processes": (ShardedLlama, sharded(8)),
+        "FSDP2, 64 processes": (ShardedLlama, sharded(64)),
+    },
+    "Llama 3 8B": {
+        "FSDP2, 8 processes": (Llama3, {**sharded(8), "target": "cuda"}),
+        "FSDP2, 256 processes": (Llama3, {**sharded(256), "target": "cuda"}),
+    },
+    "Llama 3 70B": {
+        "FSDP2, 8 processes": (LargeLlama3, {**sharded(8), "target": "cuda"}),
+        "FSDP2, 256 processes": (LargeLlama3, {**sharded(256), "target": "cuda"}),
+    },
 }
 SMALL = {"precision": "bf16+8", "optimizer_state": OptimizerState(gradients="release")}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -62,14 +95,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def row(way: str, setting: str) -> dict[str, Any]:
-    module, options = WAYS[way]
+def row(model: str, way: str, setting: str) -> dict[str, Any]:
+    module, options = MODELS[model][way]
     start = time.process_time()
     found = predict(module, torch.zeros(1, 2048, dtype=torch.long), MemSave("measure", **SETTINGS[setting]), **options)
     assert found.source == "fake", found.flags
     return {
         "benchmark": "large",
-        "model": "Llama 2 7B, batch 1 x 2048, float32, AdamW",
+        "model": f"{model}, batch 1 x 2048, float32, AdamW",
         "setting": f"{way}, {setting}",
         "peak_bytes": found.peak_bytes,
         **{f"{category}_bytes": found.by_category[category] for category in CATEGORIES},
@@ -83,10 +116,11 @@ def row(way: str, setting: str) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     rows = []
-    for way in WAYS:
-        for setting in SETTINGS:
-            if "release" in setting and "DDP" in way:
-                continue  # refused
-            rows.append(row(way, setting))
-            print(way, setting, rows[-1]["peak_bytes"] / 2**30, rows[-1]["prediction_cpu_seconds"], flush=True)
+    for model, ways in MODELS.items():
+        for way in ways:
+            for setting in SETTINGS:
+                rows.append(row(model, way, setting))
+                print(
+                    model, way, setting, rows[-1]["peak_bytes"] / 2**30, rows[-1]["prediction_cpu_seconds"], flush=True
+                )
     save_rows("large", rows)

@@ -124,7 +124,8 @@ def prediction() -> str:
 def large() -> str:
     """Of a step that no machine at hand could take: what each process needs, and what predicting that took."""
     head = (
-        "",
+        "model",
+        "run",
         "peak",
         "weights",
         "gradients",
@@ -136,6 +137,7 @@ def large() -> str:
     columns = ("peak_bytes", "weights_bytes", "gradients_bytes", "optimizer_state_bytes", "activations_bytes")
     lines = [
         (
+            row["model"].partition(",")[0],
             row["setting"],
             *(f"{int(row[column]) / 2**30:.1f} GiB" for column in columns),
             f"{float(row['prediction_cpu_seconds']):.0f} s",

@@ -40,7 +40,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_ON_WEIGHTS = _names("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear prelu")
+_CONVOLUTIONS = _names("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d")
+_ON_WEIGHTS = _CONVOLUTIONS | _names("linear prelu")
 MULTIPLIES = _names("mul mul_ __mul__ __rmul__ __imul__ multiply")
 SUBTRACTS_MEAN = _names("batch_norm instance_norm group_norm layer_norm")
 NORMALISES = SUBTRACTS_MEAN | _names("rms_norm")
@@ -75,13 +76,23 @@ SHARPEST_SCALE = 1.5
 """Largest scale of scores, in 1 / sqrt(width), with which attention bears 8 bits."""
 _VIEWS = frozenset(f"{name}Backward0" for name in _names("View UnsafeView ReshapeAlias Transpose Permute Clone"))
 
-SHAPE_ONLY = _names(
+_BY_INDEX = _names(
     """
     max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
-    avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    fractional_max_pool2d fractional_max_pool3d
+    gather take take_along_dim masked_select cummax cummin
+    index_add index_add_ index_copy index_copy_ put put_
     """
 )
-"""Functions that keep their floating-point input and read nothing but its shape."""
+"""Functions whose gradients go where an index says that they keep as well; on MPS some look for it again."""
+_AVERAGES = _names("avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d")
+SHAPE_ONLY = _BY_INDEX | _AVERAGES
+"""Functions that keep a floating-point input and read nothing but its shape.
+
+As do `pad`, where it repeats values, and convolutions whose weight is frozen. Found by giving autograd NaN in place of
+each tensor that an operation of torch's database keeps.
+"""
+_PADS = _names("reflect replicate")
 
 SIGN_ONLY = _names("relu relu_ leaky_relu leaky_relu_")
 """Functions whose backward compares what they keep with zero."""
@@ -133,11 +144,8 @@ def need(tensor: Tensor, call: Call, lossy: Fidelity, overrides: Mapping[str, Fi
         return _lossy_need(override, call)._replace(derivative=None)  # the values themselves were asked for
     if not tensor.requires_grad:
         return Need(Fidelity.EXACT)
-    if call.name.removesuffix("_with_indices") in SHAPE_ONLY:
-        has_indices = "max" not in call.name or tensor.device.type in ("cpu", "cuda", "meta")
-        return Need(
-            Fidelity.SHAPE if has_indices else Fidelity.EXACT
-        )  # elsewhere (MPS) the maxima may be looked for again
+    if _reads_a_shape(tensor, call):
+        return Need(Fidelity.SHAPE)
     node = tensor.grad_fn
     if call.name in SIGN_ONLY and _reads_the_sign(node, call):
         is_edited_part = _edits_for_relu(call) and node is not None and node.name() != "ReluBackward0"
@@ -150,6 +158,19 @@ def need(tensor: Tensor, call: Call, lossy: Fidelity, overrides: Mapping[str, Fi
     if _is_sensitive(tensor, node) or not _may_be_lossy(call):
         return Need(Fidelity.EXACT)
     return _lossy_need(max(lossy, _least_for_exponents(call)) if call.name in NEEDS_8_BITS else lossy, call)
+
+
+def _reads_a_shape(tensor: Tensor, call: Call) -> bool:
+    """Return whether `call` reads nothing but the shape of `tensor`, which is differentiated."""
+    name = call.name.removesuffix("_with_indices")
+    if name in _AVERAGES:
+        return True
+    if tensor.device.type not in ("cpu", "cuda", "meta"):
+        return False
+    if name in _CONVOLUTIONS:
+        weight = call.argument(1, "weight")
+        return isinstance(weight, Tensor) and not weight.requires_grad
+    return name in _BY_INDEX or (name == "pad" and call.argument(2, "mode", "constant") in _PADS)
 
 
 def _least_for_exponents(call: Call) -> Fidelity:

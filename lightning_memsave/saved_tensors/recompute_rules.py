@@ -211,6 +211,11 @@ def _view(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule:
     return Rule(lambda x: x.reshape(shape), is_linear=True)
 
 
+def _expand(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule:
+    shape = tuple(output_of(node, 0).shape)
+    return Rule(lambda x: x.expand(shape), is_linear=True)
+
+
 def _transpose(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule:
     first, second = signed(saved_values(node, "dim0")), signed(saved_values(node, "dim1"))
     return Rule(lambda x: x.transpose(first, second), is_linear=True)
@@ -249,6 +254,7 @@ RULES: Mapping[str, Callable[[Node, int, Mapping[int, Any]], Rule | None]] = {
     "ViewBackward0": _view,
     "UnsafeViewBackward0": _view,
     "ReshapeAliasBackward0": _view,
+    "ExpandBackward0": _expand,
     "TransposeBackward0": _transpose,
     "PermuteBackward0": _permute,
     "CloneBackward0": _clone,

@@ -49,7 +49,7 @@ __rdiv__ __rmul__ einsum inner kron mul native_batch_norm native_group_norm nn.f
 nn.functional.gelu nn.functional.group_norm nn.functional.hardsigmoid
 nn.functional.hardswish nn.functional.kl_div nn.functional.layer_norm nn.functional.mish
 nn.functional.multi_head_attention_forward nn.functional.multilabel_soft_margin_loss nn.functional.poisson_nll_loss
-nn.functional.rms_norm nn.functional.silu nn.functional.softplus outer
+nn.functional.rms_norm nn.functional.scaled_dot_product_attention nn.functional.silu nn.functional.softplus outer
 """
 EXACT = """
 __getitem__ __rdiv__ __rmod__ __rpow__ _batch_norm_with_update _native_batch_norm_legit _segment_reduce

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -128,6 +130,7 @@ ARITHMETIC = {
     "ToCopyBackward0": lambda h: h.double().float(),
     "ViewBackward0": lambda h: (h * 2).view(3, 5, 8),
     "UnsafeViewBackward0": lambda h: (h * 2).unsafe_chunk(1)[0].reshape(15, 8),
+    "ExpandBackward0": lambda h: (h * 2).view(15, 1, 8).expand(15, 1, 8).reshape(15, 8),
     "TransposeBackward0": lambda h: (h * 2).reshape(8, 15).transpose(-1, 0),
     "PermuteBackward0": lambda h: (h * 2).reshape(8, 5, 3).permute(-1, 1, 0),
     "CloneBackward0": lambda h: (h * 2).clone(),
@@ -149,6 +152,14 @@ def test_arithmetic_and_views(name):
     tally = same_bits(function, torch.randn(15, 8), weight, other)
     if name != "UnsafeViewBackward0":
         assert tally.entries["recomputed"] >= 1
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 8), (2, 3, 8, 8)])
+def test_dropped_probabilities_of_eager_attention_are_computed_again(shape):
+    """Kept are probabilities and dropout's mask. `matmul` expands what it reads where that has four sides."""
+    values, num_scores = torch.randn(*shape[:-1], 16), math.prod(shape)
+    tally = same_bits(lambda h: F.dropout(torch.softmax(h, -1), 0.3) @ values, torch.randn(shape))
+    assert tally.held_bytes == 4 * num_scores + num_scores // 8
 
 
 def test_every_rule_is_met_by_a_test():
@@ -187,6 +198,7 @@ def test_names_of_nodes_and_of_what_they_keep():
         "ToCopyBackward0": (x.double(), ""),
         "ViewBackward0": (x.view(-1), ""),
         "UnsafeViewBackward0": (torch.ops.aten._unsafe_view(x, [-1]), ""),
+        "ExpandBackward0": (x.expand(2, *x.shape), ""),
         "TransposeBackward0": (x.transpose(0, -1), "dim0 dim1"),
         "PermuteBackward0": (x.permute(0, -1, 1, 2), "dims"),
         "CloneBackward0": (x.clone(), ""),

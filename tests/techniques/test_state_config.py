@@ -97,7 +97,11 @@ def test_settings_that_exclude_each_other(settings, text):
 
 def test_settings_with_rows_of_their_own():
     assert OptimizerState().rows == ()
-    assert OptimizerState(gradients="release", checkpoint="compact").rows == ("gradient release", "compact checkpoints")
+    without = "release without norm_clipping"
+    assert OptimizerState(gradients="release", checkpoint="compact").rows == (
+        *("gradient release", without, "compact checkpoints"),
+    )
+    assert OptimizerState(gradients="release", norm_clipping="two-pass").rows == ("gradient release",)
     assert OptimizerState(backend="own", gradients="into-state").rows == ("into-state gradients",)
     assert (OptimizerState().has_rank, OptimizerState(projection="galore").has_rank) == (False, True)
 
