@@ -133,15 +133,15 @@ def quality() -> str:
                 f"{difference * 100:+.1f} points ± {error * 100:.1f}" if i else "",
             )
         )
-    loss = rows("activation_compression_bytes")
-    for i, row in enumerate(loss):
-        ratio = float(row["quality_value"]) / float(loss[0]["quality_value"])
+    for i, (setting, runs) in enumerate(by_setting(rows("activation_compression_bytes"))):
+        values = [float(row["quality_value"]) for row in runs]
+        excess = [100 * float(row["relative_difference"]) for row in runs]
         lines.append(
             (
                 "GPT on Python's source text, validation loss" if i == 0 else "",
-                row["setting"],
-                f"{float(row['quality_value']):.4f}",
-                f"{(ratio - 1) * 100:+.2f} %" if i else "",
+                setting,
+                f"{statistics.mean(values):.4f}",
+                f"{statistics.mean(excess):+.2f} % ± {standard_error(excess):.2f}" if i else "",
             )
         )
     return markdown(head, lines, num_text=2)

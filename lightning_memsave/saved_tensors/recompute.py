@@ -36,6 +36,8 @@ from lightning_memsave.torch_internals.autograd_graph import (
 )
 from lightning_memsave.torch_internals.sharded_parameters import gather_again
 
+LEAST_CURVED = Fidelity.INT4
+"""Codes of which an activation is computed again, at least: what its own backward pass reads is not corrected."""
 MAX_DEPTH = 6
 """How many operations a recomputation may chain: bounds its time, as recomputations may build on each other."""
 
@@ -109,8 +111,10 @@ class Derivation:
                 source = _kept(packed(node, rule.kept), own, budget - 1)
             else:
                 source = self._behind(producer, producer_nr, own, budget - 1)
-            if source is None or (source.fidelity < Fidelity.EXACT and not rule.is_linear):
+            if source is None:
                 return None
+            if source.fidelity < Fidelity.EXACT and not rule.is_linear:
+                return _curved(source, rule)
             sources.append(source)
         fidelity = min((s.fidelity for s in sources), default=Fidelity.EXACT)
         if fidelity < Fidelity.EXACT and not rule.is_additive and _share_noise(sources):
@@ -130,6 +134,23 @@ class Derivation:
             tuple(need for source in sources for need in source.needs),
             1 + max((s.depth for s in sources), default=0),
         )
+
+
+def _curved(source: Source, rule: Rule) -> Source | None:
+    """Return a smooth function of one code, corrected for its noise; `None` where that is not possible."""
+    handle = source.needs[0] if len(source.needs) == 1 and source.depth == 0 else None
+    function, curvature = rule.function, rule.curvature
+    if curvature is None or not isinstance(handle, SavedTensor) or source.fidelity < LEAST_CURVED:
+        return None
+
+    def values() -> Tensor:
+        encoding = handle.entry.encoding
+        if not isinstance(encoding, IntCodes):
+            return function(handle.get())
+        handle.entry.check(handle.size)
+        return encoding.mapped(function, curvature).as_strided(handle.size, handle.stride, handle.offset)
+
+    return Source(values, source.fidelity, source.needs, 1)
 
 
 def _share_noise(sources: Sequence[Source]) -> bool:

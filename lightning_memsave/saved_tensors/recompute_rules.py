@@ -6,6 +6,7 @@ normalisation must be the saved ones, its affine part is computed in the order i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -40,6 +41,8 @@ class Rule:
     """Linear in all inputs together, so that they may share their noise."""
     exactly: Callable[..., Tensor] | None = None
     """A faster function that is linear only to the eye: used where all inputs are exact."""
+    curvature: Callable[[Tensor], Tensor] | None = None
+    """Second derivative of a function of one input, element by element, which is smooth."""
     kept: str | None = None
     """The attribute under which the node keeps an input that no gradient flows through."""
     reads: Sequence[Tensor | None] = ()
@@ -157,12 +160,27 @@ def fold_groups(
 
 
 # ------------------------------------------------------------------------------- activations, arithmetic, views
-def _unary(function: Callable[..., Tensor], *attributes: str, is_linear: bool = False) -> Callable[..., Rule]:
+def _unary(
+    function: Callable[..., Tensor],
+    *attributes: str,
+    is_linear: bool = False,
+    curvature: Callable[[Tensor], Tensor] | None = None,
+) -> Callable[..., Rule]:
     def rule(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule:
         values = {name: saved_values(node, name) for name in attributes}
-        return Rule(lambda x: function(x, **values), is_linear=is_linear)
+        return Rule(lambda x: function(x, **values), is_linear=is_linear, curvature=curvature)
 
     return rule
+
+
+def _gelu_curvature(x: Tensor) -> Tensor:
+    """Return GELU's second derivative, which that of its approximation by tanh follows to 1 %."""
+    return torch.exp(-0.5 * x * x).mul_((2 - x * x) / math.sqrt(2 * math.pi))
+
+
+def _silu_curvature(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 - s) * (2 + x * (1 - 2 * s))
 
 
 def _add(sign: int) -> Callable[..., Rule | None]:
@@ -236,8 +254,8 @@ RULES: Mapping[str, Callable[[Node, int, Mapping[int, Any]], Rule | None]] = {
     "NativeLayerNormBackward0": _layer_norm,
     "NativeGroupNormBackward0": _group_norm,
     "ReluBackward0": _unary(torch.relu),
-    "GeluBackward0": _unary(F.gelu, "approximate"),
-    "SiluBackward0": _unary(F.silu),
+    "GeluBackward0": _unary(F.gelu, "approximate", curvature=_gelu_curvature),
+    "SiluBackward0": _unary(F.silu, curvature=_silu_curvature),
     "MishBackward0": _unary(F.mish),
     "HardswishBackward0": _unary(F.hardswish),
     "HardsigmoidBackward0": _unary(F.hardsigmoid),

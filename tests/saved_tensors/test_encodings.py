@@ -11,7 +11,9 @@ from torch import nn
 
 from lightning_memsave.numerics.bits import bits_for
 from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore
-from lightning_memsave.saved_tensors.code_rows import covers_its_storage
+from lightning_memsave.saved_tensors.code_rows import Rows, covers_its_storage
+from lightning_memsave.saved_tensors.encodings import IntCodes
+from lightning_memsave.saved_tensors.recompute_rules import _gelu_curvature, _silu_curvature
 from tests.saved_tensors.nets import Data, data, exact, int4, int8
 
 
@@ -218,3 +220,45 @@ def test_average_and_adaptive_pools_keep_no_input(pool):
 )
 def test_covers_its_storage(tensor, covers):
     assert covers_its_storage(tensor) is covers
+
+
+# ------------------------------------------------------------------------------- functions of codes
+@pytest.mark.parametrize(
+    ("function", "curvature", "bound"),
+    [
+        (F.gelu, _gelu_curvature, 1e-12),
+        (lambda x: F.gelu(x, approximate="tanh"), _gelu_curvature, 0.01),
+        (F.silu, _silu_curvature, 1e-12),
+    ],
+    ids=["gelu", "gelu, tanh", "silu"],
+)
+def test_curvatures_are_second_derivatives(function, curvature, bound):
+    x = torch.linspace(-8, 8, 1001, dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert (curvature(x) - second).abs().max() <= bound
+
+
+ORDERED = Rows(100, ((50, 20), (5, 1000), (20, 1)))
+"""Rows that lie in five pieces each."""
+
+
+@pytest.mark.parametrize("rows", [Rows(5000), Rows(500), Rows(100), ORDERED], ids=["one", "short", "whole", "ordered"])
+@pytest.mark.parametrize("signed", [False, True], ids=["zeros", "signs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_the_mean_of_a_function_of_codes_is_that_of_the_values(rows, signed, dtype):
+    """Without the correction it is off by f''(x) v / 2, which is many times what is left."""
+    x = (torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
+    codes = [IntCodes.of(x, Fidelity.INT4, seed, signed, rows) for seed in range(200)]
+    mapped = torch.stack([code.mapped(F.gelu, _gelu_curvature) for code in codes]).double().mean(0)
+    plain = torch.stack([F.gelu(code.flat()) for code in codes]).double().mean(0)
+    curvature = _gelu_curvature(x.double())
+    off, off_plain = (((mean - F.gelu(x.double())) * curvature).mean() for mean in (mapped, plain))
+    assert codes[0].mapped(F.gelu, _gelu_curvature).dtype == dtype
+    assert off_plain > 2e-3
+    assert abs(off) < 0.15 * off_plain
+
+
+def test_no_curvature_is_no_correction():
+    code = IntCodes.of(torch.randn(512), Fidelity.INT8, 1)
+    assert torch.equal(code.mapped(torch.square, torch.zeros_like), code.flat().square())
