@@ -72,7 +72,7 @@ def compare_codecs(name: str, model_name: str, make: Make, settings: tuple[str, 
     compare(f"activation_compression_{name}", model_name, subjects, quality, details, repeats)
 
 
-COMMON = ("plain", "exact", "int8", "int4", "exact+int4")
+COMMON = ("plain", "exact", "int8", "exact+int8", "int4", "exact+int4")
 RUNS = {
     "wrn": (
         "WideResNet-28-2, batch 100, SGD momentum",

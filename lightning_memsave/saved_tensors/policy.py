@@ -8,7 +8,8 @@ operation, whatever is nonlinear in what it keeps.
 multiplication), so that unbiased noise there is unbiased noise in the gradient, and those whose curvature is small
 (`NONLINEAR`: normalisation, attention, GLU). Noise there makes the gradient *approximate*: of a normalisation over N
 elements, noise of mean square v moves it by v / N of itself. Activations (GELU and its kin) keep a code of their
-derivative, which leaves less bias (`activation_derivatives`), unless somebody else reads their input. A gradient stays
+derivative, which leaves less bias (`activation_derivatives`), unless somebody else reads their input, or their result
+is computed again from its code (`recompute`, `encodings.IntCodes.mapped`). A gradient stays
 unbiased where every function that reads a code is linear in it, and none reads a code that another one has read, unless
 for the gradients of weights alone: x * (x @ W) has the square of x's noise in it. Convergence theory says the same of
 compressed activations: safe in linear operators, not in others (arXiv 2605.01255).
