@@ -54,6 +54,7 @@ SETTINGS = (
     "gradient release",
     "into-state gradients",
     "loss scaling",
+    "norm_clipping",
     "out-of-memory recovery",
     "release without norm_clipping",
     "running statistics",
@@ -266,6 +267,12 @@ COMPATIBILITY = (
         "accumulate_grad_batches",
         "the backward of each batch would be a step of its own",
         f"Use {_KEEP}, or `Trainer(accumulate_grad_batches=1)`.",
+    ),
+    CompatibilityRule(
+        "norm_clipping",
+        "dataloader_iter",
+        "`training_step` runs twice, and would take another batch each time",
+        f"Take the batch as an argument, or use {_KEEP}.",
     ),
     CompatibilityRule(
         "release without norm_clipping",

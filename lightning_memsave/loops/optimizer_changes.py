@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -78,15 +79,27 @@ def change_optimizers(
     if config is None or config.gradients == "keep":
         return done, None
     _name_readers(trainer)
-    is_release = config.gradients == "release"
-    in_backward = (
-        ClippingRelease(trainer, config.norm_clipping, exchange)
-        if is_release
-        else GradientsIntoState(optimizers, exchange)
-    )
+    config = _without_unused_clipping(trainer, config)
+    in_backward: InBackward
+    if config.gradients == "release":
+        in_backward = ClippingRelease(trainer, config.norm_clipping, exchange)
+    else:
+        in_backward = GradientsIntoState(optimizers, exchange)
     applied = gradients_applied(config, optimizers, in_backward)
     applied.keep()  # `in_backward` is removed by whom it is returned to
     return [*done, applied], in_backward
+
+
+def _without_unused_clipping(trainer: L.Trainer, config: OptimizerState) -> OptimizerState:
+    """Return the settings without `norm_clipping` where nothing is clipped by norm, and say so."""
+    if config.norm_clipping is None or ways_of_stepping(trainer)["gradient clipping by norm"]:
+        return config
+    warnings.warn(
+        f"`OptimizerState(norm_clipping={config.norm_clipping!r})` has no effect: the trainer clips nothing by norm.",
+        NoEffectWarning,
+        stacklevel=2,
+    )
+    return replace(config, norm_clipping=None)
 
 
 def _check_not_sharded(optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -34,7 +34,7 @@ from torch import Tensor
 from lightning_memsave.saved_tensors.activation_derivatives import Derivative, derivative_of
 from lightning_memsave.saved_tensors.call_site import Call
 from lightning_memsave.saved_tensors.encodings import Fidelity
-from lightning_memsave.torch_internals.autograd_graph import Node, inputs_of, is_made_of_weights
+from lightning_memsave.torch_internals.autograd_graph import Node, inputs_of, is_made_of_weights, is_wrapped
 
 
 def _names(text: str) -> frozenset[str]:
@@ -170,7 +170,7 @@ def _reads_a_shape(tensor: Tensor, call: Call) -> bool:
         return False
     if name in _CONVOLUTIONS:
         weight = call.argument(1, "weight")
-        return isinstance(weight, Tensor) and not weight.requires_grad
+        return isinstance(weight, Tensor) and not weight.requires_grad and not is_wrapped(weight)
     return name in _BY_INDEX or (name == "pad" and call.argument(2, "mode", "constant") in _PADS)
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 
 from lightning_memsave.core.compatibility import check_compatibility
 from lightning_memsave.lightning_compat import (
@@ -105,7 +106,20 @@ class MemSaveMixin(Strategy):
             return
         self._exchanges = True
         model: Any = self.model
-        send_from_first([*model.parameters(), *model.buffers()], ddp_options_of(self).get("process_group"))
+        send_from_first([t for _, t in self._averaged(model)], ddp_options_of(self).get("process_group"))
+
+    @staticmethod
+    def _averaged(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what DDP holds alike in all processes, by name."""
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        named = (*model.named_parameters(), *model.named_buffers())
+        yield from ((name, tensor) for name, tensor in named if name not in ignored)
+
+    def _send_buffers(self) -> None:
+        """Give every process the buffers of the first, as DDP's forward does."""
+        if self._exchanges and ddp_options_of(self).get("broadcast_buffers", True):
+            buffers = [t for _, t in self._averaged(self.lightning_module) if not isinstance(t, nn.Parameter)]
+            send_from_first(buffers, ddp_options_of(self).get("process_group"))
 
     def _wrap_in_ddp(self) -> None:
         super().configure_ddp()  # type: ignore[misc]  # called by DDP's strategies only
@@ -115,14 +129,9 @@ class MemSaveMixin(Strategy):
         if not self._exchanges:
             return None
         options = ddp_options_of(self)
+        stepped = {p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         return GradientExchange(
-            [
-                p
-                for optimizer in self.optimizers
-                for g in optimizer.param_groups
-                for p in g["params"]
-                if p.requires_grad
-            ],
+            [p for _, p in self._averaged(self.lightning_module) if p.requires_grad and p in stepped],
             finds_unused=options.get("find_unused_parameters", False) or options.get("static_graph", False),
             broadcast=self.broadcast,
             group=options.get("process_group"),
@@ -159,8 +168,7 @@ class MemSaveMixin(Strategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step in the scopes of the session."""
         module: Any = self.lightning_module
-        if self._exchanges and ddp_options_of(self).get("broadcast_buffers", True):  # as DDP's forward does
-            send_from_first(module.buffers(), ddp_options_of(self).get("process_group"))
+        self._send_buffers()
         on_use = functools.partial(self.memsave.cutter.used_by_hand, module)
         step = functools.partial(super().training_step, *args, **kwargs)
         run = functools.partial(self.memsave.run, self._running_trainer, step, args)
@@ -172,6 +180,7 @@ class MemSaveMixin(Strategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the batch, in parts where it has to be cut."""
+        self._send_buffers()
         return self._evaluate(super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -275,6 +275,11 @@ def innermost_hooks() -> tuple[Any, Any]:
     return (None, None) if hooks is None else (hooks[0], hooks[1])
 
 
+def is_wrapped(tensor: Tensor) -> bool:
+    """Return whether a transform of torch.func has wrapped a tensor, which then does not say what needs a gradient."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def is_inside_transform() -> bool:
     """Return whether this thread is inside of a transform of torch.func, or computes forward-mode derivatives."""
     return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None

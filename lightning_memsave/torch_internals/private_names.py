@@ -33,7 +33,8 @@ _AUTOGRAD = """
 torch._C._autograd.SavedTensor.data torch._C._autograd.SavedTensor.unpack_hook
 torch._C._autograd._top_saved_tensors_default_hooks torch._C._current_autograd_node torch._C._current_graph_task_id
 torch._C._functions.AccumulateGrad._input_metadata torch._C._functions.AccumulateGrad._sequence_nr
-torch._C._functorch.peek_interpreter_stack torch._C._get_function_stack_at torch._C._len_torch_function_stack
+torch._C._functorch.peek_interpreter_stack torch._C._functorch.is_functorch_wrapped_tensor
+            torch._C._get_function_stack_at torch._C._len_torch_function_stack
 torch._C._storage_Use_Count torch._C._will_engine_execute_node torch._C.DisableTorchFunction
 torch.autograd.forward_ad._current_level torch.multiprocessing.reductions.StorageWeakRef
 torch._ops.OpOverload torch._ops.OpOverloadPacket torch.UntypedStorage._new_with_weak_ptr

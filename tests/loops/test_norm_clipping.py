@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_memsave import Checkpointing, MemSave, OptimizerState
+from lightning_memsave.core.errors import NoEffectWarning
 from tests.harness import fit
 from tests.techniques.test_gradient_release import Module, assert_same, batches
 
@@ -152,6 +153,27 @@ def test_the_trainer_clips_again_afterwards():
     )
     trainer.fit(Module(), torch.utils.data.DataLoader(batches(), batch_size=None))
     assert trainer.gradient_clip_val == MAX_NORM["gradient_clip_val"]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}])
+def test_where_nothing_is_clipped_by_norm_it_has_no_effect(options):
+    module, memsave = Module(), MemSave(optimizer_state=released("previous-step"))
+    with pytest.warns(NoEffectWarning, match="clips nothing by norm"):
+        ours = fit(module, batches(), memsave, **options)
+    assert_same(fit(module, batches(), **options), ours)
+    assert memsave.report.loss_class == "exact"
+
+
+class TakesItsOwn(Module):
+    def training_step(self, dataloader_iter):
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`")
+def test_a_step_that_takes_its_batches_itself_is_refused():
+    with pytest.raises(ValueError, match=r"norm_clipping cannot be combined with dataloader_iter"):
+        fit(TakesItsOwn(), batches(), MemSave(optimizer_state=released(), microbatch=False), **MAX_NORM)
 
 
 def test_without_release_it_is_refused():

@@ -97,6 +97,13 @@ def test_a_weight_that_trains_reads_the_input():
     assert not tally.entries["shape only"]
 
 
+def test_weights_that_a_transform_has_wrapped_read_the_input():
+    """Inside of vmap a weight does not say that it needs a gradient."""
+    weights = nn.Parameter(torch.randn(3, 2, 3, 2, 2))
+    convolve = torch.func.vmap(F.conv2d, in_dims=(None, 0))
+    same_bits(lambda h: convolve(h, weights), torch.randn(4, 3, 8, 8), weights)
+
+
 def test_shapes_serve_second_derivatives():
     """A penalty on the gradient of an input, behind a frozen convolution: what was not kept is not read."""
     weight, x = torch.randn(2, 3, 2, 2), torch.randn(4, 3, 8, 8)

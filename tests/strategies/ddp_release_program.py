@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import MemSave, OptimizerState, Recipe
+from lightning_memsave.lightning_compat import is_overridden
 from tests.strategies.ddp_program import assert_ranks_agree
 
 
@@ -76,7 +77,8 @@ def train(module, memsave, strategy="ddp", batch_size=8, **options):
     )
     torch.manual_seed(trainer.global_rank)  # weights differ until rank 0's are sent
     made = module()
-    trainer.fit(made, DataLoader(data, batch_size=batch_size))
+    loader = DataLoader(data, batch_size=batch_size)
+    trainer.fit(made, loader, loader if is_overridden(made, "validation_step") else None)
     return made, trainer
 
 
@@ -157,6 +159,64 @@ def check_into_state() -> None:
     assert_ranks_agree(train(Net, MemSave(microbatch=4, optimizer_state=low))[0])
 
 
+class Shuffled(Net):
+    """Its optimizer has the parameters in another order in each process."""
+
+    def configure_optimizers(self):
+        parameters = list(self.parameters())
+        return torch.optim.AdamW(parameters[:: -1 if self.global_rank else 1], 1e-2)
+
+
+class Sliced(Net):
+    """A parameter and a buffer whose elements do not lie side by side; running statistics differ in validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("part", torch.randn(6, 9)[:, ::2])
+        self.first.weight = nn.Parameter(torch.randn(80, 12)[:, ::2])
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch[0] * self.part.sum(1).tanh(), batch[1]), batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        mean = self.norm.running_mean
+        means = [torch.zeros_like(mean) for _ in range(2)]
+        torch.distributed.all_gather(means, mean)
+        assert torch.equal(*means), "running statistics are those of the first process"
+        self.log("mean", mean.sum(), sync_dist=True)
+
+
+class Ignores(Net):
+    """What DDP is told to leave alone: a buffer and a parameter of each process's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("own", torch.randn(3))
+        self._ddp_params_and_buffers_to_ignore = ["own", "last.bias"]
+
+
+class Twice(Net):
+    def backward(self, loss):
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+def check_what_is_exchanged() -> None:
+    """As DDP does it, whatever the order, the strides and the exceptions; a second backward is refused."""
+    released = OptimizerState(first_moment="32bit", gradients="release")
+    for module in (Shuffled, Sliced, Ignores):
+        plain, plain_trainer = train(module, None, small_buckets())
+        ours, trainer = train(module, MemSave(optimizer_state=released), small_buckets())
+        assert_same_bits(ours, plain)
+        assert trainer.callback_metrics.get("mean") == plain_trainer.callback_metrics.get("mean")
+        if module is not Ignores:
+            assert_ranks_agree(ours)
+    for gradients in ("release", "into-state"):
+        state = OptimizerState(first_moment="32bit", gradients=gradients)
+        with pytest.raises(RuntimeError, match=r"second (gradient|backward)"):
+            train(Twice, MemSave(microbatch=False, optimizer_state=state))
+
+
 class WithLBFGS(Net):
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), 0.1)
@@ -178,12 +238,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for check in (
-        check_equal_to_ddp,
-        check_clipped_by_norm,
-        check_unused,
-        check_bytes,
-        check_into_state,
-        check_left_out,
+        *(check_equal_to_ddp, check_clipped_by_norm, check_unused, check_bytes, check_into_state),
+        *(check_what_is_exchanged, check_left_out),
     ):
         check()
         if torch.distributed.get_rank() == 0:

@@ -14,6 +14,7 @@ from lightning_memsave.techniques.optimizer_state.gradient_exchange import (
     exchanged_bytes,
     in_any_process,
     in_buckets,
+    send_from_first,
 )
 
 
@@ -96,3 +97,36 @@ def test_what_no_process_has_is_not_used(process_group, finds_unused):
     assert used == [parameters[1]]
     assert parameters[0].grad is None
     assert in_any_process([True, False], torch.device("cpu")) == [True, False]
+
+
+def test_other_parameters_than_those_of_rank_0_are_refused():
+    with pytest.raises(RuntimeError, match=r"trains 1 parameters.*all processes need the same model"):
+        GradientExchange([torch.zeros(3)], finds_unused=False, broadcast=lambda ours: [((2,), "torch.float32")])
+
+
+def test_a_second_gradient_in_one_step_is_refused(process_group):
+    p = nn.Parameter(torch.ones(2))
+    exchange = GradientExchange([p], finds_unused=False, broadcast=lambda order: order)
+    exchange.use = lambda p: None
+    for _ in range(2):  # steps
+        p.grad = torch.ones(2)
+        exchange.add(p)
+        with pytest.raises(RuntimeError, match="second gradient in one step"):
+            exchange.add(p)
+        exchange.finish()
+
+
+def test_what_lies_in_pieces_is_sent_whole(process_group):
+    """In one process nothing changes, and what has no memory of its own for each element is refused."""
+    tensors = [
+        torch.randn(3, 4)[:, ::2],
+        torch.randn(2, 3).t(),
+        torch.tensor(True),
+        torch.empty(0),
+        torch.ones(2).int(),
+    ]
+    before = [tensor.clone() for tensor in tensors]
+    send_from_first(tensors)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    with pytest.raises(RuntimeError, match="more than one element"):
+        send_from_first([torch.ones(1).expand(3)])

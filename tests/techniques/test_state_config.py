@@ -101,7 +101,7 @@ def test_settings_with_rows_of_their_own():
     assert OptimizerState(gradients="release", checkpoint="compact").rows == (
         *("gradient release", without, "compact checkpoints"),
     )
-    assert OptimizerState(gradients="release", norm_clipping="two-pass").rows == ("gradient release",)
+    assert OptimizerState(gradients="release", norm_clipping="two-pass").rows == ("gradient release", "norm_clipping")
     assert OptimizerState(backend="own", gradients="into-state").rows == ("into-state gradients",)
     assert (OptimizerState().has_rank, OptimizerState(projection="galore").has_rank) == (False, True)
 

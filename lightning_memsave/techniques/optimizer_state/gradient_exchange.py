@@ -29,12 +29,15 @@ class GradientExchange:
     """Averages gradients over all processes.
 
     Args:
-        parameters: those that have gradients, the same on every process.
+        parameters: those that have gradients, the same in the same order on every process.
         finds_unused: whether a process may have no gradient of some; else that raises, as under DDP.
         broadcast: returns what rank 0 gives.
         group: of the processes; `None`: all of them.
         bucket_bytes: largest size of a bucket; a larger gradient is alone in one. `None`: a 64th of all gradients,
             from 1 to 25 MiB.
+
+    Raises:
+        RuntimeError: the parameters of this process are not those of rank 0.
     """
 
     def __init__(
@@ -42,29 +45,52 @@ class GradientExchange:
         parameters: Iterable[Tensor],
         *,
         finds_unused: bool,
-        broadcast: Callable[[list[int]], list[int]],
+        broadcast: Callable[[Any], Any],
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int | None = None,
     ) -> None:
         self._parameters = list(parameters)
+        self._check_same(broadcast)
         self._finds_unused, self._broadcast, self._group = finds_unused, broadcast, group
         self._bucket_bytes = bucket_bytes or default_bucket_bytes(self._parameters)
+        self._known = set(self._parameters)
         self._buckets = in_buckets(self._parameters[::-1], self._bucket_bytes)
-        self._is_first, self._arrived = True, list[Tensor]()
-        """Whether this is the first backward; whose gradients have come in it, in order."""
+        self._is_first, self._arrived = True, dict[Tensor, None]()
+        """Whether this is the first backward; whose gradients have come in this one, in order."""
         self._ready, self._unused = set[Tensor](), set[Tensor]()
         """Parameters that wait for their averages; those that had no gradient of this process's to add to it."""
         self._num_sent = 0
         self._on_its_way: tuple[list[Tensor], Tensor, Any] | None = None
 
+    def _check_same(self, broadcast: Callable[[Any], Any]) -> None:
+        ours = [(tuple(p.shape), str(p.dtype)) for p in self._parameters]
+        theirs = broadcast(ours)
+        if ours != theirs:
+            raise RuntimeError(
+                f"This process trains {len(ours)} parameters, and rank 0 {len(theirs)}, or others: gradients cannot be "
+                "averaged. As under DDP, all processes need the same model."
+            )
+
+    def __contains__(self, p: Tensor) -> bool:
+        return p in self._known
+
     use: Callable[[Tensor], None]
     """Function of a parameter whose gradient is the average now; frees it."""
 
     def add(self, p: Tensor) -> None:
-        """Take the gradient of `p`, which is complete on this process."""
+        """Take the gradient of `p`, which is complete on this process.
+
+        Raises:
+            RuntimeError: it has come before in this step.
+        """
+        if p in self._arrived:
+            raise RuntimeError(
+                "A parameter got a second gradient in one step, and gradients that end in backward are averaged once. "
+                "There can be no second backward pass, nor reentrant checkpointing of a module that is called twice. "
+                'Use `OptimizerState(gradients="keep")`.'
+            )
+        self._arrived[p] = None
         self._ready.add(p)
-        if self._is_first:
-            self._arrived.append(p)
         while self._num_sent < len(self._buckets) and self._ready.issuperset(self._buckets[self._num_sent]):
             self._send_next()
 
@@ -87,6 +113,7 @@ class GradientExchange:
             self._use_those_of_others()
         if self._is_first:
             self._order_as_rank_0()
+        self._arrived.clear()
 
     def _send_next(self) -> None:
         bucket = self._buckets[self._num_sent]
@@ -130,7 +157,7 @@ class GradientExchange:
         order = self._broadcast([numbers[p] for p in self._arrived])
         rest = sorted(set(numbers.values()).difference(order), reverse=True)
         self._buckets = in_buckets([self._parameters[number] for number in [*order, *rest]], self._bucket_bytes)
-        self._is_first, self._arrived = False, []
+        self._is_first = False
 
 
 def default_bucket_bytes(parameters: Sequence[Tensor]) -> int:
@@ -157,9 +184,17 @@ def in_buckets(tensors: Iterable[Tensor], max_bytes: int) -> list[list[Tensor]]:
 
 
 def send_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Give every process the values of the first."""
-    for tensor in tensors:
-        dist.broadcast(tensor.detach(), group=group, group_src=0)
+    """Give every process the values of the first.
+
+    Raises:
+        RuntimeError: an expanded tensor, whose elements share memory.
+    """
+    present = sorted((t.detach() for t in tensors if t.numel()), key=lambda t: (str(t.dtype), str(t.device)))
+    for bucket in in_buckets(present, _LARGEST_BUCKET):
+        flat = torch.cat([t.flatten() for t in bucket])  # memory of its own, without holes
+        dist.broadcast(flat, group=group, group_src=0)
+        for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            tensor.copy_(values.view_as(tensor))
 
 
 def exchanged_bytes(module: nn.Module, bucket_bytes: int | None = None) -> int:

@@ -59,7 +59,7 @@ class InBackward(ABC):
     def _complete(self, p: Tensor) -> None:
         if self._is_rehearsal:
             p.grad = None
-        elif self._exchange is not None:
+        elif self._exchange is not None and p in self._exchange:
             self._exchange.add(p)
         else:
             self._use(p)

@@ -161,8 +161,9 @@ class OptimizerState:
         """Settings that the compatibility table knows by name."""
         named = {"release": ("gradient release",), "into-state": ("into-state gradients",)}
         compact = ("compact checkpoints",) if self.checkpoint == "compact" else ()
-        no_norm = ("release without norm_clipping",) if self.gradients == "release" and not self.norm_clipping else ()
-        return (*named.get(self.gradients, ()), *no_norm, *compact)
+        norm = "norm_clipping" if self.norm_clipping else "release without norm_clipping"
+        norms = (norm,) if self.gradients == "release" else ()
+        return (*named.get(self.gradients, ()), *norms, *compact)
 
     @classmethod
     def from_shorthand(cls, value: object) -> OptimizerState:
