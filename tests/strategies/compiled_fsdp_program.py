@@ -15,11 +15,22 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memsave import ActivationCompression, MemSave
 
 
+class Block(nn.Module):
+    """A class of its own: of torch's `nn.Sequential` nothing is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(F.gelu(self.first(self.norm(x))))
+
+
 class Module(L.LightningModule):
     def __init__(self, is_compiled: bool) -> None:
         super().__init__()
-        blocks = (nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(2))
-        self.net, self.is_compiled = nn.Sequential(nn.Linear(6, 64), *blocks, nn.Linear(64, 3)), is_compiled
+        self.net = nn.Sequential(nn.Linear(6, 64), Block(), Block(), nn.Linear(64, 3))
+        self.is_compiled = is_compiled
 
     def configure_model(self) -> None:
         for block in self.net[1:-1]:
