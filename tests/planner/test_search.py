@@ -349,7 +349,7 @@ def test_settings_that_exclude_each_other_are_never_predicted():
         for each in asked
     )
     assert describe(search.nothing) == "nothing"
-    ddp = Search(table("extreme"), predict, ways=["DDP"])
+    scaled = Search(table("extreme"), predict, ways=["fp16 with a GradScaler"])
     asked.clear()
-    ddp.lowest()
+    scaled.lowest()
     assert not any(isinstance(t, OptimizerState) and t.gradients == "release" for each in asked for t in each)
