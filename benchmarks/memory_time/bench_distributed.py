@@ -66,7 +66,6 @@ class Module(L.LightningModule):
     def __init__(self, is_sharded: bool) -> None:
         super().__init__()
         self.net, self.is_sharded = PlainGPT(LAYERS, WIDTH, 4, BATCH[1], dropout=0.0), is_sharded
-        self.ends: list[dict[str, torch.Tensor]] = []
         self.seconds: list[float] = []
 
     def configure_model(self) -> None:
@@ -92,11 +91,11 @@ def train(strategy: str, slots: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     module = Module(strategy == "FSDP2")
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, 256, (NUM_STEPS * dist_size() * BATCH[0], BATCH[1]), generator=generator)
+    ids = torch.randint(0, 256, (NUM_STEPS * dist.get_world_size() * BATCH[0], BATCH[1]), generator=generator)
     memsave = MemSave("measure", **slots, summary=False)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=dist_size(),
+        devices=dist.get_world_size(),
         max_epochs=1,
         strategy="memsave_fsdp" if module.is_sharded else DDPStrategy(),
         callbacks=[memsave],
@@ -118,10 +117,6 @@ def train(strategy: str, slots: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def dist_size() -> int:
-    return dist.get_world_size()
-
-
 def worker() -> None:
     """Train every setting in this process, which torchrun has started; rank 0 prints a row as JSON for each."""
     warnings.simplefilter("ignore")
@@ -139,7 +134,7 @@ def worker() -> None:
                 "benchmark": "distributed",
                 "model": MODEL,
                 "setting": f"{strategy}, {setting}",
-                "n": dist_size(),
+                "n": dist.get_world_size(),
                 **found,
                 "factor": baseline["peak"] / found["peak_bytes"],
                 "cpu_time_ratio": seconds / baseline["seconds"],

@@ -72,7 +72,7 @@ def num_collectives() -> int:
 def _average_gradients(ddp: nn.parallel.DistributedDataParallel) -> None:
     group, parameters = ddp.process_group, [p for p in ddp.parameters() if p.requires_grad]
     # What no process has a gradient of keeps none, as with `find_unused_parameters`.
-    found = in_any_process([p.grad is not None for p in parameters], parameters[0].device, group)
+    found = in_any_process([p.grad is not None for p in parameters], ddp.device, group)
     for p in itertools.compress(parameters, found):
         p.grad = dense_gradient(p)
     gradients = sorted([p.grad for p in parameters if p.grad is not None], key=lambda g: (str(g.dtype), str(g.device)))

@@ -165,7 +165,7 @@ def check(drawn: dict[str, Any]) -> str:
         plain, _ = train({**drawn, "is_ours": False})
         other = torch.cat([w.flatten().float() for w in plain])
         difference = float((flat - other).norm() / other.norm())
-        cut = drawn["dropout"] and isinstance(drawn["slots"]["microbatch"], int)
+        cut = drawn["dropout"] and drawn["slots"]["microbatch"]  # masks of parts
         assert cut or difference < 1e-3, (difference, drawn)
         return f"exact, {difference:.1e} from plain"
     return loss_class
