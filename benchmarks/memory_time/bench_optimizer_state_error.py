@@ -2,8 +2,8 @@
 
 Beside bitsandbytes, torchao and optimi where they are installed. Errors: 65,536 parameters, 200 steps of fixed
 gradients; `even`: all of one size; `uneven`, `wide`: each element's gradient has a size of its own, over two or four
-decades. Times: 10 x 1024 x 1024 parameters, one thread, CPU seconds, taking turns with torch's AdamW. Temporaries: the
-largest number of bytes alive during a step of one parameter of 2**22 elements, besides what is held before and after.
+decades. Times: 10 parameters of 1024 x 1024, and 200 of 8 x 64, whose time is that of calls; one thread, CPU seconds,
+taking turns with torch's AdamW. Temporaries: the largest number of bytes alive during a step of one parameter of 2**22 elements, besides what is held before and after.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ def ours(config: OptimizerState) -> Build:
 
 BUILDS: dict[str, Build] = {
     "float32": lambda p: torch.optim.AdamW(p, **SETTINGS),
+    "float32, foreach": lambda p: torch.optim.AdamW(p, foreach=True, **SETTINGS),
+    "float32, fused": lambda p: torch.optim.AdamW(p, fused=True, **SETTINGS),
     **{name: ours(config) for name, config in OURS.items()},
     **peers(),
 }
@@ -145,12 +147,12 @@ def transient_bytes_per_element(build: Build) -> float:
     return allocation_peak(step, 0) / p.numel()
 
 
-def step_seconds(builds: dict[str, Build], repeats: int = 5) -> dict[str, list[float]]:
+def step_seconds(builds: dict[str, Build], count: int, *shape: int, repeats: int = 5) -> dict[str, list[float]]:
     subjects = {}
     for name, build in builds.items():
-        parameters = [nn.Parameter(torch.randn(1024, 1024)) for _ in range(10)]
+        parameters = [nn.Parameter(torch.randn(shape)) for _ in range(count)]
         subjects[name] = parameters, build(parameters)
-    given = [torch.randn(1024, 1024) for _ in range(10)]
+    given = [torch.randn(shape) for _ in range(count)]
     seconds: dict[str, list[float]] = {name: [] for name in builds}
     for turn in range(repeats + 1):
         for name, (parameters, optimizer) in subjects.items():
@@ -166,7 +168,7 @@ def step_seconds(builds: dict[str, Build], repeats: int = 5) -> dict[str, list[f
 def main() -> None:
     torch.set_num_threads(1)
     timed = {name: build for name, build in BUILDS.items() if "into-state" not in name}
-    seconds = step_seconds(timed)
+    seconds, of_small = step_seconds(timed, 10, 1024, 1024), step_seconds(timed, 200, 8, 64, repeats=9)
     given = {kind: gradients(decades, 200) for kind, decades in DECADES.items()}
     expected = {kind: exact(each) for kind, each in given.items()}
     rows = []
@@ -184,6 +186,7 @@ def main() -> None:
             row |= {
                 "cpu_seconds": statistics.median(seconds[name]),
                 "cpu_time_ratio": statistics.median(ratios),
+                "cpu_us_per_parameter": statistics.median(of_small[name]) / 200 * 1e6,
                 "transient_bytes_per_element": transient_bytes_per_element(build),
             }
         rows.append(row | environment())

@@ -175,14 +175,15 @@ def optimizer_state() -> str:
 
 def state_errors() -> str:
     """Errors, time and temporaries of the optimizer's step."""
-    head = ("state", "bytes per parameter", "even", "uneven", "wide", "CPU time", "temporary bytes per element")
+    head = ("state", "bytes per parameter", "even", "uneven", "wide", "CPU time")
+    head += ("us per small parameter", "temporary bytes per element")
     lines = []
     for row in rows("optimizer_state_error"):
         errors = (f"{float(row[f'{kind}_relative_error']):.2g}" for kind in ("even", "uneven", "wide"))
         time = f"{float(row['cpu_time_ratio']):.1f}x" if row["cpu_time_ratio"] else ""
-        transient = row["transient_bytes_per_element"]
-        most = f"{float(transient):.1f}" if transient else ""
-        lines.append((row["setting"], f"{float(row['state_bytes_per_parameter']):.3f}", *errors, time, most))
+        small, most = row["cpu_us_per_parameter"], row["transient_bytes_per_element"]
+        each = (f"{float(small):.0f}" if small else "", f"{float(most):.1f}" if most else "")
+        lines.append((row["setting"], f"{float(row['state_bytes_per_parameter']):.3f}", *errors, time, *each))
     return markdown(head, lines)
 
 

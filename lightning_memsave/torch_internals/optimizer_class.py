@@ -11,7 +11,7 @@ import copyreg
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -145,6 +145,7 @@ def step_each(
     closure: Callable[[], Any] | None,
     one: Callable[[dict[str, Any], Tensor], object],
     is_ready: Callable[[], bool] = lambda: True,
+    several: Callable[[dict[str, Any], list[Tensor]], list[Tensor]] = lambda _, parameters: parameters,
 ) -> Any:
     """Step the parameters of an optimizer one at a time: call `one(group, p)` for each that is due.
 
@@ -153,6 +154,8 @@ def step_each(
         closure: called first, with gradients.
         one: steps one parameter.
         is_ready: asked before the first parameter; when it says no, none is stepped.
+        several: is given the parameters of a group that are due and not cut, steps those that it can step together,
+            and returns the others.
 
     Returns:
         What `closure` does.
@@ -165,8 +168,11 @@ def step_each(
         return loss
     groups, pending = optimizer.param_groups, vars(optimizer).get(PENDING, {})
     for group in groups:
-        for p in group["params"]:
-            if p.grad is not None or original(p) in pending:
+        due = [p for p in group["params"] if p.grad is not None or original(p) in pending]
+        small = [] if pending else [p for p in due if not is_sharded(p) and p.numel() <= _part_numel(optimizer, p)]
+        stepped = set(small).difference(several(group, small)) if small else set()
+        for p in due:
+            if p not in stepped:
                 with local_shard(optimizer, p) as local:
                     for part in in_parts(optimizer, local):
                         one(group, part)
@@ -190,7 +196,21 @@ def step_one(
     Raises:
         ValueError: the optimizer counts or adapts something in its groups, which would happen once per parameter.
     """
-    groups, alone = optimizer.param_groups, {**group, "params": [p]}
+    step_together(step, optimizer, group, [p])
+
+
+def step_together(
+    step: Callable[[torch.optim.Optimizer], Any],
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    parameters: list[Tensor],
+) -> None:
+    """Take `step` for some parameters of `group`.
+
+    Raises:
+        ValueError: the optimizer counts or adapts something in its groups, which would happen once per call.
+    """
+    groups, alone = optimizer.param_groups, {**group, "params": parameters}
     optimizer.param_groups = OneParameter([alone])
     try:
         step(optimizer)
@@ -204,6 +224,29 @@ def step_one(
                 f"{type(optimizer).__name__}, which changes `{key}` of its parameter group",
                 "Use another optimizer, or neither `precision` nor gradient release nor 4-bit state.",
             )
+
+
+def bounded(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield parameters whose steps, together, allocate no more than that of one part."""
+    together: list[Tensor] = []
+    for p in parameters:
+        if together and sum(each.numel() for each in together) + p.numel() > PART_NUMEL["cpu"]:
+            yield together
+            together = []
+        together.append(p)
+    if together:
+        yield together
+
+
+@runtime_checkable
+class StepsFused(Protocol):
+    """An optimizer with a kernel that steps many parameters at once, also bfloat16 ones."""
+
+    def step_fused(self, group: dict[str, Any], parameters: list[Tensor], short: Mapping[Tensor, Any]) -> list[Tensor]:
+        """Step those of `parameters` that the kernel knows; return the others.
+
+        `short` says how each of them is written (`ShortWeights`).
+        """
 
 
 def stand_in(p: Tensor, values: Tensor) -> nn.Parameter:

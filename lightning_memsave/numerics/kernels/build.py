@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-shared", "-fPIC")
 _log = logging.getLogger(__name__)
 
 

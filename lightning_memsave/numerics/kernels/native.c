@@ -37,6 +37,11 @@ static inline float bfloat16_up(float f) {
 static inline uint16_t high_half(float f) { return (uint16_t)(to_bits(f) >> 16); }
 static inline float from_half(uint16_t h) { return from_bits((uint32_t)h << 16); }
 
+static inline uint16_t to_bfloat16(float f) { /* to the nearest, ties to even */
+    uint32_t u = to_bits(f);
+    return f == f ? (uint16_t)((u + 0x7FFF + ((u >> 16) & 1)) >> 16) : 0x7FC0;
+}
+
 static inline float step_of(float low, float high, float top) {
     float step = bfloat16_up((high - low) / top);
     return step > 0 && step < SMALLEST_STEP ? SMALLEST_STEP : step;
@@ -78,10 +83,7 @@ static inline void store(float *values, void *y, int is_bfloat16, long start, in
     }
     if (!is_bfloat16) { memcpy((float *)y + start, values, length * 4); return; }
     uint16_t *to = (uint16_t *)y + start;
-    for (int i = 0; i < length; i++) { /* to the nearest, ties to even */
-        uint32_t u = to_bits(values[i]);
-        to[i] = (uint16_t)((u + 0x7FFF + ((u >> 16) & 1)) >> 16);
-    }
+    for (int i = 0; i < length; i++) to[i] = to_bfloat16(values[i]);
 }
 
 /* Byte i holds codes i, i + bytes, ...; those beyond `size` are 0. */
@@ -281,17 +283,23 @@ void dequantize(const uint8_t *codes, const uint16_t *ranges, void *y, int is_bf
     FOR_SIZE(dequantize_blocks, codes, ranges, y, is_bfloat16, bits, first, last)
 }
 
+/* Round block `b` stochastically; what is not finite stays what it is. */
+static inline void round_block(const float *whole, uint16_t *values, long count, long b, uint32_t seed) {
+    uint32_t block_seed = mix((uint32_t)b ^ seed);
+    for (long i = 0; i < count; i++) {
+        uint32_t v = to_bits(whole[i]), rounded = v + (mix(block_seed + (uint32_t)i * 0x9E3779B9U) & 0xFFFF);
+        uint16_t kept = (uint16_t)(((rounded & 0x7F800000U) == 0x7F800000U ? v : rounded) >> 16);
+        values[i] = whole[i] == whole[i] ? kept : 0x7FC0;
+    }
+}
+
 /* Stochastic rounding to bfloat16; returns 0 when a value is not finite. */
-int round_to_bfloat16(const uint32_t *x, uint16_t *out, long n, uint32_t seed, long first, long last) {
+int round_to_bfloat16(const float *x, uint16_t *out, long n, uint32_t seed, long first, long last) {
     uint32_t bad = 0;
     for (long b = first; b < last; b++) {
-        uint32_t block_seed = mix((uint32_t)b ^ seed);
         long left = n - b * BLOCK < BLOCK ? n - b * BLOCK : BLOCK;
-        for (long i = 0; i < left; i++) {
-            uint32_t v = x[b * BLOCK + i], rounded = v + (mix(block_seed + (uint32_t)i * 0x9E3779B9U) & 0xFFFF);
-            bad |= (v & 0x7F800000U) == 0x7F800000U;
-            out[b * BLOCK + i] = (uint16_t)(((rounded & 0x7F800000U) == 0x7F800000U ? v : rounded) >> 16);
-        }
+        for (long i = 0; i < left; i++) bad |= !is_finite(x[b * BLOCK + i]);
+        round_block(x + b * BLOCK, out + b * BLOCK, left, b, seed);
     }
     return !bad;
 }
@@ -419,105 +427,259 @@ void unpack_two(const uint8_t *packed, const uint32_t *values, uint32_t *x, long
 
 /* Where the search for a value in a map begins: one cell for each of 64 steps of an octave, and one for what is smaller
  * than all octaves. A map has hardly more than one value per cell. */
-#define OCTAVES 40
+#define OCTAVES 64
 #define CELLS (OCTAVES * 64 + 2)
 #define FIRST_CELL ((127 - OCTAVES) << 6)
+
+/* A map of `size` values (at most 2^`bits`; of 4, 5 or 8), increasing up to 1, and what finds a value's place in it. */
+typedef struct {
+    int size, bits;
+    int most;                /* how many values of the map one cell has, at most */
+    float value[2][BLOCK];   /* of a code, 0 beyond the map; with 4 bits, of a byte's lower and upper half */
+    float bound[BLOCK + 1];  /* the value of a code, infinite from the last on: what a search may reach */
+    float gap[BLOCK];        /* to the next value */
+    int32_t start[2 * CELLS]; /* by sign and cell: the last code whose value is not above anything in the cell */
+} Map;
 
 static inline int cell_of(float f) {
     int cell = (int)((to_bits(f) & 0x7FFFFFFFU) >> 17) - FIRST_CELL;
     return cell < 0 ? 0 : cell > CELLS - 2 ? CELLS - 2 : cell;
 }
 
-/* `start[sign][cell]`: the last index whose value is not above anything in the cell. */
-static void fill_starts(uint8_t start[2][CELLS], const float *bound, int size) {
-    for (int cell = 0, index = 0; cell < CELLS; cell++) {
-        float least = cell ? from_bits((uint32_t)(cell + FIRST_CELL) << 17) : 0;
-        while (index + 1 < size - 1 && bound[index + 1] <= least) index++;
-        start[0][cell] = (uint8_t)index;
-    }
-    for (int cell = CELLS - 1, index = 0; cell >= 0; cell--) {
-        float least = -from_bits((uint32_t)(cell + 1 + FIRST_CELL) << 17);
-        while (index + 1 < size - 1 && bound[index + 1] <= least) index++;
-        start[1][cell] = (uint8_t)index;
+/* The cells are gone through in ascending order of what is in them: of negative numbers from the last to the first. */
+static void fill_starts(Map *map, int sign) {
+    for (int i = 0, index = 0; i <= CELLS; i++) {
+        int cell = sign ? CELLS - 1 - i : i, edge = sign ? cell + 1 : cell, before = index;
+        float least = edge > 0 ? from_bits((uint32_t)(edge + FIRST_CELL) << 17) : 0; /* of the cell; at the end, of none */
+        if (sign) least = -least;
+        while (index + 1 < map->size - 1 && map->bound[index + 1] <= least) index++;
+        if (i && index - before > map->most) map->most = index - before;
+        if (i < CELLS) map->start[sign * CELLS + cell] = index;
     }
 }
 
-/* Codes to a map of `size` values (at most 2^`bits`; of 4, 5 or 8), increasing up to 1, rounded stochastically to a
- * neighbour: blockwise.quantize_to_map, bit for bit where values are finite. */
-void quantize_to_map(const float *x, const float *map, int size, uint8_t *codes, float *absmax, long n, int bits,
-                     uint32_t seed, uint32_t shift, long first, long last) {
-    float bound[BLOCK + 1], gap[BLOCK]; /* `bound`: what the search may reach, infinite beyond */
-    uint8_t start[2][CELLS];
-    for (int j = 0; j <= BLOCK; j++) bound[j] = j < size - 1 ? map[j] : INFINITY;
-    for (int j = 0; j < BLOCK; j++) gap[j] = j < size - 1 ? map[j + 1] - map[j] : 1;
-    if (bits == 8) fill_starts(start, bound, size);
-    for (long b = first; b < last; b++) {
-        float unit[BLOCK] = {0};
-        int32_t place[BLOCK] = {0};
-        uint8_t code[BLOCK] = {0};
-        uint32_t most[LANES] = {0};
-        long left = n - b * BLOCK < BLOCK ? n - b * BLOCK : BLOCK;
-        memcpy(unit, x + b * BLOCK, left * 4);
-        for (int i = 0; i < BLOCK; i += LANES)
-            for (int k = 0; k < LANES; k++) { /* as integers, NaN is the largest magnitude */
-                uint32_t magnitude = to_bits(unit[i + k]) & 0x7FFFFFFFU;
-                most[k] = magnitude > most[k] ? magnitude : most[k];
-            }
-        for (int k = 1; k < LANES; k++) most[0] = most[k] > most[0] ? most[k] : most[0];
-        float scale = from_bits(most[0]), divisor = scale < FLT_MIN ? FLT_MIN : scale;
-        uint32_t block_seed = mix((uint32_t)b ^ seed);
-        absmax[b] = scale;
-        for (int i = 0; i < BLOCK; i++) unit[i] /= divisor;
-        if (bits < 8) for (int j = 1; j < size - 1; j++) for (int i = 0; i < BLOCK; i++) place[i] += unit[i] >= map[j];
-        else for (int i = 0; i < BLOCK; i++) {
-            int at = start[to_bits(unit[i]) >> 31][cell_of(unit[i])];
-            at += bound[at + 1] <= unit[i];
-            while (bound[at + 1] <= unit[i]) at++; /* hardly ever */
-            place[i] = at;
-        }
-        for (int i = 0; i < BLOCK; i++) {
-            float fraction = (unit[i] - map[place[i]]) / gap[place[i]];
-            float noise = (float)(int32_t)((mix(block_seed + (uint32_t)i * 0x9E3779B9U) + shift) >> 8);
-            code[i] = (uint8_t)(place[i] + (noise < fraction * 0x1p24f));
-        }
-        uint8_t packed[BLOCK];
-        for (long i = left; i < BLOCK; i++) code[i] = 0;
-        if (bits == 8) memcpy(packed, code, BLOCK);
-        else if (bits == 4) for (int i = 0; i < BLOCK / 2; i++) packed[i] = code[2 * i] | (code[2 * i + 1] << 4);
-        else for (int i = 0; i < BLOCK / 8; i++) {
-            uint64_t word = 0;
-            for (int k = 0; k < 8; k++) word |= (uint64_t)code[8 * i + k] << (bits * k);
-            for (int k = 0; k < bits; k++) packed[bits * i + k] = (uint8_t)(word >> (8 * k));
-        }
-        memcpy(codes + b * (BLOCK / 8) * bits, packed, (left * bits + 7) / 8);
-    }
-}
+long map_bytes(void) { return sizeof(Map); }
 
-void dequantize_from_map(const uint8_t *codes, const float *map, int size, const float *absmax, float *y, long n,
-                         int bits, long first, long last) {
-    float value[2][BLOCK]; /* of a code, 0 beyond the map; with 4 bits, of a byte's lower and upper half */
+void make_map(const float *values, int size, int bits, Map *map) {
+    map->size = size;
+    map->bits = bits;
+    map->most = 0;
     for (int j = 0; j < BLOCK; j++) {
         int lower = bits == 4 ? j & 15 : j;
-        value[0][j] = lower < size ? map[lower] : 0;
-        value[1][j] = j >> 4 < size ? map[j >> 4] : 0;
+        map->value[0][j] = lower < size ? values[lower] : 0;
+        map->value[1][j] = j >> 4 < size ? values[j >> 4] : 0;
+        map->gap[j] = j < size - 1 ? values[j + 1] - values[j] : 1;
     }
+    for (int j = 0; j <= BLOCK; j++) map->bound[j] = j < size - 1 ? values[j] : INFINITY;
+    fill_starts(map, 0);
+    fill_starts(map, 1);
+}
+
+/* The place of each of `unit`, in [-1, 1], in a map. */
+static ALWAYS_INLINE void find_places(const Map *map, const float *unit, int32_t *place) {
+    const int32_t *start = map->start;
+    const float *bound = map->bound;
+    for (int i = 0; i < BLOCK; i++) {
+        uint32_t word = to_bits(unit[i]);
+        int cell = (int)((word & 0x7FFFFFFFU) >> 17) - FIRST_CELL;
+        cell = cell < 0 ? 0 : cell;
+        cell = cell > CELLS - 2 ? CELLS - 2 : cell;
+        int at = start[cell + (word >> 31 ? CELLS : 0)];
+        place[i] = at + (bound[at + 1] <= unit[i]);
+    }
+    for (int step = 1; step < map->most; step++) /* hardly ever */
+        for (int i = 0; i < BLOCK; i++) place[i] += bound[place[i] + 1] <= unit[i];
+}
+
+/* Code the 256 values of block `b`, of which `left` exist and the others are 0; returns its scale. */
+static ALWAYS_INLINE float encode_block(const Map *map, float *unit, uint8_t *codes, int bits, long left, long b,
+                                        uint32_t seed, uint32_t shift) {
+    int32_t place[BLOCK];
+    uint8_t code[BLOCK], packed[BLOCK];
+    uint32_t most[LANES] = {0};
+    for (int i = 0; i < BLOCK; i += LANES)
+        for (int k = 0; k < LANES; k++) { /* as integers, NaN is the largest magnitude */
+            uint32_t magnitude = to_bits(unit[i + k]) & 0x7FFFFFFFU;
+            most[k] = magnitude > most[k] ? magnitude : most[k];
+        }
+    for (int k = 1; k < LANES; k++) most[0] = most[k] > most[0] ? most[k] : most[0];
+    float scale = from_bits(most[0]), divisor = scale < FLT_MIN ? FLT_MIN : scale;
+    uint32_t block_seed = mix((uint32_t)b ^ seed);
+    for (int i = 0; i < BLOCK; i++) unit[i] /= divisor;
+    find_places(map, unit, place);
+    for (int i = 0; i < BLOCK; i++) {
+        float fraction = (unit[i] - map->bound[place[i]]) / map->gap[place[i]];
+        float noise = (float)(int32_t)((mix(block_seed + (uint32_t)i * 0x9E3779B9U) + shift) >> 8);
+        code[i] = (uint8_t)(place[i] + (noise < fraction * 0x1p24f));
+    }
+    for (long i = left; i < BLOCK; i++) code[i] = 0;
+    if (bits == 8) memcpy(packed, code, BLOCK);
+    else if (bits == 4) for (int i = 0; i < BLOCK / 2; i++) packed[i] = code[2 * i] | (code[2 * i + 1] << 4);
+    else for (int i = 0; i < BLOCK / 8; i++) {
+        uint64_t word = 0;
+        for (int k = 0; k < 8; k++) word |= (uint64_t)code[8 * i + k] << (bits * k);
+        for (int k = 0; k < bits; k++) packed[bits * i + k] = (uint8_t)(word >> (8 * k));
+    }
+    memcpy(codes + b * (BLOCK / 8) * bits, packed, (left * bits + 7) / 8);
+    return scale;
+}
+
+static ALWAYS_INLINE void decode_block(const Map *map, const uint8_t *codes, float scale, float *restrict to, int bits,
+                                       long left, long b) {
+    const uint8_t *from = codes + b * (BLOCK * bits / 8);
+    if (bits == 8) for (long i = 0; i < left; i++) to[i] = map->value[0][from[i]] * scale;
+    else if (bits == 4) {
+        for (long i = 0; i < left / 2; i++) {
+            to[2 * i] = map->value[0][from[i]] * scale;
+            to[2 * i + 1] = map->value[1][from[i]] * scale;
+        }
+        if (left % 2) to[left - 1] = map->value[0][from[left / 2]] * scale;
+    } else for (long i = 0; i < left; i += 8) {
+        uint64_t word = 0;
+        for (int k = 0; k < bits && bits * (i / 8) + k < (left * bits + 7) / 8; k++)
+            word |= (uint64_t)from[bits * (i / 8) + k] << (8 * k);
+        for (int k = 0; k < 8 && i + k < left; k++)
+            to[i + k] = map->value[0][word >> (bits * k) & ((1 << bits) - 1)] * scale;
+    }
+}
+
+/* With a number of bits that the compiler knows. */
+static inline float encode_any(const Map *map, float *unit, uint8_t *codes, long left, long b, uint32_t seed,
+                               uint32_t shift) {
+    if (map->bits == 8) return encode_block(map, unit, codes, 8, left, b, seed, shift);
+    if (map->bits == 4) return encode_block(map, unit, codes, 4, left, b, seed, shift);
+    return encode_block(map, unit, codes, 5, left, b, seed, shift);
+}
+static inline void decode_any(const Map *map, const uint8_t *codes, float scale, float *to, long left, long b) {
+    if (map->bits == 8) decode_block(map, codes, scale, to, 8, left, b);
+    else if (map->bits == 4) decode_block(map, codes, scale, to, 4, left, b);
+    else decode_block(map, codes, scale, to, 5, left, b);
+}
+
+static inline long left_of(long n, long b) { return n - b * BLOCK < BLOCK ? n - b * BLOCK : BLOCK; }
+
+/* Codes to a map, rounded stochastically to a neighbour: blockwise.quantize_to_map, bit for bit where values are
+ * finite. */
+void quantize_to_map(const float *x, const Map *map, uint8_t *codes, float *absmax, long n, uint32_t seed,
+                     uint32_t shift, long first, long last) {
     for (long b = first; b < last; b++) {
-        float scale = absmax[b], *to = y + b * BLOCK;
-        long left = n - b * BLOCK < BLOCK ? n - b * BLOCK : BLOCK;
-        const uint8_t *from = codes + b * (BLOCK * bits / 8);
-        if (bits == 8) for (long i = 0; i < left; i++) to[i] = value[0][from[i]] * scale;
-        else if (bits == 4) {
-            for (long i = 0; i < left / 2; i++) {
-                to[2 * i] = value[0][from[i]] * scale;
-                to[2 * i + 1] = value[1][from[i]] * scale;
-            }
-            if (left % 2) to[left - 1] = value[0][from[left / 2]] * scale;
-        } else for (long i = 0; i < left; i += 8) {
-            uint64_t word = 0;
-            for (int k = 0; k < bits && bits * (i / 8) + k < (left * bits + 7) / 8; k++)
-                word |= (uint64_t)from[bits * (i / 8) + k] << (8 * k);
-            for (int k = 0; k < 8 && i + k < left; k++)
-                to[i + k] = value[0][word >> (bits * k) & ((1 << bits) - 1)] * scale;
+        float unit[BLOCK] = {0};
+        memcpy(unit, x + b * BLOCK, left_of(n, b) * 4);
+        absmax[b] = encode_any(map, unit, codes, left_of(n, b), b, seed, shift);
+    }
+}
+
+void dequantize_from_map(const uint8_t *codes, const Map *map, const float *absmax, float *y, long n, long first,
+                         long last) {
+    for (long b = first; b < last; b++) decode_any(map, codes, absmax[b], y + b * BLOCK, left_of(n, b), b);
+}
+
+/* ---------------------------------------------- steps of optimizers whose moments are codes of a map
+ * A block of a parameter is decoded, stepped and coded again at a time, in the first-level cache. Every operation rounds
+ * as torch's own step on one tensor does, which multiplies and adds at once where the processor can. */
+#if defined(__FMA__) || defined(__aarch64__)
+static inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#else
+static inline float multiply_add(float a, float b, float c) { return a * b + c; }
+#endif
+
+typedef struct { uint8_t *codes; float *absmax; uint32_t seed; } Moment;
+
+/* What a group of parameters has in common in one step. */
+typedef struct {
+    const Map *first, *second; /* of SGD there is no second one */
+    uint32_t shift;
+    int has_nesterov;
+    float shrink;     /* factor of the weights, of decoupled weight decay */
+    float decay;      /* weight decay that is added to the gradient */
+    float keep, take; /* of the first moment, or the momentum: its factor (SGD), and that of the gradient */
+    float keep_second, take_second, root_correction, eps;
+    float step;       /* factor of the change: minus the learning rate, corrected */
+} Rule;
+
+enum { FLOAT32, ROUNDED, CORRECTED }; /* weights: as they are, bfloat16 stochastically, or with an int8 correction */
+
+typedef struct {
+    const Rule *rule;
+    void *weights;
+    int8_t *correction;
+    const void *gradient;
+    Moment first, second;
+    long count;
+    int kind, is_bfloat16; /* of the weights; whether the gradient is */
+    uint32_t seed;         /* of rounded weights */
+} Part;
+
+/* Float32 weights of `whole` that were kept in two parts, as master_weights.py does, and back. */
+static inline void join(const uint16_t *values, const int8_t *correction, float *whole, long count) {
+    for (long i = 0; i < count; i++) {
+        uint32_t bits = (uint32_t)values[i] << 16;
+        whole[i] = from_bits(bits << 1 ? bits + (uint32_t)((int32_t)correction[i] * 256) : bits);
+    }
+}
+
+static inline void split(const float *whole, uint16_t *values, int8_t *correction, long count) {
+    for (long i = 0; i < count; i++) {
+        uint16_t value = to_bfloat16(whole[i]);
+        int32_t missing = (int32_t)(to_bits(whole[i]) - ((uint32_t)value << 16) + 128) >> 8;
+        missing = missing < -127 ? -127 : missing > 127 ? 127 : missing;
+        values[i] = value;
+        correction[i] = (int8_t)((uint16_t)(value << 1) ? missing : 0);
+    }
+}
+
+static inline void load_weights(const Part *part, long start, float *whole, long count) {
+    const uint16_t *values = (const uint16_t *)part->weights + start;
+    if (part->kind == FLOAT32) memcpy(whole, (const float *)part->weights + start, count * 4);
+    else if (part->kind == CORRECTED) join(values, part->correction + start, whole, count);
+    else for (long i = 0; i < count; i++) whole[i] = from_half(values[i]);
+}
+
+static inline void store_weights(const Part *part, long b, const float *whole, long count) {
+    uint16_t *values = (uint16_t *)part->weights + b * BLOCK;
+    if (part->kind == FLOAT32) memcpy((float *)part->weights + b * BLOCK, whole, count * 4);
+    else if (part->kind == CORRECTED) split(whole, values, part->correction + b * BLOCK, count);
+    else round_block(whole, values, count, b, part->seed);
+}
+
+static inline void step_adam(const Rule *r, float *restrict p, const float *restrict g, float *restrict m,
+                             float *restrict v, long count) {
+    for (long i = 0; i < count; i++) {
+        float weight = p[i] * r->shrink, gradient = r->decay != 0 ? multiply_add(r->decay, weight, g[i]) : g[i];
+        m[i] = multiply_add(r->take, gradient - m[i], m[i]);
+        v[i] = multiply_add(r->take_second * gradient, gradient, v[i] * r->keep_second);
+        p[i] = weight + r->step * m[i] / (sqrtf(v[i]) / r->root_correction + r->eps);
+    }
+}
+
+static inline void step_sgd(const Rule *r, float *restrict p, const float *restrict g, float *restrict m, long count) {
+    for (long i = 0; i < count; i++) {
+        float gradient = r->decay != 0 ? multiply_add(r->decay, p[i], g[i]) : g[i];
+        m[i] = multiply_add(r->take, gradient, m[i] * r->keep);
+        p[i] = multiply_add(r->step, r->has_nesterov ? multiply_add(r->keep, m[i], gradient) : m[i], p[i]);
+    }
+}
+
+/* Step the parts [first, last). */
+void step_parts(const Part *const *parts, long first, long last) {
+    for (long k = first; k < last; k++) {
+        const Part *part = parts[k];
+        const Rule *rule = part->rule;
+        for (long b = 0; b * BLOCK < part->count; b++) {
+            float m[BLOCK] = {0}, v[BLOCK] = {0}, p[BLOCK], buffer[BLOCK];
+            long left = left_of(part->count, b);
+            load_weights(part, b * BLOCK, p, left);
+            const float *g = load(part->gradient, part->is_bfloat16, b * BLOCK, left, left, buffer);
+            decode_any(rule->first, part->first.codes, part->first.absmax[b], m, left, b);
+            if (rule->second) {
+                decode_any(rule->second, part->second.codes, part->second.absmax[b], v, left, b);
+                step_adam(rule, p, g, m, v, left);
+                part->second.absmax[b] = encode_any(rule->second, v, part->second.codes, left, b, part->second.seed,
+                                                    rule->shift);
+            } else step_sgd(rule, p, g, m, left);
+            store_weights(part, b, p, left);
+            part->first.absmax[b] = encode_any(rule->first, m, part->first.codes, left, b, part->first.seed,
+                                               rule->shift);
         }
     }
 }

@@ -42,8 +42,11 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "find_two": (None, (_POINTER, _POINTER, _LONG)),
     "pack_two": (_INT, (*(_POINTER,) * 3, _LONG, *_RANGE)),
     "unpack_two": (None, (*(_POINTER,) * 3, _LONG, *_RANGE)),
-    "quantize_to_map": (None, (_POINTER, _POINTER, _INT, _POINTER, _POINTER, _LONG, _INT, _SEED, _SEED, *_RANGE)),
-    "dequantize_from_map": (None, (_POINTER, _POINTER, _INT, _POINTER, _POINTER, _LONG, _INT, *_RANGE)),
+    "map_bytes": (_LONG, ()),
+    "make_map": (None, (_POINTER, _INT, _INT, _POINTER)),
+    "quantize_to_map": (None, (*(_POINTER,) * 4, _LONG, _SEED, _SEED, *_RANGE)),
+    "dequantize_from_map": (None, (*(_POINTER,) * 4, _LONG, *_RANGE)),
+    "step_parts": (None, (_POINTER, *_RANGE)),
 }
 """Result and arguments of each kernel, as `native.c` declares them."""
 
@@ -59,7 +62,7 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def _run(name: str, *arguments: Any, num_units: int, per_unit: int) -> bool:
+def run(name: str, *arguments: Any, num_units: int, per_unit: int) -> bool:
     """Run a kernel over units of so many elements, in several threads where that pays; False when it returned 0."""
     function = getattr(library(), name)
     wanted = num_units * per_unit // _MIN_PER_THREAD
@@ -94,7 +97,7 @@ def quantize(
     num_blocks, num_bytes, num_ends = blocks.count(size), blocks.num_bytes(bits), 4 if signed else 2
     codes = torch.empty(num_blocks, num_bytes, dtype=torch.uint8)
     ranges = torch.empty(num_blocks, num_ends, dtype=torch.bfloat16)
-    is_coded = is_fake(flat) or _run(
+    is_coded = is_fake(flat) or run(
         "quantize",
         *(_pointer(flat, size), flat.dtype is torch.bfloat16),
         *(_pointer(codes, num_blocks * num_bytes), _pointer(ranges, num_blocks * num_ends)),
@@ -114,7 +117,7 @@ def dequantize(
     blocks = Blocks.of_rows(row or size)
     num_blocks = blocks.count(size)
     if not is_fake(codes):
-        _run(
+        run(
             "dequantize",
             _pointer(codes, num_blocks * blocks.num_bytes(bits)),
             _pointer(ranges, num_blocks * (4 if signed else 2)),
@@ -142,7 +145,7 @@ def round_to_float16(flat: Tensor, seed: int) -> Tensor | None:
 def _rounded(name: str, dtype: torch.dtype, flat: Tensor, seed: int) -> Tensor | None:
     flat, size = flat.float(), flat.numel()
     out = torch.empty(flat.shape, dtype=dtype)
-    is_rounded = is_fake(flat) or _run(
+    is_rounded = is_fake(flat) or run(
         *(name, _pointer(flat, size), _pointer(out, size), size, seed),
         num_units=-(-size // BLOCK_SIZE),
         per_unit=BLOCK_SIZE,
@@ -150,17 +153,32 @@ def _rounded(name: str, dtype: torch.dtype, flat: Tensor, seed: int) -> Tensor |
     return out if is_rounded else None
 
 
+@functools.lru_cache(maxsize=64)
+def _made_map(code_map: Tensor, bits: int) -> ctypes.Array[ctypes.c_char]:
+    lib = library()
+    assert lib is not None
+    made = ctypes.create_string_buffer(lib.map_bytes())
+    values = code_map.float().contiguous()
+    lib.make_map(_pointer(values, values.numel()), values.numel(), bits, made)
+    return made
+
+
+def native_map(code_map: Tensor, bits: int) -> int:
+    """Return the address of a map as the kernels read it; `code_map`, [at most 2**bits], must not change later."""
+    return ctypes.addressof(_made_map(code_map, bits))
+
+
 def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift: int = 0) -> tuple[Tensor, Tensor]:
     """Quantize as `blockwise.quantize_to_map` does."""
     flat, size = flat.float(), flat.numel()
-    num_blocks, num_bytes, num_codes = -(-size // BLOCK_SIZE), -(-size * bits // 8), code_map.numel()
+    num_blocks, num_bytes = -(-size // BLOCK_SIZE), -(-size * bits // 8)
     codes = torch.empty(num_bytes, dtype=torch.uint8)
     absmax = torch.empty(num_blocks, dtype=torch.float32)
     if not is_fake(flat):
-        _run(
+        run(
             "quantize_to_map",
-            *(_pointer(flat, size), _pointer(code_map, num_codes), num_codes),
-            *(_pointer(codes, num_bytes), _pointer(absmax, num_blocks), size, bits, seed, shift),
+            *(_pointer(flat, size), native_map(code_map, bits), _pointer(codes, num_bytes)),
+            *(_pointer(absmax, num_blocks), size, seed, shift),
             num_units=num_blocks,
             per_unit=BLOCK_SIZE,
         )
@@ -170,12 +188,12 @@ def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift:
 def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: int, num_values: int) -> Tensor:
     """Dequantize as `blockwise.dequantize_from_map` does."""
     out = torch.empty(num_values, dtype=torch.float32)
-    num_blocks, num_codes = -(-num_values // BLOCK_SIZE), code_map.numel()
+    num_blocks = -(-num_values // BLOCK_SIZE)
     if not is_fake(codes):
-        _run(
+        run(
             "dequantize_from_map",
-            *(_pointer(codes, -(-num_values * bits // 8)), _pointer(code_map, num_codes), num_codes),
-            *(_pointer(absmax, num_blocks), _pointer(out, num_values), num_values, bits),
+            *(_pointer(codes, -(-num_values * bits // 8)), native_map(code_map, bits)),
+            *(_pointer(absmax, num_blocks), _pointer(out, num_values), num_values),
             num_units=num_blocks,
             per_unit=BLOCK_SIZE,
         )
@@ -197,7 +215,7 @@ def _bytes_from(name: str, flat: Tensor) -> Tensor:
     num_bytes = -(-size // 8)
     packed = torch.empty(num_bytes, dtype=torch.uint8)
     if not is_fake(flat):
-        _run(name, _pointer(flat, size), _pointer(packed, num_bytes), size, num_units=num_bytes, per_unit=8)
+        run(name, _pointer(flat, size), _pointer(packed, num_bytes), size, num_units=num_bytes, per_unit=8)
     return packed
 
 
@@ -206,7 +224,7 @@ def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
     mask, num_bytes = torch.empty(num_values, dtype=torch.bool), -(-num_values // 8)
     if not is_fake(packed):
         pointers = _pointer(packed, num_bytes), _pointer(mask, num_values)
-        _run("unpack_mask", *pointers, num_values, num_units=num_bytes, per_unit=8)
+        run("unpack_mask", *pointers, num_values, num_units=num_bytes, per_unit=8)
     return mask
 
 
@@ -215,7 +233,7 @@ def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:
     out, size = torch.empty_like(values), values.numel()
     if not is_fake(values):
         pointers = (_pointer(each, size) for each in (mask, values, out))
-        _run("scale_where", *pointers, scale, num_units=size, per_unit=1)
+        run("scale_where", *pointers, scale, num_units=size, per_unit=1)
     return out
 
 
@@ -224,7 +242,7 @@ def look_up(values: Tensor, table: Tensor, scale: float, shift: float) -> Tensor
     size, num_entries = values.numel(), table.numel()
     if not is_fake(values):
         pointers = _pointer(values, size), _pointer(table, num_entries)
-        _run("look_up", *pointers, num_entries, scale, shift, num_units=size, per_unit=1)
+        run("look_up", *pointers, num_entries, scale, shift, num_units=size, per_unit=1)
     return values
 
 
@@ -250,7 +268,7 @@ def pack_two(flat: Tensor) -> tuple[Tensor, Tensor] | None:
         return (packed, values) if has_two_values(flat) else None
     source, found = _pointer(flat, size), _pointer(values, 2)
     lib.find_two(source, found, size)
-    is_packed = _run("pack_two", source, found, _pointer(packed, num_bytes), size, num_units=num_bytes, per_unit=8)
+    is_packed = run("pack_two", source, found, _pointer(packed, num_bytes), size, num_units=num_bytes, per_unit=8)
     return (packed, values) if is_packed else None
 
 
@@ -259,7 +277,7 @@ def unpack_two(packed: Tensor, values: Tensor, size: int) -> Tensor:
     out, num_bytes = values.new_empty(size), -(-size // 8)
     if not is_fake(packed):
         pointers = _pointer(packed, num_bytes), _pointer(values, 2), _pointer(out, size)
-        _run("unpack_two", *pointers, size, num_units=num_bytes, per_unit=8)
+        run("unpack_two", *pointers, size, num_units=num_bytes, per_unit=8)
     return out
 
 

@@ -20,7 +20,9 @@ from lightning_memsave.torch_internals.optimizer_class import (
     IN_BACKWARD,
     Counts,
     MadeClass,
+    StepsFused,
     bare_step,
+    bounded,
     change_class,
     check_latest,
     is_elementwise,
@@ -31,6 +33,7 @@ from lightning_memsave.torch_internals.optimizer_class import (
     state_moved,
     step_each,
     step_one,
+    step_together,
 )
 from lightning_memsave.torch_internals.sharded_parameters import as_local, as_sharded
 
@@ -98,8 +101,9 @@ def _in_float32(plain: Any) -> Any:
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             memory: _LowPrecisionState = vars(self)[_MEMORY]
-            one = functools.partial(_step_in_float32, bare_step(memory.plain_class), self, memory)
-            return step_each(self, closure, one, lambda: _unscale(memory.weights, self.param_groups))
+            known = bare_step(memory.plain_class), self, memory
+            one, several = functools.partial(_step_in_float32, *known), functools.partial(_step_several, *known)
+            return step_each(self, closure, one, lambda: _unscale(memory.weights, self.param_groups), several)
 
         def scale_loss(self, loss: Tensor) -> Tensor:
             """Return what to call `backward` on: a multiple of `loss` where float16 gradients need one."""
@@ -134,6 +138,8 @@ def _step_in_float32(
             _lengthen(optimizer.state.get(p, {}))  # of an earlier fit, in which the weights were shorter
         step_one(step, optimizer, group, p)
         return
+    if not _step_fused(optimizer, memory, group, [p]):
+        return
     scaling = memory.weights.scaling
     whole = stand_in(p, memory.weights.whole(p))
     if p.grad is not None:  # else it is in the state already
@@ -143,6 +149,31 @@ def _step_in_float32(
         step_one(step, optimizer, group, whole)
     _shorten(optimizer.state.get(p, {}), memory, p)
     memory.weights.write(p, whole.detach(), memory.num_steps)
+
+
+def _step_several(
+    step: Callable[[Any], Any],
+    optimizer: Any,
+    memory: _LowPrecisionState,
+    group: dict[str, Any],
+    parameters: list[Tensor],
+) -> list[Tensor]:
+    whole = [p for p in parameters if p not in memory.weights and p.dtype == torch.float32]
+    for p in whole:
+        _lengthen(optimizer.state.get(p, {}))
+    for together in bounded(whole):
+        step_together(step, optimizer, group, together)
+    return _step_fused(optimizer, memory, group, [p for p in parameters if p not in set(whole)])
+
+
+def _step_fused(
+    optimizer: Any, memory: _LowPrecisionState, group: dict[str, Any], parameters: list[Tensor]
+) -> list[Tensor]:
+    """Step those of `parameters`, whose weights are short, that a kernel for coded moments knows; return the others."""
+    if not isinstance(optimizer, StepsFused) or not memory.weights.may_step_fused:
+        return parameters
+    short = {p: memory.weights.short(p, memory.num_steps) for p in parameters}
+    return optimizer.step_fused(group, parameters, short)
 
 
 def _unscale(weights: Weights, groups: list[dict[str, Any]]) -> bool:

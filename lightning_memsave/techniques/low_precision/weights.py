@@ -16,6 +16,7 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.selection import Selector, is_norm, select
 from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.numerics.kernels import round_to_bfloat16, round_to_float16
+from lightning_memsave.numerics.kernels.coded_step import ShortWeights
 from lightning_memsave.numerics.master_weights import join, split
 from lightning_memsave.techniques.low_precision.scaling import LossScaling
 from lightning_memsave.torch_internals.optimizer_class import local_of, original, shard_of, span_of, undivided
@@ -206,11 +207,7 @@ class Weights:
 
     def rounded(self, p: Tensor, whole: Tensor, num_steps: int, draw: int = 0) -> Tensor:
         """Return `whole`, of the size of `p` or its gradient, in 16 bits; `draw` tells several of one step apart."""
-        seed = mix(mix(mix(self._seed & 0xFFFFFFFF) ^ (num_steps & 0xFFFFFFFF)) ^ self._places[original(p)].index)
-        if shard := shard_of(p):
-            seed = mix(~seed & 0xFFFFFFFF ^ shard)
-        if start := span_of(p).start:
-            seed = mix(seed ^ start)
+        seed = self._seed_of(p, num_steps)
         if draw:
             seed = mix(seed ^ draw)
         to_nearby = round_to_bfloat16 if self.format.dtype == torch.bfloat16 else round_to_float16
@@ -220,6 +217,24 @@ class Weights:
             return whole.to(self.format.dtype)
         found = found.view(whole.shape)
         return found if whole.is_contiguous() else torch.empty_like(whole, dtype=found.dtype).copy_(found)
+
+    def _seed_of(self, p: Tensor, num_steps: int) -> int:
+        seed = mix(mix(mix(self._seed & 0xFFFFFFFF) ^ (num_steps & 0xFFFFFFFF)) ^ self._places[original(p)].index)
+        if shard := shard_of(p):
+            seed = mix(~seed & 0xFFFFFFFF ^ shard)
+        if start := span_of(p).start:
+            seed = mix(seed ^ start)
+        return seed
+
+    @property
+    def may_step_fused(self) -> bool:
+        """Return whether `short` says how weights are written."""
+        return self.format.dtype == torch.bfloat16 and self.format.correction in (None, torch.int8)
+
+    def short(self, p: Tensor, num_steps: int) -> ShortWeights:
+        """Return how a kernel writes `p` in step `num_steps`, with the same result as `write`."""
+        correction = self._correction(p)
+        return ShortWeights(correction, self._seed_of(p, num_steps) if correction is None else 0)
 
     @contextlib.contextmanager
     @torch.no_grad()

@@ -329,7 +329,12 @@ def encode(state_format: str, moment: str, value: Any, shape: torch.Size, noise:
         return value
     if noise is None:
         return codec.encode(value, None)
-    return codec.encode(value, RoundingNoise(mix(noise.seed ^ (*SIGNED, *POSITIVE).index(moment)), noise.shift))
+    return codec.encode(value, RoundingNoise(seed_of_moment(moment, noise.seed), noise.shift))
+
+
+def seed_of_moment(moment: str, seed: int) -> int:
+    """Return the seed of one moment of a parameter, whose seed is given."""
+    return mix(seed ^ (*SIGNED, *POSITIVE).index(moment))
 
 
 def put_back(state_format: str, before: Any, moment: str, value: Any, shape: torch.Size, noise: RoundingNoise) -> Any:

@@ -20,9 +20,11 @@ from torch import Tensor
 from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.numerics.kbit import mix
+from lightning_memsave.numerics.kernels.coded_step import ShortWeights
 from lightning_memsave.techniques.optimizer_state import optimizer_accumulation as accumulation
 from lightning_memsave.techniques.optimizer_state import projection, state_checks
 from lightning_memsave.techniques.optimizer_state import state_dict_layout as layout
+from lightning_memsave.techniques.optimizer_state.fused_step import step_fused
 from lightning_memsave.techniques.optimizer_state.host_offload import fetch_ahead
 from lightning_memsave.techniques.optimizer_state.moment_codecs import (
     POSITIVE,
@@ -41,6 +43,7 @@ from lightning_memsave.torch_internals.optimizer_class import (
     Counts,
     MadeClass,
     bare_step,
+    bounded,
     change_class,
     check_latest,
     local_of,
@@ -51,6 +54,7 @@ from lightning_memsave.torch_internals.optimizer_class import (
     span_of,
     step_each,
     step_one,
+    step_together,
 )
 from lightning_memsave.torch_internals.sharded_parameters import as_local, as_sharded, is_sharded
 
@@ -257,6 +261,8 @@ def _step_one(step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any],
     if _is_projected(memory, p) and projection.is_worth_it(p, memory.rank):
         projection.step_projected(step, optimizer, group, p, memory)
         return
+    if not step_fused(optimizer, memory, group, [p]):
+        return
     state = optimizer.state.get(p, {})
     before = dict(state)
     if memory.state_format == "offload":
@@ -269,6 +275,23 @@ def _step_one(step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any],
     noise, state = memory.noise_of(p), optimizer.state[p]
     for name, value in state.items():
         state[name] = put_back(memory.format_of(p), before.get(name), name, value, p.shape, noise)
+
+
+def _step_several(
+    step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any], parameters: list[Tensor]
+) -> list[Tensor]:
+    memory = memory_of(optimizer)
+    if memory.state_format == "offload":
+        return parameters  # each fetches the state of the next one
+    left = step_fused(optimizer, memory, group, parameters)
+    plain = [p for p in left if memory.format_of(p) == "32bit" and not _has_codes(optimizer, p)]
+    for together in bounded(plain):
+        step_together(step, optimizer, group, together)
+    return [p for p in left if p not in set(plain)]
+
+
+def _has_codes(optimizer: torch.optim.Optimizer, p: Tensor) -> bool:
+    return any(not isinstance(value, Tensor) for value in optimizer.state.get(p, {}).values())
 
 
 def _next(memory: QuantizedState, p: Tensor) -> Iterator[Tensor]:
@@ -287,8 +310,15 @@ def _quantized_class(plain: Any) -> Any:
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             memory = memory_of(self)
-            one = functools.partial(_step_one, bare_step(memory.plain_class), self)
-            return step_each(self, closure, one)
+            step = bare_step(memory.plain_class)
+            one = functools.partial(_step_one, step, self)
+            return step_each(self, closure, one, several=functools.partial(_step_several, step, self))
+
+        def step_fused(
+            self, group: dict[str, Any], parameters: list[Tensor], short: Mapping[Tensor, ShortWeights]
+        ) -> list[Tensor]:
+            """Step those of `parameters` that a kernel knows; return the others. See `StepsFused`."""
+            return parameters if PENDING in vars(self) else step_fused(self, memory_of(self), group, parameters, short)
 
         def state_dict(self) -> dict[str, Any]:
             return _to_disk(self, super().state_dict())

@@ -1,0 +1,156 @@
+"""Steps of AdamW, Adam and SGD on coded moments in one call for many parameters, on a CPU.
+
+The general way (`quantized.py`) decodes a parameter's moments, lets the optimizer's own `step` run and codes them
+again: some thirty calls of torch for each parameter, and as many passes over its memory. Here one kernel does all of
+it, block by block (`numerics/kernels/coded_step.py`), with the same codes to the bit. What it does not know goes the
+general way: another optimizer or format, `maximize`, a learning rate that is a tensor, a gradient of another dtype or
+layout, and the first step of a parameter, which makes its state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.numerics.kernels import native
+from lightning_memsave.numerics.kernels.coded_step import (
+    CORRECTED,
+    ROUNDED,
+    Moment,
+    Part,
+    Rule,
+    ShortWeights,
+    step_parts,
+)
+from lightning_memsave.techniques.optimizer_state.moment_codecs import (
+    CODECS,
+    BlockMap,
+    QuantizedMoment,
+    seed_of_moment,
+)
+from lightning_memsave.torch_internals.fake_tensors import is_fake
+from lightning_memsave.torch_internals.optimizer_class import bare_step
+
+if TYPE_CHECKING:
+    from lightning_memsave.techniques.optimizer_state.quantized import QuantizedState
+
+_MOMENTS: Mapping[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
+    torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
+    torch.optim.SGD: ("momentum_buffer",),
+}
+_SPECIAL = ("maximize", "amsgrad", "capturable", "differentiable", "fused")
+
+
+def step_fused(
+    optimizer: torch.optim.Optimizer,
+    memory: QuantizedState,
+    group: Mapping[str, Any],
+    parameters: Sequence[Tensor],
+    short: Mapping[Tensor, ShortWeights] = MappingProxyType({}),
+) -> list[Tensor]:
+    """Step those of `parameters`, which have gradients, that the kernel knows; return the others.
+
+    Args:
+        optimizer: whose state has codes.
+        memory: of its change of class.
+        group: their group, or one that was.
+        parameters: float32, or bfloat16 where `short` has them.
+        short: how 16-bit weights are written.
+    """
+    names, codecs = _MOMENTS.get(memory.plain_class, ()), CODECS.get(memory.state_format, ())
+    maps = [each for each in codecs[: len(names)] if isinstance(each, BlockMap)]
+    if len(maps) < len(names) or not names or not _is_known(group) or not _is_torchs(memory.plain_class):
+        return list(parameters)
+    if native.library() is None:
+        return list(parameters)
+    ready: list[Tensor] = []
+    others: list[Tensor] = []
+    for p in parameters:
+        state = optimizer.state.get(p, {})
+        has_codes = all(isinstance(state.get(name), QuantizedMoment) for name in names)
+        (ready if has_codes and _is_plain(p, p.grad, short.get(p)) else others).append(p)
+    counts = [optimizer.state[p]["step"] for p in ready] if len(names) == 2 else []
+    if counts:
+        torch._foreach_add_(counts, 1)
+    if not ready or is_fake(ready[0]):
+        return others
+    shift = memory.noise_of(ready[0]).shift
+    num_steps = [each.item() for each in counts] or [0.0] * len(ready)
+    rules = {each: _rule(group, maps, shift, each) for each in set(num_steps)}
+    parts = []
+    for p, count in zip(ready, num_steps, strict=True):
+        state, seed = optimizer.state[p], memory.noise_of(p).seed
+        parts.append(_part(rules[count], p, [_moment(state[n], n, seed) for n in names], short.get(p)))
+    step_parts(parts, sum(p.numel() for p in ready))
+    torch.autograd.graph.increment_version(ready)
+    return others
+
+
+def _is_torchs(plain_class: type[torch.optim.Optimizer]) -> bool:
+    """Return whether the class steps as torch wrote it: not where somebody has put another `step` in its place."""
+    return bare_step(plain_class).__module__.startswith("torch.optim.")
+
+
+def _is_known(group: Mapping[str, Any]) -> bool:
+    numbers = (group["lr"], group["weight_decay"], *group.get("betas", ()))
+    take = 1 - group["betas"][0] if "betas" in group else 0.0
+    return (
+        not any(group.get(name) for name in _SPECIAL)
+        and all(isinstance(each, (float, int)) for each in numbers)
+        and take < 0.5  # beyond, torch's `lerp_` has another formula
+    )
+
+
+def _is_plain(p: Tensor, gradient: Tensor | None, short: ShortWeights | None) -> bool:
+    """Return whether a kernel can read and write a parameter and its gradient as they lie in memory."""
+    return (
+        type(p) in (Tensor, torch.nn.Parameter)
+        and gradient is not None
+        and p.dtype == (torch.float32 if short is None else torch.bfloat16)
+        and gradient.dtype in (torch.float32, p.dtype)
+        and p.device.type == gradient.device.type == "cpu"
+        and gradient.layout == torch.strided
+        and p.is_contiguous()
+        and gradient.is_contiguous()
+        and p.numel() > 0
+    )
+
+
+def _rule(group: Mapping[str, Any], maps: Sequence[BlockMap], shift: int, num_steps: float) -> Rule:
+    rule = Rule(first=_address(maps[0]), shift=shift, shrink=1.0, decay=group["weight_decay"], step=-group["lr"])
+    if len(maps) == 1:
+        rule.keep, rule.take = group["momentum"], 1 - group["dampening"]
+        rule.has_nesterov = group["nesterov"]
+        return rule
+    beta1, beta2 = group["betas"]
+    rule.second, rule.eps = _address(maps[1]), group["eps"]
+    rule.take, rule.keep_second, rule.take_second = 1 - beta1, beta2, 1 - beta2
+    rule.step = -(group["lr"] / (1 - beta1**num_steps))
+    rule.root_correction = (1 - beta2**num_steps) ** 0.5
+    if group.get("decoupled_weight_decay"):
+        rule.shrink, rule.decay = 1 - group["lr"] * group["weight_decay"], 0.0
+    return rule
+
+
+def _address(code: BlockMap) -> int:
+    return native.native_map(code.code_map, code.bits)
+
+
+def _part(rule: Rule, p: Tensor, moments: Sequence[Moment], short: ShortWeights | None) -> Part:
+    assert p.grad is not None
+    part = Part(ctypes.addressof(rule), p.data_ptr(), None, p.grad.data_ptr(), *moments, count=p.numel())
+    part.has_short_gradient = p.grad.dtype == torch.bfloat16
+    if short is not None:
+        part.kind, part.seed = ROUNDED if short.correction is None else CORRECTED, short.seed
+        part.correction = None if short.correction is None else short.correction.data_ptr()
+    return part
+
+
+def _moment(moment: QuantizedMoment, name: str, seed: int) -> Moment:
+    return Moment(moment.codes.data_ptr(), moment.absmax.data_ptr(), seed_of_moment(name, seed))
