@@ -3,7 +3,8 @@
 Beside bitsandbytes, torchao and optimi where they are installed. Errors: 65,536 parameters, 200 steps of fixed
 gradients; `even`: all of one size; `uneven`, `wide`: each element's gradient has a size of its own, over two or four
 decades. Times: 10 parameters of 1024 x 1024, and 200 of 8 x 64, whose time is that of calls; one thread, CPU seconds,
-taking turns with torch's AdamW. Temporaries: the largest number of bytes alive during a step of one parameter of 2**22 elements, besides what is held before and after.
+taking turns with torch's AdamW. Temporaries: the largest number of bytes alive during a step of one parameter of 2**22
+elements, besides what is held before and after.
 """
 
 from __future__ import annotations
