@@ -43,13 +43,13 @@ def _couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
     """
     if type(optimizer).__module__.startswith(_KNOWN):
         return False
-    generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(2)]
-    gradients = [torch.randn(4, 3, generator=generator, dtype=torch.float64) * size for size in (1.0, 30.0)]
+    values, gradients = random_matrices(2, seed=0), random_matrices(2, seed=1)
+    gradients[1] *= 30
     before = torch.get_rng_state()
     try:
-        together = _stepped(optimizer, values, gradients)
-        alone = [_stepped(optimizer, [v], [g])[0] for v, g in zip(values, gradients, strict=True)]
+        together = _values(stepped_twin(optimizer, values, [gradients] * 2))
+        pairs = zip(values, gradients, strict=True)
+        alone = [_values(stepped_twin(optimizer, [v], [[g]] * 2))[0] for v, g in pairs]
     except Exception:  # whatever a class does that needs more than a step
         return False
     finally:
@@ -60,8 +60,20 @@ def _couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
     return not draws and apart > 1e-6 * moved
 
 
-def _stepped(optimizer: torch.optim.Optimizer, values: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-    """Return what two steps of a new optimizer of this class with these settings make of `values`."""
+def random_matrices(count: int, seed: int) -> list[Tensor]:
+    """Return float64 matrices, [4, 3], for a trial of an optimizer."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def _values(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p.detach() for p in optimizer.param_groups[0]["params"]]
+
+
+def stepped_twin(
+    optimizer: torch.optim.Optimizer, values: list[Tensor], gradients: list[list[Tensor]]
+) -> torch.optim.Optimizer:
+    """Return a new optimizer of this class and with these settings that has stepped `values`, once per `gradients`."""
     parameters = [torch.nn.Parameter(value.clone()) for value in values]
     twin: Any = copy.copy(optimizer)
     kept: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
@@ -69,8 +81,8 @@ def _stepped(optimizer: torch.optim.Optimizer, values: list[Tensor], gradients: 
     vars(twin).update(copy.deepcopy(own, kept), state=defaultdict(dict))
     vars(twin).update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     twin.param_groups = [{**optimizer.param_groups[0], "params": parameters}]
-    for _ in range(2):
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+    for each in gradients:
+        for parameter, gradient in zip(parameters, each, strict=True):
             parameter.grad = gradient.clone()
         type(optimizer).step(twin)  # of the class: a scheduler has wrapped the instance's
-    return [parameter.detach() for parameter in parameters]
+    return twin  # type: ignore[no-any-return]

@@ -167,21 +167,40 @@ def step_each(
     if not is_ready():
         return loss
     groups, pending = optimizer.param_groups, vars(optimizer).get(PENDING, {})
+    changes: dict[int, dict[str, Any]] = {}
+    around, vars(optimizer)[_CHANGES] = vars(optimizer).get(_CHANGES), changes
+    try:
+        for group in groups:
+            _step_group(optimizer, group, pending, one, several)
+    finally:
+        del vars(optimizer)[_CHANGES]
+        if around is not None:
+            vars(optimizer)[_CHANGES] = around
     for group in groups:
-        due = [p for p in group["params"] if p.grad is not None or original(p) in pending]
-        small = [] if pending else [p for p in due if not is_sharded(p) and p.numel() <= _part_numel(optimizer, p)]
-        stepped = set(small).difference(several(group, small)) if small else set()
-        for p in due:
-            if p not in stepped:
-                with local_shard(optimizer, p) as local:
-                    for part in in_parts(optimizer, local):
-                        one(group, part)
-                if pending:
-                    pending.pop(p, None)
+        group.update(changes.get(id(group), {}))
     if not isinstance(groups, OneParameter):  # else this is an inner layer's part of a step
         for counts in [each for each in vars(optimizer).values() if isinstance(each, Counts)]:
             counts.num_steps += 1
     return loss
+
+
+def _step_group(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    pending: dict[Tensor, Any],
+    one: Callable[[dict[str, Any], Tensor], object],
+    several: Callable[[dict[str, Any], list[Tensor]], list[Tensor]],
+) -> None:
+    due = [p for p in group["params"] if p.grad is not None or original(p) in pending]
+    small = [] if pending else [p for p in due if not is_sharded(p) and p.numel() <= _part_numel(optimizer, p)]
+    stepped = set(small).difference(several(group, small)) if small else set()
+    for p in due:
+        if p not in stepped:
+            with local_shard(optimizer, p) as local:
+                for part in in_parts(optimizer, local):
+                    one(group, part)
+            if pending:
+                pending.pop(p, None)
 
 
 class OneParameter(list[dict[str, Any]]):
@@ -216,14 +235,36 @@ def step_together(
         step(optimizer)
     finally:
         optimizer.param_groups = groups
-    for key, value in alone.items():
-        if key != "params" and value is not group.get(key) and (isinstance(value, Tensor) or value != group.get(key)):
-            raise setting_error(
-                "optimizer",
-                "must be one that steps each parameter by itself, here",
-                f"{type(optimizer).__name__}, which changes `{key}` of its parameter group",
-                "Use another optimizer, or neither `precision` nor gradient release nor 4-bit state.",
-            )
+    changes = {key: value for key, value in alone.items() if key != "params" and not _same(value, group.get(key))}
+    if changes:
+        _note(optimizer, group, changes)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+_CHANGES = "_memsave_group_changes"
+"""An optimizer's attribute during a step of all: what the steps of single parameters change in a group, by its id."""
+
+
+def _note(optimizer: torch.optim.Optimizer, group: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Keep what a step has changed in its group until all parameters have stepped: each begins with the same group.
+
+    Raises:
+        ValueError: it depends on the parameter, or no step of all is running.
+    """
+    noted = vars(optimizer).get(_CHANGES)
+    known = None if noted is None else noted.setdefault(id(group), changes)
+    if known is None or known.keys() != changes.keys() or not all(_same(known[key], changes[key]) for key in known):
+        raise setting_error(
+            "optimizer",
+            "must be one that steps each parameter by itself, here",
+            f"{type(optimizer).__name__}, which changes `{next(iter(changes))}` of its parameter group",
+            "Use another optimizer, or neither `precision` nor gradient release nor 4-bit state.",
+        )
 
 
 def bounded(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -320,9 +320,10 @@ def test_pickles_copies_and_undo(name, optimizer_name):
     ("name", "build", "word"),
     [
         ("factored", lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "first and second moments"),
-        ("lowrank", lambda p: torch.optim.Adagrad(p, 0.1), "whose moments are known"),
-        ("fp8", lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad"),
-        ("8bit", lambda p: torch.optim.Rprop(p), "'8bit' needs an optimizer whose moments are known"),
+        ("factored", lambda p: torch.optim.AdamW(p, amsgrad=True), "without `amsgrad`"),
+        ("lowrank", lambda p: torch.optim.Adagrad(p, 0.1), "'lowrank' needs one of AdamW, Adam, "),
+        ("8bit", lambda p: torch.optim.ASGD(p), "keeps something for each parameter in its shape"),
+        ("8bit", lambda p: torch.optim.RMSprop(p, centered=True), "cannot keep RMSprop's `centered`"),
         ("paged", lambda p: torch.optim.AdamW(p), '="paged" needs parameters on CUDA'),
         ("paged", lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "is paged for AdamW, Adam, Lion alone"),
     ],

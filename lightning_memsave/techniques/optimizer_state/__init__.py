@@ -6,6 +6,7 @@ What shrinks: float32 moments, 4 bytes per parameter each, and gradients, 4 or 2
 |---------------------------------|-------:|------:|------:|------:|---------:|---------------------:|---------------:|
 | AdamW, Adam, NAdam, RAdam       |    8.0 | 2.031 | 1.031 | 2.031 |    1.016 |         0.516, 0.641 |              0 |
 | SGD, Lion, RMSprop, Adagrad     |    4.0 | 1.016 | 0.516 | 1.016 |          |                      |              0 |
+| any other, by moment            |    4.0 | 1.016 | 0.516 | 1.016 |          |                      |              0 |
 | LAMB                            |    8.0 | 2.031 |       |       |          |                      |                |
 
 `"lowrank"`: 4 * R * (k * max(N, M) + min(N, M)) bytes for k moments of a parameter [N, M] (`galore.py`);
@@ -32,7 +33,7 @@ LAMB keeps the trust ratio that bitsandbytes' 8-bit LAMB drops.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -58,11 +59,11 @@ from lightning_memsave.techniques.optimizer_state.gradient_release import (
     InBackward,
 )
 from lightning_memsave.techniques.optimizer_state.moment_codecs import codec_of
+from lightning_memsave.techniques.optimizer_state.moment_names import check_quantizable, in_group
 from lightning_memsave.techniques.optimizer_state.optimizer_accumulation import check_into_state
 from lightning_memsave.techniques.optimizer_state.optimizer_mapping import check_paged, find_mapping, is_8bit
 from lightning_memsave.techniques.optimizer_state.paged import pages_kept
 from lightning_memsave.techniques.optimizer_state.quantized import (
-    check_quantizable,
     dequantize_state,
     memory_of,
     moments_of,
@@ -378,9 +379,10 @@ def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: Optimizer
     _check_format(optimizer, config)
     kept = parameters_kept_32bit(optimizer, config, model)
     of_bitsandbytes = uses_bitsandbytes(optimizer, config)
+    kinds = moments_of(optimizer)
     total, any_code = 0, False
     for group in optimizer.param_groups:
-        moments = find_mapping(optimizer).moments if of_bitsandbytes else moments_of(optimizer, group)
+        moments = find_mapping(optimizer).moments if of_bitsandbytes else in_group(kinds, group)
         for p in group["params"]:
             if (not p.requires_grad and not optimizer.state.get(p)) or not as_local(p).numel():
                 continue
@@ -390,14 +392,14 @@ def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: Optimizer
                 any_code = True
                 total += len(moments) * (p.numel() + 4 * num_blocks(p.numel()))
             else:
-                total += _coded_bytes(as_local(p), moments, config)
+                total += _coded_bytes(as_local(p), [kinds[name] for name in moments], config)
     return total + (len(moments) * _CODE_MAP_BYTES if any_code else 0)
 
 
-def _coded_bytes(p: Tensor, moments: tuple[str, ...], config: OptimizerState) -> int:
+def _coded_bytes(p: Tensor, are_positive: Sequence[bool], config: OptimizerState) -> int:
     if config.format in projection.METHODS:
         if projection.is_worth_it(p, config.rank):
-            return projection.num_bytes(config.format, p.shape, config.rank, len(moments))
-        return len(moments) * 4 * p.numel()
-    codecs = [codec_of(config.format, name) for name in moments]
+            return projection.num_bytes(config.format, p.shape, config.rank, len(are_positive))
+        return len(are_positive) * 4 * p.numel()
+    codecs = [codec_of(config.format, each) for each in are_positive]
     return sum(codec.num_bytes(p.shape) for codec in codecs if codec is not None)

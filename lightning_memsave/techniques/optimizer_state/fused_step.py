@@ -31,7 +31,6 @@ from lightning_memsave.techniques.optimizer_state.moment_codecs import (
     CODECS,
     BlockMap,
     QuantizedMoment,
-    seed_of_moment,
 )
 from lightning_memsave.torch_internals.fake_tensors import is_fake
 from lightning_memsave.torch_internals.optimizer_class import bare_step
@@ -85,8 +84,8 @@ def step_fused(
     rules = {each: _rule(group, maps, shift, each) for each in set(num_steps)}
     parts = []
     for p, count in zip(ready, num_steps, strict=True):
-        state, seed = optimizer.state[p], memory.noise_of(p).seed
-        parts.append(_part(rules[count], p, [_moment(state[n], n, seed) for n in names], short.get(p)))
+        state, noise = optimizer.state[p], memory.noise_of(p)
+        parts.append(_part(rules[count], p, [_moment(state[n], noise.of(n).seed) for n in names], short.get(p)))
     step_parts(parts, sum(p.numel() for p in ready))
     torch.autograd.graph.increment_version(ready)
     return others
@@ -152,5 +151,5 @@ def _part(rule: Rule, p: Tensor, moments: Sequence[Moment], short: ShortWeights 
     return part
 
 
-def _moment(moment: QuantizedMoment, name: str, seed: int) -> Moment:
-    return Moment(moment.codes.data_ptr(), moment.absmax.data_ptr(), seed_of_moment(name, seed))
+def _moment(moment: QuantizedMoment, seed: int) -> Moment:
+    return Moment(moment.codes.data_ptr(), moment.absmax.data_ptr(), seed)

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import functools
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -46,8 +47,10 @@ from lightning_memsave.numerics.kernels import dequantize_from_map, quantize_to_
 from lightning_memsave.techniques.optimizer_state.host_offload import Elsewhere
 from lightning_memsave.torch_internals.optimizer_class import put
 
-SIGNED = ("exp_avg", "momentum_buffer")
-POSITIVE = ("exp_avg_sq", "square_avg", "sum")
+SIGNED = ("exp_avg", "momentum_buffer", "prev")
+POSITIVE = ("exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq", "exp_inf", "acc_delta", "step_size")
+"""Names of moments in torch's optimizers: those that have a sign, and those that have none."""
+_NUMBERS = ("exp_avg", "momentum_buffer", "exp_avg_sq", "square_avg", "sum")
 
 
 class QuantizedMoment(NamedTuple):
@@ -113,6 +116,11 @@ class RoundingNoise(NamedTuple):
 
     seed: int
     shift: int
+
+    def of(self, moment: str) -> RoundingNoise:
+        """Return the noise of one moment of the parameter whose noise this is."""
+        number = _NUMBERS.index(moment) if moment in _NUMBERS else zlib.crc32(moment.encode())
+        return RoundingNoise(mix(self.seed ^ number), self.shift)
 
 
 class Codec(Protocol):
@@ -297,13 +305,9 @@ def bound_step(first: Tensor, second: Tensor, betas: tuple[float, float]) -> Non
         second.addcmul_(first, first, value=-least).clamp_(min=0).addcmul_(first, first, value=least)
 
 
-def codec_of(state_format: str, moment: str) -> Codec | None:
-    """Return how `moment` is kept; `None`: as it is, as what is no moment, or in 32 bit."""
-    if state_format not in CODECS:
-        return None
-    if moment in SIGNED:
-        return CODECS[state_format][0]
-    return CODECS[state_format][1] if moment in POSITIVE else None
+def codec_of(state_format: str, is_positive: bool) -> Codec | None:
+    """Return how a moment is kept; `None`: as it is, in a format without codes."""
+    return CODECS[state_format][is_positive] if state_format in CODECS else None
 
 
 def unit_of(state_format: str, shape: torch.Size) -> int:
@@ -313,36 +317,27 @@ def unit_of(state_format: str, shape: torch.Size) -> int:
     return math.lcm(*(codec.unit(shape) for codec in CODECS.get(state_format, (Away(),))))
 
 
-def decode(state_format: str, moment: str, stored: Any, shape: torch.Size) -> Any:
+def decode(codec: Codec | None, stored: Any, shape: torch.Size) -> Any:
     """Return what `encode` kept, as a tensor; anything else as it is."""
     if isinstance(stored, (QuantizedMoment, Factored, Elsewhere)):
-        codec = codec_of(state_format, moment)
         assert codec is not None
         return codec.decode(stored, shape)
     return stored
 
 
-def encode(state_format: str, moment: str, value: Any, shape: torch.Size, noise: RoundingNoise | None) -> Any:
-    """Keep a moment of a parameter of `shape`; anything else stays as it is."""
-    codec = codec_of(state_format, moment)
+def encode(codec: Codec | None, value: Any, shape: torch.Size, noise: RoundingNoise | None) -> Any:
+    """Keep a moment of a parameter of `shape`; anything else, or without a codec, stays as it is."""
     if codec is None or not isinstance(value, Tensor) or value.shape != shape:
         return value
-    if noise is None:
-        return codec.encode(value, None)
-    return codec.encode(value, RoundingNoise(seed_of_moment(moment, noise.seed), noise.shift))
+    return codec.encode(value, noise)
 
 
-def seed_of_moment(moment: str, seed: int) -> int:
-    """Return the seed of one moment of a parameter, whose seed is given."""
-    return mix(seed ^ (*SIGNED, *POSITIVE).index(moment))
-
-
-def put_back(state_format: str, before: Any, moment: str, value: Any, shape: torch.Size, noise: RoundingNoise) -> Any:
+def put_back(codec: Codec | None, before: Any, value: Any, shape: torch.Size, noise: RoundingNoise) -> Any:
     """Encode what `before` was decoded to and has changed since; it goes where it was, in the same memory."""
     if isinstance(before, Elsewhere) and isinstance(value, Tensor):
         before.put(value)
         return before
-    found = encode(state_format, moment, value, shape, noise)
+    found = encode(codec, value, shape, noise)
     if not isinstance(found, (QuantizedMoment, Factored)) or type(before) is not type(found):
         return found
     if any((old.shape, old.device) != (new.shape, new.device) for old, new in zip(before, found, strict=True)):

@@ -44,6 +44,7 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.numerics.blockwise import BLOCK_SIZE, num_blocks
 from lightning_memsave.numerics.kbit import mix, random_bits
 from lightning_memsave.techniques.optimizer_state.moment_codecs import (
+    Codec,
     Factored,
     RoundingNoise,
     bound_step,
@@ -98,6 +99,8 @@ class _AccumulationState(Protocol):
 
     def format_of(self, p: Tensor) -> str: ...
 
+    def codec_of(self, p: Tensor, name: str) -> Codec | None: ...
+
     def noise_of(self, p: Tensor, draw: int = 0) -> RoundingNoise: ...
 
 
@@ -122,6 +125,10 @@ def check_into_state(optimizer: torch.optim.Optimizer, name: str) -> None:
         if any(p.is_complex() for p in group["params"]):
             raise setting_error(
                 "OptimizerState.gradients", '="into-state" cannot square complex gradients', "complex", f"{_KEEP}."
+            )
+        if group.get("amsgrad"):
+            raise setting_error(
+                "OptimizerState.gradients", '="into-state" cannot keep the maximum of amsgrad', True, f"{_KEEP}."
             )
         if name == "SGD" and (not group["momentum"] or group["nesterov"]):
             key = "nesterov" if group["momentum"] else "momentum"
@@ -166,7 +173,7 @@ def _add(optimizer: Any, memory: _AccumulationState, group: Mapping[str, Any], p
     moments = {}
     for name in _MOMENTS[memory.plain_class.__name__]:
         stored = before.get(name)
-        found = torch.zeros_like(gradient) if stored is None else decode(memory.format_of(p), name, stored, p.shape)
+        found = torch.zeros_like(gradient) if stored is None else decode(memory.codec_of(p, name), stored, p.shape)
         moments[name] = found.to(dtype)
     if "momentum_buffer" in moments:
         _add_to_momentum(moments["momentum_buffer"], gradient, group, p, now.factor, is_first)
@@ -175,7 +182,7 @@ def _add(optimizer: Any, memory: _AccumulationState, group: Mapping[str, Any], p
         state.setdefault("step", torch.zeros((), dtype=torch.float32, device=p.device if group.get("fused") else "cpu"))
     noise = memory.noise_of(p, now.num_parts)
     for name, moment in moments.items():
-        state[name] = put_back(memory.format_of(p), before.get(name), name, moment, p.shape, noise)
+        state[name] = put_back(memory.codec_of(p, name), before.get(name), moment, p.shape, noise.of(name))
 
 
 def _factor(group: Mapping[str, Any], is_first: bool) -> float:
@@ -344,7 +351,7 @@ def move(optimizer: Any, memory: _AccumulationState, group: Mapping[str, Any], p
     """Step `p`, or what stands in for it, whose gradients are in its moments."""
     state, lr = optimizer.state[p], float(group["lr"])
     names = _MOMENTS[memory.plain_class.__name__]
-    moments = [decode(memory.format_of(p), name, state[name], p.shape) for name in names]
+    moments = [decode(memory.codec_of(p, name), state[name], p.shape) for name in names]
     if names == ("momentum_buffer",):
         p.add_(moments[0], alpha=-lr)
         return
@@ -354,7 +361,7 @@ def move(optimizer: Any, memory: _AccumulationState, group: Mapping[str, Any], p
     _square_sum(second, state, p, pending, (beta1, beta2))
     if pending.num_parts > 1 or _is_sum(pending.sums.get(_place(p), ())):
         noise = memory.noise_of(p, pending.num_parts + 1)
-        state[names[1]] = put_back(memory.format_of(p), state[names[1]], names[1], second, p.shape, noise)
+        state[names[1]] = put_back(memory.codec_of(p, names[1]), state[names[1]], second, p.shape, noise.of(names[1]))
     if isinstance(state[names[1]], Factored):
         bound_step(first, second, (beta1, beta2))
     if group["weight_decay"]:

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.coupling import check_steps_parameters_alone
-from lightning_memsave.core.errors import setting_error
 from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.numerics.kernels.coded_step import ShortWeights
 from lightning_memsave.techniques.optimizer_state import optimizer_accumulation as accumulation
@@ -27,16 +25,17 @@ from lightning_memsave.techniques.optimizer_state import state_dict_layout as la
 from lightning_memsave.techniques.optimizer_state.fused_step import step_fused
 from lightning_memsave.techniques.optimizer_state.host_offload import fetch_ahead
 from lightning_memsave.techniques.optimizer_state.moment_codecs import (
-    POSITIVE,
-    SIGNED,
+    Codec,
     Factored,
     RoundingNoise,
     bound_step,
+    codec_of,
     decode,
     encode,
     put_back,
     unit_of,
 )
+from lightning_memsave.techniques.optimizer_state.moment_names import check_signs, find_moments, in_group
 from lightning_memsave.torch_internals.optimizer_class import (
     PENDING,
     SCALES_ITSELF,
@@ -59,20 +58,7 @@ from lightning_memsave.torch_internals.optimizer_class import (
 from lightning_memsave.torch_internals.sharded_parameters import as_local, as_sharded, is_sharded
 
 MEMORY = "_memsave_coded"
-MOMENTS: Mapping[str, tuple[str, ...]] = {
-    "AdamW": ("exp_avg", "exp_avg_sq"),
-    "Adam": ("exp_avg", "exp_avg_sq"),
-    "NAdam": ("exp_avg", "exp_avg_sq"),
-    "RAdam": ("exp_avg", "exp_avg_sq"),
-    "SGD": ("momentum_buffer",),
-    "Lion": ("exp_avg",),
-    "RMSprop": ("square_avg",),
-    "Adagrad": ("sum",),
-}
-"""The optimizers that are known, by the name of their class, and their moments."""
 _GOLDEN, _ROOT_OF_2 = 0x9E3779B9, 0x6A09E667  # the fractions of the golden ratio and of the square root, times 2**32
-_OF_SECOND_MOMENTS = ("factored", "4bit-factored", "5bit-factored", "apollo")
-_MUST_BE_OFF = ("amsgrad", "centered", "capturable", "differentiable")
 
 
 @dataclass(kw_only=True)
@@ -80,6 +66,8 @@ class QuantizedState(Counts):
     """What such an optimizer remembers besides its state."""
 
     plain_class: type[torch.optim.Optimizer]
+    moments: Mapping[str, bool]
+    """Names of what is kept for each parameter in its shape, and whether it is never negative."""
     state_format: str
     kept: set[Tensor]
     """Parameters whose state stays as it is."""
@@ -101,6 +89,10 @@ class QuantizedState(Counts):
         whole = original(p)
         is_kept = whole in self.kept or whole.numel() < self.min_size or whole.is_complex() or not p.numel()
         return "32bit" if is_kept else self.state_format
+
+    def codec_of(self, p: Tensor, name: str) -> Codec | None:
+        """Return how an entry of the state of `p` is kept; `None`: as it is."""
+        return codec_of(self.format_of(p), self.moments[name]) if name in self.moments else None
 
     def unit(self, p: Tensor) -> int:
         """Return how many elements of `p` step together: whole blocks of codes, rows, or all."""
@@ -132,51 +124,9 @@ def memory_of(optimizer: torch.optim.Optimizer) -> QuantizedState:
     return memory
 
 
-def check_quantizable(optimizer: torch.optim.Optimizer, state_format: str) -> None:
-    """Refuse what cannot have such state.
-
-    Raises:
-        ValueError: an optimizer that is not known, or a setting that compares a moment with itself.
-    """
-    name = name_of(type(optimizer))
-    check_steps_parameters_alone(optimizer, "optimizer_state")
-    makes_state_at_once = ("Adagrad",) if state_format in projection.METHODS else ()
-    known = [n for n in MOMENTS if n not in makes_state_at_once]
-    if name not in known:
-        known += ["LAMB"] if state_format == "8bit" else []  # bitsandbytes'
-        raise setting_error(
-            "optimizer_state",
-            f"in {state_format!r} needs an optimizer whose moments are known ({', '.join(known)})",
-            name,
-            "Use one of these, or `optimizer_state=False`.",
-        )
-    if state_format in _OF_SECOND_MOMENTS and "exp_avg_sq" not in MOMENTS[name]:
-        raise setting_error(
-            "optimizer_state",
-            f"in {state_format!r} needs an optimizer with first and second moments",
-            name,
-            'Use AdamW, or `optimizer_state="8bit"`.',
-        )
-    for group in optimizer.param_groups:
-        for key in _MUST_BE_OFF:
-            if group.get(key):
-                raise setting_error(
-                    "optimizer_state", f"in {state_format!r} cannot keep {name}'s `{key}`", True, f"Use `{key}=False`."
-                )
-        if name == "SGD" and not group["momentum"]:
-            raise setting_error(
-                "optimizer_state",
-                "needs SGD with momentum; without, there is no state",
-                0,
-                "Use `optimizer_state=False`.",
-            )
-
-
-def moments_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the moments that `optimizer` keeps for the parameters of one of its groups."""
-    name = memory_of(optimizer).plain_class.__name__ if is_quantized(optimizer) else type(optimizer).__name__
-    has_momentum = name == "RMSprop" and group["momentum"]
-    return (*MOMENTS[name], "momentum_buffer") if has_momentum else MOMENTS[name]
+def moments_of(optimizer: torch.optim.Optimizer) -> Mapping[str, bool]:
+    """Return what `optimizer` keeps of each parameter, as `find_moments` does."""
+    return memory_of(optimizer).moments if is_quantized(optimizer) else find_moments(optimizer)
 
 
 def is_quantized(optimizer: torch.optim.Optimizer) -> bool:
@@ -198,6 +148,7 @@ def quantize_state(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     memory = QuantizedState(
         plain_class=plain_class,
+        moments=find_moments(optimizer),
         state_format=state_format,
         kept=kept,
         min_size=min_size,
@@ -241,13 +192,13 @@ def load_state(optimizer: torch.optim.Optimizer, p: Tensor, state: dict[str, Any
     if _is_projected(memory, p) and projection.PROJECTION not in state:
         projection.project_state(state, p, memory.state_format, memory.rank)
     for name, value in state.items():
-        state[name] = as_sharded(encode(memory.format_of(local), name, as_local(value), local.shape, None), p)
+        state[name] = as_sharded(encode(memory.codec_of(local, name), as_local(value), local.shape, None), p)
 
 
 def _decoded(memory: QuantizedState, name: str, stored: Any, p: Tensor) -> Any:
     """Return the moment as the optimizer itself would hold it."""
-    value = decode(memory.format_of(p), name, stored, p.shape)
-    if value is stored and (name not in (*SIGNED, *POSITIVE) or value.dtype == p.dtype):
+    value = decode(memory.codec_of(p, name), stored, p.shape)
+    if value is stored and (name not in memory.moments or value.dtype == p.dtype):
         return value
     return layout.as_strided_as(value.to(p.device, p.dtype), p)
 
@@ -273,8 +224,9 @@ def _step_one(step: Callable[[Any], Any], optimizer: Any, group: dict[str, Any],
         bound_step(state["exp_avg"], state["exp_avg_sq"], group["betas"])
     step_one(step, optimizer, group, p)
     noise, state = memory.noise_of(p), optimizer.state[p]
+    check_signs(memory.moments, state, name_of(memory.plain_class))
     for name, value in state.items():
-        state[name] = put_back(memory.format_of(p), before.get(name), name, value, p.shape, noise)
+        state[name] = put_back(memory.codec_of(p, name), before.get(name), value, p.shape, noise.of(name))
 
 
 def _step_several(
@@ -324,7 +276,7 @@ def _quantized_class(plain: Any) -> Any:
             return _to_disk(self, super().state_dict())
 
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-            moments = functools.partial(moments_of, self)
+            moments = functools.partial(in_group, moments_of(self))
             state_checks.check_state_dict(self, state_dict, moments, _subspaces_of(memory_of(self)))
             super().load_state_dict({**state_dict, "state": {}, "param_groups": layout.groups_for(self, state_dict)})
             _from_disk(self, state_dict)
@@ -349,8 +301,8 @@ def _to_disk(optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[st
     for number, values in found["state"].items():
         whole = parameters[number]
         p = local_of(whole)
-        write = functools.partial(layout.write, memory.format_of(p), shape=p.shape, is_compact=memory.is_compact)
-        written = {name: write(name, as_local(value)) for name, value in values.items()}
+        write = functools.partial(layout.write, shape=p.shape, is_compact=memory.is_compact)
+        written = {name: write(memory.codec_of(p, name), as_local(value)) for name, value in values.items()}
         in_place = {k: layout.as_strided_as(v, p) if isinstance(v, Tensor) else v for k, v in written.items()}
         state[number] = {name: as_sharded(value, whole) for name, value in in_place.items()}
         if not memory.is_compact and (means := layout.means_of(values)):
@@ -380,9 +332,9 @@ def _from_disk(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) 
             is_wide = memory.format_of(p) not in ("32bit", "offload") or PENDING in vars(optimizer)
             dtype = torch.promote_types(p.dtype, torch.float32) if is_wide else p.dtype
             means = side.get("means", {}).get(number, {})
-            read = functools.partial(layout.read, memory.format_of(p), p=p, means=means, dtype=dtype)
+            read = functools.partial(layout.read, p=p, means=means, dtype=dtype)
             plain = layout.plain_state(saved, whole.shape, betas.get(whole))
-            state = {name: read(name, as_local(value)) for name, value in plain.items()}
+            state = {name: read(memory.codec_of(p, name), name, as_local(value)) for name, value in plain.items()}
             load_state(optimizer, whole, state)
             optimizer.state[whole] = state
     layout.move_counts(optimizer)

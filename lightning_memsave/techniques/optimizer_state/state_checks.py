@@ -69,16 +69,16 @@ def check_state_dict(
         state = state_dict["state"].get(number, {})
         if projection.PROJECTION in state:
             _check_subspace(state, p, subspaces)
-        if state and _moments_in(state) != set(expected[p]):
+        if state and _moments_in(state, expected[p]) != set(expected[p]):
             raise setting_error(
                 "optimizer_states",
                 f"must hold {', '.join(expected[p])} alone",
                 sorted(map(str, state)),
                 "Resume with the optimizer that wrote the checkpoint.",
             )
-        if state and "step" not in state and not {"square_avg", "exp_avg_sq", "sum"}.isdisjoint(expected[p]):
+        if state and "step" not in state and not _COUNTED.isdisjoint(expected[p]):
             raise _damaged(_setting(number, "step"), "must be a number of steps", None)
-        shapes = _shapes(state, p)
+        shapes = _shapes(state, p, expected[p])
         for name, value in state.items():
             _check_entry(_setting(number, name), name, value, shapes.get(name))
     _check_side(state_dict.get(SIDE_KEY, {"version": VERSION}), by_number)
@@ -251,19 +251,23 @@ def _damaged(setting: str, rule: str, value: Any) -> ValueError:
     return setting_error(setting, rule, value if len(text := repr(value)) < 80 else f"{text[:80]}...", _DAMAGED)
 
 
-def _moments_in(state: Mapping[str, Any]) -> set[str]:
+_COUNTED = {"square_avg", "exp_avg_sq", "sum", "exp_inf", "prev"}
+"""Moments of torch's optimizers that count their steps."""
+
+
+def _moments_in(state: Mapping[str, Any], expected: Sequence[str]) -> set[str]:
     if "variance" in state or {"row_var", "col_var"} <= state.keys():  # `torch.optim.Adafactor`'s
         return {"exp_avg", "exp_avg_sq"}
-    return {name for name in (*SIGNED, *POSITIVE) if state.get(name) is not None}
+    return {name for name in (*SIGNED, *POSITIVE, *expected) if state.get(name) is not None}
 
 
-def _shapes(state: Mapping[str, Any], p: Tensor) -> dict[str, Sequence[int]]:
+def _shapes(state: Mapping[str, Any], p: Tensor, expected: Sequence[str]) -> dict[str, Sequence[int]]:
     """Return the shapes of the entries of a parameter's state, by name."""
     if projection.PROJECTION in state:
         shapes = dict.fromkeys((*SIGNED, *POSITIVE), projection.shape_of(p, state))
         return {**shapes, projection.PROJECTION: projection.shape_of_projection(p, state)}
     adafactor = {"variance": p.shape, "row_var": (*p.shape[:-1], 1), "col_var": (*p.shape[:-2], 1, *p.shape[-1:])}
-    return {**dict.fromkeys((*SIGNED, *POSITIVE), p.shape), **adafactor}
+    return {**dict.fromkeys((*SIGNED, *POSITIVE, *expected), p.shape), **adafactor}
 
 
 def _check_subspace(state: Mapping[str, Any], p: Tensor | None, subspaces: tuple[str, int] | None) -> None:

@@ -31,10 +31,10 @@ from lightning_memsave.techniques.optimizer_state.moment_codecs import (
     POSITIVE,
     SIGNED,
     BlockMap,
+    Codec,
     Factored,
     Means,
     QuantizedMoment,
-    codec_of,
     decode,
 )
 from lightning_memsave.techniques.optimizer_state.projection import PROJECTION
@@ -51,23 +51,22 @@ def compact_codes(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: int, sh
     return {**where, "codes": codes, "map": code_map, "absmax": absmax}
 
 
-def write(state_format: str, name: str, stored: Any, *, shape: torch.Size, is_compact: bool) -> Any:
+def write(codec: Codec | None, stored: Any, *, shape: torch.Size, is_compact: bool) -> Any:
     """Return what a checkpoint has of one entry of a parameter's state."""
     if is_compact and isinstance(stored, QuantizedMoment):
-        codec = _blocks_of(state_format, name)
-        return compact_codes(stored.codes, codec.code_map, stored.absmax, codec.bits, shape)
+        blocks = _blocks_of(codec)
+        return compact_codes(stored.codes, blocks.code_map, stored.absmax, blocks.bits, shape)
     if is_compact and isinstance(stored, Factored):
         means = {"rows": stored.rows, "columns": stored.columns}
         return {"layout": MEANS, "version": VERSION, "shape": list(shape), **means}
     if isinstance(stored, Elsewhere):
         return stored.host()
     if isinstance(stored, (QuantizedMoment, Factored)):
-        return decode(state_format, name, stored, shape).cpu()  # one after the other: the device has no room for all
+        return decode(codec, stored, shape).cpu()  # one after the other: the device has no room for all
     return stored
 
 
-def _blocks_of(state_format: str, name: str) -> BlockMap:
-    codec = codec_of(state_format, name)
+def _blocks_of(codec: Codec | None) -> BlockMap:
     codec = codec.otherwise if isinstance(codec, Means) else codec
     assert isinstance(codec, BlockMap)
     return codec
@@ -82,12 +81,12 @@ def means_of(state: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
     }
 
 
-def read(state_format: str, name: str, value: Any, *, p: Tensor, means: Mapping[str, Any], dtype: torch.dtype) -> Any:
+def read(codec: Codec | None, name: str, value: Any, *, p: Tensor, means: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """Return an entry of a parameter's state on its device: what is kept where the checkpoint has that, else a tensor.
 
     Args:
-        state_format: of the parameter.
-        name: of the entry.
+        codec: of the entry.
+        name: of it.
         value: as the checkpoint has it.
         p: the parameter.
         means: of rows and columns, that the checkpoint has beside its moments.
@@ -96,21 +95,18 @@ def read(state_format: str, name: str, value: Any, *, p: Tensor, means: Mapping[
     if not isinstance(value, (Tensor, Mapping)):
         return value
     if isinstance(value, Mapping):
-        found = _as_kept(state_format, name, value, p.device)
+        found = _as_kept(codec, value, p.device)
         return _to(decoded(value), p, name, dtype) if found is None else found
     is_matrix = p.dim() > 1 and name in means and list(map(len, means[name])) == [len(p), p.numel() // max(1, len(p))]
-    if is_matrix and isinstance(codec_of(state_format, name), Means):
+    if is_matrix and isinstance(codec, Means):
         factored = Factored(*(mean.to(p.device) for mean in means[name]))
-        if torch.equal(decode(state_format, name, factored, p.shape), value.to(p.device)):
+        if torch.equal(decode(codec, factored, p.shape), value.to(p.device)):
             return factored
     return _to(value, p, name, dtype)
 
 
-def _as_kept(
-    state_format: str, name: str, value: Mapping[str, Any], device: torch.device
-) -> QuantizedMoment | Factored | None:
-    """Return what a compact entry holds, if that is how this format keeps it."""
-    codec = codec_of(state_format, name)
+def _as_kept(codec: Codec | None, value: Mapping[str, Any], device: torch.device) -> QuantizedMoment | Factored | None:
+    """Return what a compact entry holds, if that is how it is kept."""
     if value["layout"] == MEANS:
         tensors = (value["rows"], value["columns"])
         return Factored(*(_copied(t, device) for t in tensors)) if isinstance(codec, Means) else None
