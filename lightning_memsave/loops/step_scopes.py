@@ -54,7 +54,7 @@ class StepScopes:
     @property
     def applied(self) -> list[Applied]:
         """What was done so far, as far as anybody waits to hear of it."""
-        done = [] if self.tiles is None else [self.tiles.applied]
+        done = [] if self.tiles is None or not self.tiles.is_worth_telling else [self.tiles.applied]
         done += [] if self.regions is None else [self.regions]
         if self.planned is not None and self.planned.applied is not None and self.planned.is_worth_telling:
             done.append(self.planned.applied)

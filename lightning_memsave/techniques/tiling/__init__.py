@@ -30,7 +30,6 @@ any module, proven by a test instead of declared; one pass of the step; dropout'
 
 from __future__ import annotations
 
-import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -46,7 +45,7 @@ from lightning_memsave.core.report import Applied
 from lightning_memsave.core.selection import is_selected, scripted_in
 from lightning_memsave.core.units import counted
 from lightning_memsave.saved_tensors.region_call import ChangesAttributeError, EditsInputError
-from lightning_memsave.saved_tensors.region_members import Group, Member, Membership
+from lightning_memsave.saved_tensors.region_members import Group, Member, Membership, bind, is_bound, unbind
 from lightning_memsave.saved_tensors.tiles import Cut, are_cut, extent_of, is_in_tile, run_in_tiles
 from lightning_memsave.techniques.tiling.independence import Independence, sizes_of, test_of
 from lightning_memsave.torch_internals.autograd_graph import is_inside_transform
@@ -131,29 +130,25 @@ class Tiles:
     Args:
         model: the model; it is changed in place.
         config: which modules, and how.
+        is_asked_for: whether the user did; then no effect is worth a warning.
     """
 
-    def __init__(self, model: nn.Module, config: Tiling) -> None:
+    def __init__(self, model: nn.Module, config: Tiling, *, is_asked_for: bool = True) -> None:
         require("autograd", "tiling")
-        self.config = config
+        self.config, self._is_asked_for = config, is_asked_for
         self._modules = dict(_selected(model, config))
         self.applied = Applied(technique="tiling", summary="no module has run yet", restore=self._restore)
         self._cut: dict[str, str] = {}
         self._refused: dict[str, str] = {}
         for name, module in self._modules.items():
-            if TILES in module.__dict__:
+            if is_bound(module, forward):
                 raise setting_error("tiling", "must be applied once", name, "Call `.undo()` of the first one.")
         for name, module in self._modules.items():
-            module.__dict__[TILES] = _TiledModule(name, module, self)
-            # A bound method, not a closure: deepcopy rebinds it to the copy, which computes with its own weights.
-            module.forward = types.MethodType(forward, module)
+            bind(module, TILES, _TiledModule(name, module, self), forward)
 
     def _restore(self) -> None:
         for module in self._modules.values():
-            tiled: _TiledModule = module.__dict__.pop(TILES)
-            del module.forward
-            if tiled.member.previous_forward is not None:
-                module.forward = tiled.member.previous_forward
+            unbind(module, TILES, forward)
         self._modules.clear()
 
     def note(self, tiled: _TiledModule, found: Independence, dim: int, size: int | None) -> None:
@@ -166,15 +161,15 @@ class Tiles:
             size: entries of a tile; `None` where the call is not cut.
         """
         if size is None:
-            self._refused.setdefault(tiled.member.name, found.why_not)
+            self._refused.setdefault(tiled.name, found.why_not)
             if not self._cut:
                 self.applied.summary = f"no module in tiles: {'; '.join(self._reasons())}"
             return
-        self._cut[tiled.member.name] = f"{tiled.kind}, at most {size} {_in_words(dim)}"
+        self._cut[tiled.name] = f"{tiled.kind}, at most {size} {_in_words(dim)}"
         kinds = "; ".join(f"{count} x {text}" for text, count in Counter(self._cut.values()).items())
         self.applied.summary = f"{counted(len(self._cut), 'module')} in tiles: {kinds}"
         if found.draws is None:
-            reason = f"{tiled.member.name} ({tiled.kind}: other random numbers in tiles)"
+            reason = f"{tiled.name} ({tiled.kind}: other random numbers in tiles)"
             self.applied.loss_class = "changed"
             self.applied.reasons = tuple(dict.fromkeys((*self.applied.reasons, reason)))
 
@@ -187,9 +182,14 @@ class Tiles:
         """Whether a module runs in tiles."""
         return bool(self._cut)
 
+    @property
+    def is_worth_telling(self) -> bool:
+        """Whether modules run in tiles, or the user waits for an answer."""
+        return self._is_asked_for or self.has_cut
+
     def warn_if_unused(self) -> None:
         """Warn where modules have run and none of them can be cut."""
-        if self._refused and not self._cut:
+        if self._is_asked_for and self._refused and not self._cut:
             warnings.warn(
                 f"tiling had no effect: no module treats {_in_words(self.config.dim)} independently, "
                 f"{'; '.join(self._reasons())}. Name modules: `Tiling(modules=...)`.",
@@ -235,7 +235,7 @@ def _selected(model: nn.Module, config: Tiling) -> Iterator[tuple[str, nn.Module
         raise setting_error("Tiling.modules", "must match at least one module", config.modules, remedy)
 
 
-class _TiledModule:
+class _TiledModule(Member):
     """What a module remembers of how its calls are cut.
 
     Args:
@@ -245,7 +245,7 @@ class _TiledModule:
     """
 
     def __init__(self, name: str, module: nn.Module, tiles: Tiles) -> None:
-        self.member = Member(name, [Membership(Group(1), 0)], module.__dict__.get("forward"))
+        super().__init__(name, [Membership(Group(1), 0)], module.__dict__.get("forward"))
         self.kind = type(module).__name__
         self._tiles = tiles
         self._known: dict[Any, tuple[int, Independence]] = {}
@@ -261,15 +261,15 @@ class _TiledModule:
         needs = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in (*leaves, *module.parameters()))
         dims = self._dimensions(leaves)
         if not needs or not dims:
-            return self.member.forward_of(module)(*args, **kwargs)
+            return self.forward_of(module)(*args, **kwargs)
         kind = module.training, tuple(dims), tuple(map(_kind, leaves)), *(tuple(are_cut(leaves, dim)) for dim in dims)
         if kind not in self._known:
             self._known[kind] = self._learn(module, args, kwargs, leaves, dims)
         dim, found = self._known[kind]
         size = None if found.why_not else self._size(module, found, extent_of(leaves, dim))
         if size is None or size >= extent_of(leaves, dim):
-            return self.member.forward_of(module)(*args, **kwargs)
-        return run_in_tiles(self.member, module, args, kwargs, Cut(dim, found.draws, found.orders), size)
+            return self.forward_of(module)(*args, **kwargs)
+        return run_in_tiles(self, module, args, kwargs, Cut(dim, found.draws, found.orders), size)
 
     def _dimensions(self, leaves: list[Any]) -> list[int]:
         """Return the dimensions that may be cut, the longest first."""
@@ -285,7 +285,7 @@ class _TiledModule:
             ValueError: the module was named, no call of it was cut so far, and this one cannot be.
         """
         is_named = self._tiles.config.modules is not None
-        function, found = self.member.forward_of(module), Independence(why_not="it was not tested")
+        function, found = self.forward_of(module), Independence(why_not="it was not tested")
         if any(isinstance(leaf, Tensor) and is_fake(leaf) for leaf in leaves):
             if is_named and len(dims) == 1:  # it is taken at the user's word; a run would refuse it
                 found = sizes_of(function, module, args, kwargs, dims[0])
@@ -307,7 +307,7 @@ class _TiledModule:
                 "Tiling.modules",
                 f"must name modules that treat {_in_words(self._tiles.config.dim)} independently, and of this one "
                 f"{', and '.join(dict.fromkeys(reasons))}",
-                f"`{self.member.name}` ({self.kind})",
+                f"`{self.name}` ({self.kind})",
                 "Leave it out, or name modules inside of it.",
             )
         self._tiles.note(self, found, dims[-1], None)
@@ -335,7 +335,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a module in tiles; named so that a pickled module finds its own class's method again."""
     tiled: _TiledModule = self.__dict__[TILES]
     if not torch.is_grad_enabled() or is_inside_transform() or is_in_tile():
-        return tiled.member.forward_of(self)(*args, **kwargs)
+        return tiled.forward_of(self)(*args, **kwargs)
     try:
         return tiled.call(self, args, kwargs)
     except EditsInputError as error:
@@ -348,7 +348,7 @@ def _refusal(tiled: _TiledModule, what: str) -> ValueError:
     error = setting_error(
         "tiling",
         f"must not select a module that {what}, as its forward runs for every tile, and again",
-        f"`{tiled.member.name}` ({tiled.kind})",
+        f"`{tiled.name}` ({tiled.kind})",
         "Name other modules: `Tiling(modules=...)`.",
     )
     return RefusedRegionError(*error.args)
