@@ -49,6 +49,7 @@ from lightning_memsave.techniques.sparsity import (  # noqa: E402
     apply_sparsity,
     export_dense,
 )
+from lightning_memsave.techniques.tiling import Tiling, apply_tiling  # noqa: E402
 
 register_strategies()
 
@@ -81,6 +82,7 @@ __all__ = [
     "Prediction",
     "Recipe",
     "Sparsity",
+    "Tiling",
     "UpdateSchedule",
     "Verification",
     "allocation_peak",
@@ -89,6 +91,7 @@ __all__ = [
     "apply_low_precision",
     "apply_optimizer_state",
     "apply_sparsity",
+    "apply_tiling",
     "export_dense",
     "microbatches",
     "plan_checkpointing",

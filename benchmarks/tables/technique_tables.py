@@ -257,6 +257,24 @@ def peft() -> str:
     return markdown(head, lines)
 
 
+def tiling() -> str:
+    """Tiles along samples and positions, beside regions and microbatches."""
+    head = ("", "setting", "peak MB", "factor", "CPU time", "error of the gradient")
+    lines = []
+    for row in rows("tiling"):
+        error = float(row["quality_value"])
+        lines.append(
+            (
+                row["model"] if row["setting"] == "plain" else "",
+                row["setting"],
+                f"{float(row['peak_bytes']) / MB:.1f}",
+                *factor_and_time(row),
+                f"{error:.0e}" if error else "0",
+            )
+        )
+    return markdown(head, lines, num_text=2)
+
+
 def microbatching() -> str:
     """Peak and time against the size of the microbatch."""
     head = ("model", "setting", "peak MB", "factor", "CPU time", "gradients' relative difference")

@@ -31,6 +31,7 @@ from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
 from lightning_memsave.techniques.sparsity import Sparsity
+from lightning_memsave.techniques.tiling import Tiling
 
 
 class MemSave(MemoryMonitor):
@@ -52,6 +53,7 @@ class MemSave(MemoryMonitor):
             the peak), or `Microbatching(...)`.
         activations: how saved activations are kept: `"exact"`, `"int8"`, `"int4"`, `"int4-chain"`, a list such as
             `["exact", "int4"]`, or `ActivationCompression(...)`.
+        tiling: modules in slices: of `"samples"`, of `"positions"`, a pattern for modules, or `Tiling(...)`.
         checkpointing: `"blocks"`, `"sqrt"`, `"recursive"`, or `Checkpointing(...)`, for example with a `budget`.
         optimizer_state: `"8bit"`, `"4bit"`, `"lean"` (5-bit first, factored second moments), `"offload"`, `"paged"`, or
             `OptimizerState(...)`, for example with `projection="galore"`, `gradients="release"` or `"into-state"`.
@@ -85,6 +87,7 @@ class MemSave(MemoryMonitor):
         precision: bool | str | LowPrecision | None = None,
         microbatch: int | bool | str | Microbatching | None = None,
         activations: bool | str | Sequence[str] | ActivationCompression | None = None,
+        tiling: bool | str | Tiling | None = None,
         checkpointing: bool | str | Checkpointing | None = None,
         optimizer_state: bool | str | OptimizerState | None = None,
         planning_seconds: float | None = None,
@@ -97,6 +100,7 @@ class MemSave(MemoryMonitor):
             "precision": precision,
             "microbatch": microbatch,
             "activations": activations,
+            "tiling": tiling,
             "checkpointing": checkpointing,
             "optimizer_state": optimizer_state,
         }

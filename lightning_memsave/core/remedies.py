@@ -23,6 +23,7 @@ REMEDIES: Mapping[str, Sequence[tuple[tuple[str, ...], str]]] = {
         _MICROBATCHES,
         (("checkpointing",), '`checkpointing="sqrt"` (computes them again)'),
         (("activation_compression",), '`activations="exact"` or `"int4"` (keeps them in fewer bytes)'),
+        (("tiling",), '`tiling="samples"` or `tiling="positions"` (modules in slices, where these are independent)'),
         _SHORTER,
     ),
     "temporary": (

@@ -232,6 +232,7 @@ class BatchCutter:
 
 
 _WAYS_OUT = (
+    'Where it relates samples, `tiling="samples"` runs encoders in parts and gives the loss all of them. '
     "For a mean over something else than samples pass `Microbatching(weight_fn=...)` (`LabelCount()` for labels that "
     "are not -100, `LabelCount(shifted=True)` for causal language models), for samples that belong together "
     '`split_fn=...`; `reduction="mean"` or `"sum"` is taken as said.'

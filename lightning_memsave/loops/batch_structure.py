@@ -20,9 +20,10 @@ from lightning_memsave.core.selection import is_scripted
 from lightning_memsave.saved_tensors.object_state import state_of
 from lightning_memsave.saved_tensors.randomness import PARTS_OF_TORCH
 from lightning_memsave.techniques.checkpointing import REGION
+from lightning_memsave.techniques.tiling import TILES
 from lightning_memsave.torch_internals.containers import CONTAINERS, refill
 
-_OF_REGIONS = (REGION, "forward")  # which may be made and withdrawn meanwhile
+_OF_REGIONS = (REGION, TILES, "forward")  # which may be made and withdrawn meanwhile
 OF_LIGHTNING = frozenset(name for name in vars(LightningModule()) if name.startswith("_"))
 """Attributes that torch and Lightning give to a LightningModule."""
 

@@ -19,6 +19,9 @@ from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_store
+from lightning_memsave.techniques.tiling import Tiles, Tiling
+
+_FEWER = 4  # times fewer samples in a tile, with each try
 
 
 class Fallbacks:
@@ -33,6 +36,9 @@ class Fallbacks:
         self._num_taken = 0
         self.num_learned = 0
         """Measures that an earlier run has found to be needed."""
+        self.tile_size: int | None = None
+        """Samples of a tile, where modules run in tiles because the batch cannot be cut."""
+        self._tiles_refused = False
         self.regions_refused = False
         """Whether the model cannot be checkpointed, as regions have shown that were withdrawn."""
 
@@ -59,11 +65,38 @@ class Fallbacks:
         has_taken = False
         while self._num_taken < self.num_learned:
             has_taken |= self.take_next(trainer) is not None
+        if self.tile_size is not None and self._scopes.tiles is None:
+            self._tile(trainer, self.tile_size)
+            has_taken = True
         return has_taken
 
+    def take_tiles(self, trainer: L.Trainer, num_samples: int) -> str | None:
+        """Run modules in tiles of fewer samples than before, and return that in words; `None` where none is left.
+
+        For batches that cannot be cut, as their loss relates samples: the loss sees all of them.
+        """
+        scopes, recipe = self._scopes, session_of(trainer).recipe
+        is_useless = scopes.tiles is not None and not scopes.tiles.has_cut
+        if not recipe.leaves_open(Tiling) or self._tiles_refused or is_useless or self.tile_size == 1:
+            return None
+        check_compatibility(["tiling", *recipe.rows(), *ways_of_training(trainer)])
+        self._tile(trainer, max(1, (self.tile_size or num_samples) // _FEWER))
+        return f"modules in tiles of {self.tile_size} samples, where these are independent"
+
+    def _tile(self, trainer: L.Trainer, size: int) -> None:
+        if self._scopes.tiles is not None:
+            self._scopes.tiles.applied.undo()
+        self.tile_size = size
+        config = Tiling(dim=0, size=size)
+        self._scopes.tiles = Tiles(trainer.lightning_module, config, is_asked_for=False)
+
     def withdraw(self, trainer: L.Trainer) -> bool:
-        """Undo the regions of a measure, which the model has refused; return whether there were any."""
+        """Undo the tiles or regions of a measure, which the model has refused; return whether there were any."""
         scopes = self._scopes
+        if self.tile_size is not None and scopes.tiles is not None:
+            scopes.tiles.applied.undo()
+            scopes.tiles, self.tile_size, self._tiles_refused = None, None, True
+            return True
         if not session_of(trainer).recipe.leaves_open(Checkpointing) or not scopes.undo_regions():
             return False
         scopes.regions = scopes.planned = scopes.region_inputs = None

@@ -115,6 +115,8 @@ class RecoveryPolicy:
         taken = self._without_smaller_parts(trainer, batch)
         if taken is None and can_cut:
             taken = self._halve(batch)
+        elif taken is None:
+            taken = self._cut_modules(trainer, batch)
         if taken is None:
             return False
         self.num_recovered += 1
@@ -144,6 +146,16 @@ class RecoveryPolicy:
             taken = self._fallbacks.take_next(trainer)
             self.has_new_regions |= taken is not None
         return taken
+
+    def _cut_modules(self, trainer: L.Trainer, batch: Batch) -> str | None:
+        """Run modules on a few samples at a time, where that is possible for a batch that stays whole."""
+        if self._fallbacks is None:
+            return None
+        with contextlib.suppress(ValueError):  # it has no samples, or the way of training does not allow it
+            taken = self._fallbacks.take_tiles(trainer, self._config.num_samples(batch))
+            self.has_new_regions |= taken is not None
+            return taken
+        return None
 
     def _back_to_what_fitted(self, batch: Batch) -> str | None:
         self._num_good = 0

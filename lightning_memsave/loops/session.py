@@ -181,8 +181,10 @@ class Session:
         if not num_measures and self.recovery.limit_elements is None and self.evaluation.limit_elements is None:
             return {}
         refused = {"regions_refused": True} if self.fallbacks.regions_refused else {}
+        tiles = {} if self.fallbacks.tile_size is None else {"tile_size": self.fallbacks.tile_size}
         return {
             **refused,
+            **tiles,
             "num_measures": num_measures,
             "training": self.recovery.state_dict(),
             "evaluation": self.evaluation.state_dict(),
@@ -193,6 +195,7 @@ class Session:
         if "num_measures" in learned and self.recovery is not None and self.evaluation is not None:
             self.fallbacks.num_learned = learned["num_measures"]
             self.fallbacks.regions_refused = learned.get("regions_refused", False)
+            self.fallbacks.tile_size = learned.get("tile_size")
             self.recovery.load_state_dict(learned["training"])
             self.evaluation.load_state_dict(learned["evaluation"])
 

@@ -14,6 +14,7 @@ from lightning_memsave.loops.forward_scope import ForwardScope
 from lightning_memsave.loops.planned_checkpointing import PlannedCheckpointing
 from lightning_memsave.saved_tensors.region_inputs import keeping_inputs_in
 from lightning_memsave.saved_tensors.store import SavedTensorStore
+from lightning_memsave.techniques.tiling import Tiles
 
 
 class StepScopes:
@@ -21,6 +22,8 @@ class StepScopes:
 
     def __init__(self) -> None:
         self.activations: ForwardScope | None = None
+        self.tiles: Tiles | None = None
+        """Modules that run in slices."""
         self.regions: Applied | None = None
         """Regions that are known before the first batch."""
         self.planned: PlannedCheckpointing | None = None
@@ -43,12 +46,16 @@ class StepScopes:
         self.plan(trainer, args)
         scope = self._scope(trainer)
         with nullcontext() if self.region_inputs is None else keeping_inputs_in(self.region_inputs):
-            return step() if scope is None else scope(step)
+            output = step() if scope is None else scope(step)
+        if self.tiles is not None:
+            self.tiles.warn_if_unused()
+        return output
 
     @property
     def applied(self) -> list[Applied]:
         """What was done so far, as far as anybody waits to hear of it."""
-        done = [] if self.regions is None else [self.regions]
+        done = [] if self.tiles is None or not self.tiles.is_worth_telling else [self.tiles.applied]
+        done += [] if self.regions is None else [self.regions]
         if self.planned is not None and self.planned.applied is not None and self.planned.is_worth_telling:
             done.append(self.planned.applied)
         return done if self.activations is None else [*done, self.activations.applied]
@@ -66,3 +73,5 @@ class StepScopes:
         if self.activations is not None:
             self.activations.close()
         self.undo_regions()
+        if self.tiles is not None:
+            self.tiles.applied.undo()

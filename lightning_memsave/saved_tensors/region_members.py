@@ -62,3 +62,32 @@ class Member:
     def forward_of(self, module: nn.Module) -> Callable[..., Any]:
         """Return the forward that computes."""
         return self.previous_forward or types.MethodType(type(module).forward, module)
+
+
+def bind(module: nn.Module, attribute: str, member: Member, forward: Callable[..., Any]) -> None:
+    """Give a module a forward of its own, and keep what that remembers in an attribute."""
+    module.__dict__[attribute] = member
+    # A bound method, not a closure: deepcopy rebinds it to the copy, so that a copy computes with its own weights.
+    module.forward = types.MethodType(forward, module)
+
+
+def is_bound(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Return whether a module has this forward, or another one on top of it.
+
+    A pickle has forgotten: its `forward`, if it has one of its own, is that of its class.
+    """
+    above = (each.previous_forward for each in vars(module).values() if isinstance(each, Member))
+    forwards = (module.__dict__.get("forward"), *above)
+    return "forward" in module.__dict__ and any(getattr(each, "__func__", None) is forward for each in forwards)
+
+
+def unbind(module: nn.Module, attribute: str, forward: Callable[..., Any]) -> None:
+    """Undo `bind`, also where another forward was bound since: that one goes on without this one."""
+    member: Member = module.__dict__.pop(attribute)
+    for above in [each for each in vars(module).values() if isinstance(each, Member)]:
+        if getattr(above.previous_forward, "__func__", None) is forward:
+            above.previous_forward = member.previous_forward
+            return
+    del module.forward
+    if member.previous_forward is not None:
+        module.forward = member.previous_forward

@@ -24,6 +24,7 @@ from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.optimizer_state import OptimizerState, check_optimizers
 from lightning_memsave.techniques.registry import Config, technique_of
 from lightning_memsave.techniques.sparsity import Sparsity
+from lightning_memsave.techniques.tiling import Tiles, Tiling
 
 C = TypeVar("C", bound=Config)
 
@@ -38,6 +39,7 @@ def apply_to_model(session: Session, trainer: L.Trainer) -> None:
 
 def apply_to_steps(session: Session, trainer: L.Trainer) -> None:
     """Open what steps run in, once the model is where it is trained."""
+    _apply(session, trainer, Tiling, _make_tiles)  # first, so that regions go around tiles
     _apply(session, trainer, Checkpointing, _make_regions)
     _apply(session, trainer, ActivationCompression, _open_store)
 
@@ -118,6 +120,10 @@ def _make_sparse(session: Session, trainer: L.Trainer, config: Sparsity) -> None
 def _lower_weights(session: Session, trainer: L.Trainer, config: LowPrecision) -> None:
     session.weights, applied = lower_precision(trainer, config)
     session.changes.append(applied)
+
+
+def _make_tiles(session: Session, trainer: L.Trainer, config: Tiling) -> None:
+    session.scopes.tiles = Tiles(trainer.lightning_module, config)
 
 
 def _make_regions(session: Session, trainer: L.Trainer, config: Checkpointing) -> None:

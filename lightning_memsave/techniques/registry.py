@@ -15,9 +15,17 @@ from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
 from lightning_memsave.techniques.sparsity import Sparsity
+from lightning_memsave.techniques.tiling import Tiling
 
 Config = (
-    EarlyZeroGrad | Sparsity | LowPrecision | Microbatching | ActivationCompression | Checkpointing | OptimizerState
+    EarlyZeroGrad
+    | Sparsity
+    | LowPrecision
+    | Microbatching
+    | ActivationCompression
+    | Tiling
+    | Checkpointing
+    | OptimizerState
 )
 
 
@@ -40,6 +48,7 @@ TECHNIQUES = (
     Technique("low_precision", LowPrecision, "precision", LowPrecision.from_shorthand),
     Technique("microbatching", Microbatching, "microbatch", Microbatching.from_shorthand),
     Technique("activation_compression", ActivationCompression, "activations", ActivationCompression.from_shorthand),
+    Technique("tiling", Tiling, "tiling", Tiling.from_shorthand),
     Technique("checkpointing", Checkpointing, "checkpointing", Checkpointing.from_shorthand),
     Technique("optimizer_state", OptimizerState, "optimizer_state", OptimizerState.from_shorthand),
 )

@@ -211,7 +211,9 @@ def _nodes(names: str) -> frozenset[str]:
     return frozenset(f"{name}Backward{overload}" for name in names.split() for overload in (0, 1))
 
 
-_OF_ONE_WEIGHT = _nodes(
+LENT, WIDENED = "_LentBackward", "_WidenedBackward"
+"""The nodes of a weight that is lent to a call, and of its stand-in (`lent_weights`)."""
+_OF_ONE_WEIGHT = {LENT, WIDENED} | _nodes(
     "T View UnsafeView ReshapeAlias Transpose Permute Expand Alias AsStrided Slice Select Split SplitWithSizes "
     "Squeeze Unsqueeze Unbind Detach Clone ToCopy"
 )

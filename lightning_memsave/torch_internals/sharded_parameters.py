@@ -100,6 +100,11 @@ def set_values(p: Tensor, values: Tensor) -> None:
     p._local_tensor, p._spec = made._local_tensor, made._spec  # which assigning `data` leaves as they are
 
 
+def has_shards_inside(module: nn.Module) -> bool:
+    """Return whether modules in a module gather their weights themselves, under FSDP2."""
+    return any(isinstance(each, FSDPModule) for each in module.modules() if each is not module)
+
+
 def free_gathered(model: nn.Module) -> None:
     """Free parameters that FSDP2 has gathered: after a forward pass the outermost module keeps them for backward."""
     for module in model.modules():

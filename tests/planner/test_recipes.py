@@ -11,7 +11,7 @@ from lightning_memsave.techniques.registry import TECHNIQUES, technique_of
 
 def test_the_order_is_the_registrys_whatever_the_order_of_the_arguments():
     slots = {"optimizer_state": "8bit", "microbatch": 2, "checkpointing": "blocks", "activations": "int4"}
-    slots |= {"precision": "bf16-sr", "sparsity": 0.9}
+    slots |= {"precision": "bf16-sr", "sparsity": 0.9, "tiling": "samples"}
     recipe = resolve("lossless", slots)
     assert recipe.stems() == tuple(technique.stem for technique in TECHNIQUES)
 

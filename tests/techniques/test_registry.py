@@ -15,6 +15,7 @@ EXAMPLES = {
     "low_precision": ("bf16-sr", True),
     "microbatching": (4, "auto"),
     "activation_compression": ("exact", "int4"),
+    "tiling": ("samples", "*MLP"),
     "checkpointing": ("blocks", True),
     "optimizer_state": ("8bit", "lean"),
 }

@@ -20,7 +20,6 @@ calls instead of runs of graph nodes; which ones is found by the planner (`plann
 from __future__ import annotations
 
 import contextlib
-import types
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from lightning_memsave.saved_tensors.checkpoint_regions import run
 from lightning_memsave.saved_tensors.offload import Offloader
 from lightning_memsave.saved_tensors.region_call import ChangesAttributeError, EditsInputError
 from lightning_memsave.saved_tensors.region_inputs import keeping_inputs_in
-from lightning_memsave.saved_tensors.region_members import Group, Member, Membership
+from lightning_memsave.saved_tensors.region_members import Group, Member, Membership, bind, is_bound, unbind
 from lightning_memsave.saved_tensors.store import SavedTensorStore
 from lightning_memsave.techniques.checkpointing.region_selection import Region, repeated_blocks, select_regions
 from lightning_memsave.torch_internals.autograd_graph import is_inside_transform
@@ -146,15 +145,16 @@ def apply_checkpointing(model: nn.Module, config: Checkpointing) -> Applied:
     )
     modules = {name: model.get_submodule(name) for region in regions for name in region}
     for name, module in modules.items():
-        if _is_member(module):
+        if is_bound(module, forward):
             raise setting_error("checkpointing", "must be applied once", name, "Call `.undo()` of the first one.")
     for name, memberships in _memberships(regions).items():
-        _join(name, modules[name], memberships)
+        member = Member(name, memberships, modules[name].__dict__.get("forward"))
+        bind(modules[name], REGION, member, forward)
     stop_offload = _offload_inputs(model) if config.offload else None
 
     def restore() -> None:
         for module in modules.values():
-            _leave(module)
+            unbind(module, REGION, forward)
         if stop_offload is not None:
             stop_offload()
 
@@ -182,24 +182,6 @@ def _memberships(regions: Sequence[Region]) -> dict[str, list[Membership]]:
         for position, name in enumerate(region):
             found.setdefault(name, []).append(Membership(group, position))
     return found
-
-
-def _is_member(module: nn.Module) -> bool:
-    # A pickle has forgotten: its `forward`, if it has one of its own, is that of its class.
-    return getattr(module.__dict__.get("forward"), "__func__", None) is forward
-
-
-def _join(name: str, module: nn.Module, memberships: Sequence[Membership]) -> None:
-    module.__dict__[REGION] = Member(name, memberships, module.__dict__.get("forward"))
-    # A bound method, not a closure: deepcopy rebinds it to the copy, so that a copy computes with its own weights.
-    module.forward = types.MethodType(forward, module)
-
-
-def _leave(module: nn.Module) -> None:
-    member: Member = module.__dict__.pop(REGION)
-    del module.forward
-    if member.previous_forward is not None:
-        module.forward = member.previous_forward
 
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # what is inside may still be compiled

@@ -1,0 +1,276 @@
+"""A call in tiles: slices of its arguments along one dimension are calls of their own, each a checkpointed region.
+
+Forward keeps the slices, and nothing of what is computed from them; backward makes the call of one slice again at a
+time, the last one first. So hidden layers exist for one slice, in forward and in backward. Autograd adds the slices'
+gradients of weights up, in the weights' dtype, before any hook sees them.
+
+What a call draws (dropout) is drawn once, for all slices, in the order of the plain call, and kept: masks as bits.
+While it is drawn, a mask takes a byte per element of the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_memsave.numerics import bits
+from lightning_memsave.saved_tensors.checkpoint_regions import run
+from lightning_memsave.saved_tensors.lent_weights import LentWeights
+from lightning_memsave.saved_tensors.region_members import Member
+
+
+def lengths_of(extent: int, size: int) -> list[int]:
+    """Return the lengths of slices of at most `size`, as even as they can be.
+
+    >>> lengths_of(10, 4)
+    [4, 3, 3]
+    """
+    num_tiles = -(-extent // size)
+    ends = [-(-extent * number // num_tiles) for number in range(num_tiles + 1)]
+    return [end - start for start, end in itertools.pairwise(ends)]
+
+
+def extent_of(leaves: Sequence[Any], dim: int) -> int:
+    """Return the size of the first tensor that has such a dimension; 0 without one."""
+    return next((leaf.shape[dim] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > dim), 0)
+
+
+def are_cut(leaves: Sequence[Any], dim: int) -> list[bool]:
+    """Return which leaves are cut: tensors whose size there is that of the first."""
+    extent = extent_of(leaves, dim)
+    return [isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == extent for leaf in leaves]
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a tensor, those with the largest steps in memory first.
+
+    >>> memory_order(torch.zeros(2, 3, 4).transpose(0, 1))
+    (1, 0, 2)
+    """
+    return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+# ---------------------------------------------------------------------------------------------------- noise
+class Draw(NamedTuple):
+    """Random numbers that a call draws in one operation."""
+
+    times: int
+    """Entries of the dimension that is cut for each entry of the input; 0: all slices have the same numbers."""
+    order: tuple[int, ...]
+    """The order of dimensions in memory, in which numbers are drawn."""
+
+
+class NoiseError(RuntimeError):
+    """A call draws numbers in a way that cannot be cut."""
+
+
+def is_draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation draws random numbers; attention does so if it has dropout."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return "scaled_dot_product" not in func._schema.name or named.get("dropout_p", 0.0) > 0
+
+
+def shape_drawn(func: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    """Return the shape of what an operation draws.
+
+    Raises:
+        NoiseError: the operation is not known, or its distribution is in a tensor.
+    """
+    first, *others = args
+    if func._schema.name not in _KNOWN or any(isinstance(value, Tensor) for value in others):
+        raise NoiseError(f"it draws numbers by `{func._schema.name}`")
+    return tuple(first.shape) if isinstance(first, Tensor) else tuple(first)
+
+
+_KNOWN = frozenset(f"aten::{name}" for name in ("bernoulli_", "uniform_", "normal_", "rand", "randn"))
+
+
+class KeptNoise:
+    """The numbers that a call in tiles draws: whole and in the order of the plain call, by the first tile that asks.
+
+    Args:
+        draws: of the call, in order.
+        dim: the dimension that is cut.
+        lengths: of the slices.
+    """
+
+    def __init__(self, draws: Sequence[Draw], dim: int, lengths: Sequence[int]) -> None:
+        self._draws, self._dim, self._lengths = draws, dim, lengths
+        self._kept: list[list[Tensor]] = []
+        """Numbers of each tile, one list for each draw, masks as bits; one tensor where all tiles have the same."""
+
+    def of_tile(self, number: int) -> TorchDispatchMode:
+        """Return a mode in which draws give the numbers of a tile."""
+        return _NoiseOfTile(functools.partial(self._numbers, number))
+
+    def _numbers(self, tile: int, draw: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        if draw >= len(self._draws):
+            raise NoiseError("a module in tiles draws more numbers than when it was tested")
+        if draw == len(self._kept):
+            self._kept.append(self._drawn(draw, func, args, kwargs))
+        kept, shape = self._kept[draw], shape_drawn(func, args)
+        numbers = kept[tile] if self._draws[draw].times else kept[0]
+        if func._schema.name == "aten::bernoulli_":
+            numbers = bits.unpack(numbers, 1, args[0].numel())
+        numbers = numbers.view(shape)
+        return args[0].copy_(numbers) if func._schema.is_mutable else numbers.clone()
+
+    def _drawn(self, draw: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Draw for the whole; return the slices."""
+        first, *others = args
+        shape, (times, order), dim = list(shape_drawn(func, args)), self._draws[draw], self._dim
+        lengths = [times * length for length in self._lengths]
+        if times:
+            shape[dim] = sum(lengths)
+        is_mask = func._schema.name == "aten::bernoulli_"
+        if func._schema.is_mutable:
+            dtype = torch.bool if is_mask else first.dtype
+            whole = func(torch.empty_permuted(shape, order, dtype=dtype, device=first.device), *others, **kwargs)
+        else:
+            whole = func(shape, *others, **kwargs)
+        parts = whole.split_with_sizes(lengths, dim) if times else [whole]
+        return [bits.pack(part.flatten(), 1) if is_mask else part.contiguous() for part in parts]
+
+
+class _NoiseOfTile(TorchDispatchMode):
+    """Answers draws by `numbers(number of the draw, operation, args, kwargs)`."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, numbers: Callable[..., Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._numbers, self._num_draws = numbers, 0
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not is_draw(func, args, kwargs):
+            return func(*args, **kwargs)
+        self._num_draws += 1
+        return self._numbers(self._num_draws - 1, func, args, kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------- tiles
+class Cut(NamedTuple):
+    """How calls of a module are cut."""
+
+    dim: int
+    draws: tuple[Draw, ...] | None
+    """What a call draws; `None`: each tile draws numbers of its own."""
+    orders: tuple[tuple[int, ...], ...]
+    """Orders of dimensions in memory, one for each tensor that is returned. What follows may depend on them: masks are
+    drawn in that order."""
+
+
+_IS_IN_TILE: ContextVar[bool] = ContextVar("is in a tile", default=False)
+
+
+def is_in_tile() -> bool:
+    """Return whether a tile runs, or is made again: modules inside are not cut once more."""
+    return _IS_IN_TILE.get()
+
+
+@contextlib.contextmanager
+def in_tile() -> Iterator[None]:
+    """Run as a tile does: uncut inside, and with a copy of each weight of its own under autocast.
+
+    A copy in 16 bits that tiles shared would add up their gradients in 16 bits.
+    """
+    token, caches = _IS_IN_TILE.set(True), torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(caches)
+        _IS_IN_TILE.reset(token)
+
+
+class _Tile:
+    """The forward of a module as one of the tiles of a call.
+
+    Args:
+        function: the module's own forward.
+        weights: what all tiles compute with.
+        noise: what all tiles draw from; `None`: each draws its own.
+        number: of the tile.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        weights: LentWeights,
+        noise: KeptNoise | None,
+        number: int,
+    ) -> None:
+        self._function, self._weights, self._noise, self._number = function, weights, noise, number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        noise = contextlib.nullcontext() if self._noise is None else self._noise.of_tile(self._number)
+        with in_tile(), self._weights.lent(), noise:
+            return self._function(*args, **kwargs)
+
+
+def run_in_tiles(member: Member, module: nn.Module, args: Any, kwargs: Any, cut: Cut, size: int) -> Any:
+    """Call the forward of `module` on slices of its arguments, each call a region, and join what they return.
+
+    Args:
+        member: what `module` remembers of its calls.
+        module: treats the entries of the dimension that is cut independently of each other.
+        args: its arguments; tensors with the extent of the first are cut, the others are given to every tile.
+        kwargs: the same.
+        cut: how.
+        size: entries of a slice, at most.
+
+    Raises:
+        ValueError: an output does not have the entries of its slice.
+        EditsInputError: a call edits its input in place.
+        ChangesAttributeError: it changes an attribute that cannot be put back.
+    """
+    leaves, tree = tree_flatten((args, kwargs))
+    lengths = lengths_of(extent_of(leaves, cut.dim), size)
+    # Split at once: backward then joins the slices' gradients in one tensor, instead of adding up one for each.
+    is_cut = are_cut(leaves, cut.dim)
+    slices = [
+        leaf.split_with_sizes(lengths, cut.dim) if cuts else [leaf] * len(lengths)
+        for leaf, cuts in zip(leaves, is_cut, strict=True)
+    ]
+    noise = KeptNoise(cut.draws, cut.dim, lengths) if cut.draws else None
+    function, weights = member.forward_of(module), LentWeights(module)
+    found: list[list[Any]] = []
+    for number, length in enumerate(lengths):
+        given = [each[number].contiguous() if cuts else each[number] for each, cuts in zip(slices, is_cut, strict=True)]
+        some, named = tree_unflatten(given, tree)
+        del given
+        member.generators(module)  # looked for where calls are counted
+        tile = copy.copy(member)
+        tile.previous_forward = _Tile(function, weights, noise, number)
+        outputs, tree_of_outputs = tree_flatten(run(member.memberships, tile, module, some, named))
+        member.num_calls += 1
+        for output in outputs:
+            if isinstance(output, Tensor) and (output.dim() <= cut.dim or output.shape[cut.dim] != length):
+                raise ValueError(f"an output {list(output.shape)} does not have the {length} entries of its tile")
+        found.append(outputs)
+        del some, named, outputs
+    orders = iter(cut.orders)
+    whole = [
+        _joined(each, cut.dim, next(orders)) if isinstance(each[0], Tensor) else each[0]
+        for each in zip(*found, strict=True)
+    ]
+    return tree_unflatten(whole, tree_of_outputs)
+
+
+def _joined(parts: Sequence[Tensor], dim: int, order: tuple[int, ...]) -> Tensor:
+    """Return parts as one tensor, laid out in memory as the plain call's output."""
+    joined = torch.cat([part.permute(order) for part in parts], order.index(dim))
+    return joined.permute([order.index(place) for place in range(len(order))])

@@ -1,0 +1,115 @@
+"""What a call does besides computing: it reads values, it draws numbers, and autograd keeps tensors of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memsave.saved_tensors.tiles import NoiseError, is_draw, memory_order, shape_drawn
+from lightning_memsave.torch_internals.autograd_graph import storage_key
+
+_READS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("_local_scalar_dense", "is_nonzero", "equal"),
+        *("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"),  # whose shape tells values
+    )
+)
+_READS_IN_PYTHON = frozenset(("item", "tolist", "numpy", "__array__"))
+
+
+class Drawn(NamedTuple):
+    """What an operation drew."""
+
+    shape: tuple[int, ...] | None
+    """Shape of the numbers; `None` where they cannot be drawn for all slices together."""
+    order: tuple[int, ...]
+    """The order of its dimensions in memory."""
+
+
+def _drawn(func: Any, args: Sequence[Any]) -> Drawn:
+    try:
+        shape = shape_drawn(func, args)
+    except NoiseError:
+        return Drawn(None, ())
+    return Drawn(shape, memory_order(args[0]) if isinstance(args[0], Tensor) else tuple(range(len(shape))))
+
+
+class CallWatch(TorchDispatchMode):
+    """Notes what a call reads, draws, and keeps."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.reads: list[str] = []
+        self.draws: list[Drawn] = []
+        self._kept: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name in _READS or (name == "aten::index" and any(_is_mask(index) for index in args[1])):
+            self.reads.append(name)
+        if is_draw(func, args, kwargs):
+            self.draws.append(_drawn(func, args))
+        return func(*args, **kwargs)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Note a tensor that autograd keeps."""
+        if tensor.layout is torch.strided:
+            self._kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def kept_bytes(self, but: set[int]) -> int:
+        """Return bytes that autograd keeps, without those of some storages."""
+        return sum(size for key, size in self._kept.items() if key not in but)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+class ReadsInPython(TorchFunctionMode):
+    """Notes methods of tensors that hand values to Python without an operation."""
+
+    def __init__(self, reads: list[str]) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        if (name := getattr(func, "__name__", "")) in _READS_IN_PYTHON:
+            self._reads.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+_NOISE = frozenset(f"aten::{name}" for name in ("bernoulli", "rand", "randn", "rand_like", "randn_like", "normal"))
+
+
+class Still(TorchDispatchMode):
+    """Draws give the same number everywhere, so that slices can be compared with the whole without their noise."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if not is_draw(func, args, kwargs):
+            return func(*args, **kwargs)
+        args = list(args)
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.name in ("p", "dropout_p") and place < len(args) and not func._schema.is_mutable:
+                args[place] = 0.0
+            elif argument.name in ("p", "dropout_p") and argument.name in kwargs:
+                kwargs[argument.name] = 0.0
+        found = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            return found.fill_(1)
+        return found.fill_(1) if func._schema.name in _NOISE else found

@@ -1,0 +1,427 @@
+"""A test of whether a call treats the entries of a dimension independently, so that it may be made in slices.
+
+Some entries of the real arguments are given to the module, whole and in slices. The slices must have the outputs of the
+whole, its gradients of the input, and, added up, its gradients of the weights; what slices may differ by is rounding.
+Mixing that is too small for that is found by a NaN in one entry, which may not reach another one. No value may be read
+(`item()`, a branch on a maximum), since a test with some values would say nothing about others; no buffer and no
+attribute may change, as a call in slices would change it several times.
+
+What the test does is undone: buffers, attributes, containers that the module fills, and random generators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_memsave.saved_tensors.buffers import Buffers
+from lightning_memsave.saved_tensors.module_state import Attributes
+from lightning_memsave.saved_tensors.object_state import is_object
+from lightning_memsave.saved_tensors.randomness import PARTS_OF_TORCH, Randomness, generators_in
+from lightning_memsave.saved_tensors.tiles import (
+    Draw,
+    KeptNoise,
+    NoiseError,
+    are_cut,
+    extent_of,
+    in_tile,
+    memory_order,
+)
+from lightning_memsave.techniques.tiling.call_watch import CallWatch, Drawn, ReadsInPython, Still
+from lightning_memsave.torch_internals.autograd_graph import storage_key, version_of
+from lightning_memsave.torch_internals.containers import nested, refill
+
+_NUM_SAMPLES, _NUM_POSITIONS = 3, 8
+_ROUNDING = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
+_COARSE = 2e-2  # 16 bits, and products in TF32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Independence:
+    """What a test of a call has found."""
+
+    why_not: str = ""
+    """Why it cannot be made in slices; empty where it can."""
+    draws: tuple[Draw, ...] | None = ()
+    """Random numbers that it draws; `None` where those of slices cannot be those of the whole."""
+    orders: tuple[tuple[int, ...], ...] = ()
+    """Orders of dimensions in memory, one for each tensor that it returns."""
+    inside_bytes: float = 0.0
+    """Bytes per entry that autograd keeps of what the call computes, weights left out."""
+    edge_bytes: float = 0.0
+    """Bytes per entry of what it is given and returns."""
+
+
+def test_of(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, dim: int) -> Independence:
+    """Test whether a call may be made in slices along a dimension.
+
+    Args:
+        function: the forward of `module`.
+        module: its state is as before, afterwards.
+        args: of the call; they are not changed.
+        kwargs: the same.
+        dim: of the first tensor among the arguments, and of all others that have its extent there.
+    """
+    leaves, tree = tree_flatten((args, kwargs))
+    if extent_of(leaves, dim) < 2:
+        return Independence(why_not=f"no argument has several entries in dimension {dim}")
+    opaque = next((leaf for leaf in leaves if not isinstance(leaf, Tensor) and is_object(leaf)), None)
+    if opaque is not None:
+        return Independence(why_not=f"it takes a {type(opaque).__name__}, which cannot be cut")
+    trial = _Trial(function, module, leaves, tree, dim)
+    with in_tile(), _put_back(module, trial.devices):
+        try:
+            return trial.judge()
+        except _DependsError as reason:
+            return Independence(why_not=str(reason))
+
+
+def sizes_of(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, dim: int) -> Independence:
+    """Return what a call keeps, without a test; for fake tensors, which have no values to compare."""
+    leaves, tree = tree_flatten((args, kwargs))
+    trial = _Trial(function, module, leaves, tree, dim)
+    with in_tile(), _put_back(module, trial.devices):
+        return trial.shapes()
+
+
+class _DependsError(Exception):
+    """A reason why a call cannot be made in slices."""
+
+
+class _Result(NamedTuple):
+    """One call, whole or of a slice."""
+
+    outputs: Sequence[Tensor]
+    of_inputs: Sequence[Tensor | None]
+    """Gradients of the arguments that are cut."""
+    of_weights: Sequence[Tensor | None]
+    """Gradients of the weights, and of other arguments."""
+
+
+class _Trial:
+    def __init__(self, function: Callable[..., Any], module: nn.Module, leaves: list[Any], tree: Any, dim: int) -> None:
+        self._function, self._module, self._tree, self._dim = function, module, tree, dim
+        self._is_cut = are_cut(leaves, dim)
+        extent = extent_of(leaves, dim)
+        self._num = min(extent, _NUM_SAMPLES if dim == 0 else _NUM_POSITIONS)
+        self._first = max(1, self._num * 2 // 5)
+        """Entries of the first of two slices."""
+        rows = [round(number * (extent - 1) / (self._num - 1)) for number in range(self._num)]
+        self._weights = [p for p in module.parameters() if p.requires_grad]
+        with torch.no_grad():
+            self._leaves = [self._some(leaf, cut, rows) for leaf, cut in zip(leaves, self._is_cut, strict=True)]
+        self._needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        self.devices = {t.device for t in (*self._leaves, *module.parameters()) if isinstance(t, Tensor)}
+        self._start = Randomness(self.devices, generators_in(*module.modules()))
+        self._cotangents: list[Tensor] = []
+        self._given: set[int] = set()
+        """Storages of the latest call's arguments."""
+        self._draws: list[Drawn] = []
+        self.found = Independence()
+
+    def _some(self, leaf: Any, is_cut: bool, rows: list[int]) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        some = leaf.detach()
+        some = some.index_select(self._dim, torch.tensor(rows, device=leaf.device)) if is_cut else some.clone()
+        is_narrow = some.is_floating_point() and some.dtype.itemsize == 2
+        return some.float() if is_narrow and self._computes_in_32_bits() else some
+
+    def _computes_in_32_bits(self) -> bool:
+        """Return whether autocast alone is what makes 16-bit numbers, so that the test can do without."""
+        floating = [p.dtype for p in self._module.parameters() if p.is_floating_point()]
+        return bool(floating) and all(dtype.itemsize >= 4 for dtype in floating)
+
+    # ------------------------------------------------------------------------------------ calls
+    def judge(self) -> Independence:
+        """Return what holds.
+
+        Raises:
+            _DependsError: the call cannot be made in slices.
+        """
+        with self._without_autocast():
+            whole = self.run_whole()
+            try:
+                draws: tuple[Draw, ...] | None = self._compare_slices(whole, with_noise=True)
+            except _DependsError:
+                if not self._draws:
+                    raise
+                with Still():  # is it the noise alone?
+                    self._compare_slices(self._call(0, self._num), with_noise=False)
+                draws = None
+            self._poison(whole)
+        return replace(self.found, draws=draws)
+
+    def shapes(self) -> Independence:
+        """Return what shapes tell."""
+        with self._without_autocast():
+            self.run_whole()
+            try:
+                return replace(self.found, draws=self._draws_per_entry(self._first) if self._draws else ())
+            except _DependsError:
+                return replace(self.found, draws=None)
+
+    @contextlib.contextmanager
+    def _without_autocast(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for kind in {device.type for device in self.devices} if self._computes_in_32_bits() else ():
+                if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
+
+    def run_whole(self) -> _Result:
+        """Call with all entries.
+
+        Raises:
+            _DependsError: values are read, or something of the module changes that would change in every slice.
+        """
+        owners = list(self._module.named_modules())
+        buffers, before = Buffers(owners, None), _python_noise()
+        watch = CallWatch()
+        whole = self._call(0, self._num, watch, ReadsInPython(watch.reads))
+        if watch.reads:
+            raise _DependsError(f"it reads values (`{watch.reads[0].removeprefix('aten::')}`)")
+        if changed := buffers.changed():
+            raise _DependsError(f"it changes its buffer `{min(changed).removeprefix('.')}`")
+        if _python_noise() != before:
+            raise _DependsError("it draws numbers from Python's or numpy's generator")
+        self._draws = watch.draws
+        held = (*whole.outputs, *self._module.parameters(), *self._module.buffers())
+        inside = watch.kept_bytes(self._given | _storages(held))
+        edge = sum(t.numel() * t.element_size() for t in (*self._tensors(), *whole.outputs))
+        orders = tuple(map(memory_order, whole.outputs))
+        self.found = Independence(orders=orders, inside_bytes=inside / self._num, edge_bytes=edge / self._num)
+        return whole
+
+    def _tensors(self) -> Iterator[Tensor]:
+        return (leaf for leaf, is_cut in zip(self._leaves, self._is_cut, strict=True) if is_cut)
+
+    def _call(self, start: int, length: int, watch: CallWatch | None = None, mode: Any = None) -> _Result:
+        """Call with some entries, and backward."""
+        self._start.restore()
+        given: list[Any] = []
+        cut: list[Tensor] = []
+        others: list[Tensor] = []
+        for leaf, is_cut, needs in zip(self._leaves, self._is_cut, self._needs, strict=True):
+            some = leaf.narrow(self._dim, start, length).contiguous() if is_cut else leaf
+            if isinstance(some, Tensor):
+                some = some.detach().clone().requires_grad_(needs)
+                if needs:
+                    (cut if is_cut else others).append(some)
+                some = some.clone() if needs else some  # a leaf may not be edited in place
+            given.append(some)
+        self._given = _storages(given)
+        versions = [version_of(t) for t in given if isinstance(t, Tensor)]
+        args, kwargs = tree_unflatten(given, self._tree)
+        attributes = Attributes(list(self._module.named_modules())) if start else None
+        pack = _as_it_is if watch is None else watch.keep
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is),
+            watch or contextlib.nullcontext(),
+            mode or contextlib.nullcontext(),
+        ):
+            outputs = self._outputs(functools.partial(self._function, *args, **kwargs), length)
+        if versions != [version_of(t) for t in given if isinstance(t, Tensor)]:
+            raise _DependsError("it edits its input in place")
+        if attributes is not None and (changed := attributes.differences()):
+            raise _DependsError(f"it changes its attribute `{changed[0]}`")
+        return self._backward(outputs, cut, others, start, length)
+
+    def _outputs(self, call: Callable[[], Any], length: int) -> list[Tensor]:
+        with _as_reason(length):
+            outputs = [leaf for leaf in tree_flatten(call())[0] if isinstance(leaf, Tensor)]
+        for output in outputs:
+            if output.dim() <= self._dim or output.shape[self._dim] != length:
+                raise _DependsError(f"for {length} entries it returns a tensor {list(output.shape)}")
+        if not outputs:
+            raise _DependsError("it returns no tensor")
+        return outputs
+
+    def _backward(
+        self, outputs: list[Tensor], cut: list[Tensor], others: list[Tensor], start: int, length: int
+    ) -> _Result:
+        floating = [output for output in outputs if output.requires_grad]
+        if not self._cotangents:
+            self._cotangents = [torch.randn_like(output) for output in floating]
+        wanted = [*cut, *others, *self._weights]
+        if not floating or not wanted:
+            return _Result([output.detach() for output in outputs], [], [])
+        cotangents = [each.narrow(self._dim, start, length) for each in self._cotangents]
+        if [each.shape for each in cotangents] != [output.shape for output in floating]:
+            shapes = ", ".join(str(list(output.shape)) for output in floating)
+            raise _DependsError(f"for {length} entries it returns a tensor {shapes}")
+        with _as_reason(length):
+            gradients = torch.autograd.grad(floating, wanted, cotangents, allow_unused=True)
+        return _Result([output.detach() for output in outputs], gradients[: len(cut)], gradients[len(cut) :])
+
+    # ------------------------------------------------------------------------------------ comparisons
+    def _compare_slices(self, whole: _Result, *, with_noise: bool) -> tuple[Draw, ...]:
+        """Compare slices with the whole, and return what they draw.
+
+        Raises:
+            _DependsError: they differ.
+        """
+        first = self._first
+        lengths = [first, self._num - first]
+        draws = self._draws_per_entry(first) if with_noise and self._draws else ()
+        noise = KeptNoise(draws, self._dim, lengths)
+        modes = [noise.of_tile(number) if draws else None for number in range(2)]
+        slices = [self._call(0, first, mode=modes[0]), self._call(first, lengths[1], mode=modes[1])]
+        for number, output in enumerate(whole.outputs):
+            self._check([part.outputs[number] for part in slices], output, "outputs")
+        for number, gradient in enumerate(whole.of_inputs):
+            parts = [part.of_inputs[number] for part in slices]
+            if gradient is not None or any(part is not None for part in parts):
+                self._check(parts, gradient, "gradients of the input")
+        largest = max((float(g.abs().max()) for g in whole.of_weights if g is not None and g.numel()), default=0.0)
+        for number, gradient in enumerate(whole.of_weights):
+            found = [part.of_weights[number] for part in slices]
+            total = sum(part for part in found if part is not None)
+            expected = torch.zeros(()) if gradient is None else gradient
+            fraction = self._rounding(expected)
+            if not _are_near(torch.as_tensor(total).to(expected.device), expected, fraction, largest):
+                raise _DependsError("slices have other gradients of the weights")
+        return draws
+
+    def _check(self, parts: Sequence[Tensor | None], whole: Tensor | None, what: str) -> None:
+        there = [part for part in parts if part is not None]
+        if whole is None or len(there) < len(parts):
+            raise _DependsError(f"slices have other {what}")
+        if not _are_near(torch.cat(there, self._dim), whole, self._rounding(whole)):
+            raise _DependsError(f"slices have other {what}")
+
+    def _rounding(self, tensor: Tensor) -> float:
+        """Return by what fraction of the largest element rounding may change a tensor that the call computes."""
+        used = [t for t in (*self._leaves, *self._module.parameters(), tensor) if isinstance(t, Tensor)]
+        is_narrow = any(t.is_floating_point() and t.dtype.itemsize <= 2 for t in used)
+        kinds = {device.type for device in self.devices if torch.amp.is_autocast_available(device.type)}
+        is_narrow |= any(map(torch.is_autocast_enabled, kinds))
+        allowed = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+        return _COARSE if is_narrow or (tensor.is_cuda and allowed) else _ROUNDING.get(tensor.dtype, _COARSE)
+
+    def _draws_per_entry(self, length: int) -> tuple[Draw, ...]:
+        """Return how many entries of each draw belong to an entry of the input: what a slice draws tells.
+
+        Raises:
+            _DependsError: a slice draws in another way.
+        """
+        watch = CallWatch()
+        self._call(0, length, watch)
+        if len(watch.draws) != len(self._draws):
+            raise _DependsError("slices draw more or fewer numbers than the whole")
+        return tuple(
+            Draw(self._entries(of_slice.shape, of_whole.shape, length), of_whole.order)
+            for of_slice, of_whole in zip(watch.draws, self._draws, strict=True)
+        )
+
+    def _entries(self, of_slice: tuple[int, ...] | None, of_whole: tuple[int, ...] | None, length: int) -> int:
+        if of_slice is None or of_whole is None:
+            raise _DependsError("it draws numbers by an operation, or with probabilities, that cannot be cut")
+        if of_slice == of_whole:
+            return 0
+        dim = self._dim
+        if len(of_slice) > dim:
+            times = of_slice[dim] // length
+            scaled = (*of_slice[:dim], times * self._num, *of_slice[dim + 1 :])
+            if scaled == of_whole and (times == 1 or dim == 0):
+                return times
+        raise _DependsError(f"it draws {list(of_whole)} numbers, of which an entry has no share")
+
+    def _poison(self, whole: _Result) -> None:
+        """Look whether a NaN in one entry reaches others.
+
+        Raises:
+            _DependsError: it does.
+        """
+        place = self._num // 2
+        before = self._leaves
+        if not any(leaf.is_floating_point() for leaf in self._tensors()):
+            return
+        self._leaves = [
+            leaf.clone() if is_cut and leaf.is_floating_point() else leaf
+            for leaf, is_cut in zip(before, self._is_cut, strict=True)
+        ]
+        for leaf in self._tensors():
+            if leaf.is_floating_point():
+                leaf.select(self._dim, place).fill_(math.nan)
+        needs, self._needs = self._needs, [False] * len(self._needs)
+        with torch.no_grad():
+            outputs = self._call(0, self._num).outputs
+        self._leaves, self._needs = before, needs
+        for output, plain in zip(outputs, whole.outputs, strict=True):
+            if output.is_floating_point():
+                new = (output.isnan() & ~plain.isnan()).movedim(self._dim, 0).flatten(1).any(1)
+                new[place] = False
+                if bool(new.any()):
+                    raise _DependsError("a NaN in one entry reaches others")
+
+
+@contextlib.contextmanager
+def _as_reason(length: int) -> Iterator[None]:
+    """Take an error of a call for a reason, unless it is about memory."""
+    try:
+        yield
+    except NoiseError as error:
+        raise _DependsError(str(error)) from error
+    except Exception as error:
+        if isinstance(error, MemoryError) or "memory" in str(error):
+            raise
+        text = " ".join(str(error).split())[:100]
+        raise _DependsError(f"it fails with {length} entries ({type(error).__name__}: {text})") from error
+
+
+def _storages(values: Iterable[Any]) -> set[int]:
+    return {storage_key(t) for t in values if isinstance(t, Tensor) and t.layout is torch.strided}
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _are_near(found: Tensor, expected: Tensor, fraction: float, largest: float | None = None) -> bool:
+    """Return whether two tensors differ by rounding at most, relative to the largest element."""
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return bool((found == expected).all())
+    if largest is None:
+        largest = float(expected.abs().nan_to_num(0.0, 0.0, 0.0).max()) if expected.numel() else 0.0
+    return torch.allclose(found.to(expected.dtype), expected, rtol=fraction, atol=fraction * largest, equal_nan=True)
+
+
+# ---------------------------------------------------------------------------------------------------- state
+def _python_noise() -> Any:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else repr(numpy.random.get_state(legacy=False))
+
+
+@contextlib.contextmanager
+def _put_back(module: nn.Module, devices: set[torch.device]) -> Iterator[None]:
+    """Restore the module's buffers, attributes and containers, and generators."""
+    owners = list(module.named_modules())
+    containers = [each for _, owner in owners for each in _containers(owner)]
+    before = [(container, copy.copy(container)) for container in containers]
+    buffers = Buffers(owners, None)
+    with Randomness.untouched(devices, generators_in(*module.modules())):
+        try:
+            yield
+        finally:
+            for container, held in before:
+                refill(container, held)
+            buffers.put_back()
+
+
+def _containers(owner: nn.Module) -> Iterator[Any]:
+    yield vars(owner)
+    for name, value in vars(owner).items():
+        if name not in PARTS_OF_TORCH or name in ("_buffers", "_modules"):  # FSDP2 exchanges parameters itself
+            yield from nested(value, math.inf)[0]
