@@ -40,6 +40,7 @@ from lightning_memsave.techniques.activation_compression import (  # noqa: E402
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing  # noqa: E402
 from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad  # noqa: E402
 from lightning_memsave.techniques.low_precision import LowPrecision, apply_low_precision  # noqa: E402
+from lightning_memsave.techniques.low_rank import LowRank, apply_low_rank  # noqa: E402
 from lightning_memsave.techniques.microbatching import LabelCount, Microbatching, microbatches  # noqa: E402
 from lightning_memsave.techniques.optimizer_state import OptimizerState, apply_optimizer_state  # noqa: E402
 from lightning_memsave.techniques.sparsity import (  # noqa: E402
@@ -47,9 +48,9 @@ from lightning_memsave.techniques.sparsity import (  # noqa: E402
     Sparsity,
     UpdateSchedule,
     apply_sparsity,
-    export_dense,
 )
 from lightning_memsave.techniques.tiling import Tiling, apply_tiling  # noqa: E402
+from lightning_memsave.torch_internals.compact_layers import export_dense  # noqa: E402
 
 register_strategies()
 
@@ -63,6 +64,7 @@ __all__ = [
     "LabelCount",
     "Ledger",
     "LowPrecision",
+    "LowRank",
     "MaskUpdates",
     "Measurement",
     "MemSave",
@@ -89,6 +91,7 @@ __all__ = [
     "apply_activation_compression",
     "apply_checkpointing",
     "apply_low_precision",
+    "apply_low_rank",
     "apply_optimizer_state",
     "apply_sparsity",
     "apply_tiling",

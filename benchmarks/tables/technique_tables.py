@@ -375,6 +375,45 @@ def sparsity_text() -> str:
     return markdown(head, lines)
 
 
+def low_rank_steps() -> str:
+    """What is held between steps, and the step itself."""
+    head = ("model", "setting", "held MB", "factor", "activations MB", "peak MB", "factor", "CPU time")
+    lines = []
+    dense: Row = {}
+    for row in rows("low_rank"):
+        is_first = row["model"] != dense.get("model")
+        dense = row if is_first else dense
+        lines.append(
+            (
+                row["model"] if is_first else "",
+                row["setting"],
+                f"{float(row['held_bytes']) / MB:.2f}",
+                f"{float(dense['held_bytes']) / float(row['held_bytes']):.2f}x",
+                f"{float(row['activations_bytes']) / MB:.1f}",
+                f"{float(row['peak_bytes']) / MB:.1f}",
+                *factor_and_time(row),
+            )
+        )
+    return markdown(head, lines, num_text=2)
+
+
+def low_rank_text() -> str:
+    """Mean and standard error of three seeds, for each number of parameters."""
+    found = dict(by_setting(rows("low_rank_text")))
+    head = ("as many numbers as", "parameters", "low rank", "static sparsity", "RigL", "CPU time: low rank, RigL")
+    lines = [("dense", f"{mean(found['dense'], 'num_parameters'):,.0f}", _loss(found["dense"]), "", "", "")]
+    for rank in (name for name in found if name.startswith("rank ")):
+        low, static, rigl = found[rank], found[f"static, as {rank}"], found[f"rigl, as {rank}"]
+        times = ", ".join(f"{mean(runs, 'cpu_time_ratio'):.1f}x" for runs in (low, rigl))
+        lines.append((rank, f"{mean(low, 'num_parameters'):,.0f}", *map(_loss, (low, static, rigl)), times))
+    return markdown(head, lines)
+
+
+def _loss(runs: list[Row]) -> str:
+    values = [float(row["quality_value"]) for row in runs]
+    return f"{statistics.mean(values):.3f} ± {standard_error(values):.3f}"
+
+
 def _mean_and_error(values: list[float]) -> str:
     error = standard_error(values)
     return f"{statistics.mean(values):.1%} ± {error * 100:.1f}"

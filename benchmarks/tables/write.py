@@ -51,6 +51,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "digits": technique_tables.sparsity_digits,
         "text": technique_tables.sparsity_text,
     },
+    "docs/techniques/low_rank.md": {"steps": technique_tables.low_rank_steps, "text": technique_tables.low_rank_text},
     "docs/results.md": {
         "wrn-alone": record_tables.wrn_alone,
         "wrn": partial(record_tables.ladder, "wrn"),

@@ -28,6 +28,7 @@ from lightning_memsave.strategies.memsave_mixin import MemSaveMixin, adopt, rele
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.low_precision import LowPrecision
+from lightning_memsave.techniques.low_rank import LowRank
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
 from lightning_memsave.techniques.sparsity import Sparsity
@@ -47,6 +48,8 @@ class MemSave(MemoryMonitor):
             The first batch is planned for, before training: of what the recipe allows, the cheapest that fits. What is
             set besides stays as it is set.
         sparsity: the fraction of weights that are zero (`0.9`), `"2:4"`, or `Sparsity(...)`.
+        low_rank: two factors instead of each weight: their rank (`16`), the fraction of weights that they have together
+            (`0.2`), or `LowRank(...)`.
         precision: how weights are stored: `"bf16-sr"`, `"bf16+8"`, `"bf16-kahan"`, `"fp16-scaled"`,
             `"bf16-gradients"`, or `LowPrecision(...)`.
         microbatch: samples per microbatch, `"auto"` (recover when memory runs out), `"smallest"` (as small as lowers
@@ -84,6 +87,7 @@ class MemSave(MemoryMonitor):
         *,
         budget: int | str | None = None,
         sparsity: bool | float | str | Sparsity | None = None,
+        low_rank: bool | int | float | LowRank | None = None,
         precision: bool | str | LowPrecision | None = None,
         microbatch: int | bool | str | Microbatching | None = None,
         activations: bool | str | Sequence[str] | ActivationCompression | None = None,
@@ -97,6 +101,7 @@ class MemSave(MemoryMonitor):
         self._summary = summary
         slots = {
             "sparsity": sparsity,
+            "low_rank": low_rank,
             "precision": precision,
             "microbatch": microbatch,
             "activations": activations,
@@ -224,10 +229,10 @@ class MemSave(MemoryMonitor):
         self._keep_sample(trainer, batch)
         if (
             self._state is not None
-            and self._state.sparse_training is not None
-            and self._state.sparse_training.has_moved()
+            and self._state.compact_training is not None
+            and self._state.compact_training.has_moved()
         ):
-            log_metrics(trainer, self._state.sparse_training.metrics())
+            log_metrics(trainer, self._state.compact_training.metrics())
         meter = self._meter
         if self._state is None:
             return

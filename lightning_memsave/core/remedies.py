@@ -35,10 +35,12 @@ REMEDIES: Mapping[str, Sequence[tuple[tuple[str, ...], str]]] = {
     "optimizer_state": (
         (("optimizer_state",), '`optimizer_state="8bit"` (a quarter of 32 bits) or `"4bit"` (an eighth)'),
         (("sparsity",), "`sparsity=0.9` (a tenth, and a bit per weight)"),
+        (("low_rank",), "`low_rank=0.2` (a fifth: two factors instead of each weight)"),
     ),
     "weights": (
         (("low_precision",), '`precision="bf16-sr"` (half of 32 bits, and half of their gradients)'),
         (("sparsity",), "`sparsity=0.9` (a tenth of them and a bit per weight, of their gradients and of their state)"),
+        (("low_rank",), "`low_rank=0.2` (a fifth of them, of their gradients and of their state: two factors each)"),
         _SHARDS,
     ),
     "gradients": (
@@ -49,6 +51,7 @@ REMEDIES: Mapping[str, Sequence[tuple[tuple[str, ...], str]]] = {
         ),
         (("low_precision",), '`precision="bf16-sr"` (half of 32 bits)'),
         (("sparsity",), "`sparsity=0.9` (a tenth)"),
+        (("low_rank",), "`low_rank=0.2` (a fifth)"),
         _SHARDS,
     ),
     "data": (((), "a smaller `batch_size` in the DataLoader"),),

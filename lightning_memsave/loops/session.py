@@ -14,9 +14,9 @@ from lightning_memsave.core.errors import add_note
 from lightning_memsave.core.report import Applied
 from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.loops.batch_cutter import BatchCutter
+from lightning_memsave.loops.compact_training import CompactTraining
 from lightning_memsave.loops.fallbacks import Fallbacks
 from lightning_memsave.loops.recovery import RecoveryPolicy
-from lightning_memsave.loops.sparse_training import SparseTraining
 from lightning_memsave.loops.step_scopes import StepScopes
 from lightning_memsave.measuring.ledger import Measurement
 from lightning_memsave.planner.recipes import Recipe
@@ -53,9 +53,9 @@ class Session:
         """What was done to model and optimizers before the first step."""
         self.weights: Weights | None = None
         self.release: InBackward | None = None
-        self.sparse_training: SparseTraining | None = None
-        self.saved_sparsity: Any = None
-        """Positions of live weights in the run that is resumed; `None` for a new run."""
+        self.compact_training: CompactTraining | None = None
+        self.saved_training: dict[str, Any] = {}
+        """What `CompactTraining.state_dict` said in the run that is resumed, by technique; empty for a new run."""
         self.weights_of_tuning: tuple[nn.Module, dict[str, Tensor]] | None = None
         self.scopes = StepScopes()
         self.fallbacks = Fallbacks(self.scopes)
@@ -137,7 +137,7 @@ class Session:
 
     def metrics(self) -> dict[str, float]:
         """Return what loggers see of weights that move, and of loss scaling."""
-        found = {} if self.sparse_training is None else self.sparse_training.metrics()
+        found = {} if self.compact_training is None else self.compact_training.metrics()
         scaling = None if self.weights is None else self.weights.scaling
         if scaling is not None:
             found |= {"memsave/loss_scale": scaling.factor, "memsave/num_steps_skipped": float(scaling.num_skipped)}
@@ -164,13 +164,14 @@ class Session:
 
     # --------------------------------------------------------------------------- checkpoints
     def state_dict(self) -> dict[str, Any]:
-        """Return what recovery has found out and which weights live, for a checkpoint; empty without either."""
-        sparsity = {} if self.sparse_training is None else {"sparsity": self.sparse_training.state_dict()}
-        return {**self.recovery_state_dict(), **sparsity}
+        """Return what recovery has found out, and what layers are besides their weight; empty without either."""
+        compact = self.compact_training
+        trained = {} if compact is None else {compact.technique: compact.state_dict()}
+        return {**self.recovery_state_dict(), **trained}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        self.saved_sparsity = state.get("sparsity")
+        self.saved_training = {stem: state[stem] for stem in ("sparsity", "low_rank") if stem in state}
         self.load_recovery_state_dict(state)
 
     def recovery_state_dict(self) -> dict[str, Any]:

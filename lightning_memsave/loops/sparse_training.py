@@ -15,7 +15,7 @@ import torch
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
-from lightning_memsave.lightning_compat import callbacks_of
+from lightning_memsave.loops.compact_training import CompactTraining, refuse_averages
 from lightning_memsave.techniques.optimizer_state import is_low_bit
 from lightning_memsave.techniques.sparsity import (
     MaskUpdates,
@@ -29,7 +29,7 @@ from lightning_memsave.techniques.sparsity.updates import refuse_codes, refuse_l
 from lightning_memsave.torch_internals.optimizer_class import PENDING
 
 
-class SparseTraining:
+class SparseTraining(CompactTraining):
     """The sparse layers of one run. Once that is over it knows where values were, and no layer.
 
     Args:
@@ -42,9 +42,11 @@ class SparseTraining:
             several processes.
     """
 
+    technique = "sparsity"
+
     def __init__(self, trainer: L.Trainer, config: Sparsity, saved: Mapping[str, Any] | None) -> None:
         _refuse(trainer, config)
-        self._model: Any = trainer.lightning_module
+        model: Any = trainer.lightning_module
         self._config = config
         self._updates: dict[torch.optim.Optimizer, MaskUpdates] = {}
         self._saved = saved if saved is not None and saved["sparsity"] == config.sparsity else None
@@ -52,53 +54,29 @@ class SparseTraining:
             patterns = self._saved["patterns"]
         else:
             is_given = trainer.ckpt_path is not None and config.initial == "random"
-            patterns = choose_patterns(
-                self._model, dataclasses.replace(config, initial="magnitude") if is_given else config
-            )
+            patterns = choose_patterns(model, dataclasses.replace(config, initial="magnitude") if is_given else config)
             patterns = trainer.strategy.broadcast(patterns)  # ranks may have drawn different weights
-        applied = apply_sparsity(self._model, config, patterns)
-        self.applied = dataclasses.replace(applied, restore=lambda: self._finish(applied))
-        """What was done; its `undo` ends the run."""
+        super().__init__(trainer, apply_sparsity(model, config, patterns))
         self._num_moved = self._num_told = 0
 
     def follow(self, trainer: L.Trainer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Update patterns after the steps of `optimizers`, where the method does so.
 
         Raises:
-            ValueError: as `MaskUpdates`; an optimizer of bitsandbytes' own, whose state has no dense layout on disk.
+            ValueError: as `CompactTraining.follow`, and as `MaskUpdates`.
         """
-        self._refuse_earlier(optimizers)
-        for optimizer in optimizers:
-            if type(optimizer).__module__.startswith("bitsandbytes"):
-                raise setting_error(
-                    "sparsity",
-                    "cannot write the state of bitsandbytes' own optimizers in the dense layout",
-                    type(optimizer).__name__,
-                    'Use torch\'s optimizer and `MemSave(optimizer_state="8bit")`.',
-                )
-            if self._config.is_updated:
-                refuse_codes(self._config, is_low_bit(optimizer))
-                refuse_lost_gradients(self._config, PENDING in vars(optimizer))
+        super().follow(trainer, optimizers)
         if not self._config.is_updated:
             return
+        for optimizer in optimizers:
+            refuse_codes(self._config, is_low_bit(optimizer))
+            refuse_lost_gradients(self._config, PENDING in vars(optimizer))
         num_steps = trainer.estimated_stepping_batches if isinstance(self._config.schedule.until, float) else None
         for number, optimizer in enumerate(optimizers):
             updates = MaskUpdates(self._model, optimizer, self._config, num_steps, trainer.strategy.reduce)
             if self._saved is not None and number < len(self._saved["updates"]):
                 updates.load_state_dict(self._saved["updates"][number])
             self._updates[optimizer] = updates
-
-    def _refuse_earlier(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Raise `ValueError` for an optimizer with dense weights that the model has no more."""
-        ours = set(self._model.parameters())
-        for optimizer in optimizers:
-            if any(p.requires_grad and p not in ours for group in optimizer.param_groups for p in group["params"]):
-                raise setting_error(
-                    "sparsity",
-                    "needs optimizers that are made in `configure_optimizers`, when layers are sparse",
-                    f"{type(optimizer).__name__} with parameters that the model does not have",
-                    "Make it there, from `self.parameters()`.",
-                )
 
     def stepped(self, trainer: L.Trainer, optimizer: torch.optim.Optimizer) -> None:
         """Count a step of an optimizer, and move patterns that are due."""
@@ -121,11 +99,7 @@ class SparseTraining:
         live = sum(layer.values.numel() for layer in layers)
         return {"memsave/density_fraction": live / total, "memsave/num_weights_moved": self._num_moved} if total else {}
 
-    # --------------------------------------------------------------------------- checkpoints
-    def state_dict(self) -> dict[str, Any]:
-        """Return the callback's state: patterns, and where updates are."""
-        if self._model is None:
-            return self._at_end
+    def _now(self) -> dict[str, Any]:
         return {
             "sparsity": self._config.sparsity,
             "patterns": {name: layer.values_index for name, layer in sparse_layers(self._model).items()},
@@ -136,32 +110,21 @@ class SparseTraining:
         """Return an optimizer's state dict as that of a dense run."""
         return to_dense_layout(optimizer, state, self._layouts())
 
-    def from_disk(self, optimizers: Sequence[torch.optim.Optimizer], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a checkpoint of a dense run with the optimizer states of this one."""
-        states = list(checkpoint["optimizer_states"])
-        for number, optimizer in enumerate(optimizers[: len(states)]):  # Lightning leaves the others alone as well
-            states[number] = from_dense_layout(optimizer, states[number], self._layouts())
-        return {**checkpoint, "optimizer_states": states}
+    def _state_from_disk(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return from_dense_layout(optimizer, state, self._layouts())
 
     def _layouts(self) -> dict[Any, Any]:
         return self._layouts_at_end if self._model is None else layouts_of(self._model)
 
     def _finish(self, applied: Applied) -> None:
-        self._at_end, self._layouts_at_end = self.state_dict(), layouts_of(self._model)
-        self._model, self._saved = None, None
+        self._layouts_at_end = layouts_of(self._model)
+        super()._finish(applied)
+        self._saved = None
         self._updates.clear()
-        applied.undo()
 
 
 def _refuse(trainer: L.Trainer, config: Sparsity) -> None:
-    averaging = [type(c).__name__ for c in callbacks_of(trainer) if _averages_weights(c)]
-    if averaging:
-        raise setting_error(
-            "sparsity",
-            "cannot be combined with a callback that averages a copy of the dense model",
-            averaging[0],
-            "Remove the callback, or set `sparsity=False`.",
-        )
+    refuse_averages(trainer, "sparsity")
     if config.resizes and trainer.world_size > 1:
         raise setting_error(
             "sparsity",
@@ -169,7 +132,3 @@ def _refuse(trainer: L.Trainer, config: Sparsity) -> None:
             (config.method, config.initial),
             'Use `method="rigl"`, "set" or "static".',
         )
-
-
-def _averages_weights(callback: object) -> bool:
-    return bool({cls.__name__ for cls in type(callback).__mro__} & {"WeightAveraging", "StochasticWeightAveraging"})

@@ -14,6 +14,7 @@ from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.lightning_compat import callbacks_of
 from lightning_memsave.loops.forward_scope import ForwardScope
+from lightning_memsave.loops.low_rank_training import LowRankTraining
 from lightning_memsave.loops.planned_checkpointing import PlannedCheckpointing
 from lightning_memsave.loops.session import Session
 from lightning_memsave.loops.sparse_training import SparseTraining
@@ -21,6 +22,7 @@ from lightning_memsave.strategies.precision_plugin import lower_precision
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_store
 from lightning_memsave.techniques.low_precision import LowPrecision
+from lightning_memsave.techniques.low_rank import LowRank
 from lightning_memsave.techniques.optimizer_state import OptimizerState, check_optimizers
 from lightning_memsave.techniques.registry import Config, technique_of
 from lightning_memsave.techniques.sparsity import Sparsity
@@ -30,10 +32,11 @@ C = TypeVar("C", bound=Config)
 
 
 def apply_to_model(session: Session, trainer: L.Trainer) -> None:
-    """Make layers sparse and lower weights, before the strategy moves the model and makes optimizers."""
+    """Change layers and lower weights, before the strategy moves the model and makes optimizers."""
     _keep_weights_of_tuning(session, trainer)
-    session.sparse_training = None
+    session.compact_training = None
     _apply(session, trainer, Sparsity, _make_sparse)
+    _apply(session, trainer, LowRank, _make_low_rank)
     _apply(session, trainer, LowPrecision, _lower_weights)
 
 
@@ -104,7 +107,7 @@ def _check_shards(module: nn.Module, num_processes: int) -> None:
 
 def _keep_weights_of_tuning(session: Session, trainer: L.Trainer) -> None:
     """Keep weights before they change: the tuner puts back what it saved, but saves after they have changed."""
-    is_lossy = any(session.recipe.get(kind) is not None for kind in (LowPrecision, Sparsity))
+    is_lossy = any(session.recipe.get(kind) is not None for kind in (LowPrecision, Sparsity, LowRank))
     if is_lossy and any(getattr(callback, "_early_exit", False) for callback in callbacks_of(trainer)):
         module = trainer.lightning_module
         made = ((name, p) for name, p in module.named_parameters() if not is_lazy(p))
@@ -113,8 +116,14 @@ def _keep_weights_of_tuning(session: Session, trainer: L.Trainer) -> None:
 
 def _make_sparse(session: Session, trainer: L.Trainer, config: Sparsity) -> None:
     """Make layers sparse, as they were in the run that is resumed."""
-    session.sparse_training = SparseTraining(trainer, config, session.saved_sparsity)
-    session.changes.append(session.sparse_training.applied)
+    session.compact_training = SparseTraining(trainer, config, session.saved_training.get("sparsity"))
+    session.changes.append(session.compact_training.applied)
+
+
+def _make_low_rank(session: Session, trainer: L.Trainer, config: LowRank) -> None:
+    """Give layers factors, those of the run that is resumed."""
+    session.compact_training = LowRankTraining(trainer, config, session.saved_training.get("low_rank"))
+    session.changes.append(session.compact_training.applied)
 
 
 def _lower_weights(session: Session, trainer: L.Trainer, config: LowPrecision) -> None:

@@ -149,14 +149,14 @@ class MemSaveMixin(Strategy):
         session.changes.extend(done)
         if self._exchanges and session.release is None:  # the default that ends gradients in backward was left out
             self._wrap_in_ddp()
-        if session.sparse_training is not None:
-            session.sparse_training.follow(trainer, self.optimizers)
+        if session.compact_training is not None:
+            session.compact_training.follow(trainer, self.optimizers)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step, and move sparse patterns that are due."""
+        """Step, and move patterns of sparse layers that are due."""
         output = super().optimizer_step(optimizer, *args, **kwargs)
-        if self.memsave.sparse_training is not None:
-            self.memsave.sparse_training.stepped(self._running_trainer, optimizer)
+        if self.memsave.compact_training is not None:
+            self.memsave.compact_training.stepped(self._running_trainer, optimizer)
         return output
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
@@ -199,8 +199,8 @@ class MemSaveMixin(Strategy):
         """Return the state for a checkpoint, in the layout of the dense model."""
         state = super().optimizer_state(optimizer)
         plain = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer wraps
-        sparse_training = self.memsave.sparse_training
-        return state if sparse_training is None else sparse_training.to_disk(plain, state)
+        compact = self.memsave.compact_training
+        return state if compact is None else compact.to_disk(plain, state)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint; Lightning reads shards in the dtype of the parameters, which are float32 meanwhile."""
@@ -211,8 +211,8 @@ class MemSaveMixin(Strategy):
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load states that plain Lightning or another format has written."""
         checkpoint = readable(self.optimizers, checkpoint)
-        if self.memsave.sparse_training is not None:
-            checkpoint = self.memsave.sparse_training.from_disk(self.optimizers, checkpoint)
+        if self.memsave.compact_training is not None:
+            checkpoint = self.memsave.compact_training.from_disk(self.optimizers, checkpoint)
         with pages_kept(self.optimizers):
             super().load_optimizer_state_dict(checkpoint)
 
@@ -335,10 +335,10 @@ def adopt(strategy: Any, session: Session) -> None:
 def release(strategy: Any) -> None:
     """Undo `adopt`: the strategy has the recipe that it had before; once it is torn down, its class if it was not ours.
 
-    A strategy that has trained sparse weights keeps ours, which writes and reads their checkpoints.
+    A strategy that has trained sparse or low-rank layers keeps ours, which writes and reads their checkpoints.
     """
     if getattr(strategy, "_memsave_before", None) is not None:
-        strategy._memsave_before.sparse_training = strategy._memsave.sparse_training
+        strategy._memsave_before.compact_training = strategy._memsave.compact_training
         strategy._memsave, strategy._memsave_before = strategy._memsave_before, None
         _give_class_back(strategy)
 
@@ -351,7 +351,7 @@ def _give_class_back(strategy: Any) -> None:
     is_over = strategy._is_down and strategy._memsave_before is None
     if (
         is_over
-        and strategy.memsave.sparse_training is None
+        and strategy.memsave.compact_training is None
         and (plain := getattr(type(strategy), "adopted_from", None)) is not None
     ):
         for name in _OWN & vars(strategy).keys():

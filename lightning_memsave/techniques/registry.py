@@ -12,6 +12,7 @@ from lightning_memsave.techniques.activation_compression import ActivationCompre
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
 from lightning_memsave.techniques.low_precision import LowPrecision
+from lightning_memsave.techniques.low_rank import LowRank
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
 from lightning_memsave.techniques.sparsity import Sparsity
@@ -20,6 +21,7 @@ from lightning_memsave.techniques.tiling import Tiling
 Config = (
     EarlyZeroGrad
     | Sparsity
+    | LowRank
     | LowPrecision
     | Microbatching
     | ActivationCompression
@@ -45,6 +47,7 @@ class Technique:
 TECHNIQUES = (
     Technique("early_zero_grad", EarlyZeroGrad),
     Technique("sparsity", Sparsity, "sparsity", Sparsity.from_shorthand),
+    Technique("low_rank", LowRank, "low_rank", LowRank.from_shorthand),
     Technique("low_precision", LowPrecision, "precision", LowPrecision.from_shorthand),
     Technique("microbatching", Microbatching, "microbatch", Microbatching.from_shorthand),
     Technique("activation_compression", ActivationCompression, "activations", ActivationCompression.from_shorthand),

@@ -224,6 +224,8 @@ _OF_WEIGHTS = _nodes(
 _PRODUCTS = _nodes("Mm Bmm")  # of weights with each other
 DENSIFY = "_DensifyBackward"
 """The node of a sparse weight's dense form (`sparse_weights`)."""
+_MADE_WHOLE = (DENSIFY, "_WeightProductBackward")
+"""Nodes of weights that are larger than their parameter; the second one's is two factors (`techniques.low_rank`)."""
 
 
 def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:
@@ -244,7 +246,7 @@ def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:
                 largest = max(largest, leaf.numel())
                 continue
             name, inputs = node.name(), inputs_of(node)
-            if name == DENSIFY:
+            if name in _MADE_WHOLE:
                 largest = max(largest, torch.Size(output_of(node, 0).shape).numel())
             elif name in _OF_ONE_WEIGHT:
                 behind.append(inputs[0][0])

@@ -74,6 +74,8 @@ def drawn(seed):
     for name, options in choices.items():
         if draw.random() < 0.5:
             settings[name] = draw.choice(options)
+    if "sparsity" not in settings and seed % 3 == 0:
+        settings["low_rank"] = [2, 8, 0.5][seed % 9 // 3]
     if draw.random() < 0.7:
         state = {**BY_NAME[draw.choice([f for f in BY_NAME if f != "paged"])], "min_size": draw.choice([0, 512])}
         state |= {"gradients": draw.choice(Gradients.__args__), "checkpoint": draw.choice(["plain", "compact"])}

@@ -54,7 +54,7 @@ def test_a_session_without_recovery_leaves_what_was_learned_alone():
     session = Session(CUT)
     session.load_state_dict({**LEARNED, "sparsity": {"layer": 1}})
     assert session.state_dict() == {}
-    assert session.saved_sparsity == {"layer": 1}
+    assert session.saved_training == {"sparsity": {"layer": 1}}
 
 
 def test_a_fit_with_less_of_its_recipe_goes_on_from_what_was_learned():

@@ -89,6 +89,8 @@ ONE_BY_ONE = {
     "sparsity": lambda: MemSave("measure", sparsity=0.9),
     "very sparse": lambda: MemSave("measure", sparsity=0.97),
     "2:4": lambda: MemSave("measure", sparsity="2:4"),
+    "low rank": lambda: MemSave("measure", low_rank=2),
+    "low rank, microbatch": lambda: MemSave("measure", low_rank=0.3, microbatch=5, activations=["exact", "int4"]),
     "bf16-sr": lambda: MemSave("measure", precision="bf16-sr"),
     "bf16+8": lambda: MemSave("measure", precision="bf16+8"),
     "4bit": lambda: MemSave("measure", optimizer_state="4bit"),

@@ -139,9 +139,10 @@ def test_what_it_leaves_behind_is_nothing():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_failure_ends_the_group_too():
+@pytest.mark.parametrize("slots", [{"sparsity": 0.5}, {"low_rank": 2}], ids=str)
+def test_a_failure_ends_the_group_too(slots):
     with pytest.raises(ValueError, match="cannot be combined with model parallel"):
-        predict(Layers(is_sharded=True), torch.ones(8, 64), MemSave(sparsity=0.5), strategy=sharded_over(2), devices=2)
+        predict(Layers(is_sharded=True), torch.ones(8, 64), MemSave(**slots), strategy=sharded_over(2), devices=2)
     assert not dist.is_initialized()
 
 

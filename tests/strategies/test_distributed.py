@@ -14,6 +14,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     [
         ((), ("ddp_program.py",)),
         ((), ("ddp_sparsity_program.py",)),
+        ((), ("ddp_low_rank_program.py",)),
         ((), ("ddp_budget_program.py",)),
         (TORCHRUN, ("ddp_release_program.py",)),
         ((), ("fsdp_program.py",)),
@@ -25,6 +26,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     ids=[
         "ddp",
         "sparsity",
+        "low rank",
         "budget",
         "release",
         "fsdp",

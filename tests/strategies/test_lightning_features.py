@@ -155,6 +155,7 @@ def test_the_learning_rate_finder(memsave, tmp_path, monkeypatch):
     [
         {"checkpointing": Checkpointing(modules="net")},
         {"sparsity": Sparsity(sparsity=0.5, min_size=1)},
+        {"low_rank": 1},
         {"precision": "bf16-sr"},
         {"activations": "int8", "microbatch": 2},
     ],

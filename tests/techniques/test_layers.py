@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_memsave import Sparsity, apply_sparsity
 from lightning_memsave.numerics.sparse_index import pack_positions
 from lightning_memsave.techniques.sparsity import sparse_layers
-from lightning_memsave.techniques.sparsity.layers import SparseEmbedding, become_dense, become_sparse, sparse_class
+from lightning_memsave.techniques.sparsity.layers import SparseEmbedding, become_sparse, sparse_class
 from tests.techniques.sparsity_subjects import tiny
 
 
@@ -148,7 +148,7 @@ def test_a_layer_keeps_its_live_values_and_its_place_among_parameters():
     assert layer.layout.positions().tolist() == positions.tolist()
     expected = torch.zeros(20).index_put((positions,), weight.view(-1)[positions]).view(4, 5)
     assert torch.equal(layer.weight, expected)
-    become_dense(layer)
+    layer.become_dense()
     assert type(layer) is nn.Linear
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
     assert list(layer.named_buffers()) == []
@@ -160,7 +160,7 @@ def test_a_frozen_layer_is_frozen_when_it_is_dense_again():
     layer = nn.Linear(5, 4)
     become_sparse(layer, pack_positions(torch.tensor([2, 9]), 20))
     layer.values.requires_grad_(False)
-    become_dense(layer)
+    layer.become_dense()
     assert not layer.weight.requires_grad
 
 

@@ -230,5 +230,5 @@ def test_a_moment_that_turns_negative_is_an_error_with_its_name():
     optimizer = TurnsNegative(model.parameters())
     apply_optimizer_state(optimizer, OptimizerState(**CODED), model)
     run_steps(model, optimizer, range(6))
-    with pytest.raises(ValueError, match="found no sign in three steps .*nu of TurnsNegative"):
+    with pytest.raises(ValueError, match=r"found no sign in three steps .*nu of TurnsNegative"):
         run_steps(model, optimizer, range(6, 8))

@@ -38,14 +38,13 @@ from lightning_memsave.numerics.sparse_index import pack_positions, unpack_posit
 from lightning_memsave.techniques.sparsity.layers import (
     Layout,
     SparseLayer,
-    become_dense,
     become_sparse,
-    export_dense,
     sparse_layers,
 )
-from lightning_memsave.techniques.sparsity.patterns import averaged, choose_positions, select_layers
+from lightning_memsave.techniques.sparsity.patterns import averaged, choose_positions, layers_to_change
 from lightning_memsave.techniques.sparsity.sparsity_config import Sparsity, UpdateSchedule
 from lightning_memsave.techniques.sparsity.updates import MaskUpdates
+from lightning_memsave.torch_internals.compact_layers import compact_layers
 from lightning_memsave.torch_internals.private_names import require
 
 __all__ = [
@@ -57,7 +56,6 @@ __all__ = [
     "apply_sparsity",
     "choose_patterns",
     "estimate_sparsity",
-    "export_dense",
     "sparse_layers",
 ]
 
@@ -76,14 +74,16 @@ def apply_sparsity(model: nn.Module, config: Sparsity, patterns: Mapping[str, Te
         The record; `undo` makes the layers dense again, with zeros.
 
     Raises:
-        ValueError: no layer matches, tied weights, an embedding that edits its weight, or layers are sparse already.
+        ValueError: no layer matches, tied weights, an embedding that edits its weight, or layers are sparse already, or
+            of low rank.
     """
     require("autograd", "sparsity")
-    if already := list(sparse_layers(model)):
-        raise setting_error("sparsity", "must be applied once", already[0], "Call `.undo()` of the first one.")
+    if already := list(compact_layers(model)):
+        rule = "must be applied once, to dense layers"
+        raise setting_error("sparsity", rule, already[0], "Call `.undo()` of the first one.")
     if patterns is None:
         patterns = choose_patterns(model, config)
-    modules, left = select_layers(model, config.modules, config.min_size, config.group)
+    modules, left = layers_to_change(model, config)
     if modules.keys() != patterns.keys():
         raise setting_error(
             "sparsity",
@@ -95,7 +95,7 @@ def apply_sparsity(model: nn.Module, config: Sparsity, patterns: Mapping[str, Te
 
     def restore() -> None:
         for layer in layers.values():
-            become_dense(layer)
+            layer.become_dense()
 
     return Applied(
         technique="sparsity",
@@ -108,7 +108,7 @@ def apply_sparsity(model: nn.Module, config: Sparsity, patterns: Mapping[str, Te
 
 def choose_patterns(model: nn.Module, config: Sparsity) -> dict[str, Tensor]:
     """Return the packed positions of the weights that live at the start, by layer."""
-    modules, _ = select_layers(model, config.modules, config.min_size, config.group)
+    modules, _ = layers_to_change(model, config)
     weights = {name: module.get_parameter("weight") for name, module in modules.items()}
     if config.starts_dense:
         positions = {name: torch.arange(weight.numel(), device=weight.device) for name, weight in weights.items()}

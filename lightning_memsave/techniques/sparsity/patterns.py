@@ -6,14 +6,15 @@ import math
 import re
 import zlib
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_memsave.core.errors import setting_error
-from lightning_memsave.core.selection import Selector, is_selected
-from lightning_memsave.torch_internals.fake_tensors import is_plain, truth
+from lightning_memsave.core.selection import Selector
+from lightning_memsave.torch_internals.fake_tensors import truth
+from lightning_memsave.torch_internals.layer_selection import Wanted, select_layers
 
 _KINDS = (
     nn.Linear,
@@ -25,6 +26,7 @@ _KINDS = (
     nn.ConvTranspose3d,
     nn.Embedding,
 )
+_WANTED = Wanted("sparsity", "sparse", _KINDS, "Linear, Conv or Embedding")
 Modules = Selector | None
 Weights = Mapping[str, nn.Parameter]
 Group = tuple[int, int]
@@ -48,86 +50,32 @@ def drawn(size: int, device: torch.device, *key: object) -> Tensor:
 
 
 # ------------------------------------------------------------------------------- which layers
-def select_layers(
-    model: nn.Module, modules: Modules, min_size: int, group: Group | None
-) -> tuple[dict[str, nn.Module], dict[str, str]]:
+class _Selection(Protocol):
+    @property
+    def modules(self) -> Modules: ...
+
+    @property
+    def min_size(self) -> int: ...
+
+    @property
+    def group(self) -> Group | None: ...
+
+
+def layers_to_change(model: nn.Module, config: _Selection) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Return the layers to make sparse, and for those that match but stay dense, why.
 
     Raises:
         ValueError: nothing can be made sparse, or what would be is tied, or needs its dense weight.
     """
-    chosen: dict[str, nn.Module] = {}
-    left: dict[str, str] = {}
-    owners = _owners(model)
-    for name, module in model.named_modules():
-        if not _matches(modules, name, module):
-            continue
-        reason = _reason_to_stay_dense(module, min_size, group)
-        if reason is None and (needed := _why_needed(module, name, owners)) is not None:
-            if modules is not None:
-                raise _refused(*needed, name)
-            reason = needed[0]
-        if reason is None:
-            chosen[name] = module
-        else:
-            left[name] = reason
-    if not chosen:
-        dense = "; ".join(f"{name} ({reason})" for name, reason in left.items()) or "no Linear, Conv or Embedding"
-        raise setting_error(
-            "sparsity" if modules is None else "Sparsity.modules",
-            "must match at least one layer that can be sparse",
-            modules,
-            f"Matching, but dense: {dense}.",
-        )
-    return chosen, left
 
+    def why_dense(module: nn.Module, weight: nn.Parameter) -> str | None:
+        if weight.numel() < config.min_size:
+            return f"{weight.numel()} weights"
+        if config.group is not None and weight[0].numel() % config.group[1]:
+            return f"{weight[0].numel()} weights per output do not divide into groups of {config.group[1]}"
+        return None
 
-def _matches(modules: Modules, name: str, module: nn.Module) -> bool:
-    kind = type(module)
-    if not (isinstance(module, _KINDS) or (kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers."))):
-        return False
-    return modules is None or is_selected(modules, name, module)
-
-
-def _reason_to_stay_dense(module: nn.Module, min_size: int, group: Group | None) -> str | None:
-    weight = dict(module.named_parameters(recurse=False)).get("weight")
-    if weight is None or not is_plain(weight, nn.Parameter):
-        return "its weight is computed"
-    if not weight.requires_grad:
-        return "frozen"
-    if weight.numel() < min_size:
-        return f"{weight.numel()} weights"
-    if group is not None and weight[0].numel() % group[1]:
-        return f"{weight[0].numel()} weights per output do not divide into groups of {group[1]}"
-    return None
-
-
-_Owners = Mapping[nn.Parameter, Mapping[nn.Module, str]]
-
-
-def _owners(model: nn.Module) -> _Owners:
-    """Return the modules that have each parameter, and what it is called there."""
-    names: dict[nn.Parameter, dict[nn.Module, str]] = {}
-    for name, module in model.named_modules():
-        for own, p in module.named_parameters(recurse=False):
-            names.setdefault(p, {})[module] = f"{name}.{own}"
-    return names
-
-
-def _why_needed(module: nn.Module, name: str, owners: _Owners) -> tuple[str, str] | None:
-    """Return what about a layer needs its dense weight, and where that is said; `None` if nothing does."""
-    tied = owners[module.get_parameter("weight")]
-    if len(tied) > 1:
-        return "tied weights", " and ".join(tied.values())
-    for setting in ("max_norm", "sparse"):
-        if value := getattr(module, setting, None):
-            return f"an embedding with `{setting}`", f"{name}.{setting}={value}"
-    return None
-
-
-def _refused(what: str, value: str, name: str) -> ValueError:
-    remedy = f"Leave the layer out: `Sparsity(modules=lambda name, module: name != {name!r})`."
-    return setting_error("sparsity", f"cannot take {what}", value, remedy)
+    return select_layers(model, config, _WANTED, why_dense)
 
 
 # ------------------------------------------------------------------------------- how many values

@@ -1,0 +1,111 @@
+"""What a run has to do about layers with other parameters than their weight: sparse ones, and those of low rank.
+
+They change before optimizers exist, and checkpoints have the layout of the dense model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.report import Applied
+from lightning_memsave.lightning_compat import callbacks_of
+
+
+class CompactTraining:
+    """The changed layers of one run. Once that is over it knows what checkpoints need, and no layer.
+
+    Args:
+        trainer: whose model was changed.
+        applied: what was done.
+    """
+
+    technique: ClassVar[str]
+
+    def __init__(self, trainer: L.Trainer, applied: Applied) -> None:
+        self._model: Any = trainer.lightning_module
+        self.applied = dataclasses.replace(applied, restore=lambda: self._finish(applied))
+        """What was done; its `undo` ends the run."""
+        self._at_end: dict[str, Any] = {}
+
+    def follow(self, trainer: L.Trainer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Take part in the steps of `optimizers`, where the technique does so.
+
+        Raises:
+            ValueError: an optimizer was made before layers changed, or is bitsandbytes' own, whose state has no dense
+                layout on disk.
+        """
+        ours = set(self._model.parameters())
+        for optimizer in optimizers:
+            if any(p.requires_grad and p not in ours for group in optimizer.param_groups for p in group["params"]):
+                raise setting_error(
+                    self.technique,
+                    "needs optimizers that are made in `configure_optimizers`, when layers have changed",
+                    f"{type(optimizer).__name__} with parameters that the model does not have",
+                    "Make it there, from `self.parameters()`.",
+                )
+            if type(optimizer).__module__.startswith("bitsandbytes"):
+                raise setting_error(
+                    self.technique,
+                    "cannot write the state of bitsandbytes' own optimizers in the dense layout",
+                    type(optimizer).__name__,
+                    'Use torch\'s optimizer and `MemSave(optimizer_state="8bit")`.',
+                )
+
+    def stepped(self, trainer: L.Trainer, optimizer: torch.optim.Optimizer) -> None:
+        """Do what is due after a step of an optimizer."""
+
+    def has_moved(self) -> bool:
+        """Return whether `metrics` have changed since this was asked last."""
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        """Return what loggers see."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the callback's state: what layers are besides their weight."""
+        return self._at_end if self._model is None else self._now()
+
+    def to_disk(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's state dict as that of a dense run."""
+        raise NotImplementedError
+
+    def from_disk(self, optimizers: Sequence[torch.optim.Optimizer], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint of a dense run with the optimizer states of this one."""
+        states = list(checkpoint["optimizer_states"])
+        for number, optimizer in enumerate(optimizers[: len(states)]):  # Lightning leaves the others alone as well
+            states[number] = self._state_from_disk(optimizer, states[number])
+        return {**checkpoint, "optimizer_states": states}
+
+    def _now(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _state_from_disk(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _finish(self, applied: Applied) -> None:
+        self._at_end = self._now()
+        self._model = None
+        applied.undo()
+
+
+def refuse_averages(trainer: L.Trainer, technique: str) -> None:
+    """Raise `ValueError` for a callback that would average parameters of the dense model with others."""
+    averaging = [type(c).__name__ for c in callbacks_of(trainer) if _averages_weights(c)]
+    if averaging:
+        raise setting_error(
+            technique,
+            "cannot be combined with a callback that averages a copy of the dense model",
+            averaging[0],
+            f"Remove the callback, or set `{technique}=False`.",
+        )
+
+
+def _averages_weights(callback: object) -> bool:
+    return bool({cls.__name__ for cls in type(callback).__mro__} & {"WeightAveraging", "StochasticWeightAveraging"})
