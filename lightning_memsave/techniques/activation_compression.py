@@ -42,7 +42,7 @@ mixed bits per layer; zeros survive coding, and which elements are positive.
 
 from __future__ import annotations
 
-import re
+import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -61,38 +61,22 @@ from lightning_memsave.core.selection import is_scripted, is_selected
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.numerics.kbit import coded_bytes
 from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore, Tally
+from lightning_memsave.saved_tensors.codec_names import (
+    ALIASES,
+    FEW_BITS,
+    FIDELITIES,
+    KNOWN,
+    LOSSY,
+    explained,
+    is_codec,
+    sampling_of,
+)
 from lightning_memsave.saved_tensors.compiled_partitioner import CodePartitioner, Settings
 from lightning_memsave.saved_tensors.offload import Offloader
-from lightning_memsave.saved_tensors.samples import Sampling
 from lightning_memsave.torch_internals.compiled_regions import NAME as COMPILED
 from lightning_memsave.torch_internals.compiled_regions import call_within, compiled_regions, shield
 from lightning_memsave.torch_internals.partitioning import compile_anew
 from lightning_memsave.torch_internals.private_names import missing, require
-
-FIDELITIES = {
-    "exact": Fidelity.EXACT,
-    "bf16": Fidelity.BF16,
-    "int8": Fidelity.INT8,
-    "int4": Fidelity.INT4,
-    "int2": Fidelity.INT2,
-}
-"""What a module or an operation may be set to, and how much of a tensor that keeps."""
-CODECS = (*FIDELITIES, "int4-chain", "offload", "linear-cross-entropy")
-FEW_BITS = tuple(f"fewbit-{bits}" for bits in (1, 2, 3, 4))
-"""Levels of activations' derivatives, beside any other codec."""
-_SAMPLES = ("topk-0.1", "rows-0.3")  # for example: what a Linear or a convolution reads, beside any other codec
-_LOSSY = ("bf16", "int8", "int4", "int2", "int4-chain")
-
-
-def sampling_of(codec: str) -> Sampling | None:
-    """Return what `"topk-0.1"` or `"rows-0.3"` stands for; `None` for other codecs.
-
-    >>> sampling_of("rows-0.3"), sampling_of("rows-3"), sampling_of("int4")
-    (Sampling(kind='rows', fraction=0.3), None, None)
-    """
-    kind, _, fraction = codec.partition("-")
-    is_one = kind in ("topk", "rows") and re.fullmatch(r"\d*\.?\d+", fraction) and 0 < float(fraction) <= 1
-    return Sampling(kind, float(fraction)) if is_one else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +90,8 @@ class ActivationCompression:
     codecs: tuple[str, ...] = ("exact",)
     """Any of `"exact"`, `"offload"`, `"linear-cross-entropy"`, and one of `"bf16"`, `"int8"`, `"int4"`, `"int2"`,
     `"int4-chain"`. Beside these or alone, one of `"topk-0.1"` and `"rows-0.3"`, with any fraction, and one of
-    `"fewbit-1"` to `"fewbit-4"`."""
+    `"fewbit-1"` to `"fewbit-4"`. Papers' names stand for some of these: `"dropit"`, `"inplace-abn"`, `"inverted"`,
+    `"mesa"`, `"tempo"`."""
     modules: Mapping[str, str] = field(default_factory=dict)
     """Codec by pattern (`*`, `?`) of a module's qualified name or class name, for what is kept inside it. The
     innermost module decides, and the first pattern that matches it: `{"head": "exact", "layers.0.*": "int8"}`."""
@@ -121,11 +106,10 @@ class ActivationCompression:
     """Folder where `"offload"` writes on CPU; the system's temporary folder by default. Not on a RAM disk."""
 
     def __post_init__(self) -> None:
-        known = (*CODECS, *_SAMPLES, *FEW_BITS)
         for codec in self.codecs:
-            if codec not in known and (not isinstance(codec, str) or sampling_of(codec) is None):
-                raise setting_error("activations", f"must be among {', '.join(map(repr, known))}", codec, _REMEDY)
-        lossy = [codec for codec in self.codecs if codec in _LOSSY]
+            if not is_codec(codec):
+                raise setting_error("activations", f"must be among {', '.join(map(repr, KNOWN))}", codec, _REMEDY)
+        lossy = [codec for codec in self.written_out if codec in LOSSY]
         if not self.codecs or len(lossy) > 1 or len(set(self.codecs)) < len(self.codecs):
             raise setting_error("activations", "must name codecs once, and one lossy one at most", self.codecs, _REMEDY)
         for names in (self.samples, self.few_bits):
@@ -136,7 +120,7 @@ class ActivationCompression:
             raise setting_error(
                 "ActivationCompression.min_numel", "must be a positive integer", self.min_numel, "The default is 1024."
             )
-        if "offload" not in self.codecs:
+        if "offload" not in self.written_out:
             check_unused(self, "offload_folder", 'the codec "offload"')
         if self.offload_folder is not None and not Path(self.offload_folder).is_dir():
             raise setting_error(
@@ -162,26 +146,41 @@ class ActivationCompression:
         return cls(codecs=names)
 
     @property
+    def written_out(self) -> tuple[str, ...]:
+        """The codecs, each once, and instead of papers' names what they stand for."""
+        each = (ALIASES[codec].codecs if codec in ALIASES else (codec,) for codec in self.codecs)
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(each)))
+
+    @property
+    def all_operations(self) -> dict[str, str]:
+        """Codec by name of a function: what papers' names stand for, and `operations`, which go before these."""
+        found: dict[str, str] = {}
+        for codec in self.codecs:
+            if codec in ALIASES:
+                found.update(ALIASES[codec].operations)
+        return {**found, **self.operations}
+
+    @property
     def lossy(self) -> Fidelity:
         """What is enough for a tensor that may be noisy."""
         return next(
-            (FIDELITIES[codec.removesuffix("-chain")] for codec in self.codecs if codec in _LOSSY), Fidelity.EXACT
+            (FIDELITIES[codec.removesuffix("-chain")] for codec in self.written_out if codec in LOSSY), Fidelity.EXACT
         )
 
     @property
     def samples(self) -> tuple[str, ...]:
         """Codecs that keep samples of what layers read."""
-        return tuple(codec for codec in self.codecs if sampling_of(codec) is not None)
+        return tuple(codec for codec in self.written_out if sampling_of(codec) is not None)
 
     @property
     def few_bits(self) -> tuple[str, ...]:
         """Codecs that keep levels of derivatives."""
-        return tuple(codec for codec in self.codecs if codec in FEW_BITS)
+        return tuple(codec for codec in self.written_out if codec in FEW_BITS)
 
     @property
     def has_codes(self) -> bool:
         """Whether values are coded, wherever that is."""
-        named = (FIDELITIES[codec] for codec in (*self.modules.values(), *self.operations.values()))
+        named = (FIDELITIES[codec] for codec in (*self.modules.values(), *self.all_operations.values()))
         return min([self.lossy, *named]) < Fidelity.EXACT
 
     @property
@@ -208,7 +207,7 @@ def estimate_activation_compression(num_elements: int, config: ActivationCompres
         row: elements of each of its rows: its last dimension, or a plane of an image. One row by default.
     """
     if (sampling := next(map(sampling_of, config.samples), None)) is not None:
-        without = replace(config, codecs=tuple(c for c in config.codecs if c not in config.samples) or ("exact",))
+        without = replace(config, codecs=tuple(c for c in config.written_out if c not in config.samples) or ("exact",))
         if sampling.drops_small:
             num_kept = sampling.num_kept(num_elements)
             return estimate_activation_compression(num_kept, without) + -(-num_elements // 8)
@@ -287,7 +286,7 @@ def open_store(model: nn.Module, config: ActivationCompression) -> tuple[SavedTe
     require("autograd", "activations")
     _check_compiled(model, config)
     modules = _Modules(model, config)
-    overrides = {name: FIDELITIES[codec] for name, codec in config.operations.items()}
+    overrides = {name: FIDELITIES[codec] for name, codec in config.all_operations.items()}
     settings = Settings(config.lossy, overrides, modules.fidelities, config.min_numel)
     partitioner = None
     if config.has_codes and not missing("compiled codes"):
@@ -295,15 +294,15 @@ def open_store(model: nn.Module, config: ActivationCompression) -> tuple[SavedTe
         compile_anew()
     store = SavedTensorStore(
         lossy=config.lossy,
-        recompute="exact" in config.codecs,
-        fuse="int4-chain" in config.codecs,
-        chunk_loss="linear-cross-entropy" in config.codecs,
+        recompute="exact" in config.written_out,
+        fuse="int4-chain" in config.written_out,
+        chunk_loss="linear-cross-entropy" in config.written_out,
         overrides=overrides,
         sampling=next(map(sampling_of, config.samples), None),
         derivative_bits=next((int(codec[-1]) for codec in config.few_bits), None),
         min_numel=config.min_numel,
         seed=config.seed,
-        offloader=Offloader(config.offload_folder) if "offload" in config.codecs else None,
+        offloader=Offloader(config.offload_folder) if "offload" in config.written_out else None,
         partitioner=partitioner,
     )
 
@@ -323,7 +322,7 @@ def open_store(model: nn.Module, config: ActivationCompression) -> tuple[SavedTe
 
     return store, Applied(
         technique="activation_compression",
-        summary=", ".join(config.codecs),
+        summary=_named(config),
         loss_class=_worst_class(config),  # what it can be; `what_happened` says what it was
         reasons=() if config.is_exact else (_noise_of(config),),
         restore=restore,
@@ -337,7 +336,11 @@ def _worst_class(config: ActivationCompression) -> LossClass:
 
 
 def _noise_of(config: ActivationCompression) -> str:
-    return f"activations are kept with the noise of {', '.join(config.codecs)}"
+    return f"activations are kept with the noise of {_named(config)}"
+
+
+def _named(config: ActivationCompression) -> str:
+    return ", ".join(map(explained, config.codecs))
 
 
 def what_happened(applied: Applied, config: ActivationCompression, store: SavedTensorStore) -> Applied:
@@ -350,7 +353,7 @@ def what_happened(applied: Applied, config: ActivationCompression, store: SavedT
 
 def summarize(config: ActivationCompression, tally: Tally) -> str:
     """Return one line on what a forward pass kept, and in how much."""
-    codecs = ", ".join(config.codecs)
+    codecs = _named(config)
     if not tally.plain_bytes:
         return codecs
     encodings = ", ".join(f"{count} {kind}" for kind, count in tally.entries.most_common())
@@ -430,7 +433,7 @@ def _check_compiled(model: nn.Module, config: ActivationCompression) -> None:
     total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
     most = [name for name, m in compiled_regions(model) if 2 * sum(p.numel() for p in m.parameters()) > total]
     eager_only = {"offload", "linear-cross-entropy", *config.samples, *config.few_bits}
-    if most and (codec := next((each for each in config.codecs if each in eager_only), None)):
+    if most and (codec := next((each for each in config.written_out if each in eager_only), None)):
         raise setting_error(
             "activations",
             f"cannot do {codec!r} in a whole model that is compiled",

@@ -17,11 +17,8 @@ from transformers import (
 
 from lightning_memsave import ActivationCompression, Ledger, apply_activation_compression
 from lightning_memsave.demo.model import WideResNet
-from lightning_memsave.techniques.activation_compression import (
-    CODECS,
-    estimate_activation_compression,
-    open_store,
-)
+from lightning_memsave.saved_tensors.codec_names import CODECS
+from lightning_memsave.techniques.activation_compression import estimate_activation_compression, open_store
 from tests.contracts.spec import Spec
 
 SPEC = Spec(config=ActivationCompression(), loss_class="exact", bit_equal=True, shrinks="activations")
