@@ -40,16 +40,25 @@ def print_prediction(prediction: Prediction, console: Console, device_bytes: int
         console.print(_verdict(prediction, device_bytes), highlight=False)
 
 
+_FRAGMENTED = 1.05  # reserved over allocated bytes, above which the setting is named
+
+
 def _headline(prediction: Prediction) -> str:
     how = "of fake tensors" if prediction.source == "fake" else "measured on a part of it"
     text = f"predicted peak of a training step: {format_bytes(prediction.peak_bytes)} of tensors ({how})"
     if prediction.cuda is not None:
-        low, high = prediction.cuda.context_bytes
+        cuda, (low, high) = prediction.cuda, prediction.cuda.context_bytes
         text += (
-            f"\non CUDA: {format_bytes(prediction.cuda.allocated_bytes)} allocated, "
-            f"{format_bytes(prediction.cuda.reserved_bytes)} reserved, and {format_bytes(low)} to {format_bytes(high)} "
-            "of context and library workspace"
+            f"\non CUDA: {format_bytes(cuda.allocated_bytes)} allocated, {format_bytes(cuda.reserved_bytes)} reserved "
+            f"({cuda.fragmentation:.2f}x), and {format_bytes(low)} to {format_bytes(high)} of context and library "
+            "workspace"
         )
+        if cuda.fragmentation > _FRAGMENTED:
+            between = format_bytes(cuda.reserved_bytes - cuda.allocated_bytes)
+            text += (
+                f"\nthe other {between} lie between tensors, in pieces: "
+                "PYTORCH_ALLOC_CONF=expandable_segments:True may spare some of them"
+            )
     return text
 
 

@@ -51,6 +51,11 @@ class Derivative(NamedTuple):
         found: Tensor = _BACKWARD[self.name](torch.ones_like(x), x, *self.settings)
         return found
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The least and the greatest value of f'."""
+        return _table(self, torch.device("cpu"))[:2]
+
     def invert(self, d: Tensor) -> Tensor:
         """Return some x* whose derivative is `d`, float32 [n], in place."""
         low, high, table = _table(self, d.device)
@@ -58,6 +63,10 @@ class Derivative(NamedTuple):
             table = d[:1]  # the table is there before the step
         per_unit = (_TABLE_SIZE - 1) / (high - low)
         return kernels.look_up(d, table, per_unit, 0.5 - low * per_unit)
+
+    def encode(self, flat: Tensor, fidelity: Fidelity, seed: int, rows: Rows, signed: bool) -> CodedDerivative | None:
+        """Return codes of the derivatives; `None` when a value is not finite."""
+        return CodedDerivative.of(flat, self, fidelity, seed, rows)
 
 
 @functools.cache
@@ -124,10 +133,27 @@ class DifferentiatedTwiceError(RuntimeError):
     """A backward pass with `create_graph=True` asks for what only a first derivative is kept of."""
 
 
+def refuse_second_derivative(derivative: Derivative, codec: str, codec_of_input: str) -> None:
+    """Raise `DifferentiatedTwiceError` where backward itself is differentiated.
+
+    Args:
+        derivative: of which a code is kept.
+        codec: of the code.
+        codec_of_input: that keeps the activation's input instead.
+    """
+    if torch.is_grad_enabled():
+        name = derivative.name
+        raise DifferentiatedTwiceError(
+            f"`activations={codec!r}` keeps the derivative of `{name}`, which cannot be differentiated again. For "
+            f"`create_graph=True`, keep its input: `ActivationCompression(codecs=({codec!r},), "
+            f"operations={{{name!r}: {codec_of_input!r}}})`."
+        )
+
+
 class CodedDerivative:
     """A code of f'(x), decoded to some x* of which f' is the same."""
 
-    fidelity = Fidelity.DERIVATIVE
+    fidelity = Fidelity.PART
 
     def __init__(self, parts: list[IntCodes], like: Tensor, derivative: Derivative) -> None:
         self._parts, self._derivative = parts, derivative
@@ -166,13 +192,8 @@ class CodedDerivative:
         Raises:
             DifferentiatedTwiceError: backward itself is differentiated, for which they are no use.
         """
-        if torch.is_grad_enabled():
-            name, codec = self._derivative.name, self.kind.split()[0]
-            raise DifferentiatedTwiceError(
-                f"`activations={codec!r}` keeps the derivative of `{name}`, which cannot be differentiated again. For "
-                f"`create_graph=True`, keep its input: `ActivationCompression(codecs=({codec!r},), "
-                f"operations={{{name!r}: {codec!r}}})`."
-            )
+        codec = self.kind.split()[0]
+        refuse_second_derivative(self._derivative, codec, codec)
         out, first = torch.empty(self._size, dtype=self._dtype, device=self._device), 0
         for part in self._parts:
             last = first + part.size

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lightning_memsave.core.report import LossClass
-from lightning_memsave.saved_tensors.encodings import IntCodes
+from lightning_memsave.saved_tensors.derivative_levels import Levels
+from lightning_memsave.saved_tensors.encodings import Fidelity, IntCodes
+from lightning_memsave.saved_tensors.samples import Sample
 from lightning_memsave.saved_tensors.saved_storage import SavedStorage, codes_behind, kept_bytes
 
 
@@ -70,6 +72,8 @@ class Consequences:
     """Whether compiled code kept one, of which is not known who reads it."""
     is_squared: bool = False
     """Whether one was read more than once, and not for the gradients of weights alone."""
+    is_changed: bool = False
+    """Whether the small elements of some tensor were dropped."""
 
     def note(self, entries: Iterable[SavedStorage]) -> None:
         """Add what the entries of one scope do."""
@@ -79,7 +83,10 @@ class Consequences:
             if not entry.is_lossy:
                 continue
             self.is_there = True
-            self.nonlinear |= entry.nonlinear
+            part = entry.part if entry.encoding.fidelity == Fidelity.PART else None
+            self.is_changed |= isinstance(part, Sample) and part.sampling.drops_small
+            if not isinstance(part, Levels):  # right on average, and the gradient is linear in them
+                self.nonlinear |= entry.nonlinear
             codes = codes_behind(entry)
             uses.update({code: entry.num_uses for code in codes})
             if entry.is_coupled:
@@ -96,12 +103,16 @@ class Consequences:
         """`"unbiased"` where every gradient is linear in every code, `"exact"` where there is none."""
         if not self.is_there:
             return "exact"
+        if self.is_changed:
+            return "changed"
         return "approximate" if self.nonlinear or self.is_squared or self.is_compiled else "unbiased"
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why, for people."""
         reasons = []
+        if self.is_changed:
+            reasons.append("small elements of what layers read are dropped, which makes gradients of weights smaller")
         if self.nonlinear:
             reasons.append(f"{', '.join(sorted(self.nonlinear))}: their gradients are not linear in what codes keep")
         if self.is_compiled:

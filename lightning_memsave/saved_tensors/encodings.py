@@ -24,7 +24,7 @@ class Fidelity(IntEnum):
 
     SHAPE = 0
     MASK = 1
-    DERIVATIVE = 2
+    PART = 2  # what one kind of consumer reads: an activation's derivative, or a sample
     INT2 = 3
     INT4 = 4
     INT8 = 5
@@ -47,6 +47,21 @@ class Encoding(Protocol):
 
     def payload(self) -> Iterator[Tensor]:
         """Yield the tensors that this encoding keeps alive."""
+
+
+class Part(Protocol):
+    """What one kind of consumer reads of a tensor, which is kept instead of its values where nobody else reads them."""
+
+    def encode(self, flat: Tensor, fidelity: Fidelity, seed: int, rows: Rows, signed: bool) -> Encoding | None:
+        """Return the encoding of a storage's elements, [n]; `None` where there is none.
+
+        Args:
+            flat: the elements.
+            fidelity: of what is kept.
+            seed: of the noise.
+            rows: in which blocks of codes end.
+            signed: whether signs are read as well.
+        """
 
 
 class Identity:

@@ -129,7 +129,7 @@ class Need(NamedTuple):
     is_last: bool = False
     """Whether it enters the gradient of a weight alone, behind which nothing else is multiplied."""
     derivative: Derivative | None = None
-    """Derivative of which a code of that fidelity is enough, and of nothing else."""
+    """Derivative of which a code is enough, and of nothing else."""
 
 
 def need(tensor: Tensor, call: Call, lossy: Fidelity, overrides: Mapping[str, Fidelity]) -> Need:
@@ -193,8 +193,8 @@ def _is_scaled(query: Tensor) -> bool:
 
 def _lossy_need(fidelity: Fidelity, call: Call) -> Need:
     is_last = call.name in _ON_WEIGHTS and is_made_of_weights(call.argument(1, "weight"))
-    derivative = derivative_of(call) if fidelity in (Fidelity.INT8, Fidelity.INT4, Fidelity.INT2) else None
-    return Need(fidelity, None, call.name in KEEPS_SIGN, call.name in LINEAR | _POWERS, is_last, derivative)
+    is_linear = call.name in LINEAR | _POWERS
+    return Need(fidelity, None, call.name in KEEPS_SIGN, is_linear, is_last, derivative_of(call))
 
 
 def _is_exact(end: float, tensor: Tensor) -> bool:

@@ -257,6 +257,7 @@ RULES: Mapping[str, Callable[[Node, int, Mapping[int, Any]], Rule | None]] = {
     "GeluBackward0": _unary(F.gelu, "approximate", curvature=_gelu_curvature),
     "SiluBackward0": _unary(F.silu, curvature=_silu_curvature),
     "MishBackward0": _unary(F.mish),
+    "EluBackward0": _unary(torch.ops.aten.elu, "alpha", "scale", "input_scale"),
     "HardswishBackward0": _unary(F.hardswish),
     "HardsigmoidBackward0": _unary(F.hardsigmoid),
     "LeakyReluBackward0": _unary(F.leaky_relu, "negative_slope"),

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_memsave.saved_tensors.activation_derivatives import Derivative
 from lightning_memsave.saved_tensors.code_rows import Rows
-from lightning_memsave.saved_tensors.encodings import Encoding, Fidelity, Identity, IntCodes, Recompute, Shape
+from lightning_memsave.saved_tensors.encodings import Encoding, Fidelity, Identity, IntCodes, Part, Recompute, Shape
+from lightning_memsave.saved_tensors.samples import Sample
 from lightning_memsave.torch_internals.autograd_graph import (
     Kept,
     WeakStorage,
@@ -47,9 +47,8 @@ class SavedStorage:
         "_version",
         "_watched",
         "decoded",
-        "derivative",
-        "derivative_fidelity",
         "encoding",
+        "fidelity_of_values",
         "has_gradient",
         "interval",
         "is_coupled",
@@ -61,6 +60,7 @@ class SavedStorage:
         "normalised_by",
         "num_uses",
         "original",
+        "part",
         "plain_bytes",
         "rows",
         "storage_key",
@@ -78,10 +78,10 @@ class SavedStorage:
         """The most that any consumer needs."""
         self.interval: tuple[float, float] | None = None
         """The mask that is needed asks whether values lie inside it; `None`: whether they are positive."""
-        self.derivative: Derivative | None = None
-        """Derivative of which a code is needed, if one is."""
-        self.derivative_fidelity = Fidelity.INT4
-        """Fidelity of that code, or of a code of the values where these are needed after all."""
+        self.part: Part | None = None
+        """What is needed instead of values, where that is enough."""
+        self.fidelity_of_values = Fidelity.INT4
+        """Fidelity of that part, or of the values where these are needed after all."""
         self.keeps_sign = False
         """Whether a consumer of a lossy copy reads signs."""
         self.is_guarded = False
@@ -114,7 +114,31 @@ class SavedStorage:
     @property
     def need_of_values(self) -> Fidelity:
         """How faithful a code is that can be read as values: one of a derivative may still become one of its input."""
-        return self.derivative_fidelity if self.need == Fidelity.DERIVATIVE and self.is_raw else self.need
+        is_open = self.need == Fidelity.PART and self.is_raw and not isinstance(self.part, Sample)
+        return self.fidelity_of_values if is_open else self.need
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether values are read, if only some, and not a sign, a shape or a derivative."""
+        return self.need > Fidelity.PART or (self.need == Fidelity.PART and isinstance(self.part, Sample))
+
+    def joint_need(self, need: Fidelity, part: Part | None) -> Fidelity:
+        """Return what one more consumer needs in view of the parts that are enough for it, and for others.
+
+        Args:
+            need: of values.
+            part: that is enough for it, if one is.
+        """
+        bears_mask = isinstance(part or self.part, Sample) and self.interval is None  # a sample keeps signs beside
+        if part is not None:
+            if self.need == Fidelity.SHAPE or (self.need == Fidelity.MASK and bears_mask):
+                self.part, self.fidelity_of_values = part, need
+                return Fidelity.PART
+            if self.need == Fidelity.PART and self.part == part:
+                return Fidelity.PART
+        if self.need == Fidelity.PART and need != Fidelity.SHAPE:
+            return Fidelity.PART if need == Fidelity.MASK and bears_mask else max(need, self.fidelity_of_values)
+        return need
 
     @property
     def is_held_elsewhere(self) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 
 from lightning_memsave.saved_tensors import encodings
-from lightning_memsave.saved_tensors.activation_derivatives import CodedDerivative
 from lightning_memsave.saved_tensors.code_rows import rows_in_memory
 from lightning_memsave.saved_tensors.encodings import Fidelity
 from lightning_memsave.saved_tensors.norm_recompute import Statistics, raise_for_normalisations
@@ -41,9 +40,9 @@ def smallest_encoding(
     if need == Fidelity.EXACT:
         return encodings.TwoValues.of(flat)
     rows = entry.rows or rows_in_memory(*entry.made_as, flat.numel())
-    if need == Fidelity.DERIVATIVE:
-        assert entry.derivative is not None, "noted with the need"
-        return CodedDerivative.of(flat, entry.derivative, entry.derivative_fidelity, noise.next_seed(), rows)
+    if need == Fidelity.PART:
+        assert entry.part is not None, "noted with the need"
+        return entry.part.encode(flat, entry.fidelity_of_values, noise.next_seed(), rows, entry.keeps_sign)
     need = raise_for_normalisations(entry, rows, statistics)
     if need == Fidelity.EXACT:
         return None

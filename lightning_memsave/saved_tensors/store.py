@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.saved_tensors import encodings, policy
-from lightning_memsave.saved_tensors.activation_derivatives import Derivative
 from lightning_memsave.saved_tensors.byte_tally import Consequences, Tally
 from lightning_memsave.saved_tensors.call_site import Call
 from lightning_memsave.saved_tensors.code_rows import covers_its_storage
 from lightning_memsave.saved_tensors.compiled_operators import told_to
+from lightning_memsave.saved_tensors.derivative_levels import Levels
 from lightning_memsave.saved_tensors.dropout import dropout
 from lightning_memsave.saved_tensors.encodings import Fidelity
 from lightning_memsave.saved_tensors.function_mode import CallContext, CallTracker, window_index
@@ -41,6 +41,7 @@ from lightning_memsave.saved_tensors.linear_cross_entropy import linear_cross_en
 from lightning_memsave.saved_tensors.norm_recompute import note_rows
 from lightning_memsave.saved_tensors.offload import Offloader
 from lightning_memsave.saved_tensors.recompute import Derivation, kept_of
+from lightning_memsave.saved_tensors.samples import Sampling
 from lightning_memsave.saved_tensors.saved_storage import Recent, SavedStorage, SavedTensor
 from lightning_memsave.saved_tensors.seeds import NoiseSeeds
 from lightning_memsave.saved_tensors.smallest_encoding import smallest_encoding
@@ -72,6 +73,8 @@ class SavedTensorStore:
         fuse: whether normalisation and ReLU share one code.
         chunk_loss: whether cross-entropy on a Linear's output is computed in chunks.
         overrides: fidelities by function name; they go before the policy's tables.
+        sampling: of what layers read for their weights' gradients alone.
+        derivative_bits: activations keep a level of their derivative, in so many bits.
         min_numel: tensors with fewer elements are left alone.
         seed: of the dither.
         offloader: moves what is left out of the device's memory.
@@ -86,6 +89,8 @@ class SavedTensorStore:
         fuse: bool = False,
         chunk_loss: bool = False,
         overrides: Mapping[str, Fidelity] | None = None,
+        sampling: Sampling | None = None,
+        derivative_bits: int | None = None,
         min_numel: int = 1024,
         seed: int = 0,
         offloader: Offloader | None = None,
@@ -93,6 +98,7 @@ class SavedTensorStore:
     ) -> None:
         self.lossy, self.recompute, self.fuse, self.min_numel = lossy, recompute, fuse, min_numel
         self.overrides, self.offloader, self.chunk_loss = dict(overrides or {}), offloader, chunk_loss
+        self.sampling, self.derivative_bits = sampling, derivative_bits
         self.noise, self.partitioner = NoiseSeeds(seed), partitioner
         self.keeps_derivatives = True
         """Whether activations may be kept as codes of their derivatives, which nobody can differentiate."""
@@ -262,7 +268,7 @@ class SavedTensorStore:
             return
         if entry.encoding.fidelity < entry.need:  # coded for somebody who needed less
             self._take_back(entry, tensor)
-        if self.recompute and entry.is_raw and entry.need >= Fidelity.INT2 and covers_its_storage(tensor):
+        if self.recompute and entry.is_raw and entry.needs_values and covers_its_storage(tensor):
             self._recompute(entry, tensor)
 
     def _recompute(self, entry: SavedStorage, tensor: Tensor) -> None:
@@ -285,16 +291,14 @@ class SavedTensorStore:
     def _joint_need(self, entry: SavedStorage, tensor: Tensor) -> Fidelity:
         lossy = self.within[-1] if self.within else self.lossy
         wanted = policy.need(tensor, self._calls.current, lossy, self.overrides)
-        need, interval, keeps_sign = wanted.fidelity, wanted.interval, wanted.keeps_sign
-        if Fidelity.MASK < need < Fidelity.EXACT:
+        part = self._part_for(tensor, wanted)
+        if part is not None or Fidelity.MASK < wanted.fidelity < Fidelity.EXACT:
             entry.num_uses += 1
             entry.is_coupled |= not wanted.is_last
             if not wanted.is_linear:
                 entry.nonlinear |= {self._calls.current.name}
-            if wanted.derivative is not None and self.keeps_derivatives:
-                need = self._joint_derivative(entry, wanted.derivative, need)
-        if entry.need == Fidelity.DERIVATIVE and need not in (Fidelity.SHAPE, Fidelity.DERIVATIVE):
-            need = max(need, entry.derivative_fidelity)
+        need, interval = entry.joint_need(wanted.fidelity, part), wanted.interval
+        keeps_sign = wanted.keeps_sign or (need == Fidelity.PART and Fidelity.MASK in (wanted.fidelity, entry.need))
         if keeps_sign and not entry.keeps_sign:
             entry.keeps_sign = True
             if entry.is_lossy:  # coded without
@@ -305,12 +309,15 @@ class SavedTensorStore:
             return Fidelity.EXACT  # no mask and no code serves both
         return max(entry.need, need)
 
-    def _joint_derivative(self, entry: SavedStorage, derivative: Derivative, fidelity: Fidelity) -> Fidelity:
-        """Return what is needed for a derivative: a code of it, if nobody needs anything else."""
-        if entry.need == Fidelity.SHAPE:
-            entry.derivative, entry.derivative_fidelity = derivative, fidelity
-        is_alone = entry.need in (Fidelity.SHAPE, Fidelity.DERIVATIVE) and entry.derivative == derivative
-        return Fidelity.DERIVATIVE if is_alone else fidelity
+    def _part_for(self, tensor: Tensor, wanted: policy.Need) -> encodings.Part | None:
+        """Return what is enough for the call that is running instead of values, if anything is."""
+        call = self._calls.current
+        is_open = not self.within and call.name not in self.overrides  # nobody asked for something else here
+        if (derivative := wanted.derivative) is not None and self.keeps_derivatives:
+            if self.derivative_bits is not None and is_open:
+                return Levels(derivative, self.derivative_bits)
+            return derivative if wanted.fidelity in encodings.BITS else None
+        return self.sampling.of(call, tensor) if self.sampling is not None and is_open and wanted.is_last else None
 
     def _take_back(self, entry: SavedStorage, tensor: Tensor) -> None:
         """Hold the bytes again, to be coded anew."""

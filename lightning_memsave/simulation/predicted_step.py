@@ -26,6 +26,11 @@ class CudaBytes:
     context_bytes: tuple[int, int] = CONTEXT_BYTES
     """What comes on top: a range."""
 
+    @property
+    def fragmentation(self) -> float:
+        """Reserved over allocated bytes: how much more is held than tensors take, as what is free lies in pieces."""
+        return self.reserved_bytes / self.allocated_bytes if self.allocated_bytes else 1.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:

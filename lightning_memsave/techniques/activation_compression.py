@@ -12,6 +12,9 @@ Bytes per element of a float32 activation (4 in plain torch), and the loss class
 | "int2"       | 0.266     | (unbiased) | the noise is large: see the page                                         |
 | "int4-chain" | 0.531     | (unbiased) | "int4", and one code for the two tensors of normalisation + ReLU         |
 | "offload"    | 0         | exact      | what the others leave goes to pinned host memory (CUDA) or to a file     |
+| "rows-0.3"   | 1.2       | unbiased   | 30 % of the rows that a trained Linear reads (`saved_tensors.samples`)   |
+| "topk-0.1"   | 0.525     | changed    | the largest tenth of what a trained Linear or convolution reads          |
+| "fewbit-3"   | 0.375     | unbiased   | a level of an activation's derivative (`saved_tensors.derivative_levels`)|
 
 (unbiased): every code is. The gradient is where each function that reads a code is linear in it, and none reads one
 that another has read. With normalisations, attention and activations such as GELU (which keep a code of their
@@ -24,7 +27,8 @@ on a Linear's output (`saved_tensors.linear_cross_entropy`; exact up to rounding
 
 With every codec, what needs less is kept in less, exactly: boolean and two-valued tensors (dropout's noise) as 1 bit, a
 ReLU's output as 1 bit where nobody else needs it, a max-pool's argmax as 2 bits and its input as its shape, integers in
-the narrowest type. Codecs combine: `("exact", "int4")` computes again what it can and codes the rest.
+the narrowest type. Codecs combine: `("exact", "int4")` computes again what it can and codes the rest, and
+`("rows-0.3", "int4")` codes the rows that are kept as well. Samples and levels hold where nobody else reads the values.
 
 Only tensors of operations that bear noise are coded lossily (`saved_tensors.policy` is the table); softmax, losses,
 statistics and custom functions keep every bit. What a normalisation reads has its noise bounded row by row
@@ -38,6 +42,7 @@ mixed bits per layer; zeros survive coding, and which elements are positive.
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -51,29 +56,27 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.errors import check_unused, setting_error
-from lightning_memsave.core.report import Applied
+from lightning_memsave.core.report import Applied, LossClass
 from lightning_memsave.core.selection import is_scripted, is_selected
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.numerics.kbit import coded_bytes
 from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore, Tally
+from lightning_memsave.saved_tensors.codec_names import (
+    ALIASES,
+    FEW_BITS,
+    FIDELITIES,
+    KNOWN,
+    LOSSY,
+    explained,
+    is_codec,
+    sampling_of,
+)
 from lightning_memsave.saved_tensors.compiled_partitioner import CodePartitioner, Settings
 from lightning_memsave.saved_tensors.offload import Offloader
 from lightning_memsave.torch_internals.compiled_regions import NAME as COMPILED
 from lightning_memsave.torch_internals.compiled_regions import call_within, compiled_regions, shield
 from lightning_memsave.torch_internals.partitioning import compile_anew
 from lightning_memsave.torch_internals.private_names import missing, require
-
-FIDELITIES = {
-    "exact": Fidelity.EXACT,
-    "bf16": Fidelity.BF16,
-    "int8": Fidelity.INT8,
-    "int4": Fidelity.INT4,
-    "int2": Fidelity.INT2,
-}
-"""What a module or an operation may be set to, and how much of a tensor that keeps."""
-CODECS = (*FIDELITIES, "int4-chain", "offload", "linear-cross-entropy")
-_EAGER_ONLY = ("offload", "linear-cross-entropy")
-_LOSSY = ("bf16", "int8", "int4", "int2", "int4-chain")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,9 @@ class ActivationCompression:
 
     codecs: tuple[str, ...] = ("exact",)
     """Any of `"exact"`, `"offload"`, `"linear-cross-entropy"`, and one of `"bf16"`, `"int8"`, `"int4"`, `"int2"`,
-    `"int4-chain"`."""
+    `"int4-chain"`. Beside these or alone, one of `"topk-0.1"` and `"rows-0.3"`, with any fraction, and one of
+    `"fewbit-1"` to `"fewbit-4"`. Papers' names stand for some of these: `"dropit"`, `"inplace-abn"`, `"inverted"`,
+    `"mesa"`, `"tempo"`."""
     modules: Mapping[str, str] = field(default_factory=dict)
     """Codec by pattern (`*`, `?`) of a module's qualified name or class name, for what is kept inside it. The
     innermost module decides, and the first pattern that matches it: `{"head": "exact", "layers.0.*": "int8"}`."""
@@ -102,17 +107,20 @@ class ActivationCompression:
 
     def __post_init__(self) -> None:
         for codec in self.codecs:
-            if codec not in CODECS:
-                raise setting_error("activations", f"must be among {', '.join(map(repr, CODECS))}", codec, _REMEDY)
-        lossy = [codec for codec in self.codecs if codec in _LOSSY]
+            if not is_codec(codec):
+                raise setting_error("activations", f"must be among {', '.join(map(repr, KNOWN))}", codec, _REMEDY)
+        lossy = [codec for codec in self.written_out if codec in LOSSY]
         if not self.codecs or len(lossy) > 1 or len(set(self.codecs)) < len(self.codecs):
             raise setting_error("activations", "must name codecs once, and one lossy one at most", self.codecs, _REMEDY)
+        for names in (self.samples, self.few_bits):
+            if len(names) > 1:
+                raise setting_error("activations", "must have one codec at most of a kind", names, _REMEDY)
         self._check_overrides()
         if self.min_numel < 1:
             raise setting_error(
                 "ActivationCompression.min_numel", "must be a positive integer", self.min_numel, "The default is 1024."
             )
-        if "offload" not in self.codecs:
+        if "offload" not in self.written_out:
             check_unused(self, "offload_folder", 'the codec "offload"')
         if self.offload_folder is not None and not Path(self.offload_folder).is_dir():
             raise setting_error(
@@ -138,19 +146,47 @@ class ActivationCompression:
         return cls(codecs=names)
 
     @property
+    def written_out(self) -> tuple[str, ...]:
+        """The codecs, each once, and instead of papers' names what they stand for."""
+        each = (ALIASES[codec].codecs if codec in ALIASES else (codec,) for codec in self.codecs)
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(each)))
+
+    @property
+    def all_operations(self) -> dict[str, str]:
+        """Codec by name of a function: what papers' names stand for, and `operations`, which go before these."""
+        found: dict[str, str] = {}
+        for codec in self.codecs:
+            if codec in ALIASES:
+                found.update(ALIASES[codec].operations)
+        return {**found, **self.operations}
+
+    @property
     def lossy(self) -> Fidelity:
         """What is enough for a tensor that may be noisy."""
         return next(
-            (FIDELITIES[codec.removesuffix("-chain")] for codec in self.codecs if codec in _LOSSY), Fidelity.EXACT
+            (FIDELITIES[codec.removesuffix("-chain")] for codec in self.written_out if codec in LOSSY), Fidelity.EXACT
         )
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """Codecs that keep samples of what layers read."""
+        return tuple(codec for codec in self.written_out if sampling_of(codec) is not None)
+
+    @property
+    def few_bits(self) -> tuple[str, ...]:
+        """Codecs that keep levels of derivatives."""
+        return tuple(codec for codec in self.written_out if codec in FEW_BITS)
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether values are coded, wherever that is."""
+        named = (FIDELITIES[codec] for codec in (*self.modules.values(), *self.all_operations.values()))
+        return min([self.lossy, *named]) < Fidelity.EXACT
 
     @property
     def is_exact(self) -> bool:
         """Whether no tensor is changed."""
-        return (
-            min([self.lossy, *(FIDELITIES[c] for c in (*self.modules.values(), *self.operations.values()))])
-            == Fidelity.EXACT
-        )
+        return not (self.has_codes or self.samples or self.few_bits)
 
 
 def _is_function(name: str) -> bool:
@@ -163,11 +199,20 @@ _REMEDY = 'For example `activations="exact"` or `activations=["exact", "int4"]`.
 def estimate_activation_compression(num_elements: int, config: ActivationCompression, row: int | None = None) -> int:
     """Return bytes that a float32 activation of `num_elements` is kept in, where its operation bears noise.
 
+    With `"topk-..."` and `"rows-..."`, where a Linear alone reads it.
+
     Args:
         num_elements: of the tensor.
         config: how it is kept.
         row: elements of each of its rows: its last dimension, or a plane of an image. One row by default.
     """
+    if (sampling := next(map(sampling_of, config.samples), None)) is not None:
+        without = replace(config, codecs=tuple(c for c in config.written_out if c not in config.samples) or ("exact",))
+        if sampling.drops_small:
+            num_kept = sampling.num_kept(num_elements)
+            return estimate_activation_compression(num_kept, without) + -(-num_elements // 8)
+        num_kept = sampling.num_kept(num_elements // (row or num_elements))
+        return estimate_activation_compression(num_kept * (row or num_elements), without, row) + 4 * num_kept
     if config.lossy is Fidelity.EXACT:
         return 4 * num_elements
     if config.lossy is Fidelity.BF16:
@@ -241,21 +286,23 @@ def open_store(model: nn.Module, config: ActivationCompression) -> tuple[SavedTe
     require("autograd", "activations")
     _check_compiled(model, config)
     modules = _Modules(model, config)
-    overrides = {name: FIDELITIES[codec] for name, codec in config.operations.items()}
+    overrides = {name: FIDELITIES[codec] for name, codec in config.all_operations.items()}
     settings = Settings(config.lossy, overrides, modules.fidelities, config.min_numel)
     partitioner = None
-    if not config.is_exact and not missing("compiled codes"):
+    if config.has_codes and not missing("compiled codes"):
         partitioner = CodePartitioner(settings, modules.within, lambda: modules.region)
         compile_anew()
     store = SavedTensorStore(
         lossy=config.lossy,
-        recompute="exact" in config.codecs,
-        fuse="int4-chain" in config.codecs,
-        chunk_loss="linear-cross-entropy" in config.codecs,
+        recompute="exact" in config.written_out,
+        fuse="int4-chain" in config.written_out,
+        chunk_loss="linear-cross-entropy" in config.written_out,
         overrides=overrides,
+        sampling=next(map(sampling_of, config.samples), None),
+        derivative_bits=next((int(codec[-1]) for codec in config.few_bits), None),
         min_numel=config.min_numel,
         seed=config.seed,
-        offloader=Offloader(config.offload_folder) if "offload" in config.codecs else None,
+        offloader=Offloader(config.offload_folder) if "offload" in config.written_out else None,
         partitioner=partitioner,
     )
 
@@ -273,18 +320,27 @@ def open_store(model: nn.Module, config: ActivationCompression) -> tuple[SavedTe
         if partitioner is not None:
             compile_anew()
 
-    is_exact = config.is_exact
     return store, Applied(
         technique="activation_compression",
-        summary=", ".join(config.codecs),
-        loss_class="exact" if is_exact else "approximate",  # what it can be; `what_happened` says what it was
-        reasons=() if is_exact else (_noise_of(config),),
+        summary=_named(config),
+        loss_class=_worst_class(config),  # what it can be; `what_happened` says what it was
+        reasons=() if config.is_exact else (_noise_of(config),),
         restore=restore,
     )
 
 
+def _worst_class(config: ActivationCompression) -> LossClass:
+    if any(codec.startswith("topk") for codec in config.samples):
+        return "changed"
+    return "exact" if config.is_exact else "approximate"
+
+
 def _noise_of(config: ActivationCompression) -> str:
-    return f"activations are kept with the noise of {', '.join(config.codecs)}"
+    return f"activations are kept with the noise of {_named(config)}"
+
+
+def _named(config: ActivationCompression) -> str:
+    return ", ".join(map(explained, config.codecs))
 
 
 def what_happened(applied: Applied, config: ActivationCompression, store: SavedTensorStore) -> Applied:
@@ -297,7 +353,7 @@ def what_happened(applied: Applied, config: ActivationCompression, store: SavedT
 
 def summarize(config: ActivationCompression, tally: Tally) -> str:
     """Return one line on what a forward pass kept, and in how much."""
-    codecs = ", ".join(config.codecs)
+    codecs = _named(config)
     if not tally.plain_bytes:
         return codecs
     encodings = ", ".join(f"{count} {kind}" for kind, count in tally.entries.most_common())
@@ -376,7 +432,8 @@ def _check_compiled(model: nn.Module, config: ActivationCompression) -> None:
     """Refuse, where most of a model is compiled, what works between calls that the compiler does not show."""
     total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
     most = [name for name, m in compiled_regions(model) if 2 * sum(p.numel() for p in m.parameters()) > total]
-    if most and (codec := next((each for each in _EAGER_ONLY if each in config.codecs), None)):
+    eager_only = {"offload", "linear-cross-entropy", *config.samples, *config.few_bits}
+    if most and (codec := next((each for each in config.written_out if each in eager_only), None)):
         raise setting_error(
             "activations",
             f"cannot do {codec!r} in a whole model that is compiled",

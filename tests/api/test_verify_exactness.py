@@ -239,7 +239,7 @@ class Rectified(Net):
         return (y - batch[1]).square().mean() + seen - seen.detach()
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "int2", "rows-0.5"])
 def test_noise_that_averages_to_zero_is_expected(batch, codec):
     module = Rectified()
     result = verify(module, batch, MemSave(activations=ActivationCompression(codecs=(codec,), min_numel=1)))

@@ -80,9 +80,17 @@ def test_whether_it_fits_is_said_with_what_is_needed(device_bytes, answer):
     cuda = CudaBytes(allocated_bytes=GIB, reserved_bytes=GIB, context_bytes=(GIB // 2, 3 * GIB // 2))
     text = printed(prediction(cuda=cuda), device_bytes)
     assert f"{answer}: 1.5 GiB to 2.5 GiB needed" in text
-    assert "on CUDA: 1.0 GiB allocated, 1.0 GiB reserved, and 512.0 MiB to 1.5 GiB of context" in text
+    assert "on CUDA: 1.0 GiB allocated, 1.0 GiB reserved (1.00x), and 512.0 MiB to 1.5 GiB of context" in text
+    assert "expandable_segments" not in text
     total = format_bytes(prediction().peak_bytes)
     assert f"fits in 3.0 GiB: {total} needed" in printed(prediction(), 3 * GIB)
+
+
+def test_reserved_bytes_that_lie_in_pieces_are_told_with_the_setting_that_may_spare_them():
+    text = printed(prediction(cuda=CudaBytes(allocated_bytes=10 * GIB, reserved_bytes=11 * GIB)))
+    assert "10.0 GiB allocated, 11.0 GiB reserved (1.10x)" in text
+    assert "the other 1.0 GiB lie between tensors, in pieces: PYTORCH_ALLOC_CONF=expandable_segments:True" in text
+    assert CudaBytes(allocated_bytes=0, reserved_bytes=0).fragmentation == 1.0
 
 
 CHANGES = st.lists(st.tuples(st.integers(0, 50), st.sampled_from(CATEGORIES)), min_size=1, max_size=400)

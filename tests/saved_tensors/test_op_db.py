@@ -46,7 +46,7 @@ nn.functional.softplus outer pca_lowrank square svd_lowrank tensordot
 """
 RECOMPUTED = """
 __rdiv__ __rmul__ einsum inner kron mul native_batch_norm native_group_norm nn.functional.batch_norm
-nn.functional.gelu nn.functional.group_norm nn.functional.hardsigmoid
+nn.functional.elu nn.functional.gelu nn.functional.group_norm nn.functional.hardsigmoid nn.functional.selu
 nn.functional.hardswish nn.functional.kl_div nn.functional.layer_norm nn.functional.mish
 nn.functional.multi_head_attention_forward nn.functional.multilabel_soft_margin_loss nn.functional.poisson_nll_loss
 nn.functional.rms_norm nn.functional.scaled_dot_product_attention nn.functional.silu nn.functional.softplus outer

@@ -17,11 +17,8 @@ from transformers import (
 
 from lightning_memsave import ActivationCompression, Ledger, apply_activation_compression
 from lightning_memsave.demo.model import WideResNet
-from lightning_memsave.techniques.activation_compression import (
-    CODECS,
-    estimate_activation_compression,
-    open_store,
-)
+from lightning_memsave.saved_tensors.codec_names import CODECS
+from lightning_memsave.techniques.activation_compression import estimate_activation_compression, open_store
 from tests.contracts.spec import Spec
 
 SPEC = Spec(config=ActivationCompression(), loss_class="exact", bit_equal=True, shrinks="activations")
@@ -168,7 +165,8 @@ def test_linear_cross_entropy_keeps_no_log_probabilities():
 # ---------------------------------------------------------------------------------------------------- bytes
 def test_bytes_kept_of_a_wide_resnet():
     """Ten images; the batch itself is not counted."""
-    kept = {codec: tally("wide_resnet", ActivationCompression(codecs=(codec,))) for codec in CODECS}
+    codecs = (*CODECS, "topk-0.1", "rows-0.3", "fewbit-3")
+    kept = {codec: tally("wide_resnet", ActivationCompression(codecs=(codec,))) for codec in codecs}
     assert {t.plain_bytes for t in kept.values()} == {38_016_000}
     assert {codec: t.held_bytes for codec, t in kept.items()} == {
         "exact": 19_020_800,
@@ -179,12 +177,19 @@ def test_bytes_kept_of_a_wide_resnet():
         "int4-chain": 2_586_280,
         "offload": 15_360,
         "linear-cross-entropy": 37_698_560,
+        "topk-0.1": 22_051_488,
+        "rows-0.3": 37_698_560,  # its one Linear has ten rows
+        "fewbit-3": 37_698_560,
     }
 
 
-@pytest.mark.parametrize("codec", [c for c in CODECS if c not in ("offload", "linear-cross-entropy")])
-def test_estimate_is_the_measured_size(codec):
-    config = ActivationCompression(codecs=(codec,))
+ALONE = [(codec,) for codec in CODECS if codec not in ("offload", "linear-cross-entropy")]
+SAMPLES = [("topk-0.1",), ("rows-0.3",), ("topk-0.1", "int4"), ("rows-0.3", "int8"), ("rows-0.3", "bf16")]
+
+
+@pytest.mark.parametrize("codecs", [*ALONE, *SAMPLES, ("fewbit-3",)])
+def test_estimate_is_the_measured_size(codecs):
+    config = ActivationCompression(codecs=codecs)
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 32))
     store, _ = open_store(model, config)
     x = torch.randn(100, 64)
@@ -213,6 +218,21 @@ def test_lossy_gradients_are_right_on_average(name, config):
     noise = (drawn - drawn.mean(0)).square().sum(1).sum().div(num - 1).sqrt()
     assert 0 < noise < 0.4 * plain.norm()
     assert (drawn.mean(0) - plain).norm() < 1.3 * noise / num**0.5
+
+
+@pytest.mark.parametrize("codecs", [("rows-0.8",), ("fewbit-3",), ("rows-0.8", "fewbit-3", "int8")])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_gradients_of_rows_and_levels_are_right_on_average(name, codecs):
+    """One number says which rows of a layer are drawn, so chance itself varies more than with codes."""
+    num = 32
+    model, loss_of = make(name)
+    store, _ = open_store(model, ActivationCompression(codecs=codecs))
+    plain = gradients(model, loss_of)
+    drawn = torch.stack([gradients(model, loss_of, store) for _ in range(num)])
+    noise = (drawn - drawn.mean(0)).square().sum(1).sum().div(num - 1).sqrt()
+    assert 0 < noise < 0.4 * plain.norm()
+    assert (drawn.mean(0) - plain).norm() < 1.5 * noise / num**0.5
+    assert store.consequences.loss_class == ("unbiased" if "int8" not in codecs else "approximate")
 
 
 @pytest.mark.parametrize("codec", ["int2", "int4", "int8"])

@@ -55,6 +55,13 @@ def gradients(model):
         ({"codecs": ("int4", "int8")}, "one lossy one at most"),
         ({"codecs": ("exact", "exact")}, "must name codecs once"),
         ({"codecs": ()}, "must name codecs once"),
+        ({"codecs": ("topk-1.5",)}, "`activations` must be among .*'topk-0.1', 'rows-0.3', 'fewbit-1'"),
+        ({"codecs": ("rows-0",)}, "must be among"),
+        ({"codecs": ("rows-many",)}, "must be among"),
+        ({"codecs": ("fewbit-5",)}, "must be among"),
+        ({"codecs": ("topk-0.1", "int4", "rows-0.3")}, "one codec at most of a kind, got .'topk-0.1', 'rows-0.3'"),
+        ({"codecs": ("fewbit-1", "fewbit-2")}, "one codec at most of a kind"),
+        ({"modules": {"head": "rows-0.3"}}, r"modules\['head'\]` must be one of 'exact'"),
         ({"modules": {"head": "int4-chain"}}, r"modules\['head'\]` must be one of 'exact'"),
         ({"operations": {"gelu": "int5"}}, r"operations\['gelu'\]` must be one of"),
         ({"operations": {"nosuchfunction": "int4"}}, "must name functions of torch.*got 'nosuchfunction'"),
@@ -85,6 +92,30 @@ def test_loss_class_tells_of_any_lossy_setting():
     assert not ActivationCompression(codecs=("bf16",)).is_exact
     assert not ActivationCompression(modules={"*": "int8"}).is_exact
     assert not ActivationCompression(operations={"gelu": "int8"}).is_exact
+    assert not ActivationCompression(codecs=("exact", "rows-0.3")).is_exact
+    assert not ActivationCompression(codecs=("fewbit-4",)).is_exact
+
+
+@pytest.mark.parametrize(
+    ("codecs", "before", "after"),
+    [
+        (("exact",), "exact", "exact"),
+        (("int4", "fewbit-2"), "approximate", "approximate"),
+        (("rows-0.3",), "approximate", "unbiased"),
+        (("fewbit-2", "rows-0.3"), "approximate", "unbiased"),
+        (("rows-1",), "approximate", "exact"),
+        (("topk-0.1", "int4"), "changed", "changed"),
+        (("topk-0.1", "offload"), "changed", "changed"),
+    ],
+)
+def test_the_loss_class_is_the_worst_first_and_then_what_happened(codecs, before, after):
+    config, model = ActivationCompression(codecs=codecs, min_numel=1), nn.Sequential(nn.Linear(32, 32), Block())
+    store, applied = open_store(model, config)
+    assert applied.loss_class == before
+    with store.scope():
+        loss = model(X).sum()
+    assert what_happened(applied, config, store).loss_class == after
+    loss.backward()
 
 
 def test_apply_and_undo_leave_a_plain_module():
@@ -137,6 +168,24 @@ def test_modules_choose_their_codec():
     assert store.tally.entries["int8 derivative"] == 2
     loss.backward()
     assert store.within == []
+
+
+def test_samples_and_levels_leave_modules_and_operations_alone_that_have_a_codec():
+    model, config = stack(), {"codecs": ("rows-0.3", "fewbit-2")}
+    kept = [{}, {"modules": {"1": "exact"}}, {"operations": {"linear": "exact"}}, {"operations": {"gelu": "int8"}}]
+    found = []
+    for settings in kept:
+        store, _ = open_store(model, ActivationCompression(**config, **settings))
+        with store.scope():
+            loss = model(X).sum()
+        found.append({name: store.tally.entries[name] for name in ("rows-0.3", "fewbit-2", "int8")})
+        loss.backward()
+    assert found == [
+        {"rows-0.3": 6, "fewbit-2": 3, "int8": 0},
+        {"rows-0.3": 4, "fewbit-2": 2, "int8": 0},
+        {"rows-0.3": 0, "fewbit-2": 3, "int8": 0},
+        {"rows-0.3": 6, "fewbit-2": 0, "int8": 3},
+    ]
 
 
 def test_a_module_that_raises_leaves_nothing_behind():
@@ -239,7 +288,7 @@ def in_place(model):
 WAYS_TO_COMPILE = {"torch.compile": whole, "compile()": in_place, "inside": lambda m: nn.Sequential(whole(m))}
 
 
-@pytest.mark.parametrize("codec", ["offload", "linear-cross-entropy"])
+@pytest.mark.parametrize("codec", ["offload", "linear-cross-entropy", "topk-0.1", "rows-0.3", "fewbit-3"])
 @pytest.mark.parametrize("wrap", WAYS_TO_COMPILE.values(), ids=WAYS_TO_COMPILE)
 def test_what_works_between_calls_is_refused_in_a_whole_model_that_is_compiled(fresh_dynamo, wrap, codec):
     with pytest.raises(ValueError, match=rf"cannot do '{codec}' in a whole model that is compiled.*block\.compile"):
