@@ -125,6 +125,7 @@ COMPATIBILITY = (
     CompatibilityRule("checkpointing", "optimizer_state"),
     CompatibilityRule("tiling", "early_zero_grad"),
     CompatibilityRule("tiling", "sparsity"),
+    CompatibilityRule("tiling", "low_rank"),
     CompatibilityRule("tiling", "low_precision"),
     CompatibilityRule("tiling", "microbatching"),
     CompatibilityRule("tiling", "activation_compression"),

@@ -15,11 +15,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memsave import (
     ActivationCompression,
     Checkpointing,
+    LowRank,
     MemSave,
     NoEffectWarning,
     Tiling,
     apply_activation_compression,
     apply_checkpointing,
+    apply_low_rank,
     apply_tiling,
     predict,
 )
@@ -204,6 +206,16 @@ def test_regions_and_compressed_activations_go_with_tiles(around, config):
     for _ in range(3):
         model.zero_grad()
         assert_alike(step(model, x), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [Tiling(dim=0, size=2), Tiling(modules="MLP", dim=1, size=6)])
+def test_layers_of_low_rank_go_in_tiles(config):
+    model = net(0.2)
+    apply_low_rank(model, LowRank(rank=4, modules="Linear"))
+    expected = step(copy.deepcopy(model), batch())
+    apply_tiling(model, config)
+    assert sum(name.endswith("factors") for name in expected) == 5
+    assert_alike(step(model, batch()), expected)
 
 
 @pytest.mark.parametrize("config", [Tiling(dim=0, size=2), Tiling(modules="MLP", dim=1, size=6)])
