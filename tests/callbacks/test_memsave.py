@@ -138,13 +138,13 @@ def test_a_selector_without_match_fails_before_training_and_leaves_the_module_wh
     assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
 
 
-def test_an_optimizer_without_kin_fails_before_training():
-    class Rprop(Regressor):
+def test_an_optimizer_without_moments_fails_before_training():
+    class ASGD(Regressor):
         def configure_optimizers(self):
-            return torch.optim.Rprop(self.parameters())
+            return torch.optim.ASGD(self.parameters())
 
-    with pytest.raises(ValueError, match=r"AdamW, Adam, NAdam, RAdam, SGD, Lion, RMSprop, Adagrad, LAMB.*got 'Rprop'"):
-        fit(MemSave(optimizer_state="8bit"), Rprop())
+    with pytest.raises(ValueError, match=r"keeps something for each parameter in its shape.*got 'ASGD'"):
+        fit(MemSave(optimizer_state="8bit"), ASGD())
 
 
 def test_checkpoints_load_both_ways_and_resume_is_bit_equal(tmp_path):
@@ -245,13 +245,13 @@ def test_what_a_second_monitor_is_told_reaches_the_figures_of_the_first():
 
 
 def test_logged_settings_are_without_defaults_that_stepped_aside(monkeypatch):
-    class Rprop(Regressor):
+    class ASGD(Regressor):
         def configure_optimizers(self):
-            return torch.optim.Rprop(self.parameters())
+            return torch.optim.ASGD(self.parameters())
 
     logged = []
     monkeypatch.setattr("lightning_memsave.callbacks.monitor.log_config", lambda _, config: logged.append(config))
-    for module in (Regressor(), Rprop()):
+    for module in (Regressor(), ASGD()):
         fit(MemSave("balanced"), module)
     both = {"recipe", "early_zero_grad", "low_precision", "microbatching", "activation_compression", "every"}
     assert [set(config) for config in logged] == [both | {"optimizer_state"}, both]

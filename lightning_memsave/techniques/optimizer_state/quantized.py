@@ -298,7 +298,7 @@ def _to_disk(optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[st
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     exact: dict[int, dict[str, Any]] = {}
-    for number, values in found["state"].items():
+    for number, values in sorted(found["state"].items()):  # however they have stepped
         whole = parameters[number]
         p = local_of(whole)
         write = functools.partial(layout.write, shape=p.shape, is_compact=memory.is_compact)
