@@ -163,7 +163,9 @@ def is_of_a_library(value: Any) -> bool:
 
 def is_generator(value: Any) -> bool:
     """Return whether it is a random generator whose state can be kept."""
-    if isinstance(value, (torch.Generator, random.Random)):
+    if torch.Generator in type(value).__mro__:  # `isinstance` runs Python code, which Dynamo would compile
+        return True
+    if isinstance(value, random.Random):
         return not isinstance(value, random.SystemRandom)
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
 from lightning_memsave import (
     ActivationCompression,
@@ -18,6 +19,7 @@ from lightning_memsave import (
     LowRank,
     MemSave,
     NoEffectWarning,
+    OptimizerState,
     Tiling,
     apply_activation_compression,
     apply_checkpointing,
@@ -295,6 +297,40 @@ def test_hooks_after_accumulation_do_not_run_in_the_test():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while it compiles
+@pytest.mark.parametrize("compiled", ["blocks", "mlps", "model"])
+@pytest.mark.parametrize("config", [Tiling(dim=0, size=3), Tiling(modules="MLP", dim=1, size=6)])
+def test_compiled_modules_go_with_tiles(compiled, config):
+    torch.compiler.reset()
+    model = net()
+    expected = step(copy.deepcopy(model), batch())
+    apply_tiling(model, config)
+    inside = {"blocks": list(model.blocks), "mlps": [block.mlp for block in model.blocks], "model": [model]}
+    for module in inside[compiled]:
+        module.compile(backend="aot_eager")
+    for _ in range(2):
+        model.zero_grad()
+        assert_alike(step(model, batch()), expected)
+
+
+def test_tiles_and_regions_of_one_module_can_be_undone_in_any_order():
+    for first_undone in (0, 1):
+        model = net()
+        expected = step(copy.deepcopy(model), batch())
+        both = [
+            apply_tiling(model, Tiling(modules="MLP", dim=1, size=6)),
+            apply_checkpointing(model, Checkpointing(modules="MLP")),
+        ]
+        with pytest.raises(ValueError, match="must be applied once"):
+            apply_tiling(model, Tiling(modules="MLP"))
+        assert_alike(step(model, batch()), expected)
+        both[first_undone].undo()
+        model.zero_grad()
+        assert_alike(step(model, batch()), expected)
+        both[1 - first_undone].undo()
+        assert all("forward" not in vars(module) for module in model.modules())
+
+
 def test_copies_and_pickles_are_plain_or_compute_with_their_own_weights():
     model = net()
     apply_tiling(model, Tiling(dim=0, size=2))
@@ -462,7 +498,7 @@ class Lit(L.LightningModule):
         return self.net(batch[0]).square().mean()
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
 
 def fit(*callbacks, dropout=0.1, dtype="64-true", strategy="auto"):
@@ -500,6 +536,57 @@ def test_a_strategy_by_name_and_settings_in_logs():
     assert_alike(dict(found.state_dict()), dict(expected.state_dict()), rtol=1e-11, atol=1e-14)
     assert memsave.recipe.as_dict()["tiling"] == {"modules": "MLP", "dim": 1, "size": 3}
     assert memsave.recipe.as_dict()["recipe"] == "lossless, tiling=Tiling(modules=MLP, dim=1, size=3)"
+
+
+@pytest.mark.parametrize("gradients", ["release", "into-state"])
+def test_gradients_that_end_in_backward_go_with_tiles(gradients):
+    state = OptimizerState(first_moment="32bit", gradients=gradients)
+    slots = {"optimizer_state": state, "microbatch": False, "summary": False}
+    found, expected = fit(MemSave(tiling="samples", **slots)), fit(MemSave(**slots))
+    assert_alike(dict(found.state_dict()), dict(expected.state_dict()), rtol=1e-10, atol=1e-13)
+
+
+class Clip(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        size = {"hidden_size": D, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        text = CLIPTextConfig(vocab_size=60, max_position_embeddings=8, eos_token_id=59, attention_dropout=0.1, **size)
+        vision = CLIPVisionConfig(image_size=16, patch_size=8, attention_dropout=0.1, **size)
+        config = CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=8)
+        self.clip = CLIPModel(config)
+
+    def training_step(self, batch, batch_idx):
+        self.clip.train()
+        return self.clip(input_ids=batch[1], pixel_values=batch[0], return_loss=True).loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+def test_clip_of_transformers_is_tiled_without_a_mark():
+    generator = torch.Generator().manual_seed(3)
+    images, ids = torch.randn(16, 3, 16, 16, generator=generator), torch.randint(0, 59, (16, 8), generator=generator)
+    ids[:, -1] = 59
+    results = []
+    for memsave in (None, MemSave(tiling=Tiling(dim=0, size=2), summary=False)):
+        torch.manual_seed(0)
+        module = Clip().double()
+        trainer = L.Trainer(
+            accelerator="cpu",
+            max_epochs=2,
+            precision="64-true",
+            callbacks=[memsave] if memsave else [],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(TensorDataset(images, ids), 8))
+        results.append(dict(module.state_dict()))
+    assert_alike(results[1], results[0], rtol=1e-6, atol=1e-7)  # transformers computes some of it in float32
+    (applied,) = (a for a in memsave.report.applied if a.technique == "tiling")
+    assert applied.summary.startswith("2 modules in tiles")
+    assert memsave.report.loss_class == "exact"
 
 
 def test_a_default_that_finds_nothing_says_why():

@@ -251,25 +251,26 @@ class _TiledModule(Member):
         self._known: dict[Any, tuple[int, Independence]] = {}
         """Dimension to cut, and what a test along it has found, by kinds of arguments."""
 
-    def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Call the module in tiles, or whole where that is not possible.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler has no use for what is done here
+    def cut_of(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Cut, int] | None:
+        """Return how a call is cut, and into how many entries; `None` where it is not.
 
         Raises:
-            ValueError: it was named, and the call cannot be cut.
+            ValueError: the module was named, and the call cannot be cut.
         """
         leaves = tree_leaves((args, kwargs))
         needs = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in (*leaves, *module.parameters()))
         dims = self._dimensions(leaves)
         if not needs or not dims:
-            return self.forward_of(module)(*args, **kwargs)
+            return None
         kind = module.training, tuple(dims), tuple(map(_kind, leaves)), *(tuple(are_cut(leaves, dim)) for dim in dims)
         if kind not in self._known:
             self._known[kind] = self._learn(module, args, kwargs, leaves, dims)
         dim, found = self._known[kind]
-        size = None if found.why_not else self._size(module, found, extent_of(leaves, dim))
-        if size is None or size >= extent_of(leaves, dim):
-            return self.forward_of(module)(*args, **kwargs)
-        return run_in_tiles(self, module, args, kwargs, Cut(dim, found.draws, found.orders), size)
+        extent = extent_of(leaves, dim)
+        if found.why_not or (size := self._size(module, found, extent)) >= extent:
+            return None
+        return Cut(dim, found.draws, found.orders), size
 
     def _dimensions(self, leaves: list[Any]) -> list[int]:
         """Return the dimensions that may be cut, the longest first."""
@@ -336,8 +337,11 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     tiled: _TiledModule = self.__dict__[TILES]
     if not torch.is_grad_enabled() or is_inside_transform() or is_in_tile():
         return tiled.forward_of(self)(*args, **kwargs)
+    found = tiled.cut_of(self, args, kwargs)
+    if found is None:
+        return tiled.forward_of(self)(*args, **kwargs)
     try:
-        return tiled.call(self, args, kwargs)
+        return run_in_tiles(tiled, self, args, kwargs, *found)
     except EditsInputError as error:
         raise _refusal(tiled, "edits its input in place") from error
     except ChangesAttributeError as error:
