@@ -1,0 +1,61 @@
+"""Layers with another parameter in the place of their weight: what both kinds have in common."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memsave import LowRank, Sparsity, apply_low_rank, apply_sparsity, export_dense
+from lightning_memsave.techniques.low_rank.factored_layers import LowRankLinear
+from lightning_memsave.techniques.sparsity import SparseLayer
+from lightning_memsave.torch_internals.compact_layers import (
+    compact_class,
+    compact_layers,
+    put_in_place,
+    replace_values,
+)
+
+
+def test_there_is_one_class_for_a_kind_and_a_class_of_layers():
+    made = compact_class(LowRankLinear, nn.Linear)
+    assert made is compact_class(LowRankLinear, nn.Linear)
+    assert made is not compact_class(SparseLayer, nn.Linear)
+    assert made.__mro__[:2] == (made, LowRankLinear)
+    assert issubclass(made, nn.Linear)
+    assert (made.__name__, compact_class(SparseLayer, nn.Linear).__name__) == ("LowRankLinear", "SparseLinear")
+
+
+@pytest.mark.parametrize(
+    "apply", [lambda m: apply_low_rank(m, LowRank(rank=2)), lambda m: apply_sparsity(m, Sparsity(min_size=1))]
+)
+def test_both_kinds_are_found_and_exported(apply):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    apply(model)
+    assert list(compact_layers(model)) == ["0", "2"]
+    x = torch.randn(3, 16)
+    expected = model(x)
+    assert compact_layers(export_dense(model)) == {}
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_a_parameter_takes_the_place_of_another():
+    layer = nn.Linear(3, 2)
+    bias, other = layer.bias, nn.Parameter(torch.zeros(5))
+    put_in_place(layer, "weight", "values", other)
+    assert [(name, p) for name, p in layer.named_parameters()] == [("values", other), ("bias", bias)]
+    assert not hasattr(layer, "weight")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_parameter_of_another_size_takes_gradients_while_a_graph_of_before_is_kept(dtype):
+    parameter = nn.Parameter(torch.ones(4, 3, dtype=dtype))
+    kept = (parameter * 2).square().sum()
+    kept.backward(retain_graph=True)
+    parameter.grad = None
+    replace_values(parameter, torch.full((4, 2), 3.0, dtype=dtype))
+    assert parameter.dtype == dtype
+    assert parameter.is_leaf
+    parameter.sum().backward()
+    assert torch.equal(parameter.grad, torch.ones(4, 2, dtype=dtype))
+    assert torch.equal(parameter, torch.full((4, 2), 3.0, dtype=dtype))
