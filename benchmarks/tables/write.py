@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.harness.rows import ROOT
-from benchmarks.tables import compatibility_tables, planner_tables, record_tables, technique_tables
+from benchmarks.tables import compatibility_tables, method_tables, planner_tables, record_tables, technique_tables
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"recipes": technique_tables.recipes, "record": record_tables.headline},
@@ -61,6 +61,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
             record_tables.quality, "dynamicconv_quality", ("num_train", "epochs", "num_test", "num_checkpoints")
         ),
         "papers": record_tables.papers,
+    },
+    "docs/methods.md": {
+        "methods": method_tables.methods,
+        "operators": method_tables.operators,
+        "fragmentation": method_tables.fragmentation,
     },
     "docs/prediction.md": {"large": planner_tables.large, "prediction": planner_tables.prediction},
     "docs/planning.md": {"budgets": planner_tables.planner},
