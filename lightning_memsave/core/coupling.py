@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,10 +38,11 @@ _KNOWN = ("torch.optim.", "bitsandbytes.", "lightning_memsave.")
 
 
 def _couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether two parameters step differently together than each alone, tried on small ones of our own.
+    """Return whether two parameters step differently together than one after the other, tried on small ones of our own.
 
-    Classes of torch, bitsandbytes and this package do not. One that fails on two matrices, or draws random numbers,
-    cannot be judged, and counts as one that does not.
+    So do optimizers that look at all parameters, and those that count their steps themselves. Classes of torch,
+    bitsandbytes and this package do not. One that fails on two matrices, or draws random numbers, cannot be judged, and
+    counts as one that does not.
     """
     if type(optimizer).__module__.startswith(_KNOWN):
         return False
@@ -47,15 +50,14 @@ def _couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
     gradients[1] *= 30
     before = torch.get_rng_state()
     try:
-        together = _values(stepped_twin(optimizer, values, [gradients] * 2))
-        pairs = zip(values, gradients, strict=True)
-        alone = [_values(stepped_twin(optimizer, [v], [[g]] * 2))[0] for v, g in pairs]
+        twins = [stepped_twin(optimizer, values, [gradients] * 2, in_turn=each) for each in (False, True)]
+        together, in_turn = ([p.detach() for p in twin.param_groups[0]["params"]] for twin in twins)
     except Exception:  # whatever a class does that needs more than a step
         return False
     finally:
         draws = not torch.equal(before, torch.get_rng_state())
         torch.set_rng_state(before)
-    apart = max(float((a - b).abs().max()) for a, b in zip(together, alone, strict=True))
+    apart = max(float((a - b).abs().max()) for a, b in zip(together, in_turn, strict=True))
     moved = max(float((a - b).abs().max()) for a, b in zip(together, values, strict=True))
     return not draws and apart > 1e-6 * moved
 
@@ -66,23 +68,39 @@ def random_matrices(count: int, seed: int) -> list[Tensor]:
     return [torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(count)]
 
 
-def _values(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p.detach() for p in optimizer.param_groups[0]["params"]]
-
-
 def stepped_twin(
-    optimizer: torch.optim.Optimizer, values: list[Tensor], gradients: list[list[Tensor]]
-) -> torch.optim.Optimizer:
-    """Return a new optimizer of this class and with these settings that has stepped `values`, once per `gradients`."""
+    optimizer: torch.optim.Optimizer,
+    values: list[Tensor],
+    gradients: list[list[Tensor]],
+    *,
+    group: int = 0,
+    in_turn: bool = False,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """Return a new optimizer of this class that has stepped `values`, once for each of `gradients`.
+
+    Args:
+        optimizer: whose class, attributes and settings.
+        values: of its parameters.
+        gradients: of all parameters, for each step.
+        group: whose settings it has.
+        in_turn: one parameter steps after the other, each with what the group was before the first.
+        settings: of the group, that differ.
+    """
     parameters = [torch.nn.Parameter(value.clone()) for value in values]
     twin: Any = copy.copy(optimizer)
     kept: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     own = {key: value for key, value in vars(optimizer).items() if not key.startswith("_") and key not in _OF_STEPS}
     vars(twin).update(copy.deepcopy(own, kept), state=defaultdict(dict))
     vars(twin).update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
-    twin.param_groups = [{**optimizer.param_groups[0], "params": parameters}]
+    known = {key: value for key, value in optimizer.param_groups[group].items() if key != "params"}
+    now = {**copy.deepcopy(known), **settings}
     for each in gradients:
         for parameter, gradient in zip(parameters, each, strict=True):
             parameter.grad = gradient.clone()
-        type(optimizer).step(twin)  # of the class: a scheduler has wrapped the instance's
-    return twin  # type: ignore[no-any-return]
+        for some in [[p] for p in parameters] if in_turn else [parameters]:
+            twin.param_groups = [{**now, "params": some}]
+            type(optimizer).step(twin)  # of the class: a scheduler has wrapped the instance's
+        now = twin.param_groups[0]
+    twin.param_groups = [{**now, "params": parameters}]
+    return twin

@@ -18,8 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.core.errors import setting_error
 from lightning_memsave.torch_internals.fake_tensors import is_fake, standing_for
+from lightning_memsave.torch_internals.group_changes import changes_once, note_changes
 from lightning_memsave.torch_internals.sharded_parameters import (
     as_local,
     as_sharded,
@@ -167,17 +167,9 @@ def step_each(
     if not is_ready():
         return loss
     groups, pending = optimizer.param_groups, vars(optimizer).get(PENDING, {})
-    changes: dict[int, dict[str, Any]] = {}
-    around, vars(optimizer)[_CHANGES] = vars(optimizer).get(_CHANGES), changes
-    try:
+    with changes_once(optimizer):
         for group in groups:
             _step_group(optimizer, group, pending, one, several)
-    finally:
-        del vars(optimizer)[_CHANGES]
-        if around is not None:
-            vars(optimizer)[_CHANGES] = around
-    for group in groups:
-        group.update(changes.get(id(group), {}))
     if not isinstance(groups, OneParameter):  # else this is an inner layer's part of a step
         for counts in [each for each in vars(optimizer).values() if isinstance(each, Counts)]:
             counts.num_steps += 1
@@ -235,36 +227,7 @@ def step_together(
         step(optimizer)
     finally:
         optimizer.param_groups = groups
-    changes = {key: value for key, value in alone.items() if key != "params" and not _same(value, group.get(key))}
-    if changes:
-        _note(optimizer, group, changes)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one is other or torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
-
-
-_CHANGES = "_memsave_group_changes"
-"""An optimizer's attribute during a step of all: what the steps of single parameters change in a group, by its id."""
-
-
-def _note(optimizer: torch.optim.Optimizer, group: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Keep what a step has changed in its group until all parameters have stepped: each begins with the same group.
-
-    Raises:
-        ValueError: it depends on the parameter, or no step of all is running.
-    """
-    noted = vars(optimizer).get(_CHANGES)
-    known = None if noted is None else noted.setdefault(id(group), changes)
-    if known is None or known.keys() != changes.keys() or not all(_same(known[key], changes[key]) for key in known):
-        raise setting_error(
-            "optimizer",
-            "must be one that steps each parameter by itself, here",
-            f"{type(optimizer).__name__}, which changes `{next(iter(changes))}` of its parameter group",
-            "Use another optimizer, or neither `precision` nor gradient release nor 4-bit state.",
-        )
+    note_changes(optimizer, group, alone)
 
 
 def bounded(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

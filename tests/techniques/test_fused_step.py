@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memsave import Ledger, LowPrecision, OptimizerState, apply_low_precision, apply_optimizer_state
+from lightning_memsave import (
+    Ledger,
+    LowPrecision,
+    MemSave,
+    OptimizerState,
+    apply_low_precision,
+    apply_optimizer_state,
+    predict,
+)
 from lightning_memsave.numerics.kernels import native
 from lightning_memsave.techniques.optimizer_state import quantized
 from lightning_memsave.techniques.optimizer_state.moment_codecs import QuantizedMoment
@@ -116,23 +127,28 @@ def test_it_follows_the_rule_in_float64(rule):
             torch.testing.assert_close(p.double(), reference, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_large_parameters_step_in_parts_by_any_number_of_threads(num_threads, monkeypatch):
+@pytest.mark.parametrize("part", [512, 2**20])
+def test_parts_are_divided_among_threads(part, monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.setattr(native, "_MIN_PER_THREAD", 256)
+    monkeypatch.setitem(optimizer_class.PART_NUMEL, "cpu", part)
+    divided = []
+    pool = native._pool
+    monkeypatch.setattr(native, "_pool", lambda wanted: divided.append(wanted) or pool(wanted))
     try:
         found = []
-        for threads, part in ((num_threads, 512), (1, 512)):
-            monkeypatch.setitem(optimizer_class.PART_NUMEL, "cpu", part)
+        for threads in (4, 1):
             torch.set_num_threads(threads)
-            model, optimizer = subject(RULES["AdamW"])
+            model, optimizer = subject(RULES["AdamW"], shapes=[*SHAPES, (16, 16), (300,), (40, 20)])
             for step in range(3):
                 give_gradients(model, step)
                 optimizer.step()
             found.append(torch.cat([p.detach().view(-1) for p in model]))
+            assert (max(divided, default=1) > 1) == (threads > 1)
+            divided.clear()
     finally:
         torch.set_num_threads(before)
-        native._pool.cache_clear()
+        pool.cache_clear()
     assert torch.equal(*found)
 
 
@@ -151,6 +167,11 @@ def strided(p):
     p.grad = torch.randn(*p.shape[:-1], 2 * p.shape[-1])[..., ::2]
 
 
+def negated(p):
+    p.grad = torch.complex(torch.zeros(p.shape), torch.randn(p.shape)).conj().imag  # with torch's negative bit
+    assert p.grad.is_neg()
+
+
 def of_16_bits(p):
     p.grad = None
     p.grad_dtype = torch.bfloat16
@@ -167,9 +188,10 @@ def of_16_bits(p):
         (lambda p: torch.optim.NAdam(p), None),
         (lambda p: type("SGD", (torch.optim.SGD,), {})(p, 0.1, momentum=0.9), None),
         (RULES["AdamW"], strided),
+        (RULES["AdamW"], negated),
         (RULES["SGD"], of_16_bits),
     ],
-    ids=["maximize", "tensor lr", "betas", "fused", "NAdam", "subclass", "strided gradient", "16-bit gradient"],
+    ids=["maximize", "tensor lr", "betas", "fused", "NAdam", "subclass", "strided", "negative bit", "16-bit gradient"],
 )
 def test_what_the_kernel_does_not_know_goes_the_general_way(make, spoil, monkeypatch, calls):
     found = [subject(make, shapes=[(64, 64)]) for _ in range(2)]
@@ -304,3 +326,89 @@ def test_16_bit_weights_that_are_not_finite_stay_so(precision):
     assert not model[0].isfinite()[7]
     assert not model[0].isfinite()[300]
     assert model[0].isfinite()[512:].all()  # another block
+
+
+@pytest.mark.parametrize("precision", ["bf16-sr", "bf16+8"])
+def test_parameters_of_another_dtype_step_beside_short_ones(precision):
+    torch.manual_seed(0)
+    model = nn.ParameterList([nn.Parameter(torch.randn(32, 32)), nn.Parameter(torch.randn(32, 32).double())])
+    model.append(nn.Parameter(torch.randn(32, 32, dtype=torch.complex64)))
+    optimizer = RULES["AdamW"](model.parameters())
+    apply_optimizer_state(optimizer, OptimizerState(min_size=0), model)
+    apply_low_precision(model, optimizer, LowPrecision(format=precision))
+    before = [p.detach().clone() for p in model]
+    for _ in range(2):
+        for p in model:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    assert not any(torch.equal(p, old) for p, old in zip(model, before, strict=True))
+
+
+def test_momentum_that_is_off_for_a_step_leaves_the_buffer(monkeypatch):
+    found = [subject(RULES["SGD"]) for _ in range(2)]
+    for step, momentum in enumerate((0.9, 0.9, 0.0, 0.9)):
+        for (model, optimizer), take in zip(found, (optimizer_step, generally), strict=True):
+            optimizer.param_groups[0]["momentum"] = momentum
+            give_gradients(model, step)
+            take(optimizer, monkeypatch)
+    assert all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
+
+
+def optimizer_step(optimizer, monkeypatch):
+    optimizer.step()
+
+
+@pytest.mark.parametrize("spoil", ["larger weights", "shorter scales"])
+def test_memory_of_another_size_is_never_read(spoil, calls):
+    model, optimizer = subject(RULES["AdamW"], shapes=[(64, 64)])
+    give_gradients(model, 0)
+    optimizer.step()
+    give_gradients(model, 1)
+    if spoil == "larger weights":
+        model[0].data, model[0].grad = torch.randn(512, 64), torch.randn(512, 64)
+    else:
+        moment = optimizer.state[model[0]]["exp_avg"]
+        optimizer.state[model[0]]["exp_avg"] = moment._replace(absmax=moment.absmax[:3])
+    with pytest.raises((ValueError, RuntimeError)):
+        optimizer.step()
+    assert calls == []
+
+
+def test_a_parameter_that_stands_twice_in_a_group_steps_as_in_torch(calls):
+    p = nn.Parameter(torch.randn(16, 16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = torch.optim.AdamW([p, p])
+    apply_optimizer_state(optimizer, OptimizerState(min_size=0), nn.ParameterList([p]))
+    for _ in range(3):
+        p.grad = torch.randn(16, 16)
+        optimizer.step()
+    assert float(optimizer.state[p]["step"]) == 6
+    assert all(each == 1 for each in calls)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16-sr", "bf16+8"])
+@pytest.mark.parametrize("settings", [{}, {"first_moment": "4bit"}, {"gradients": "release"}])
+@pytest.mark.parametrize("rule", ["AdamW", "SGD"])
+def test_a_prediction_is_what_is_measured_where_the_step_is_the_peak(rule, settings, precision):
+    class Wide(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(256, 500), nn.Tanh(), nn.Linear(500, 256))
+
+        def training_step(self, batch):
+            return self.layers(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return RULES[rule](self.parameters())
+
+    slots = {"optimizer_state": OptimizerState(**settings), "precision": precision or False}
+    batch = (torch.randn(2, 256),)
+    predicted = predict(Wide(), batch, MemSave(**slots)).peak_bytes
+    memsave = MemSave(**slots, summary=False)
+    trainer = L.Trainer(
+        callbacks=[memsave], max_steps=4, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, accelerator="cpu",
+    )  # fmt: skip
+    trainer.fit(Wide(), DataLoader(TensorDataset(torch.randn(8, 256)), batch_size=2))
+    assert predicted == memsave.report.peak_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -107,9 +108,21 @@ def matrices():
 def test_what_is_kept_and_whether_it_has_a_sign(build, expected):
     optimizer = build(matrices().parameters())
     before = torch.get_rng_state()
-    assert find_moments(optimizer) == {name: bool(value) for name, value in expected.items()}
+    assert find_moments(optimizer).is_positive == {name: bool(value) for name, value in expected.items()}
     assert not optimizer.state
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_rprop_goes_where_the_plain_one_goes_in_8_bits_and_is_refused_in_4():
+    model = matrices()
+    second = copy.deepcopy(model)
+    plain, ours = (torch.optim.Rprop(each.parameters(), 1e-3) for each in (model, second))
+    with pytest.raises(ValueError, match="cannot keep the step sizes of Rprop"):
+        apply_optimizer_state(ours, OptimizerState(first_moment="4bit", **CODED), second)
+    apply_optimizer_state(ours, OptimizerState(**CODED), second)
+    start = flat(model)
+    expected, found = run_steps(model, plain, range(20))[-1] - start, run_steps(second, ours, range(20))[-1] - start
+    assert 0 < (found - expected).norm() / expected.norm() < 0.1
 
 
 @pytest.mark.parametrize("state_format", ["8bit", "4bit"])
@@ -196,7 +209,9 @@ def test_checkpoints_continue_to_the_bit_and_load_into_the_plain_optimizer(build
         assert flat(third).isfinite().all()
     broken = copy.deepcopy(saved)
     name = next(
-        name for name, value in broken["state"][0].items() if name in find_moments(build(matrices().parameters()))
+        name
+        for name, value in broken["state"][0].items()
+        if name in find_moments(build(matrices().parameters())).is_positive
     )
     broken["state"][0][name] = torch.zeros(3)
     with pytest.raises(ValueError, match=rf"optimizer_states\[0\].{name}"):
@@ -230,5 +245,98 @@ def test_a_moment_that_turns_negative_is_an_error_with_its_name():
     optimizer = TurnsNegative(model.parameters())
     apply_optimizer_state(optimizer, OptimizerState(**CODED), model)
     run_steps(model, optimizer, range(6))
-    with pytest.raises(ValueError, match=r"found no sign in three steps .*nu of TurnsNegative"):
+    with pytest.raises(ValueError, match=r"was never negative in a trial .*nu of TurnsNegative"):
         run_steps(model, optimizer, range(6, 8))
+
+
+class CountsItself(torch.optim.Optimizer):
+    """Counts its steps in an attribute, or in a tensor of its group, by which it divides."""
+
+    def __init__(self, params, where):
+        super().__init__(params, {"lr": 0.1, "count": torch.zeros(())})
+        self.where, self.count = where, 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        for group in self.param_groups:
+            group["count"] += 1
+            count = self.count if self.where == "itself" else float(group["count"])
+            for p in group["params"]:
+                buffer = self.state[p].setdefault("buffer", torch.zeros_like(p))
+                buffer.mul_(0.9).add_(p.grad)
+                p.sub_(buffer, alpha=group["lr"] / count)
+
+
+@pytest.mark.parametrize("where", ["itself", "its group"])
+def test_an_optimizer_that_counts_its_calls_is_refused_and_left_as_it_is(where):
+    model = matrices()
+    optimizer = CountsItself(model.parameters(), where)
+    with pytest.raises(ValueError, match="steps each parameter by itself"):
+        apply_optimizer_state(optimizer, OptimizerState(**CODED), model)
+    with pytest.raises(ValueError, match="steps each parameter by itself"):
+        apply_low_precision(model, optimizer, LowPrecision())
+    assert optimizer.count == 0
+    assert float(optimizer.param_groups[0]["count"]) == 0
+
+
+class DualAverage(torch.optim.Optimizer):
+    """Keeps a sum of gradients, which has a sign, under a name of Adagrad's."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                total = self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                p.sub_(total, alpha=group["lr"])
+
+
+def test_a_name_of_torchs_says_nothing_about_another_class():
+    assert find_moments(DualAverage(matrices().parameters())).is_positive == {"sum": False}
+    own = type("AdamW", (TwoAverages,), {})
+    assert list(find_moments(own(matrices().parameters())).is_positive) == ["m_fast", "m_slow", "nu"]
+
+
+class AuxiliaryAdam(torch.optim.Optimizer):
+    """Another rule for each group, as Muon with an auxiliary Adam has."""
+
+    def __init__(self, groups):
+        super().__init__(groups, {"lr": 0.01, "has_squares": False})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                update = state.setdefault("average", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                if group["has_squares"]:
+                    square = state.setdefault("square", torch.zeros_like(p)).lerp_(p.grad.square(), 0.01)
+                    update = update / (square.sqrt() + 1e-6)
+                p.sub_(update, alpha=group["lr"])
+
+
+def test_each_group_has_a_trial_of_its_own():
+    model = matrices()
+    first, *others = model.parameters()
+    optimizer = AuxiliaryAdam([{"params": [first]}, {"params": others, "has_squares": True}])
+    config = OptimizerState(**CODED)
+    estimate = estimate_optimizer_state(optimizer, config, model)
+    assert estimate == (1 + 2 * 2) * 9 * 260  # bytes of a block of 256 and its scale
+    apply_optimizer_state(optimizer, config, model)
+    run_steps(model, optimizer, range(2))
+    assert bytes_held(optimizer) == estimate
+    again = AuxiliaryAdam([{"params": [first]}, {"params": others, "has_squares": True}])
+    apply_optimizer_state(again, config, model)
+    again.load_state_dict(through_disk(optimizer.state_dict()))
+
+
+def test_group_values_that_equal_nothing_are_no_change():
+    model = matrices()
+    optimizer = torch.optim.NAdam(model.parameters())
+    optimizer.param_groups[0] |= {"best": float("nan"), "shape": np.zeros(3)}
+    apply_optimizer_state(optimizer, OptimizerState(**CODED), model)
+    run_steps(model, optimizer, range(2))
+    assert flat(model).isfinite().all()

@@ -441,11 +441,6 @@ typedef struct {
     int32_t start[2 * CELLS]; /* by sign and cell: the last code whose value is not above anything in the cell */
 } Map;
 
-static inline int cell_of(float f) {
-    int cell = (int)((to_bits(f) & 0x7FFFFFFFU) >> 17) - FIRST_CELL;
-    return cell < 0 ? 0 : cell > CELLS - 2 ? CELLS - 2 : cell;
-}
-
 /* The cells are gone through in ascending order of what is in them: of negative numbers from the last to the first. */
 static void fill_starts(Map *map, int sign) {
     for (int i = 0, index = 0; i <= CELLS; i++) {

@@ -163,7 +163,8 @@ def _step_several(
         _lengthen(optimizer.state.get(p, {}))
     for together in bounded(whole):
         step_together(step, optimizer, group, together)
-    return _step_fused(optimizer, memory, group, [p for p in parameters if p not in set(whole)])
+    left = _step_fused(optimizer, memory, group, [p for p in parameters if p in memory.weights])
+    return [*left, *(p for p in parameters if p not in memory.weights and p not in set(whole))]
 
 
 def _step_fused(

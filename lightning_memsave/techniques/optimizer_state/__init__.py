@@ -59,7 +59,7 @@ from lightning_memsave.techniques.optimizer_state.gradient_release import (
     InBackward,
 )
 from lightning_memsave.techniques.optimizer_state.moment_codecs import codec_of
-from lightning_memsave.techniques.optimizer_state.moment_names import check_quantizable, in_group
+from lightning_memsave.techniques.optimizer_state.moment_names import check_quantizable
 from lightning_memsave.techniques.optimizer_state.optimizer_accumulation import check_into_state
 from lightning_memsave.techniques.optimizer_state.optimizer_mapping import check_paged, find_mapping, is_8bit
 from lightning_memsave.techniques.optimizer_state.paged import pages_kept
@@ -381,8 +381,8 @@ def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: Optimizer
     of_bitsandbytes = uses_bitsandbytes(optimizer, config)
     kinds = moments_of(optimizer)
     total, any_code = 0, False
-    for group in optimizer.param_groups:
-        moments = find_mapping(optimizer).moments if of_bitsandbytes else in_group(kinds, group)
+    for number, group in enumerate(optimizer.param_groups):
+        moments = find_mapping(optimizer).moments if of_bitsandbytes else kinds.in_group(number, group)
         for p in group["params"]:
             if (not p.requires_grad and not optimizer.state.get(p)) or not as_local(p).numel():
                 continue
@@ -392,7 +392,7 @@ def estimate_optimizer_state(optimizer: torch.optim.Optimizer, config: Optimizer
                 any_code = True
                 total += len(moments) * (p.numel() + 4 * num_blocks(p.numel()))
             else:
-                total += _coded_bytes(as_local(p), [kinds[name] for name in moments], config)
+                total += _coded_bytes(as_local(p), [kinds.is_positive[name] for name in moments], config)
     return total + (len(moments) * _CODE_MAP_BYTES if any_code else 0)
 
 

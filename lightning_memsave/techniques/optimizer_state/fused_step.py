@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_memsave.numerics.blockwise import num_blocks
 from lightning_memsave.numerics.kernels import native
 from lightning_memsave.numerics.kernels.coded_step import (
     CORRECTED,
@@ -66,26 +67,30 @@ def step_fused(
     maps = [each for each in codecs[: len(names)] if isinstance(each, BlockMap)]
     if len(maps) < len(names) or not names or not _is_known(group) or not _is_torchs(memory.plain_class):
         return list(parameters)
-    if native.library() is None:
+    if native.library() is None or len(set(parameters)) < len(parameters):
         return list(parameters)
     ready: list[Tensor] = []
     others: list[Tensor] = []
     for p in parameters:
-        state = optimizer.state.get(p, {})
-        has_codes = all(isinstance(state.get(name), QuantizedMoment) for name in names)
-        (ready if has_codes and _is_plain(p, p.grad, short.get(p)) else others).append(p)
+        state, own = optimizer.state.get(p, {}), short.get(p)
+        is_ready = _is_plain(p, p.grad, own) and all(
+            _is_of(state.get(n), m, p) for n, m in zip(names, maps, strict=True)
+        )
+        (ready if is_ready else others).append(p)
     counts = [optimizer.state[p]["step"] for p in ready] if len(names) == 2 else []
-    if counts:
-        torch._foreach_add_(counts, 1)
+    if len(set(map(id, counts))) < len(counts) or not all(isinstance(each, Tensor) for each in counts):
+        return list(parameters)
     if not ready or is_fake(ready[0]):
         return others
     shift = memory.noise_of(ready[0]).shift
-    num_steps = [each.item() for each in counts] or [0.0] * len(ready)
+    num_steps = [each.item() + 1 for each in counts] or [0.0] * len(ready)
     rules = {each: _rule(group, maps, shift, each) for each in set(num_steps)}
     parts = []
     for p, count in zip(ready, num_steps, strict=True):
         state, noise = optimizer.state[p], memory.noise_of(p)
         parts.append(_part(rules[count], p, [_moment(state[n], noise.of(n).seed) for n in names], short.get(p)))
+    if counts:
+        torch._foreach_add_(counts, 1)
     step_parts(parts, sum(p.numel() for p in ready))
     torch.autograd.graph.increment_version(ready)
     return others
@@ -103,22 +108,41 @@ def _is_known(group: Mapping[str, Any]) -> bool:
         not any(group.get(name) for name in _SPECIAL)
         and all(isinstance(each, (float, int)) for each in numbers)
         and take < 0.5  # beyond, torch's `lerp_` has another formula
+        and bool(group.get("momentum", True))  # without, SGD leaves the buffer that it has
     )
 
 
 def _is_plain(p: Tensor, gradient: Tensor | None, short: ShortWeights | None) -> bool:
     """Return whether a kernel can read and write a parameter and its gradient as they lie in memory."""
+    if gradient is None or p.dtype != (torch.float32 if short is None else torch.bfloat16):
+        return False
+    correction = None if short is None else short.correction
+    tensors = [p, gradient] if correction is None else [p, gradient, correction]
     return (
-        type(p) in (Tensor, torch.nn.Parameter)
-        and gradient is not None
-        and p.dtype == (torch.float32 if short is None else torch.bfloat16)
+        (type(p) in (Tensor, torch.nn.Parameter) or is_fake(p))
         and gradient.dtype in (torch.float32, p.dtype)
-        and p.device.type == gradient.device.type == "cpu"
-        and gradient.layout == torch.strided
-        and p.is_contiguous()
-        and gradient.is_contiguous()
+        and gradient.shape == p.shape
         and p.numel() > 0
+        and all(_lies_plain(each, p.numel()) for each in tensors)
     )
+
+
+def _lies_plain(tensor: Tensor, num_elements: int) -> bool:
+    return (
+        tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and tensor.numel() == num_elements
+        and not tensor.is_neg()
+    )
+
+
+def _is_of(moment: Any, code: BlockMap, p: Tensor) -> bool:
+    """Return whether `moment` has codes of all elements of `p`, where the kernel can read them."""
+    if not isinstance(moment, QuantizedMoment):
+        return False
+    num_bytes = -(-p.numel() * code.bits // 8)
+    return _lies_plain(moment.codes, num_bytes) and _lies_plain(moment.absmax, num_blocks(p.numel()))
 
 
 def _rule(group: Mapping[str, Any], maps: Sequence[BlockMap], shift: int, num_steps: float) -> Rule:

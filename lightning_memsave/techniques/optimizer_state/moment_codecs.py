@@ -11,7 +11,7 @@
 | `"offload"` | as it is, in host memory | as it is, in host memory |
 
 Codes have one float32 scale per block of 256. Second moments have no zero, because something is divided by them:
-elements below the lowest value of a block count as that, which makes their steps smaller. They have no sign either, so
+elements below the lowest value of a block count as that, which makes Adam's steps smaller. They have no sign either, so
 no float of 8 bits suits them: powers are as close as its values far down, and closer near the top of a block.
 
 Rounding is stochastic. An average that decays by a tenth or a thousandth per step never leaves a code whose neighbours

@@ -1,8 +1,9 @@
 """Optimizers whose moments are something smaller between their steps: codes, means, or tensors in host memory.
 
-Any optimizer that is known, with its own `step`. Before a parameter steps its moments are decoded, as the optimizer
-itself would hold them, and afterwards they are encoded again (`moment_codecs.py`), so that the transient is of one
-parameter; with codes or means of one part of it, where it is large (`torch_internals/optimizer_class.py`). With
+Any optimizer whose moments are known or found (`moment_names.py`), with its own `step`; AdamW, Adam and SGD on a CPU in
+one kernel (`fused_step.py`). Before a parameter steps its moments are decoded, as the optimizer itself would hold them,
+and afterwards they are encoded again (`moment_codecs.py`), so that the transient is of one parameter; with codes or
+means of one part of it, where it is large (`torch_internals/optimizer_class.py`). With
 `"lowrank"` and `"apollo"` they are moments of the gradient in a subspace (`projection.py`).
 """
 
@@ -35,7 +36,7 @@ from lightning_memsave.techniques.optimizer_state.moment_codecs import (
     put_back,
     unit_of,
 )
-from lightning_memsave.techniques.optimizer_state.moment_names import check_signs, find_moments, in_group
+from lightning_memsave.techniques.optimizer_state.moment_names import Moments, check_signs, find_moments
 from lightning_memsave.torch_internals.optimizer_class import (
     PENDING,
     SCALES_ITSELF,
@@ -66,8 +67,8 @@ class QuantizedState(Counts):
     """What such an optimizer remembers besides its state."""
 
     plain_class: type[torch.optim.Optimizer]
-    moments: Mapping[str, bool]
-    """Names of what is kept for each parameter in its shape, and whether it is never negative."""
+    moments: Moments
+    """What is kept for each parameter in its shape."""
     state_format: str
     kept: set[Tensor]
     """Parameters whose state stays as it is."""
@@ -92,7 +93,8 @@ class QuantizedState(Counts):
 
     def codec_of(self, p: Tensor, name: str) -> Codec | None:
         """Return how an entry of the state of `p` is kept; `None`: as it is."""
-        return codec_of(self.format_of(p), self.moments[name]) if name in self.moments else None
+        is_positive = self.moments.is_positive.get(name)
+        return None if is_positive is None else codec_of(self.format_of(p), is_positive)
 
     def unit(self, p: Tensor) -> int:
         """Return how many elements of `p` step together: whole blocks of codes, rows, or all."""
@@ -124,7 +126,7 @@ def memory_of(optimizer: torch.optim.Optimizer) -> QuantizedState:
     return memory
 
 
-def moments_of(optimizer: torch.optim.Optimizer) -> Mapping[str, bool]:
+def moments_of(optimizer: torch.optim.Optimizer) -> Moments:
     """Return what `optimizer` keeps of each parameter, as `find_moments` does."""
     return memory_of(optimizer).moments if is_quantized(optimizer) else find_moments(optimizer)
 
@@ -198,7 +200,7 @@ def load_state(optimizer: torch.optim.Optimizer, p: Tensor, state: dict[str, Any
 def _decoded(memory: QuantizedState, name: str, stored: Any, p: Tensor) -> Any:
     """Return the moment as the optimizer itself would hold it."""
     value = decode(memory.codec_of(p, name), stored, p.shape)
-    if value is stored and (name not in memory.moments or value.dtype == p.dtype):
+    if value is stored and (name not in memory.moments.is_positive or value.dtype == p.dtype):
         return value
     return layout.as_strided_as(value.to(p.device, p.dtype), p)
 
@@ -276,8 +278,10 @@ def _quantized_class(plain: Any) -> Any:
             return _to_disk(self, super().state_dict())
 
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-            moments = functools.partial(in_group, moments_of(self))
-            state_checks.check_state_dict(self, state_dict, moments, _subspaces_of(memory_of(self)))
+            moments = memory_of(self).moments
+            names = {id(group): moments.in_group(number, group) for number, group in enumerate(self.param_groups)}
+            known = _subspaces_of(memory_of(self))
+            state_checks.check_state_dict(self, state_dict, lambda group: names[id(group)], known)
             super().load_state_dict({**state_dict, "state": {}, "param_groups": layout.groups_for(self, state_dict)})
             _from_disk(self, state_dict)
 
