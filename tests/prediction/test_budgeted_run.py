@@ -128,7 +128,7 @@ def test_what_fits_anyway_is_left_alone_to_the_bit(plain):
 def test_what_cannot_fit_is_refused_before_training_and_the_smallest_that_can_is_named():
     module = Net()
     before = copy.deepcopy(module.state_dict())
-    few = {"checkpointing": False, "precision": False, "sparsity": False}
+    few = {"checkpointing": False, "sparsity": False}
     with pytest.raises(ValueError, match=r'must be at least .* under "lossless"') as caught:
         train(MemSave(budget=100_000, **few), module)
     assert module.seen == []
