@@ -104,9 +104,10 @@ def nothing_left(
     alive = ", ".join(f"{name} {format_bytes(found[name])}" for name in largest_first)
     tried = {*applied, "out-of-memory recovery", "microbatching", "checkpointing"}  # as far as they work here
     remedies = dict.fromkeys(remedy for name in largest_first for remedy in remedies_for(name, tried, fixed)[:1])
+    advice = f"What would save most, in this order: {', '.join(remedies)}" if remedies else "Nothing else would help"
     last = "at one sample per microbatch" if can_cut else "and this batch cannot be cut into microbatches"
     return (
         f"Memory runs out {last}, after every exact measure. At its highest point the last try of "
-        f"{type(module).__name__} held: {alive}. What would save most, in this order: {', '.join(remedies)}. Nothing "
-        f"of this batch was applied, and checkpoints are as they were. The error was: {error}"
+        f"{type(module).__name__} held: {alive}. {advice}. Nothing of this batch was "
+        f"applied, and checkpoints are as they were. The error was: {error}"
     )

@@ -73,8 +73,8 @@ def test_what_is_on_already_is_not_recommended():
     measured = Measurement(peak_bytes=9000, by_category={"weights": 9000})
     on = {"low_precision", "sparsity"}
     assert "`low_rank=0.2`" in nothing_left(nn.Linear(2, 2), measured, False, on, "no more")
-    text = nothing_left(nn.Linear(2, 2), measured, False, on, "no more", on)
-    assert "low_rank" not in text  # which sparsity refuses
+    assert "Nothing else would help. " in nothing_left(nn.Linear(2, 2), measured, False, on, "no more", on)
+    text = nothing_left(nn.Linear(2, 2), measured, False, {*on, "low_rank"}, "no more")
     assert "bf16-sr" not in text
     assert 'in this order: `strategy="memsave_fsdp"` (a shard on each device,' in text
     assert "cannot be cut" in text
