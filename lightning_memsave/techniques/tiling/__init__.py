@@ -14,18 +14,19 @@ MLP treats them independently), and 0, the samples. Along samples, a loss that r
 mixup) sees all outputs at once, and only the encoder runs in parts, which microbatches cannot do.
 
 Loss class: `exact`. A module is cut only where a test finds that it treats the entries of the dimension independently
-(`independence`): on a few entries of the first input that it is given, and again when one of another kind comes. Sums
-of weight gradients are made in another order, those of 16-bit weights in float32. Dropout has the masks of the plain
-step: they are drawn once, whole, and kept as bits. Where that is not possible (fused attention and dropout kernels of
-GPUs), a module that was named is cut nevertheless, and the loss class is `changed`.
+(`independence`): on a few entries of the first input that it is given, and again when one of another kind comes; and
+where the outputs of the whole call are those of its slices, whenever one is larger than all before. Sums of weight
+gradients are made in another order, those of 16-bit weights in float32. Dropout has the masks of the plain step: they
+are drawn once, whole, and kept as bits. Where that is not possible (fused attention and dropout kernels of GPUs), a
+module that was named is cut nevertheless, and the loss class is `changed`.
 
-Limitations: a module that depends on the extent (one that mixes above a hundred positions, say) cannot be told from one
-that does not. BatchNorm in training mode mixes samples and positions. Evaluation is not cut.
+Limitations: a test cannot tell a module that mixes entries for values which neither the test nor the first input has (a
+threshold that later data pass). BatchNorm in training mode mixes samples and positions. Evaluation is not cut.
 
 Source: Bekman et al., "Arctic Long Sequence Training", 2025 (https://arxiv.org/abs/2506.13996), along positions; Gao,
 Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021
 (https://arxiv.org/abs/2101.06983), along samples, with two passes of the training step instead of regions. Different:
-any module, proven by a test instead of declared; one pass of the step; dropout's own masks.
+any module, tested instead of declared; one pass of the step; dropout's own masks.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 from lightning_memsave.core.errors import NoEffectWarning, RefusedRegionError, setting_error
 from lightning_memsave.core.report import Applied
@@ -46,9 +47,14 @@ from lightning_memsave.core.selection import is_selected, scripted_in
 from lightning_memsave.core.units import counted
 from lightning_memsave.saved_tensors.region_call import ChangesAttributeError, EditsInputError
 from lightning_memsave.saved_tensors.region_members import Group, Member, Membership, bind, is_bound, unbind
-from lightning_memsave.saved_tensors.tiles import Cut, are_cut, extent_of, is_in_tile, run_in_tiles
-from lightning_memsave.techniques.tiling.independence import Independence, sizes_of, test_of
-from lightning_memsave.torch_internals.autograd_graph import is_inside_transform
+from lightning_memsave.saved_tensors.tiles import Cut, are_cut, extent_of, is_in_tile, lengths_of, run_in_tiles
+from lightning_memsave.techniques.tiling.independence import (
+    Independence,
+    differs_at_full_size,
+    sizes_of,
+    test_of,
+)
+from lightning_memsave.torch_internals.autograd_graph import is_inside_transform, version_of
 from lightning_memsave.torch_internals.fake_tensors import is_fake
 from lightning_memsave.torch_internals.private_names import require
 from lightning_memsave.torch_internals.sharded_parameters import has_shards_inside
@@ -56,7 +62,7 @@ from lightning_memsave.torch_internals.sharded_parameters import has_shards_insi
 TILES = "_tiles"
 """The attribute of a module in which it is remembered how its calls are cut; its `forward` is another one as well."""
 
-_MOST_TILES = 16
+_MOST_TILES, _MOST_KINDS = 16, 64
 _DIMENSIONS = {"samples": 0, "positions": 1}
 
 
@@ -248,8 +254,8 @@ class _TiledModule(Member):
         super().__init__(name, [Membership(Group(1), 0)], module.__dict__.get("forward"))
         self.kind = type(module).__name__
         self._tiles = tiles
-        self._known: dict[Any, tuple[int, Independence]] = {}
-        """Dimension to cut, and what a test along it has found, by kinds of arguments."""
+        self._known: dict[Any, tuple[int, Independence, int]] = {}
+        """Dimension to cut, what a test along it has found, and the largest extent of a test, by kinds of arguments."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler has no use for what is done here
     def cut_of(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Cut, int] | None:
@@ -258,19 +264,37 @@ class _TiledModule(Member):
         Raises:
             ValueError: the module was named, and the call cannot be cut.
         """
-        leaves = tree_leaves((args, kwargs))
+        leaves, tree = tree_flatten((args, kwargs))
         needs = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in (*leaves, *module.parameters()))
         dims = self._dimensions(leaves)
         if not needs or not dims:
             return None
-        kind = module.training, tuple(dims), tuple(map(_kind, leaves)), *(tuple(are_cut(leaves, dim)) for dim in dims)
+        of_arguments = repr(tree), tuple(map(_kind, leaves)), *(tuple(are_cut(leaves, dim)) for dim in dims)
+        kind = module.training, tuple(dims), tuple(map(version_of, module.buffers())), of_arguments
         if kind not in self._known:
+            if len(self._known) > _MOST_KINDS:
+                self._known.clear()
             self._known[kind] = self._learn(module, args, kwargs, leaves, dims)
-        dim, found = self._known[kind]
+        dim, found, tested = self._known[kind]
         extent = extent_of(leaves, dim)
         if found.why_not or (size := self._size(module, found, extent)) >= extent:
             return None
+        if extent > tested:
+            found = self._at_full_size(found, module, args, kwargs, dim, extent)
+            self._known[kind] = dim, found, extent
+            if found.why_not:
+                return None
         return Cut(dim, found.draws, found.orders), size
+
+    def _at_full_size(
+        self, found: Independence, module: nn.Module, args: Any, kwargs: Any, dim: int, extent: int
+    ) -> Independence:
+        """Return what was found, or why the call of all entries is another one in tiles."""
+        size = self._size(module, found, extent)
+        if size >= extent:
+            return found
+        lengths = lengths_of(extent, size)
+        return replace(found, why_not=differs_at_full_size(self.forward_of(module), module, args, kwargs, dim, lengths))
 
     def _dimensions(self, leaves: list[Any]) -> list[int]:
         """Return the dimensions that may be cut, the longest first."""
@@ -279,7 +303,7 @@ class _TiledModule(Member):
 
     def _learn(
         self, module: nn.Module, args: Any, kwargs: Any, leaves: list[Any], dims: list[int]
-    ) -> tuple[int, Independence]:
+    ) -> tuple[int, Independence, int]:
         """Test a call of a new kind.
 
         Raises:
@@ -291,7 +315,7 @@ class _TiledModule(Member):
             if is_named and len(dims) == 1:  # it is taken at the user's word; a run would refuse it
                 found = sizes_of(function, module, args, kwargs, dims[0])
                 self._tiles.note(self, found, dims[0], self._size(module, found, extent_of(leaves, dims[0])))
-                return dims[0], found
+                return dims[0], found, extent_of(leaves, dims[0])
             next(leaf for leaf in leaves if isinstance(leaf, Tensor)).flatten()[0].item()  # raises: values are needed
         reasons: list[str] = []
         for dim in dims:
@@ -299,10 +323,12 @@ class _TiledModule(Member):
             if not found.why_not and found.draws is None and not is_named:
                 found = Independence(why_not="its random numbers would be others in tiles")
             if not found.why_not:
+                found = self._at_full_size(found, module, args, kwargs, dim, extent_of(leaves, dim))
+            if not found.why_not:
                 self._tiles.note(self, found, dim, self._size(module, found, extent_of(leaves, dim)))
-                return dim, found
+                return dim, found, extent_of(leaves, dim)
             reasons.append(found.why_not)
-        was_cut = any(not known.why_not for _, known in self._known.values())
+        was_cut = any(not known.why_not for _, known, _ in self._known.values())
         if is_named and not was_cut:
             raise setting_error(
                 "Tiling.modules",
@@ -312,7 +338,7 @@ class _TiledModule(Member):
                 "Leave it out, or name modules inside of it.",
             )
         self._tiles.note(self, found, dims[-1], None)
-        return dims[-1], found
+        return dims[-1], found, extent_of(leaves, dims[-1])
 
     def _size(self, module: nn.Module, found: Independence, extent: int) -> int:
         """Return entries of a tile."""

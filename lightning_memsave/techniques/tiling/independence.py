@@ -2,9 +2,10 @@
 
 Some entries of the real arguments are given to the module, whole and in slices. The slices must have the outputs of the
 whole, its gradients of the input, and, added up, its gradients of the weights; what slices may differ by is rounding.
-Mixing that is too small for that is found by a NaN in one entry, which may not reach another one. No value may be read
-(`item()`, a branch on a maximum), since a test with some values would say nothing about others; no buffer and no
-attribute may change, as a call in slices would change it several times.
+Mixing that is too small for that, or depends on a value, is looked for by NaN, infinite and huge values in one entry,
+which may not change another one, and by other masks and whole numbers. No value may be read (`item()`, a branch on a
+maximum); no buffer and no attribute may change, as a call in slices would change it several times. Outputs are compared
+once more for all entries and the slices that are meant (`differs_at_full_size`).
 
 What the test does is undone: buffers, attributes, containers that the module fills, and random generators.
 """
@@ -12,11 +13,8 @@ What the test does is undone: buffers, attributes, containers that the module fi
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -28,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_memsave.saved_tensors.buffers import Buffers
 from lightning_memsave.saved_tensors.module_state import Attributes
 from lightning_memsave.saved_tensors.object_state import is_object
-from lightning_memsave.saved_tensors.randomness import PARTS_OF_TORCH, Randomness, generators_in
+from lightning_memsave.saved_tensors.randomness import Randomness, generators_in
 from lightning_memsave.saved_tensors.tiles import (
     Draw,
     KeptNoise,
@@ -39,8 +37,8 @@ from lightning_memsave.saved_tensors.tiles import (
     memory_order,
 )
 from lightning_memsave.techniques.tiling.call_watch import CallWatch, Drawn, ReadsInPython, Still
+from lightning_memsave.techniques.tiling.kept_state import put_back, python_noise
 from lightning_memsave.torch_internals.autograd_graph import storage_key, version_of
-from lightning_memsave.torch_internals.containers import nested, refill
 
 _NUM_SAMPLES, _NUM_POSITIONS = 3, 8
 _ROUNDING = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
@@ -80,23 +78,50 @@ def test_of(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: 
     if opaque is not None:
         return Independence(why_not=f"it takes a {type(opaque).__name__}, which cannot be cut")
     trial = _Trial(function, module, leaves, tree, dim)
-    with in_tile(), _put_back(module, trial.devices):
+    with in_tile(), put_back(module, trial.devices):
         try:
             return trial.judge()
         except _DependsError as reason:
             return Independence(why_not=str(reason))
 
 
+def differs_at_full_size(
+    function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, dim: int, lengths: Sequence[int]
+) -> str:
+    """Return why the outputs of a whole call differ from those of its slices; empty where they do not.
+
+    Args:
+        function: the forward of `module`.
+        module: its state is as before, afterwards.
+        args: of the call.
+        kwargs: the same.
+        dim: that is cut.
+        lengths: of the slices.
+    """
+    leaves, tree = tree_flatten((args, kwargs))
+    trial = _Trial(function, module, leaves, tree, dim, has_all=True)
+    with in_tile(), put_back(module, trial.devices):
+        try:
+            trial.compare_outputs(lengths)
+        except _DependsError as reason:
+            return f"with all of its entries {reason}"
+    return ""
+
+
 def sizes_of(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, dim: int) -> Independence:
     """Return what a call keeps, without a test; for fake tensors, which have no values to compare."""
     leaves, tree = tree_flatten((args, kwargs))
     trial = _Trial(function, module, leaves, tree, dim)
-    with in_tile(), _put_back(module, trial.devices):
+    with in_tile(), put_back(module, trial.devices):
         return trial.shapes()
 
 
 class _DependsError(Exception):
     """A reason why a call cannot be made in slices."""
+
+
+class _FailsError(_DependsError):
+    """The call raises an error."""
 
 
 class _Result(NamedTuple):
@@ -110,11 +135,19 @@ class _Result(NamedTuple):
 
 
 class _Trial:
-    def __init__(self, function: Callable[..., Any], module: nn.Module, leaves: list[Any], tree: Any, dim: int) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        module: nn.Module,
+        leaves: list[Any],
+        tree: Any,
+        dim: int,
+        has_all: bool = False,
+    ) -> None:
         self._function, self._module, self._tree, self._dim = function, module, tree, dim
         self._is_cut = are_cut(leaves, dim)
         extent = extent_of(leaves, dim)
-        self._num = min(extent, _NUM_SAMPLES if dim == 0 else _NUM_POSITIONS)
+        self._num = extent if has_all else min(extent, _NUM_SAMPLES if dim == 0 else _NUM_POSITIONS)
         self._first = max(1, self._num * 2 // 5)
         """Entries of the first of two slices."""
         rows = [round(number * (extent - 1) / (self._num - 1)) for number in range(self._num)]
@@ -161,6 +194,7 @@ class _Trial:
                     self._compare_slices(self._call(0, self._num), with_noise=False)
                 draws = None
             self._poison(whole)
+            self._change_masks()
         return replace(self.found, draws=draws)
 
     def shapes(self) -> Independence:
@@ -187,14 +221,14 @@ class _Trial:
             _DependsError: values are read, or something of the module changes that would change in every slice.
         """
         owners = list(self._module.named_modules())
-        buffers, before = Buffers(owners, None), _python_noise()
+        buffers, before = Buffers(owners, None), python_noise()
         watch = CallWatch()
         whole = self._call(0, self._num, watch, ReadsInPython(watch.reads))
         if watch.reads:
             raise _DependsError(f"it reads values (`{watch.reads[0].removeprefix('aten::')}`)")
         if changed := buffers.changed():
             raise _DependsError(f"it changes its buffer `{min(changed).removeprefix('.')}`")
-        if _python_noise() != before:
+        if python_noise() != before:
             raise _DependsError("it draws numbers from Python's or numpy's generator")
         self._draws = watch.draws
         held = (*whole.outputs, *self._module.parameters(), *self._module.buffers())
@@ -338,33 +372,90 @@ class _Trial:
                 return times
         raise _DependsError(f"it draws {list(of_whole)} numbers, of which an entry has no share")
 
-    def _poison(self, whole: _Result) -> None:
-        """Look whether a NaN in one entry reaches others.
+    def compare_outputs(self, lengths: Sequence[int]) -> None:
+        """Compare the outputs of slices with those of the whole, without noise and gradients.
 
         Raises:
-            _DependsError: it does.
+            _DependsError: they differ.
+        """
+        needs, self._needs = self._needs, [False] * len(self._needs)
+        try:
+            with self._without_autocast(), torch.no_grad(), Still():
+                whole, start = self._call(0, self._num).outputs, 0
+                for length in lengths:
+                    for found, output in zip(self._call(start, length).outputs, whole, strict=True):
+                        expected = output.narrow(self._dim, start, length)
+                        if not _are_near(found, expected, self._rounding(output)):
+                            raise _DependsError("slices have other outputs")
+                    start += length
+        finally:
+            self._needs = needs
+
+    def _change_masks(self) -> None:
+        """Compare again with other masks and whole numbers among the arguments, which may decide what mixes.
+
+        Raises:
+            _DependsError: slices have other outputs then.
+        """
+        before = self._leaves
+        try:
+            for changed in self._with_other_masks(before):
+                self._leaves = changed
+                with contextlib.suppress(_FailsError):  # it may not bear them
+                    self.compare_outputs([self._first, self._num - self._first])
+        finally:
+            self._leaves = before
+
+    def _with_other_masks(self, leaves: list[Any]) -> Iterator[list[Any]]:
+        are_masks = [isinstance(leaf, Tensor) and leaf.dtype == torch.bool for leaf in leaves]
+        are_numbers = [
+            isinstance(leaf, Tensor) and is_cut and not (leaf.is_floating_point() or leaf.is_complex())
+            for leaf, is_cut in zip(leaves, self._is_cut, strict=True)
+        ]
+        for value in (True, False) if any(are_masks) else ():
+            yield [
+                torch.full_like(leaf, value) if is_mask else leaf
+                for leaf, is_mask in zip(leaves, are_masks, strict=True)
+            ]
+        if any(are_numbers):
+            yield [
+                torch.zeros_like(leaf).index_fill_(self._dim, torch.zeros(1, dtype=torch.long, device=leaf.device), 1)
+                if is_number
+                else leaf
+                for leaf, is_number in zip(leaves, are_numbers, strict=True)
+            ]
+
+    def _poison(self, whole: _Result) -> None:
+        """Look whether values that are not finite, or huge, in one entry reach others.
+
+        Raises:
+            _DependsError: they do.
         """
         place = self._num // 2
-        before = self._leaves
+        others = [number for number in range(self._num) if number != place]
+        before, needs = self._leaves, self._needs
         if not any(leaf.is_floating_point() for leaf in self._tensors()):
             return
-        self._leaves = [
-            leaf.clone() if is_cut and leaf.is_floating_point() else leaf
-            for leaf, is_cut in zip(before, self._is_cut, strict=True)
-        ]
-        for leaf in self._tensors():
-            if leaf.is_floating_point():
-                leaf.select(self._dim, place).fill_(math.nan)
-        needs, self._needs = self._needs, [False] * len(self._needs)
-        with torch.no_grad():
-            outputs = self._call(0, self._num).outputs
-        self._leaves, self._needs = before, needs
-        for output, plain in zip(outputs, whole.outputs, strict=True):
-            if output.is_floating_point():
-                new = (output.isnan() & ~plain.isnan()).movedim(self._dim, 0).flatten(1).any(1)
-                new[place] = False
-                if bool(new.any()):
-                    raise _DependsError("a NaN in one entry reaches others")
+        self._needs = [False] * len(needs)
+        try:
+            for value in (math.nan, math.inf, -math.inf, 1e30, -1e30):
+                self._leaves = [
+                    leaf.clone() if is_cut and leaf.is_floating_point() else leaf
+                    for leaf, is_cut in zip(before, self._is_cut, strict=True)
+                ]
+                for leaf in self._tensors():
+                    if leaf.is_floating_point():
+                        leaf.select(self._dim, place).fill_(value)
+                with torch.no_grad():
+                    outputs = self._call(0, self._num).outputs
+                for output, plain in zip(outputs, whole.outputs, strict=True):
+                    index = torch.tensor(others, device=output.device)
+                    found, expected = (each.index_select(self._dim, index) for each in (output, plain))
+                    if not _are_near(found, expected, self._rounding(plain)):
+                        what = "NaN" if math.isnan(value) else "large value"
+                        raise _DependsError(f"a {what} in one entry reaches others")
+        finally:
+            self._leaves, self._needs = before, needs
 
 
 @contextlib.contextmanager
@@ -378,7 +469,7 @@ def _as_reason(length: int) -> Iterator[None]:
         if isinstance(error, MemoryError) or "memory" in str(error):
             raise
         text = " ".join(str(error).split())[:100]
-        raise _DependsError(f"it fails with {length} entries ({type(error).__name__}: {text})") from error
+        raise _FailsError(f"it fails with {length} entries ({type(error).__name__}: {text})") from error
 
 
 def _storages(values: Iterable[Any]) -> set[int]:
@@ -396,32 +487,3 @@ def _are_near(found: Tensor, expected: Tensor, fraction: float, largest: float |
     if largest is None:
         largest = float(expected.abs().nan_to_num(0.0, 0.0, 0.0).max()) if expected.numel() else 0.0
     return torch.allclose(found.to(expected.dtype), expected, rtol=fraction, atol=fraction * largest, equal_nan=True)
-
-
-# ---------------------------------------------------------------------------------------------------- state
-def _python_noise() -> Any:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else repr(numpy.random.get_state(legacy=False))
-
-
-@contextlib.contextmanager
-def _put_back(module: nn.Module, devices: set[torch.device]) -> Iterator[None]:
-    """Restore the module's buffers, attributes and containers, and generators."""
-    owners = list(module.named_modules())
-    containers = [each for _, owner in owners for each in _containers(owner)]
-    before = [(container, copy.copy(container)) for container in containers]
-    buffers = Buffers(owners, None)
-    with Randomness.untouched(devices, generators_in(*module.modules())):
-        try:
-            yield
-        finally:
-            for container, held in before:
-                refill(container, held)
-            buffers.put_back()
-
-
-def _containers(owner: nn.Module) -> Iterator[Any]:
-    yield vars(owner)
-    for name, value in vars(owner).items():
-        if name not in PARTS_OF_TORCH or name in ("_buffers", "_modules"):  # FSDP2 exchanges parameters itself
-            yield from nested(value, math.inf)[0]

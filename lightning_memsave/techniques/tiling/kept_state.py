@@ -1,0 +1,47 @@
+"""What a trial of a module's call may change, and is put back."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_memsave.saved_tensors.buffers import Buffers
+from lightning_memsave.saved_tensors.randomness import PARTS_OF_TORCH, Randomness, generators_in
+from lightning_memsave.torch_internals.containers import nested, refill
+
+
+def python_noise() -> Any:
+    """Return the state of Python's and numpy's global generators, to be compared."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else repr(numpy.random.get_state(legacy=False))
+
+
+@contextlib.contextmanager
+def put_back(module: nn.Module, devices: set[torch.device]) -> Iterator[None]:
+    """Restore the module's buffers, attributes and containers, and generators."""
+    owners = list(module.named_modules())
+    containers = [each for _, owner in owners for each in _containers(owner)]
+    before = [(container, copy.copy(container)) for container in containers]
+    buffers = Buffers(owners, None)
+    with Randomness.untouched(devices, generators_in(*module.modules())):
+        try:
+            yield
+        finally:
+            for container, held in before:
+                refill(container, held)
+            buffers.put_back()
+
+
+def _containers(owner: nn.Module) -> Iterator[Any]:
+    yield vars(owner)
+    for name, value in vars(owner).items():
+        if name not in PARTS_OF_TORCH or name in ("_buffers", "_modules"):  # FSDP2 exchanges parameters itself
+            yield from nested(value, math.inf)[0]
