@@ -108,13 +108,15 @@ class ActivationCompression:
     def __post_init__(self) -> None:
         for codec in self.codecs:
             if not is_codec(codec):
-                raise setting_error("activations", f"must be among {', '.join(map(repr, KNOWN))}", codec, _REMEDY)
+                fractions = "with any fraction above 0, up to 1, after `topk-` and `rows-`"
+                rule = f"must be among {', '.join(map(repr, KNOWN))}, {fractions}"
+                raise setting_error("activations", rule, codec, _REMEDY)
         lossy = [codec for codec in self.written_out if codec in LOSSY]
         if not self.codecs or len(lossy) > 1 or len(set(self.codecs)) < len(self.codecs):
             raise setting_error("activations", "must name codecs once, and one lossy one at most", self.codecs, _REMEDY)
-        for names in (self.samples, self.few_bits):
+        for kind, names in (("`topk` and `rows`", self.samples), ("`fewbit`", self.few_bits)):
             if len(names) > 1:
-                raise setting_error("activations", "must have one codec at most of a kind", names, _REMEDY)
+                raise setting_error("activations", f"must have one codec at most of {kind}", names, _REMEDY)
         self._check_overrides()
         if self.min_numel < 1:
             raise setting_error(

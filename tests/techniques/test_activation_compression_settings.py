@@ -59,8 +59,11 @@ def gradients(model):
         ({"codecs": ("rows-0",)}, "must be among"),
         ({"codecs": ("rows-many",)}, "must be among"),
         ({"codecs": ("fewbit-5",)}, "must be among"),
-        ({"codecs": ("topk-0.1", "int4", "rows-0.3")}, "one codec at most of a kind, got .'topk-0.1', 'rows-0.3'"),
-        ({"codecs": ("fewbit-1", "fewbit-2")}, "one codec at most of a kind"),
+        (
+            {"codecs": ("topk-0.1", "int4", "rows-0.3")},
+            "one codec at most of .topk. and .rows., got .'topk-0.1', 'rows-0.3'",
+        ),
+        ({"codecs": ("fewbit-1", "fewbit-2")}, "one codec at most of .fewbit."),
         ({"modules": {"head": "rows-0.3"}}, r"modules\['head'\]` must be one of 'exact'"),
         ({"modules": {"head": "int4-chain"}}, r"modules\['head'\]` must be one of 'exact'"),
         ({"operations": {"gelu": "int5"}}, r"operations\['gelu'\]` must be one of"),

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_memsave import ActivationCompression, LowRank, apply_activation_compression, apply_low_rank, export_dense
+from lightning_memsave import (
+    ActivationCompression,
+    LowRank,
+    Sparsity,
+    apply_activation_compression,
+    apply_low_rank,
+    apply_sparsity,
+    export_dense,
+)
 from lightning_memsave.techniques.low_rank import low_rank_layers
 from lightning_memsave.techniques.low_rank.factored_layers import become_low_rank
 from lightning_memsave.torch_internals.autograd_graph import is_made_of_weights
@@ -233,6 +241,43 @@ def test_undo_and_export_give_a_plain_module_back():
         torch.testing.assert_close(module(X), expected)
     with pytest.raises(ValueError, match="must have sparse or low-rank layers"):
         export_dense(model)
+
+
+@pytest.mark.parametrize("layer", ["attention", "a forward of its own"])
+def test_weights_that_are_read_under_autocast_have_the_dtype_of_their_parameter(layer):
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, 2 * self.weight, self.bias)
+
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(64, 4, batch_first=True) if layer == "attention" else nn.Sequential(Doubled(64, 64))
+    apply_low_rank(model, LowRank(rank=4))
+    [compact] = low_rank_layers(model).values()
+    x = torch.randn(2, 5, 64)
+
+    def gradient(enabled):
+        compact.factors.grad = None
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = model(x, x, x)[0] if layer == "attention" else model(x)
+            assert compact.weight.dtype == torch.float32
+        y.float().square().sum().backward()
+        return compact.factors.grad
+
+    exact, found = gradient(False), gradient(True)
+    assert found.dtype == torch.float32
+    assert float((found - exact).norm() / exact.norm()) < 0.02
+
+
+@pytest.mark.parametrize(
+    "apply", [lambda m: apply_low_rank(m, LowRank(rank=4)), lambda m: apply_sparsity(m, Sparsity(sparsity=0.8))]
+)
+def test_undo_after_export_changes_nothing(apply):
+    model = nn.Sequential(nn.Linear(64, 64))
+    applied = apply(model)
+    export_dense(model)
+    weight = model[0].weight
+    applied.undo()
+    assert model[0].weight is weight
 
 
 def test_copies_and_pickles_compute_with_their_own_weights():

@@ -39,7 +39,7 @@ from lightning_memsave.techniques.low_rank.factored_layers import (
     product_of,
 )
 from lightning_memsave.techniques.low_rank.low_rank_config import LowRank, sides_of
-from lightning_memsave.torch_internals.compact_layers import compact_layers
+from lightning_memsave.torch_internals.compact_layers import CompactLayer, compact_layers
 from lightning_memsave.torch_internals.fake_tensors import truth
 from lightning_memsave.torch_internals.layer_selection import Wanted, select_layers
 
@@ -77,7 +77,8 @@ def apply_low_rank(model: nn.Module, config: LowRank, factors: Mapping[str, Tens
 
     def restore() -> None:
         for layer in layers.values():
-            layer.become_dense()
+            if isinstance(layer, CompactLayer):  # else it was exported since
+                layer.become_dense()
 
     total = sum(layer.dense_shape.numel() for layer in layers.values())
     num_left = sum(layer.factors.numel() for layer in layers.values())

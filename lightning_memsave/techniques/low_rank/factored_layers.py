@@ -47,7 +47,8 @@ class LowRankLayer(CompactLayer):
     @property
     def weight(self) -> Tensor:
         """The dense weight; its gradient goes to `factors`."""
-        product: Tensor = _WeightProduct.apply(*self.pair)  # type: ignore[no-untyped-call]  # untyped in torch
+        with torch.autocast(self.factors.device.type, enabled=False):  # a weight has the dtype of its parameter
+            product: Tensor = _WeightProduct.apply(*self.pair)  # type: ignore[no-untyped-call]  # untyped in torch
         return product.view(self.dense_shape)
 
     def become_dense(self) -> None:

@@ -44,7 +44,7 @@ from lightning_memsave.techniques.sparsity.layers import (
 from lightning_memsave.techniques.sparsity.patterns import averaged, choose_positions, layers_to_change
 from lightning_memsave.techniques.sparsity.sparsity_config import Sparsity, UpdateSchedule
 from lightning_memsave.techniques.sparsity.updates import MaskUpdates
-from lightning_memsave.torch_internals.compact_layers import compact_layers
+from lightning_memsave.torch_internals.compact_layers import CompactLayer, compact_layers
 from lightning_memsave.torch_internals.private_names import require
 
 __all__ = [
@@ -95,7 +95,8 @@ def apply_sparsity(model: nn.Module, config: Sparsity, patterns: Mapping[str, Te
 
     def restore() -> None:
         for layer in layers.values():
-            layer.become_dense()
+            if isinstance(layer, CompactLayer):  # else it was exported since
+                layer.become_dense()
 
     return Applied(
         technique="sparsity",
