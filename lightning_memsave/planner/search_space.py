@@ -107,7 +107,7 @@ def dimensions(
         num_blocks: that the model repeats: what groups of them inside of groups cost.
     """
     is_cpu, store = device_type == "cpu", _STORE_OVERHEAD * overhead
-    in_4_bits = 1.11 + overhead if is_cpu else 1.0
+    in_4_bits = 1.02 + overhead if is_cpu else 1.0
     table: dict[type[Config], Dimension] = {
         Sparsity: (
             Option(text="dense", strength=0),
@@ -142,19 +142,19 @@ def dimensions(
                 config=OptimizerState(first_moment="32bit", gradients="release"),
                 time_factor=1.035 + overhead,
             ),
-            _changed('optimizer_state="8bit"', OptimizerState(), "balanced", 1.1 + overhead if is_cpu else 1.0),
+            _changed('optimizer_state="8bit"', OptimizerState(), "balanced", 1.01 + overhead if is_cpu else 1.0),
             _changed(
                 'optimizer_state=OptimizerState(gradients="release")',
                 OptimizerState(gradients="release"),
                 "balanced",
-                1.14 + 2 * overhead if is_cpu else 1.035 + overhead,
+                1.03 + 2 * overhead if is_cpu else 1.035 + overhead,
             ),
             _changed('optimizer_state="4bit"', OptimizerState(first_moment="4bit"), "extreme", in_4_bits),
             _changed(
                 'optimizer_state=OptimizerState(first_moment="4bit", gradients="release")',
                 OptimizerState(first_moment="4bit", gradients="release"),
                 "extreme",
-                1.15 + 2 * overhead if is_cpu else 1.035 + overhead,
+                1.04 + 2 * overhead if is_cpu else 1.035 + overhead,
             ),
         ),
     }
