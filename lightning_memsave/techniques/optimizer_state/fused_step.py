@@ -33,17 +33,14 @@ from lightning_memsave.techniques.optimizer_state.moment_codecs import (
     BlockMap,
     QuantizedMoment,
 )
+from lightning_memsave.techniques.optimizer_state.moment_names import KNOWN
 from lightning_memsave.torch_internals.fake_tensors import is_fake
 from lightning_memsave.torch_internals.optimizer_class import bare_step
 
 if TYPE_CHECKING:
     from lightning_memsave.techniques.optimizer_state.quantized import QuantizedState
 
-_MOMENTS: Mapping[type[torch.optim.Optimizer], tuple[str, ...]] = {
-    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
-    torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
-    torch.optim.SGD: ("momentum_buffer",),
-}
+_CLASSES = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 _SPECIAL = ("maximize", "amsgrad", "capturable", "differentiable", "fused")
 
 
@@ -63,7 +60,8 @@ def step_fused(
         parameters: float32, or bfloat16 where `short` has them.
         short: how 16-bit weights are written.
     """
-    names, codecs = _MOMENTS.get(memory.plain_class, ()), CODECS.get(memory.state_format, ())
+    names = KNOWN[memory.plain_class.__name__] if memory.plain_class in _CLASSES else ()
+    codecs = CODECS.get(memory.state_format, ())
     maps = [each for each in codecs[: len(names)] if isinstance(each, BlockMap)]
     if len(maps) < len(names) or not names or not _is_known(group) or not _is_torchs(memory.plain_class):
         return list(parameters)

@@ -51,9 +51,10 @@ from lightning_memsave.techniques.optimizer_state.moment_codecs import (
     decode,
     put_back,
 )
+from lightning_memsave.techniques.optimizer_state.moment_names import KNOWN
 from lightning_memsave.torch_internals.optimizer_class import PENDING, in_parts, local_shard, put, span_of, undivided
 
-_MOMENTS = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq")}
+_CLASSES = ("SGD", "Adam", "AdamW")
 AGREEMENT = "agreement"
 """Averages in a matrix's state, of |G|**2 - |D|, and of what that would be if microbatches were the same."""
 _NUM_SIGNED = 4
@@ -114,10 +115,10 @@ def check_into_state(optimizer: torch.optim.Optimizer, name: str) -> None:
     Raises:
         ValueError: it is one of those.
     """
-    if name not in _MOMENTS:
+    if name not in _CLASSES:
         raise setting_error(
             "OptimizerState.gradients",
-            f'="into-state" needs one of {", ".join(_MOMENTS)}',
+            f'="into-state" needs one of {", ".join(_CLASSES)}',
             name,
             f'{_KEEP}, or `gradients="release"`.',
         )
@@ -171,7 +172,7 @@ def _add(optimizer: Any, memory: _AccumulationState, group: Mapping[str, Any], p
         gradient = gradient.neg()
     state, before = optimizer.state[p], dict(optimizer.state.get(p, {}))
     moments = {}
-    for name in _MOMENTS[memory.plain_class.__name__]:
+    for name in KNOWN[memory.plain_class.__name__]:
         stored = before.get(name)
         found = torch.zeros_like(gradient) if stored is None else decode(memory.codec_of(p, name), stored, p.shape)
         moments[name] = found.to(dtype)
@@ -350,7 +351,7 @@ def _square_sum(second: Tensor, state: dict[str, Any], p: Tensor, pending: Pendi
 def move(optimizer: Any, memory: _AccumulationState, group: Mapping[str, Any], p: Tensor, pending: Pending) -> None:
     """Step `p`, or what stands in for it, whose gradients are in its moments."""
     state, lr = optimizer.state[p], float(group["lr"])
-    names = _MOMENTS[memory.plain_class.__name__]
+    names = KNOWN[memory.plain_class.__name__]
     moments = [decode(memory.codec_of(p, name), state[name], p.shape) for name in names]
     if names == ("momentum_buffer",):
         p.add_(moments[0], alpha=-lr)

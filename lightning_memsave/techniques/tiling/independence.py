@@ -150,7 +150,7 @@ class _Trial:
         self._num = extent if has_all else min(extent, _NUM_SAMPLES if dim == 0 else _NUM_POSITIONS)
         self._first = max(1, self._num * 2 // 5)
         """Entries of the first of two slices."""
-        rows = [round(number * (extent - 1) / (self._num - 1)) for number in range(self._num)]
+        rows = [] if has_all else [round(n * (extent - 1) / (self._num - 1)) for n in range(self._num)]
         self._weights = [p for p in module.parameters() if p.requires_grad]
         with torch.no_grad():
             self._leaves = [self._some(leaf, cut, rows) for leaf, cut in zip(leaves, self._is_cut, strict=True)]
@@ -167,7 +167,8 @@ class _Trial:
         if not isinstance(leaf, Tensor):
             return leaf
         some = leaf.detach()
-        some = some.index_select(self._dim, torch.tensor(rows, device=leaf.device)) if is_cut else some.clone()
+        if rows:  # else of all entries, which are copied for each call
+            some = some.index_select(self._dim, torch.tensor(rows, device=leaf.device)) if is_cut else some.clone()
         is_narrow = some.is_floating_point() and some.dtype.itemsize == 2
         return some.float() if is_narrow and self._computes_in_32_bits() else some
 
