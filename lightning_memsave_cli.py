@@ -220,6 +220,7 @@ _SLOTS = {
     "precision": "bf16-sr",
     "microbatch": "8",
     "activations": "exact,int4",
+    "max_gradient_noise": "0.05",
     "checkpointing": "sqrt",
     "optimizer_state": "8bit",
 }

@@ -175,6 +175,8 @@ def _subject(
     first, data_module = _first_batch(samples)
     settings.setdefault("data_module", data_module)
     memsave = MemSave(recipe or "lossless", **slots) if memsave is None or recipe else _besides(memsave, slots)
+    if memsave.noise_bounded is not None:
+        return model, samples, first, settings, memsave.noise_bounded.recipe_for(_made(model), first)
     if memsave.budgeted is None:
         return model, samples, first, settings, memsave.recipe
     for name, plain in _PLANNED_FOR.items():

@@ -375,6 +375,27 @@ def sparsity_text() -> str:
     return markdown(head, lines)
 
 
+def code_noise() -> str:
+    """Codecs by module beside one codec for all: bytes, and noise as predicted and as the whole batch has it."""
+    head = ("model", "codecs", "kept MB", "noise predicted", "noise", "sites in exact, int8, int4, int2", "measuring")
+    lines, before = [], ""
+    for row in rows("code_noise"):
+        counts = dict(reversed(part.split(" x ")) for part in row["plan"].split(", "))
+        lines.append(
+            (
+                row["model"] if row["model"] != before else "",
+                row["setting"],
+                f"{float(row['kept_bytes']) / MB:.1f}",
+                f"{float(row['predicted']):.4f}",
+                f"{float(row['quality_value']):.4f}",
+                ", ".join(counts.get(codec, "0") for codec in ("exact", "int8", "int4", "int2")),
+                f"{float(row['measuring_steps']):.0f} steps" if row["model"] != before else "",
+            )
+        )
+        before = row["model"]
+    return markdown(head, lines, num_text=2)
+
+
 def low_rank_steps() -> str:
     """What is held between steps, and the step itself."""
     head = ("model", "setting", "held MB", "factor", "activations MB", "peak MB", "factor", "CPU time")

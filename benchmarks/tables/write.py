@@ -19,6 +19,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "codecs": technique_tables.codecs,
         "compiled": technique_tables.compiled,
         "launch-bound": technique_tables.launch_bound,
+        "bounded": technique_tables.code_noise,
         "quality": technique_tables.quality,
     },
     "docs/techniques/microbatching.md": {

@@ -46,4 +46,6 @@ def predict(
         remedy = "Predict with `MemSave(plan_training(...))`."
         raise setting_error("budget", "needs a plan first", memsave.budgeted.budget_text, remedy)
     recipe = memsave.recipe if memsave.plan is None else memsave.plan.as_recipe()
+    if memsave.noise_bounded is not None:
+        recipe = memsave.noise_bounded.recipe_for(module, batch)
     return predictor(recipe, num_samples=num_samples)

@@ -21,6 +21,7 @@ from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe, resolve
 from lightning_memsave.prediction.after_fit import Outlook, Sample, look_ahead, seconds_allowed
 from lightning_memsave.prediction.budgeted_run import BudgetedRun
+from lightning_memsave.prediction.noise_bounds import NoiseBoundedRun
 from lightning_memsave.reporting.console import show_summary
 from lightning_memsave.reporting.loggers import log_metrics
 from lightning_memsave.reporting.messages import outcome
@@ -47,6 +48,9 @@ class MemSave(MemoryMonitor):
         budget: what a step may take: `"8GiB"`, a number of bytes, `"60%"` of the device, `"0.25x"` of the plain step.
             The first batch is planned for, before training: of what the recipe allows, the cheapest that fits. What is
             set besides stays as it is set.
+        max_gradient_noise: bound for the noise that codes of activations bring into a gradient: its root mean square
+            over the gradient's norm, for example `0.05`. The codec of each module is chosen from the first batch: with
+            a budget for the cheapest plan that fits, else for the fewest bytes.
         sparsity: the fraction of weights that are zero (`0.9`), `"2:4"`, or `Sparsity(...)`.
         low_rank: two factors instead of each weight: their rank (`16`), the fraction of weights that they have together
             (`0.2`), or `LowRank(...)`.
@@ -86,6 +90,7 @@ class MemSave(MemoryMonitor):
         recipe: str | Recipe | Plan = "lossless",
         *,
         budget: int | str | None = None,
+        max_gradient_noise: float | None = None,
         sparsity: bool | float | str | Sparsity | None = None,
         low_rank: bool | int | float | LowRank | None = None,
         precision: bool | str | LowPrecision | None = None,
@@ -104,12 +109,13 @@ class MemSave(MemoryMonitor):
             "low_rank": low_rank,
             "precision": precision,
             "microbatch": microbatch,
-            "activations": activations,
+            "activations": _bounded(activations, max_gradient_noise),
             "tiling": tiling,
             "checkpointing": checkpointing,
             "optimizer_state": optimizer_state,
         }
-        self._given = {"budget": budget, **slots, "planning_seconds": planning_seconds}
+        noise = {"max_gradient_noise": max_gradient_noise, "activations": activations}
+        self._given = {"budget": budget, **slots, **noise, "planning_seconds": planning_seconds}
         if isinstance(recipe, Plan):
             _check_alone(budget, slots)
             self.budgeted: BudgetedRun | None = BudgetedRun(None, recipe.as_recipe(), recipe)
@@ -124,6 +130,10 @@ class MemSave(MemoryMonitor):
             self.budgeted = BudgetedRun(Budget(budget), self.recipe, seconds=planning_seconds)
         elif planning_seconds is not None:
             raise setting_error("planning_seconds", "needs a `budget` to plan for", planning_seconds, "Leave it out.")
+        own = self.recipe.get(ActivationCompression)
+        is_bounded = budget is None and own is not None and own.max_gradient_noise is not None
+        self.noise_bounded = NoiseBoundedRun(self.recipe) if is_bounded else None
+        """What chooses codecs for a bound of noise; `None` without one, and with a budget, whose plan does."""
         self._state: Session | None = None
         self._began, self._outlook = 0.0, Outlook()
         self._sample: Sample | None = None
@@ -139,8 +149,15 @@ class MemSave(MemoryMonitor):
         """What the budget came to; `None` without one, and before the first fit has planned."""
         return None if self.budgeted is None else self.budgeted.plan
 
+    @property
+    def _source(self) -> BudgetedRun | NoiseBoundedRun | None:
+        """What chooses the settings of a run when it begins."""
+        return self.budgeted or self.noise_bounded
+
     def _measured(self) -> MemoryReport:
         measured = super()._measured()
+        if self._source is not None:
+            measured = dataclasses.replace(measured, gradient_noise=self._source.gradient_noise)
         if self.plan is not None:
             measured = dataclasses.replace(
                 measured,
@@ -179,9 +196,9 @@ class MemSave(MemoryMonitor):
                     [type(c).__name__ for c in callbacks_of(trainer)],
                     "Merge their settings.",
                 )
-            self._state = Session(self.recipe, self.budgeted).after(self._state)
+            self._state = Session(self.recipe, self._source).after(self._state)
         elif self._state is None:
-            self._state = Session(self.recipe, self.budgeted)
+            self._state = Session(self.recipe, self._source)
         adopt(trainer.strategy, self._state)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -247,13 +264,13 @@ class MemSave(MemoryMonitor):
 
         A resumed run starts where this one stopped.
         """
-        planned = {} if self.budgeted is None else self.budgeted.state_dict()
+        planned = {} if self._source is None else self._source.state_dict()
         return planned if self._state is None else {**self._state.state_dict(), **planned}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what was learned; effective from the first batch on."""
-        if self.budgeted is not None:
-            self.budgeted.load_state_dict(state_dict)
+        if self._source is not None:
+            self._source.load_state_dict(state_dict)
         if self._state is not None and state_dict:
             self._state.load_state_dict(state_dict)
 
@@ -277,6 +294,19 @@ class MemSave(MemoryMonitor):
     def _in_force(self) -> Recipe:
         """The recipe; once a fit has begun, without defaults that stepped aside in it, or as its plan has it."""
         return self.recipe if self._state is None or not self._state.started else self._state.recipe
+
+
+def _bounded(activations: Any, bound: float | None) -> Any:
+    """Return settings of activations with a bound of noise."""
+    if bound is None:
+        return activations
+    if activations is False:
+        raise setting_error("max_gradient_noise", "needs activations in codes", bound, "Leave out `activations=False`.")
+    if activations is None:
+        return ActivationCompression(codecs=("exact", "int4"), max_gradient_noise=bound)
+    is_config = isinstance(activations, ActivationCompression)
+    config = activations if is_config else ActivationCompression.from_shorthand(activations)
+    return dataclasses.replace(config, max_gradient_noise=bound)
 
 
 MemSaveMixin.callback_class = MemSave  # of `strategy="memsave"` without a callback

@@ -138,6 +138,9 @@ class MemoryReport:
     predicted_peak_bytes: int | None = None
     """What was predicted for this run; `None` without a prediction."""
     predicted_by_category: Mapping[str, int] = field(default_factory=dict)
+    gradient_noise: float | None = None
+    """Noise that codes of activations bring into a gradient: its root mean square over the gradient's norm, measured on
+    the first batch before training; `None` where it was not."""
     microbatch_size: int | None = None
     """Samples whose activations live at once; `None` when the batch is not split."""
     num_oom_recovered: int | None = None
@@ -209,6 +212,7 @@ class MemoryReport:
             "memsave/budget_bytes": self.budget_bytes,
             "memsave/predicted_peak_bytes": self.predicted_peak_bytes,
             "memsave/factor": self.factor,
+            "memsave/gradient_noise": self.gradient_noise,
             "memsave/microbatch_size": self.microbatch_size,
             "memsave/num_oom_recovered": self.num_oom_recovered,
             "memsave/step_seconds": self.step_seconds,
@@ -268,6 +272,8 @@ def _lines(report: MemoryReport) -> Iterator[str]:
     reasons = report.loss_class_reasons
     yield f"{report.loss_class}: {_IN_WORDS[report.loss_class]}"
     yield from (f"  {reason}" if len(reason) <= _LONGEST else f"  {reason[:_LONGEST]}..." for reason in reasons)
+    if report.gradient_noise is not None:
+        yield f"noise of a gradient: {report.gradient_noise:.1%} of its norm, measured on the first batch"
     yield from _verdicts(report.factor, report.step_ratio)
     if report.next_setting is not None:
         yield f"next: {report.next_setting} (predicted: {format_bytes(report.next_peak_bytes)})"

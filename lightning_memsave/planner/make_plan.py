@@ -15,6 +15,7 @@ from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.planner.search import Choice, Found, Search, SearchWatch, in_order
 from lightning_memsave.planner.search_space import MANY_BLOCKS, OVERHEAD, TIERS, Dimension, Option, describe, dimensions
 from lightning_memsave.simulation.predicted_step import Prediction
+from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
@@ -56,6 +57,8 @@ class Situation:
     """The part of a plain step's time that goes into starting operations."""
     num_blocks: int = MANY_BLOCKS
     """Number of blocks that the model repeats."""
+    can_bound_noise: bool = False
+    """Whether codecs of activations can be chosen for a bound of a gradient's noise."""
 
 
 def make_plan(
@@ -103,6 +106,8 @@ def _open_dimensions(
     sizes: tuple[int, int], recipe: Recipe, situation: Situation, tier: str
 ) -> dict[type[Config], Dimension]:
     """Return what a tier may choose from besides what the recipe has fixed."""
+    activations = recipe.get(ActivationCompression)
+    own = activations if activations is not None and activations.max_gradient_noise is not None else None
     table = dimensions(
         *sizes,
         tier=tier if tier in TIERS else TIERS[0],
@@ -111,21 +116,40 @@ def _open_dimensions(
         device_type=situation.device_type,
         overhead=situation.overhead,
         num_blocks=situation.num_blocks,
+        noise_bounds=noise_bounds(own) if situation.can_bound_noise else (),
+        own=own,
     )
     taken = {type(t) for t in recipe.techniques if not _is_open(recipe, t)} | set(recipe.switched_off)
     left: dict[type[Config], Dimension] = {kind: dimension for kind, dimension in table.items() if kind not in taken}
-    if (own := recipe.get(Microbatching)) is not None and Microbatching in left:
-        left[Microbatching] = tuple(_like(option, own) for option in left[Microbatching])
+    if (parts := recipe.get(Microbatching)) is not None and Microbatching in left:
+        left[Microbatching] = tuple(_like(option, parts) for option in left[Microbatching])
     return left
+
+
+MAX_NOISE = 0.2
+"""Bound of a gradient's noise where the user has set none: about that of 4 bits everywhere."""
+_LOWER_NOISE = (0.01, 0.05)
+
+
+def noise_bounds(own: ActivationCompression | None) -> tuple[float, ...]:
+    """Return bounds of a gradient's noise to choose codecs for, up to the user's.
+
+    >>> noise_bounds(None), noise_bounds(ActivationCompression(codecs=("int8",), max_gradient_noise=0.02))
+    ((0.01, 0.05, 0.2), (0.01, 0.02))
+    """
+    highest = MAX_NOISE if own is None else own.max_gradient_noise or MAX_NOISE
+    return (*(bound for bound in _LOWER_NOISE if bound < highest), highest)
 
 
 def _is_open(recipe: Recipe, config: Config) -> bool:
     """Return whether a planner may choose this setting.
 
-    A default of a dimension, or microbatches whose size is open.
+    A default of a dimension, microbatches whose size is open, or activations whose codecs are.
     """
     if isinstance(config, Microbatching):
         return config.size == "auto"
+    if isinstance(config, ActivationCompression) and config.max_gradient_noise is not None:
+        return True
     return type(config) in recipe.by_default and technique_of(config).slot is not None
 
 

@@ -73,6 +73,9 @@ class Plan:
     """What would have come next, and why it was not needed."""
     measured_time_factor: float | None = None
     """Time of the planned step over that of the plain one, of real steps on CPU where it was planned with such."""
+    gradient_noise: float | None = None
+    """Noise that codes of activations bring into a gradient: its root mean square over the gradient's norm, measured on
+    a copy of the module with the first batch; `None` where there are no codes, or it was not measured."""
     source: str = "fake"
     """How it was predicted: `"fake"` for shapes alone, `"measured"` from real steps."""
     flags: tuple[str, ...] = ()
@@ -129,6 +132,8 @@ class Plan:
             f"{how} x{self.time_factor:.2f}{f' (without what {untold} {told})' if untold else ''}; "
             f"{self.num_predictions} predictions ({self.source})",
         ]
+        if self.gradient_noise is not None:
+            lines.append(f"  noise of a gradient by codes of activations: {self.gradient_noise:.1%} of its norm")
         lines += [f"  next: {self.next_step}"] if self.next_step else []
         return "\n".join([*lines, *(f"  note: {flag}" for flag in self.flags)])
 

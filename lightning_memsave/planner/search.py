@@ -44,6 +44,8 @@ _SCATTER = 0.05
 """Fraction of measured times: what is faster by less is not known to be."""
 _MODEL_SCATTER = 0.1
 """Fraction of the model's times: what is slower by less may be faster."""
+_NUM_BISECTIONS, _LOWEST_BOUND = 3, 10.0
+"""Predictions for a lower bound of noise; part of the lowest bound of the table that they go down to."""
 
 Choice = tuple[Option, ...]
 """A setting for each dimension."""
@@ -234,9 +236,32 @@ class Search:
         for level in self._levels:
             start = self._lowest(level, self.peak, limit_bytes)
             if self.peak(start) <= limit_bytes:
-                best = self._cheapest(level, start, limit_bytes)
-                return self._found(self._fastest(level, best, limit_bytes), limit_bytes)
+                best = self._fastest(level, self._cheapest(level, start, limit_bytes), limit_bytes)
+                return self._found(self._quietest(best, limit_bytes), limit_bytes)
         return None
+
+    def _quietest(self, best: Choice, limit_bytes: int) -> Choice:
+        """Lower the bound of noise, if there is one, as far as it fits: to one of the table, then by bisection."""
+        for number, dimension in enumerate(self._dimensions):
+            if (high := best[number].noise_bound) is None:
+                continue
+            lower = [each for each in dimension if each.noise_bound is not None and each.noise_bound < high]
+            fitting = next((each for each in lower if self.peak(_with(best, number, each)) <= limit_bytes), None)
+            if fitting is not None:
+                best, high = _with(best, number, fitting), fitting.noise_bound or high
+            low = max(
+                (bound for each in lower if (bound := each.noise_bound or 0) < high), default=high / _LOWEST_BOUND
+            )
+            for _ in range(_NUM_BISECTIONS):
+                middle = float(f"{math.sqrt(low * high):.2g}")
+                if not low < middle < high:
+                    break
+                tried = _with(best, number, best[number].with_noise_bound(middle))
+                if self.peak(tried) <= limit_bytes:
+                    best, high = tried, middle
+                else:
+                    low = middle
+        return best
 
     def _fastest(self, level: tuple[int, int], best: Choice, limit_bytes: int) -> Choice:
         """Return the fastest choice that is known to fit: the model's, unless another was measured faster twice.

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_memsave.core.report import LOSS_CLASSES, LossClass
+from lightning_memsave.saved_tensors.codec_names import LOSSY
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.low_precision import LowPrecision
@@ -45,6 +46,17 @@ class Option:
     """
 
     @property
+    def noise_bound(self) -> float | None:
+        """Bound of a gradient's noise that codecs are chosen for; `None` for any other setting."""
+        return self.config.max_gradient_noise if isinstance(self.config, ActivationCompression) else None
+
+    def with_noise_bound(self, bound: float) -> Option:
+        """Return the same setting with another bound."""
+        assert isinstance(self.config, ActivationCompression), "it has one"
+        config = replace(self.config, max_gradient_noise=bound)
+        return replace(self, text=f"max_gradient_noise={bound:g}", config=config, strength=None)
+
+    @property
     def level(self) -> tuple[int, int]:
         """Its loss class, then the recipe that may use it."""
         return LOSS_CLASSES.index(self.loss_class), TIERS.index(self.tier)
@@ -68,6 +80,8 @@ _HALVING = 0.17
 """What groups inside of groups add per halving of the blocks (chains of 64 to 1024)."""
 MANY_BLOCKS = 256
 """Number of blocks where it is not known."""
+_CODED = 1.1
+"""Time of a step with coded activations."""
 _STORE_OVERHEAD = 3
 """How many times the overhead of starting operations a store adds to a step's time."""
 
@@ -93,6 +107,8 @@ def dimensions(
     device_type: str = "cpu",
     overhead: float = OVERHEAD,
     num_blocks: int = MANY_BLOCKS,
+    noise_bounds: Sequence[float] = (),
+    own: ActivationCompression | None = None,
 ) -> dict[type[Config], Dimension]:
     """Return every dimension with its settings, off first.
 
@@ -105,6 +121,9 @@ def dimensions(
         device_type: where time is spent: bfloat16 is emulated on CPU.
         overhead: the part of a plain step's time that goes into starting its operations.
         num_blocks: that the model repeats: what groups of them inside of groups cost.
+        noise_bounds: of a gradient's noise, smaller ones first, for which the codecs of activations are chosen module
+            by module; none: one codec for all.
+        own: settings of activations that the user has bounded the noise of.
     """
     is_cpu, store = device_type == "cpu", _STORE_OVERHEAD * overhead
     in_4_bits = 1.02 + overhead if is_cpu else 1.0
@@ -118,12 +137,7 @@ def dimensions(
             _changed('precision="bf16-sr"', LowPrecision(), "extreme", 19.0 if is_cpu else 1.0, 1),
         ),
         Microbatching: tuple(_parts(num_samples, is_cut_exact, overhead)),
-        ActivationCompression: (
-            Option(text="activations as they are", strength=0),
-            Option(text='activations="exact"', config=ActivationCompression(), time_factor=1.05 + store, strength=1),
-            _coded("int8", 1.1 + store, 2),
-            _coded("int4", 1.11 + store, 3),
-        ),
+        ActivationCompression: tuple(_activations(own, noise_bounds, store)),
         Checkpointing: (
             Option(text="no regions", strength=0),
             regions_for(budget_bytes, min(_BLOCKS - 0.01, 1.05 + 0.35 * max(0.0, 1 - budget_bytes / plain_bytes))),
@@ -190,6 +204,33 @@ def _coded(codec: str, time_factor: float, strength: int) -> Option:
         time_factor=time_factor,
         strength=strength,
     )
+
+
+def _activations(own: ActivationCompression | None, bounds: Sequence[float], store: float) -> Iterator[Option]:
+    """Yield ways to keep activations: as they are, exactly, then with ever more noise.
+
+    Args:
+        own: the user's settings, whose bound of noise is the highest of `bounds`.
+        bounds: of noise, for which codecs are chosen module by module.
+        store: what the store adds to a step's time.
+    """
+    yield Option(text="activations as they are", strength=0)
+    base = own or ActivationCompression(codecs=("exact", "int4"))
+    lossless = replace(base, max_gradient_noise=None, codecs=tuple(c for c in base.codecs if c not in LOSSY))
+    config = replace(lossless, codecs=tuple(dict.fromkeys(("exact", *lossless.codecs))))
+    yield Option(text='activations="exact"', config=config, time_factor=1.05 + store, strength=1)
+    if not bounds:
+        yield _coded("int8", _CODED + store, 2)
+        yield _coded("int4", _CODED + 0.01 + store, 3)
+    for number, bound in enumerate(bounds):
+        yield Option(
+            text=f"max_gradient_noise={bound:g}",
+            config=replace(base, max_gradient_noise=bound),
+            loss_class="approximate",
+            tier="balanced" if own is None else TIERS[0],
+            time_factor=_CODED + store,
+            strength=2 + number,
+        )
 
 
 def _parts(num_samples: int | None, is_exact: bool, overhead: float) -> Iterator[Option]:

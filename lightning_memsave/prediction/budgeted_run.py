@@ -35,12 +35,15 @@ from lightning_memsave.planner.memory_budget import Budget, machine_bytes, neede
 from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.planner.search_space import MANY_BLOCKS, overhead_of
+from lightning_memsave.prediction.code_noise import CodeNoise
 from lightning_memsave.prediction.microbatch_extrapolation import as_if_whole, rest_bytes, two_microbatches
+from lightning_memsave.prediction.noise_bounds import CodecChoice, is_bounded
 from lightning_memsave.prediction.peek_batch import estimated_batches, first_batch, samples_of, samples_per_batch
 from lightning_memsave.prediction.planning_watch import LEAST_SECONDS, SHARE, PlanningWatch
 from lightning_memsave.prediction.predictor import Predictor
 from lightning_memsave.prediction.real_run import StepFailedError, Trial
 from lightning_memsave.simulation.predicted_step import Prediction
+from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing.region_selection import repeated_blocks
 from lightning_memsave.techniques.microbatching import Microbatching, why_not_exact
 from lightning_memsave.techniques.optimizer_state import OptimizerState, exchanged_bytes
@@ -60,6 +63,7 @@ STEPS_DEPEND_ON = (
     "max_steps",
 )
 """Arguments of `Trainer` that a step depends on; the run's length is among them, as a schedule may be as long."""
+_STEM = "activation_compression"
 _REFUSED = (
     "FSDP",
     "model parallel (FSDP2)",
@@ -96,6 +100,11 @@ class BudgetedRun:
         """What is trained with; `None` before it was made."""
         self._made_for: Sequence[Any] | None = None  # as `_kind_of` tells it
         self._has_told = self._has_warned = False
+
+    @property
+    def gradient_noise(self) -> float | None:
+        """What the plan says; `None` before it was made."""
+        return None if self.plan is None else self.plan.gradient_noise
 
     @property
     def budget_text(self) -> int | str | None:
@@ -232,6 +241,9 @@ def plan_for(
         )
     situation = _situation(module, batch, recipe, trainer)
     on_paper, by_trial = _predictors(module, batch, trainer, bool(situation.why_whole))
+    if (codecs := _codec_choice(module, batch, recipe, trainer, bool(situation.why_whole))) is not None:
+        situation = replace(situation, can_bound_noise=True)
+        on_paper, by_trial = _resolved(on_paper, codecs), _resolved(by_trial, codecs)
     if trainer is not None and trainer.world_size > 1:
         on_paper, by_trial = _agreed(trainer, on_paper), _agreed(trainer, by_trial)
     try:
@@ -243,12 +255,65 @@ def plan_for(
         situation = replace(situation, overhead=overhead_of(plain.num_operations, real.seconds))
         watch = PlanningWatch(seconds or _seconds_allowed(trainer, real), needed_bytes(real), trainer)
         with watch.interruptible():
-            return make_plan(budget, recipe, situation, real, predict, confirm, watch)
+            made = make_plan(budget, recipe, situation, real, predict, confirm, watch)
+        return made if codecs is None else _with_codecs(made, codecs)
     except StepFailedError as error:
         raise ValueError(
             f"The step of {type(module).__name__} cannot be planned, as it cannot be run on a copy of the module: "
             f"{error}. Set techniques by hand instead of a `budget`."
         ) from error
+
+
+_UNMEASURED = {
+    0.05: ActivationCompression(codecs=("exact", "int8")),
+    0.2: ActivationCompression(codecs=("exact", "int4")),
+}
+"""What stands for bounds of noise where it cannot be measured."""
+
+
+def _codec_choice(
+    module: L.LightningModule, batch: Batch, recipe: Recipe, trainer: L.Trainer | None, stays_whole: bool
+) -> CodecChoice | None:
+    """Return what chooses codecs for bounds of noise; `None` where no setting has one.
+
+    Raises:
+        ValueError: the user has set a bound, and noise cannot be measured.
+    """
+    own = recipe.get(ActivationCompression)
+    if is_bounded(own):
+        return CodecChoice(CodeNoise(module, batch, own, trainer, stays_whole), trainer)
+    if not recipe.leaves_open(ActivationCompression) and ActivationCompression not in recipe.by_default:
+        return None
+    try:
+        config = ActivationCompression(codecs=("exact", "int4"))
+        return CodecChoice(CodeNoise(module, batch, config, trainer, stays_whole), trainer, _UNMEASURED)
+    except ValueError:
+        return None
+
+
+def _resolved(predict: Predict, codecs: CodecChoice) -> Predict:
+    return lambda techniques: predict(codecs.settings(techniques))
+
+
+def _with_codecs(plan: Plan, codecs: CodecChoice) -> Plan:
+    """Return the plan with codecs by module in place of its bound of noise."""
+    bounded = next((config for config in plan.techniques if is_bounded(config)), None)
+    if bounded is None:
+        return plan
+    chosen = codecs.of(bounded)
+    steps = tuple(
+        replace(step, setting=f"{step.setting} ({chosen.codecs})")
+        if step.technique == _STEM and chosen.codecs
+        else step
+        for step in plan.steps
+    )
+    return replace(
+        plan,
+        techniques=codecs.settings(plan.techniques),
+        steps=steps,
+        gradient_noise=chosen.noise,
+        flags=(*plan.flags, *filter(None, [codecs.why_not])),
+    )
 
 
 def _seconds_allowed(trainer: L.Trainer | None, plain: Prediction) -> float:

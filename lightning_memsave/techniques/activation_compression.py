@@ -36,8 +36,8 @@ statistics and custom functions keep every bit. What a normalisation reads has i
 
 Sources: Chen et al., "ActNN", 2021 (https://arxiv.org/abs/2104.14129); Liu et al., "GACT", 2022
 (https://arxiv.org/abs/2206.11357) for activations of any network; Chen et al., 2016 (https://arxiv.org/abs/1604.06174),
-section 4.2, for recomputing the cheap half. Different: one store for all of it, found from the autograd graph; no
-mixed bits per layer; zeros survive coding, and which elements are positive.
+section 4.2, for recomputing the cheap half. Different: one store for all of it, found from the autograd graph; bits per
+module from a bound of the gradient's noise (`planner.codec_choice`); zeros survive coding, and which are positive.
 """
 
 from __future__ import annotations
@@ -102,6 +102,9 @@ class ActivationCompression:
     """Tensors with fewer elements are left alone."""
     seed: int = 0
     """Seed of the stochastic rounding, which never draws from torch's generators."""
+    max_gradient_noise: float | None = None
+    """Bound for the noise of a gradient: its root mean square over the gradient's norm. The codec of each module is
+    then chosen from the first batch, down to the lossy one of `codecs`, for the fewest bytes. In a run of `MemSave`."""
     offload_folder: str | None = None
     """Folder where `"offload"` writes on CPU; the system's temporary folder by default. Not on a RAM disk."""
 
@@ -122,12 +125,27 @@ class ActivationCompression:
             raise setting_error(
                 "ActivationCompression.min_numel", "must be a positive integer", self.min_numel, "The default is 1024."
             )
+        self._check_noise()
         if "offload" not in self.written_out:
             check_unused(self, "offload_folder", 'the codec "offload"')
         if self.offload_folder is not None and not Path(self.offload_folder).is_dir():
             raise setting_error(
                 "ActivationCompression.offload_folder", "must be an existing folder", self.offload_folder, "Create it."
             )
+
+    def _check_noise(self) -> None:
+        if (bound := self.max_gradient_noise) is None:
+            return
+        if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not 0 < bound < 1:
+            rule = "must be above 0 and below 1: a part of the gradient's norm"
+            raise setting_error("max_gradient_noise", rule, bound, "For example 0.05.")
+        if not any(codec in FIDELITIES for codec in self.written_out if codec in LOSSY):
+            rule = "needs one of the codecs 'bf16', 'int8', 'int4' and 'int2', down to which modules may go"
+            raise setting_error("max_gradient_noise", rule, self.codecs, 'Use `activations=["exact", "int4"]`.')
+        if self.modules or self.samples or self.few_bits:
+            rule = "chooses the codecs of modules: nothing else may"
+            chosen = self.modules or (*self.samples, *self.few_bits)
+            raise setting_error("max_gradient_noise", rule, chosen, "Leave one of the two out.")
 
     def _check_overrides(self) -> None:
         for name in ("modules", "operations"):
@@ -286,6 +304,9 @@ def open_store(model: nn.Module, config: ActivationCompression) -> tuple[SavedTe
         ValueError: a pattern matches no module, or a codec does not work in compiled code.
     """
     require("autograd", "activations")
+    if config.max_gradient_noise is not None:
+        rule = "needs a run with the callback `MemSave`, whose first batch it is measured on"
+        raise setting_error("max_gradient_noise", rule, config.max_gradient_noise, "Name a codec for `modules`.")
     _check_compiled(model, config)
     modules = _Modules(model, config)
     overrides = {name: FIDELITIES[codec] for name, codec in config.all_operations.items()}
