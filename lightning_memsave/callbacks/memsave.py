@@ -21,6 +21,7 @@ from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe, resolve
 from lightning_memsave.prediction.after_fit import Outlook, Sample, look_ahead, seconds_allowed
 from lightning_memsave.prediction.budgeted_run import BudgetedRun
+from lightning_memsave.prediction.update_plan import PlannedUpdate, needs_a_plan
 from lightning_memsave.reporting.console import show_summary
 from lightning_memsave.reporting.loggers import log_metrics
 from lightning_memsave.reporting.messages import outcome
@@ -31,6 +32,7 @@ from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.low_rank import LowRank
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
+from lightning_memsave.techniques.sparse_update import SparseUpdate
 from lightning_memsave.techniques.sparsity import Sparsity
 from lightning_memsave.techniques.tiling import Tiling
 
@@ -50,6 +52,8 @@ class MemSave(MemoryMonitor):
         sparsity: the fraction of weights that are zero (`0.9`), `"2:4"`, or `Sparsity(...)`.
         low_rank: two factors instead of each weight: their rank (`16`), the fraction of weights that they have together
             (`0.2`), or `LowRank(...)`.
+        sparse_update: train a part of the network: what training may take besides it (`"256KiB"`, or `0.2` of what all
+            of it takes), or `SparseUpdate(...)`, for example with `layers`.
         precision: how weights are stored: `"bf16-sr"`, `"bf16+8"`, `"bf16-kahan"`, `"fp16-scaled"`,
             `"bf16-gradients"`, or `LowPrecision(...)`.
         microbatch: samples per microbatch, `"auto"` (recover when memory runs out), `"smallest"` (as small as lowers
@@ -88,6 +92,7 @@ class MemSave(MemoryMonitor):
         budget: int | str | None = None,
         sparsity: bool | float | str | Sparsity | None = None,
         low_rank: bool | int | float | LowRank | None = None,
+        sparse_update: bool | int | float | str | SparseUpdate | None = None,
         precision: bool | str | LowPrecision | None = None,
         microbatch: int | bool | str | Microbatching | None = None,
         activations: bool | str | Sequence[str] | ActivationCompression | None = None,
@@ -102,6 +107,7 @@ class MemSave(MemoryMonitor):
         slots = {
             "sparsity": sparsity,
             "low_rank": low_rank,
+            "sparse_update": sparse_update,
             "precision": precision,
             "microbatch": microbatch,
             "activations": activations,
@@ -118,7 +124,12 @@ class MemSave(MemoryMonitor):
             self.budgeted = None
         self.recipe = resolve(recipe, slots)
         """What is switched on, as data; with a budget, what is set in any case."""
+        self.planned_update = PlannedUpdate(self.recipe) if needs_a_plan(self.recipe) else None
+        """What chooses the layers of a sparse update; `None` where there is nothing to choose."""
         if budget is not None:
+            if self.planned_update is not None:
+                remedy = "Set `SparseUpdate(layers=...)`, which `plan_sparse_update` finds, or leave out `budget`."
+                raise setting_error("budget", "cannot be planned beside a sparse update's own", budget, remedy)
             if self.recipe.name == "measure":
                 raise setting_error("budget", "needs a recipe that may change something", "measure", 'Use "lossless".')
             self.budgeted = BudgetedRun(Budget(budget), self.recipe, seconds=planning_seconds)
@@ -179,9 +190,9 @@ class MemSave(MemoryMonitor):
                     [type(c).__name__ for c in callbacks_of(trainer)],
                     "Merge their settings.",
                 )
-            self._state = Session(self.recipe, self.budgeted).after(self._state)
+            self._state = Session(self.recipe, self.budgeted or self.planned_update).after(self._state)
         elif self._state is None:
-            self._state = Session(self.recipe, self.budgeted)
+            self._state = Session(self.recipe, self.budgeted or self.planned_update)
         adopt(trainer.strategy, self._state)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -247,13 +258,14 @@ class MemSave(MemoryMonitor):
 
         A resumed run starts where this one stopped.
         """
-        planned = {} if self.budgeted is None else self.budgeted.state_dict()
+        source = self.budgeted or self.planned_update
+        planned = {} if source is None else source.state_dict()
         return planned if self._state is None else {**self._state.state_dict(), **planned}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what was learned; effective from the first batch on."""
-        if self.budgeted is not None:
-            self.budgeted.load_state_dict(state_dict)
+        if (source := self.budgeted or self.planned_update) is not None:
+            source.load_state_dict(state_dict)
         if self._state is not None and state_dict:
             self._state.load_state_dict(state_dict)
 

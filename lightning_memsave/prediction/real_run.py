@@ -98,7 +98,7 @@ class Trial:
         if config.split_fn is not None or num_samples < 2:
             return ""
         few = min(8, num_samples)
-        step = _OneStep(Recipe("trial", (config.of_size(few // 2),)))
+        step = OneStep(Recipe("trial", (config.of_size(few // 2),)))
         try:
             has_room = self._has_room(step, take(self._batch, 0, few, num_samples))
         except ValueError:  # which says nothing about other numbers of samples
@@ -109,7 +109,14 @@ class Trial:
             return "with manual optimization only `lightning_memsave.microbatches(batch)` in `training_step` cuts them."
         return step.state.cutter.why_whole
 
-    def _has_room(self, steps: _OneStep, batch: Batch) -> bool:
+    def run(self, steps: OneStep) -> bool:
+        """Train a copy until `steps` ends that; `False` where memory ran out."""
+        try:
+            return self._has_room(steps, self._batch)
+        finally:
+            collect_copies(self._module)
+
+    def _has_room(self, steps: OneStep, batch: Batch) -> bool:
         """Train a copy for these steps; `False` where memory ran out."""
         collect_copies(self._module)
         with _without_a_trace(self._module), silence(), warnings.catch_warnings():
@@ -175,7 +182,7 @@ class Trial:
         return Prediction(peak_bytes=total + 1, by_category=split, source="measured", flags=flags)
 
 
-class _OneStep(pl.Callback):
+class OneStep(pl.Callback):
     """Adopts the trial's strategy, and ends it after one batch."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -183,6 +190,7 @@ class _OneStep(pl.Callback):
         self.is_done = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Hand the recipe to the strategy."""
         adopt(trainer.strategy, self.state)
 
     @property
@@ -193,11 +201,12 @@ class _OneStep(pl.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
+        """End the trial."""
         self.is_done = True
         raise DoneError
 
 
-class _Steps(_OneStep):
+class _Steps(OneStep):
     """Measures some steps."""
 
     def __init__(self, recipe: Recipe, num_batches: int, whole: float) -> None:
