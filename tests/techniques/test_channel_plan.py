@@ -127,6 +127,12 @@ def test_nothing_is_promised_below_the_least_that_training_takes():
         plan_sparse_update(norm, [lambda: norm(torch.randn(2, 4)).square().sum()], SparseUpdate())
 
 
+def test_gradients_that_are_not_finite_are_no_plan():
+    model, ((x, y),) = convolutions(), batches(1)
+    with pytest.raises(ValueError, match="`sparse_update` needs finite gradients to plan from"):
+        plan_sparse_update(model, [lambda: F.cross_entropy(model(x), y) * torch.inf], SparseUpdate())
+
+
 def test_inputs_have_the_bytes_of_autocast_and_a_batch_costs_nothing_but_its_channels():
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(16, 8)
     meter = GainMeter()

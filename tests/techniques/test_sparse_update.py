@@ -113,6 +113,19 @@ def test_under_autocast_gradients_are_those_of_plain_autocast(autocast):
         assert (layer.values.grad - theirs).norm() <= tolerance * theirs.norm()
 
 
+def test_evaluation_sees_the_values_of_the_latest_step():
+    model, x = convolutions(), torch.randn(2, 1, 8, 8)
+    apply_sparse_update(model, SparseUpdate(layers={"8": 0.5, "14": 0.5}))
+    for mode in (torch.inference_mode, torch.no_grad):
+        with torch.no_grad():
+            for layer in partial_layers(model).values():
+                layer.values.add_(0.1)
+        plain = export_dense(copy.deepcopy(model))
+        with mode():
+            assert torch.equal(model(x), plain(x))
+    model(x).sum().backward()  # buffers are no inference tensors
+
+
 # ------------------------------------------------------------------------------- bytes
 def kept_bytes(call, model, x):
     """What autograd keeps of a call besides parameters, buffers and `x`, each storage once."""

@@ -56,8 +56,12 @@ def planned(meter: GainMeter, config: SparseUpdate, state_bytes: float = STATE_B
         state_bytes: what the optimizer keeps for each number.
 
     Raises:
-        ValueError: nothing can be trained within the budget.
+        ValueError: nothing can be trained within the budget, or gradients are not finite.
     """
+    found = [*(layer.gains for layer in meter.layers.values()), *(bias.gain for bias in meter.biases.values())]
+    if not all(bool(torch.as_tensor(each).isfinite().all()) for each in found):
+        remedy = "Look for NaN in the first batches, or give `layers`."
+        raise setting_error("sparse_update", "needs finite gradients to plan from", config.budget, remedy)
     candidates = _Candidates(meter, state_bytes, with_biases=config.biases is not False)
     largest_element = max((layer.element_bytes for layer in meter.layers.values()), default=4)
     whole_bytes = meter.whole_bytes + int(meter.num_trained * (largest_element + state_bytes))
