@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_memsave import Checkpointing, MemSave, OptimizerState, SparseUpdate, predict
 from lightning_memsave.techniques.sparse_update import partial_layers
 from tests.harness import EMAWeightAveraging, ListLogger
+from tests.loops.recovery_runs import Deterministic, limited, train
 from tests.techniques.sparse_update_subjects import convolutions
 
 
@@ -345,3 +346,14 @@ def test_modules_without_a_pattern_that_matches_are_refused():
     with pytest.raises(ValueError, match=r"`SparseUpdate.layers` must match"):
         fit(MemSave(sparse_update=SparseUpdate(layers={"tail.*": 0.5})))
     assert isinstance(Net().body[0], nn.Conv2d)
+
+
+def test_a_batch_that_ran_out_of_memory_is_run_again():
+    update, trained = SparseUpdate(layers={"first": (0, 2), "last": 1.0}), []
+    for limit in (8, 10**9):
+        module, memsave = limited(Deterministic, limit), MemSave(sparse_update=update)
+        train(module, memsave)
+        assert (memsave.report.num_oom_recovered > 0) is (limit == 8)
+        trained.append(module)
+    for a, b in zip(*(module.parameters() for module in trained), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
