@@ -217,6 +217,7 @@ def _add_plan(commands: Any) -> None:
 _SLOTS = {
     "sparsity": "0.9",
     "low_rank": "16",
+    "sparse_update": "256KiB",
     "precision": "bf16-sr",
     "microbatch": "8",
     "activations": "exact,int4",

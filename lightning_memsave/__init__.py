@@ -43,6 +43,11 @@ from lightning_memsave.techniques.low_precision import LowPrecision, apply_low_p
 from lightning_memsave.techniques.low_rank import LowRank, apply_low_rank  # noqa: E402
 from lightning_memsave.techniques.microbatching import LabelCount, Microbatching, microbatches  # noqa: E402
 from lightning_memsave.techniques.optimizer_state import OptimizerState, apply_optimizer_state  # noqa: E402
+from lightning_memsave.techniques.sparse_update import (  # noqa: E402
+    SparseUpdate,
+    apply_sparse_update,
+    plan_sparse_update,
+)
 from lightning_memsave.techniques.sparsity import (  # noqa: E402
     MaskUpdates,
     Sparsity,
@@ -83,6 +88,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "Recipe",
+    "SparseUpdate",
     "Sparsity",
     "Tiling",
     "UpdateSchedule",
@@ -93,11 +99,13 @@ __all__ = [
     "apply_low_precision",
     "apply_low_rank",
     "apply_optimizer_state",
+    "apply_sparse_update",
     "apply_sparsity",
     "apply_tiling",
     "export_dense",
     "microbatches",
     "plan_checkpointing",
+    "plan_sparse_update",
     "plan_training",
     "predict",
     "verify",

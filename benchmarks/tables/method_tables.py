@@ -179,9 +179,9 @@ METHODS = (
     Method(
         "[Training under 256 KB]({})",
         ARXIV + "2206.15472",
-        ABSENT,
+        '`sparse_update="256KiB"`, by squared gradients; no weights of 8 bits',
         "141 KB, 2300x less",
-        "on microcontrollers; frozen layers keep nothing here either",
+        "on microcontrollers, with its own compiler",
     ),
     Method(
         "[Low-rank training, automatic rank]({})",

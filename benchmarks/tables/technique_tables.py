@@ -398,10 +398,37 @@ def code_noise() -> str:
 
 def low_rank_steps() -> str:
     """What is held between steps, and the step itself."""
+    return _held_and_steps("low_rank")
+
+
+def sparse_update_steps() -> str:
+    """What is held between steps, and the step itself."""
+    return _held_and_steps("sparse_update")
+
+
+def sparse_update_digits() -> str:
+    """Means of five seeds, and the standard error of the accuracy."""
+    head = ("setting", "numbers trained", "training takes kB", "peak MB", "accuracy", "CPU time")
+    lines = []
+    for setting, runs in by_setting(rows("sparse_update_digits")):
+        lines.append(
+            (
+                setting,
+                f"{mean(runs, 'num_trained'):,.0f}",
+                f"{mean(runs, 'training_bytes') / 1e3:,.0f}",
+                f"{mean(runs, 'peak_bytes') / MB:.2f}",
+                _mean_and_error([float(row["quality_value"]) for row in runs]),
+                f"{mean(runs, 'cpu_time_ratio'):.2f}x",
+            )
+        )
+    return markdown(head, lines)
+
+
+def _held_and_steps(name: str) -> str:
     head = ("model", "setting", "held MB", "factor", "activations MB", "peak MB", "factor", "CPU time")
     lines = []
     dense: Row = {}
-    for row in rows("low_rank"):
+    for row in rows(name):
         is_first = row["model"] != dense.get("model")
         dense = row if is_first else dense
         lines.append(

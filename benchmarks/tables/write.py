@@ -53,6 +53,10 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "text": technique_tables.sparsity_text,
     },
     "docs/techniques/low_rank.md": {"steps": technique_tables.low_rank_steps, "text": technique_tables.low_rank_text},
+    "docs/techniques/sparse_update.md": {
+        "steps": technique_tables.sparse_update_steps,
+        "digits": technique_tables.sparse_update_digits,
+    },
     "docs/results.md": {
         "wrn-alone": record_tables.wrn_alone,
         "wrn": partial(record_tables.ladder, "wrn"),

@@ -22,6 +22,8 @@ from lightning_memsave.planner.recipes import Recipe, resolve
 from lightning_memsave.prediction.after_fit import Outlook, Sample, look_ahead, seconds_allowed
 from lightning_memsave.prediction.budgeted_run import BudgetedRun
 from lightning_memsave.prediction.noise_bounds import NoiseBoundedRun
+from lightning_memsave.prediction.noise_bounds import is_bounded as is_noise_bounded
+from lightning_memsave.prediction.update_plan import PlannedUpdate, needs_a_plan
 from lightning_memsave.reporting.console import show_summary
 from lightning_memsave.reporting.loggers import log_metrics
 from lightning_memsave.reporting.messages import outcome
@@ -32,6 +34,7 @@ from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.low_rank import LowRank
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
+from lightning_memsave.techniques.sparse_update import SparseUpdate
 from lightning_memsave.techniques.sparsity import Sparsity
 from lightning_memsave.techniques.tiling import Tiling
 
@@ -54,6 +57,8 @@ class MemSave(MemoryMonitor):
         sparsity: the fraction of weights that are zero (`0.9`), `"2:4"`, or `Sparsity(...)`.
         low_rank: two factors instead of each weight: their rank (`16`), the fraction of weights that they have together
             (`0.2`), or `LowRank(...)`.
+        sparse_update: train a part of the network: what training may take besides it (`"256KiB"`, or `0.2` of what all
+            of it takes), or `SparseUpdate(...)`, for example with `layers`.
         precision: how weights are stored: `"bf16-sr"`, `"bf16+8"`, `"bf16-kahan"`, `"fp16-scaled"`,
             `"bf16-gradients"`, or `LowPrecision(...)`.
         microbatch: samples per microbatch, `"auto"` (recover when memory runs out), `"smallest"` (as small as lowers
@@ -93,6 +98,7 @@ class MemSave(MemoryMonitor):
         max_gradient_noise: float | None = None,
         sparsity: bool | float | str | Sparsity | None = None,
         low_rank: bool | int | float | LowRank | None = None,
+        sparse_update: bool | int | float | str | SparseUpdate | None = None,
         precision: bool | str | LowPrecision | None = None,
         microbatch: int | bool | str | Microbatching | None = None,
         activations: bool | str | Sequence[str] | ActivationCompression | None = None,
@@ -107,6 +113,7 @@ class MemSave(MemoryMonitor):
         slots = {
             "sparsity": sparsity,
             "low_rank": low_rank,
+            "sparse_update": sparse_update,
             "precision": precision,
             "microbatch": microbatch,
             "activations": _bounded(activations, max_gradient_noise),
@@ -124,14 +131,22 @@ class MemSave(MemoryMonitor):
             self.budgeted = None
         self.recipe = resolve(recipe, slots)
         """What is switched on, as data; with a budget, what is set in any case."""
+        self.planned_update = PlannedUpdate(self.recipe) if needs_a_plan(self.recipe) else None
+        """What chooses the layers of a sparse update; `None` where there is nothing to choose."""
         if budget is not None:
+            if self.planned_update is not None:
+                remedy = "Set `SparseUpdate(layers=...)`, which `plan_sparse_update` finds, or leave out `budget`."
+                raise setting_error("budget", "cannot be planned beside a sparse update's own", budget, remedy)
             if self.recipe.name == "measure":
                 raise setting_error("budget", "needs a recipe that may change something", "measure", 'Use "lossless".')
             self.budgeted = BudgetedRun(Budget(budget), self.recipe, seconds=planning_seconds)
         elif planning_seconds is not None:
             raise setting_error("planning_seconds", "needs a `budget` to plan for", planning_seconds, "Leave it out.")
-        own = self.recipe.get(ActivationCompression)
-        is_bounded = budget is None and own is not None and own.max_gradient_noise is not None
+        is_bounded = budget is None and is_noise_bounded(self.recipe.get(ActivationCompression))
+        if is_bounded and self.planned_update is not None:
+            remedy = "Set `SparseUpdate(layers=...)`, which `plan_sparse_update` finds, or leave it out."
+            rule = "cannot be measured beside a sparse update whose layers are still to be chosen"
+            raise setting_error("max_gradient_noise", rule, max_gradient_noise, remedy)
         self.noise_bounded = NoiseBoundedRun(self.recipe) if is_bounded else None
         """What chooses codecs for a bound of noise; `None` without one, and with a budget, whose plan does."""
         self._state: Session | None = None
@@ -150,14 +165,14 @@ class MemSave(MemoryMonitor):
         return None if self.budgeted is None else self.budgeted.plan
 
     @property
-    def _source(self) -> BudgetedRun | NoiseBoundedRun | None:
+    def _source(self) -> BudgetedRun | PlannedUpdate | NoiseBoundedRun | None:
         """What chooses the settings of a run when it begins."""
-        return self.budgeted or self.noise_bounded
+        return self.budgeted or self.planned_update or self.noise_bounded
 
     def _measured(self) -> MemoryReport:
         measured = super()._measured()
-        if self._source is not None:
-            measured = dataclasses.replace(measured, gradient_noise=self._source.gradient_noise)
+        if (bounded := self.budgeted or self.noise_bounded) is not None:
+            measured = dataclasses.replace(measured, gradient_noise=bounded.gradient_noise)
         if self.plan is not None:
             measured = dataclasses.replace(
                 measured,

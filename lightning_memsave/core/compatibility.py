@@ -68,19 +68,23 @@ _INSTALL = "Install a version of torch and Lightning that is tested"
 _NOT_PUT_BACK = "its trial's steps move weights, and a pattern that has changed is not put back"
 _FIND_BEFORE = 'Find it with `Sparsity(method="static")` of another `initial` than "snip", or with `sparsity=False`.'
 
+
+def _works(first: str, others: str) -> tuple[CompatibilityRule, ...]:
+    """Return a row for each of `others`, which commas separate, that works with `first`."""
+    return tuple(CompatibilityRule(first, other) for other in others.split(", "))
+
+
 COMPATIBILITY = (
     CompatibilityRule("early_zero_grad", "microbatching"),
     CompatibilityRule("early_zero_grad", "checkpointing"),
     CompatibilityRule("early_zero_grad", "optimizer_state"),
     CompatibilityRule("early_zero_grad", "activation_compression"),
     CompatibilityRule("microbatching", "activation_compression"),
-    CompatibilityRule("low_precision", "early_zero_grad"),
-    CompatibilityRule("low_precision", "microbatching"),
-    CompatibilityRule("low_precision", "activation_compression"),
-    CompatibilityRule("low_precision", "checkpointing"),
-    CompatibilityRule("low_precision", "optimizer_state"),
-    CompatibilityRule("low_precision", "manual optimization"),
-    CompatibilityRule("low_precision", "DDP"),
+    *_works(
+        "low_precision",
+        "early_zero_grad, microbatching, activation_compression, checkpointing, optimizer_state, manual "
+        "optimization, DDP",
+    ),
     CompatibilityRule(
         "low_precision",
         "FSDP",
@@ -123,24 +127,16 @@ COMPATIBILITY = (
     CompatibilityRule("microbatching", "checkpointing"),
     CompatibilityRule("microbatching", "optimizer_state"),
     CompatibilityRule("checkpointing", "optimizer_state"),
-    CompatibilityRule("tiling", "early_zero_grad"),
-    CompatibilityRule("tiling", "sparsity"),
-    CompatibilityRule("tiling", "low_rank"),
-    CompatibilityRule("tiling", "low_precision"),
-    CompatibilityRule("tiling", "microbatching"),
-    CompatibilityRule("tiling", "activation_compression"),
-    CompatibilityRule("tiling", "checkpointing"),
-    CompatibilityRule("tiling", "optimizer_state"),
-    CompatibilityRule("tiling", "manual optimization"),
-    CompatibilityRule("tiling", "DDP"),
-    CompatibilityRule("tiling", "model parallel (FSDP2)"),
-    CompatibilityRule("sparsity", "early_zero_grad"),
-    CompatibilityRule("sparsity", "microbatching"),
-    CompatibilityRule("sparsity", "activation_compression"),
-    CompatibilityRule("sparsity", "checkpointing"),
-    CompatibilityRule("sparsity", "optimizer_state"),
-    CompatibilityRule("sparsity", "low_precision"),
-    CompatibilityRule("sparsity", "manual optimization"),
+    *_works(
+        "tiling",
+        "early_zero_grad, sparsity, low_rank, sparse_update, low_precision, microbatching, activation_compression, "
+        "checkpointing, optimizer_state, manual optimization, DDP, model parallel (FSDP2)",
+    ),
+    *_works(
+        "sparsity",
+        "early_zero_grad, microbatching, activation_compression, checkpointing, optimizer_state, low_precision, "
+        "manual optimization",
+    ),
     CompatibilityRule("changing patterns", "batch size finder", _NOT_PUT_BACK, _FIND_BEFORE),
     CompatibilityRule("changing patterns", "learning rate finder", _NOT_PUT_BACK, _FIND_BEFORE),
     CompatibilityRule("sparsity", "DDP"),
@@ -156,41 +152,51 @@ COMPATIBILITY = (
         "it shards dense parameters, and positions of live weights do not shard with them",
         "Use DDP, or `sparsity=False`.",
     ),
-    CompatibilityRule("sparsity", "DeepSpeed", "its engine owns the parameters", "Use DDP, or `sparsity=False`."),
     CompatibilityRule(
         "sparsity",
         "torch.compile of the whole module",
         "compiled code would keep the dense weights for backward",
         "Train without `torch.compile`, or set `sparsity=False`.",
     ),
-    CompatibilityRule("low_rank", "early_zero_grad"),
-    CompatibilityRule("low_rank", "low_precision"),
-    CompatibilityRule("low_rank", "microbatching"),
-    CompatibilityRule("low_rank", "activation_compression"),
-    CompatibilityRule("low_rank", "checkpointing"),
-    CompatibilityRule("low_rank", "optimizer_state"),
-    CompatibilityRule("low_rank", "manual optimization"),
-    CompatibilityRule("low_rank", "DDP"),
-    CompatibilityRule("low_rank", "torch.compile of the whole module"),
-    CompatibilityRule(
+    *_works(
         "low_rank",
-        "sparsity",
-        "both put other parameters in the place of the same weights",
-        "Use one of them, and `low_rank=False` or `sparsity=False`.",
+        "early_zero_grad, low_precision, microbatching, activation_compression, checkpointing, optimizer_state, "
+        "manual optimization, DDP, torch.compile of the whole module",
+    ),
+    *_works(
+        "sparse_update",
+        "early_zero_grad, low_precision, microbatching, activation_compression, checkpointing, optimizer_state, "
+        "manual optimization, DDP",
     ),
     CompatibilityRule(
-        "low_rank",
-        "FSDP",
-        "it shards the parameters that the module has before layers change",
-        "Use DDP, or `low_rank=False`.",
+        "sparse_update",
+        "torch.compile of the whole module",
+        "compiled code would keep whole inputs for backward",
+        "Train without `torch.compile`, or set `sparse_update=False`.",
     ),
-    CompatibilityRule(
-        "low_rank",
-        "model parallel (FSDP2)",
-        "it shards the parameters that the module has before layers change",
-        "Use DDP, or `low_rank=False`.",
+    *(
+        CompatibilityRule(
+            second,
+            first,
+            "both put other parameters in the place of the same weights",
+            f"Use one of them, and `{second}=False` or `{first}=False`.",
+        )
+        for first, second in combinations(("sparsity", "low_rank", "sparse_update"), 2)
     ),
-    CompatibilityRule("low_rank", "DeepSpeed", "its engine owns the parameters", "Use DDP, or `low_rank=False`."),
+    *(
+        CompatibilityRule(
+            stem,
+            way,
+            "it shards the parameters that the module has before layers change",
+            f"Use DDP, or `{stem}=False`.",
+        )
+        for stem in ("low_rank", "sparse_update")
+        for way in ("FSDP", "model parallel (FSDP2)")
+    ),
+    *(
+        CompatibilityRule(stem, "DeepSpeed", "its engine owns the parameters", f"Use DDP, or `{stem}=False`.")
+        for stem in ("sparsity", "low_rank", "sparse_update")
+    ),
     # `training_step` cuts its batch itself there, with `microbatches(batch)`.
     CompatibilityRule("microbatching", "manual optimization"),
     CompatibilityRule("activation_compression", "manual optimization"),

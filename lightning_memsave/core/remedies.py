@@ -36,6 +36,7 @@ REMEDIES: Mapping[str, Sequence[tuple[tuple[str, ...], str]]] = {
         (("optimizer_state",), '`optimizer_state="8bit"` (a quarter of 32 bits) or `"4bit"` (an eighth)'),
         (("sparsity",), "`sparsity=0.9` (a tenth, and a bit per weight)"),
         (("low_rank",), "`low_rank=0.2` (a fifth: two factors instead of each weight)"),
+        (("sparse_update",), "`sparse_update=0.2` (of a pretrained network, the part that gives most is trained)"),
     ),
     "weights": (
         (("low_precision",), '`precision="bf16-sr"` (half of 32 bits, and half of their gradients)'),
@@ -52,6 +53,7 @@ REMEDIES: Mapping[str, Sequence[tuple[tuple[str, ...], str]]] = {
         (("low_precision",), '`precision="bf16-sr"` (half of 32 bits)'),
         (("sparsity",), "`sparsity=0.9` (a tenth)"),
         (("low_rank",), "`low_rank=0.2` (a fifth)"),
+        (("sparse_update",), "`sparse_update=0.2` (of a pretrained network, the part that gives most is trained)"),
         _SHARDS,
     ),
     "data": (((), "a smaller `batch_size` in the DataLoader"),),

@@ -171,7 +171,7 @@ class Session:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        self.saved_training = {stem: state[stem] for stem in ("sparsity", "low_rank") if stem in state}
+        self.saved_training = {stem: state[stem] for stem in ("sparsity", "low_rank", "sparse_update") if stem in state}
         self.load_recovery_state_dict(state)
 
     def recovery_state_dict(self) -> dict[str, Any]:

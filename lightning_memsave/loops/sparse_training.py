@@ -24,9 +24,10 @@ from lightning_memsave.techniques.sparsity import (
     choose_patterns,
     sparse_layers,
 )
-from lightning_memsave.techniques.sparsity.checkpoints import from_dense_layout, layouts_of, to_dense_layout
+from lightning_memsave.techniques.sparsity.checkpoints import layouts_of
 from lightning_memsave.techniques.sparsity.updates import refuse_codes, refuse_lost_gradients
 from lightning_memsave.torch_internals.optimizer_class import PENDING
+from lightning_memsave.torch_internals.state_layout import from_dense_layout, to_dense_layout
 
 
 class SparseTraining(CompactTraining):

@@ -141,7 +141,7 @@ class CodeNoise:
                 self._gradient_square = meter.gradient_square
 
         probe = _Probe(measured, self._num_samples)
-        if not Trial(self._module, self._batch, self._trainer).has_room(probe, self._batch):
+        if not Trial(self._module, self._batch, self._trainer).run(probe):
             raise NoRoomError(f"`max_gradient_noise` needs memory for {num_used} samples without codes. {_REMEDY}")
         return probe.result
 

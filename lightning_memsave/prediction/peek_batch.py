@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,12 +28,22 @@ def first_batch(trainer: L.Trainer) -> Any:
     Raises:
         ValueError: the loader is an iterator, of which a batch would be missing afterwards, or it is empty.
     """
+    return first_batches(trainer, 1)[0]
+
+
+def first_batches(trainer: L.Trainer, most: int, setting: str = "budget", remedy: str = _REMEDY) -> list[Any]:
+    """Return what the first `most` steps of this run will get, or fewer where there are not so many; as `first_batch`.
+
+    Raises:
+        ValueError: as `first_batch`, which names `setting` and `remedy`.
+    """
     found = loaders_of(trainer)
     with Randomness.untouched(), contextlib.ExitStack() as stack:
         loaders, structure = tree_flatten(getattr(found, "iterables", found))  # of a CombinedLoader
         for loader in loaders:
             stack.enter_context(_generators_of(loader))
-        return tree_unflatten([_first_of(loader) for loader in loaders], structure)
+        each = [_first_of(loader, most, setting, remedy) for loader in loaders]
+        return [tree_unflatten(list(batches), structure) for batches in zip(*each, strict=False)]
 
 
 def samples_per_batch(trainer: L.Trainer) -> int | None:
@@ -75,16 +86,14 @@ def samples_of(batch: Batch) -> int | None:
     return None
 
 
-def _first_of(loader: Any) -> Any:
+def _first_of(loader: Any, most: int, setting: str, remedy: str) -> list[Any]:
     iterator = _iterator_of(loader) if isinstance(loader, DataLoader) else iter(loader)
     if iterator is loader:
-        raise setting_error(
-            "budget", "needs data that can be read from the start again", type(loader).__name__, _REMEDY
-        )
-    try:
-        return next(iterator)
-    except StopIteration:
-        raise setting_error("budget", "needs a batch to plan from", "a loader without any", _REMEDY) from None
+        raise setting_error(setting, "needs data that can be read from the start again", type(loader).__name__, remedy)
+    batches = list(itertools.islice(iterator, most))
+    if not batches:
+        raise setting_error(setting, "needs a batch to plan from", "a loader without any", remedy)
+    return batches
 
 
 def _iterator_of(loader: DataLoader[Any]) -> Iterator[Any]:

@@ -37,6 +37,7 @@ from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.prediction.dry_run import StepWatch, dry_run
 from lightning_memsave.prediction.microbatch_extrapolation import few_of_many
 from lightning_memsave.prediction.simulated_process_group import num_processes_of
+from lightning_memsave.prediction.update_plan import needs_a_plan, with_layers
 from lightning_memsave.saved_tensors.randomness import Randomness
 from lightning_memsave.simulation.fake_model import Copying, fake_copy, fakes_of, hidden_from_transformers, unlogged
 from lightning_memsave.simulation.global_state_guard import names_kept, outside_kept
@@ -139,7 +140,7 @@ class Predictor:
                 module exists as fake tensors only.
         """
         recipe = techniques if isinstance(techniques, Recipe) else Recipe("predicted", tuple(techniques))
-        recipe = self._with_first_size(recipe)
+        recipe = self._with_first_size(self._with_layers(recipe, num_samples))
         if self._why is None:
             try:
                 return self._on_fakes(recipe, num_samples)
@@ -160,6 +161,16 @@ class Predictor:
             return recipe
         fixed = config.of_size(config.start or smallest_size(self._module))
         return replace(recipe, techniques=tuple(fixed if t is config else t for t in recipe.techniques))
+
+    def _with_layers(self, recipe: Recipe, num_samples: int | None) -> Recipe:
+        """Return a recipe whose sparse update has its layers, chosen by real steps on this batch."""
+        if not needs_a_plan(recipe):
+            return recipe
+        self._make_real()
+        present, batch = self.num_samples, self._batch
+        if num_samples is not None and present is not None:
+            batch = resized(batch, present, num_samples)
+        return with_layers(recipe, self._module, [batch])
 
     def _on_fakes(self, recipe: Recipe, num_samples: int | None) -> Prediction:
         """Predict for shapes alone; many microbatches from a few (CUDA: without rounding what the others leave)."""

@@ -78,7 +78,7 @@ class Trial:
 
         def stepped(techniques: Sequence[Config], batch: Batch, whole: float) -> _Steps | None:
             steps = _Steps(Recipe("trial", tuple(techniques)), self._num_batches, whole)
-            return steps if self.has_room(steps, batch) else None
+            return steps if self._has_room(steps, batch) else None
 
         steps = as_if_whole(lambda part: stepped(part, batch, whole), techniques, missing_bytes)
         if steps is not None and missing_bytes and not steps.is_cut:  # the run will not cut it either
@@ -100,7 +100,7 @@ class Trial:
         few = min(8, num_samples)
         step = OneStep(Recipe("trial", (config.of_size(few // 2),)))
         try:
-            has_room = self.has_room(step, take(self._batch, 0, few, num_samples))
+            has_room = self._has_room(step, take(self._batch, 0, few, num_samples))
         except ValueError:  # which says nothing about other numbers of samples
             return ""
         if not has_room or not step.is_done:
@@ -109,7 +109,14 @@ class Trial:
             return "with manual optimization only `lightning_memsave.microbatches(batch)` in `training_step` cuts them."
         return step.state.cutter.why_whole
 
-    def has_room(self, steps: OneStep, batch: Batch) -> bool:
+    def run(self, steps: OneStep) -> bool:
+        """Train a copy until `steps` ends that; `False` where memory ran out."""
+        try:
+            return self._has_room(steps, self._batch)
+        finally:
+            collect_copies(self._module)
+
+    def _has_room(self, steps: OneStep, batch: Batch) -> bool:
         """Train a copy for these steps; `False` where memory ran out."""
         collect_copies(self._module)
         with _without_a_trace(self._module), silence(), warnings.catch_warnings():
@@ -183,7 +190,7 @@ class OneStep(pl.Callback):
         self.is_done = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Adopt the strategy."""
+        """Hand the recipe to the strategy."""
         adopt(trainer.strategy, self.state)
 
     @property
@@ -194,7 +201,7 @@ class OneStep(pl.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
-        """End the run."""
+        """End the trial."""
         self.is_done = True
         raise DoneError
 

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.errors import RegionError
 from lightning_memsave.torch_internals.autograd_graph import version_of
+from lightning_memsave.torch_internals.compact_layers import CompactLayer
 from lightning_memsave.torch_internals.fake_tensors import is_fake
 
 _Buffer = tuple[nn.Module, str, Tensor]
@@ -112,9 +113,10 @@ class Buffers:
             if not owner._buffers:
                 continue
             always = isinstance(owner, _Norm) and owner.training
+            steady = owner.steady_buffers if isinstance(owner, CompactLayer) else ()
             for key, value in owner._buffers.items():
                 name = f"{prefix}.{key}"
-                if value is None or is_lazy(value):
+                if value is None or is_lazy(value) or key in steady:
                     continue
                 if always or (name in changing if changing is not None else _size(value) <= small_bytes):
                     self._before[name] = owner, key, value.detach().clone()

@@ -15,6 +15,7 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.lightning_compat import callbacks_of
 from lightning_memsave.loops.forward_scope import ForwardScope
 from lightning_memsave.loops.low_rank_training import LowRankTraining
+from lightning_memsave.loops.partial_training import PartialTraining
 from lightning_memsave.loops.planned_checkpointing import PlannedCheckpointing
 from lightning_memsave.loops.session import Session
 from lightning_memsave.loops.sparse_training import SparseTraining
@@ -25,6 +26,7 @@ from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.low_rank import LowRank
 from lightning_memsave.techniques.optimizer_state import OptimizerState, check_optimizers
 from lightning_memsave.techniques.registry import Config, technique_of
+from lightning_memsave.techniques.sparse_update import SparseUpdate
 from lightning_memsave.techniques.sparsity import Sparsity
 from lightning_memsave.techniques.tiling import Tiles, Tiling
 
@@ -37,6 +39,7 @@ def apply_to_model(session: Session, trainer: L.Trainer) -> None:
     session.compact_training = None
     _apply(session, trainer, Sparsity, _make_sparse)
     _apply(session, trainer, LowRank, _make_low_rank)
+    _apply(session, trainer, SparseUpdate, _freeze)
     _apply(session, trainer, LowPrecision, _lower_weights)
 
 
@@ -123,6 +126,12 @@ def _make_sparse(session: Session, trainer: L.Trainer, config: Sparsity) -> None
 def _make_low_rank(session: Session, trainer: L.Trainer, config: LowRank) -> None:
     """Give layers factors, those of the run that is resumed."""
     session.compact_training = LowRankTraining(trainer, config, session.saved_training.get("low_rank"))
+    session.changes.append(session.compact_training.applied)
+
+
+def _freeze(session: Session, trainer: L.Trainer, config: SparseUpdate) -> None:
+    """Train a part of the model, the same as in the run that is resumed."""
+    session.compact_training = PartialTraining(trainer, config, session.saved_training.get("sparse_update"))
     session.changes.append(session.compact_training.applied)
 
 

@@ -335,7 +335,8 @@ def adopt(strategy: Any, session: Session) -> None:
 def release(strategy: Any) -> None:
     """Undo `adopt`: the strategy has the recipe that it had before; once it is torn down, its class if it was not ours.
 
-    A strategy that has trained sparse or low-rank layers keeps ours, which writes and reads their checkpoints.
+    A strategy that has trained compact layers (sparse ones, for example) keeps ours, which writes and reads their
+    checkpoints.
     """
     if getattr(strategy, "_memsave_before", None) is not None:
         strategy._memsave_before.compact_training = strategy._memsave.compact_training

@@ -15,6 +15,7 @@ from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.low_rank import LowRank
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
+from lightning_memsave.techniques.sparse_update import SparseUpdate
 from lightning_memsave.techniques.sparsity import Sparsity
 from lightning_memsave.techniques.tiling import Tiling
 
@@ -22,6 +23,7 @@ Config = (
     EarlyZeroGrad
     | Sparsity
     | LowRank
+    | SparseUpdate
     | LowPrecision
     | Microbatching
     | ActivationCompression
@@ -48,6 +50,7 @@ TECHNIQUES = (
     Technique("early_zero_grad", EarlyZeroGrad),
     Technique("sparsity", Sparsity, "sparsity", Sparsity.from_shorthand),
     Technique("low_rank", LowRank, "low_rank", LowRank.from_shorthand),
+    Technique("sparse_update", SparseUpdate, "sparse_update", SparseUpdate.from_shorthand),
     Technique("low_precision", LowPrecision, "precision", LowPrecision.from_shorthand),
     Technique("microbatching", Microbatching, "microbatch", Microbatching.from_shorthand),
     Technique("activation_compression", ActivationCompression, "activations", ActivationCompression.from_shorthand),

@@ -2,7 +2,7 @@
 
 The class of a layer changes in place to a subclass, so that its type, its place in the model, and the order of its
 parameters stay. `state_dict` has the dense weight. The technique says what the other parameter is: live
-values (`techniques.sparsity`), or two factors (`techniques.low_rank`).
+values (`techniques.sparsity`), two factors (`techniques.low_rank`), or some columns (`techniques.sparse_update`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class CompactLayer(nn.Module):
     """Start of the subclass's name."""
     parameter_name: ClassVar[str]
     """Name of the parameter that stands in the place of `weight`."""
+    steady_buffers: ClassVar[frozenset[str]] = frozenset()
+    """Names of buffers that hold the same after a forward pass as before, so that none needs a copy of them."""
     dense_shape: torch.Size
 
     @property
@@ -112,7 +114,9 @@ def compact_layers(model: nn.Module) -> dict[str, CompactLayer]:
 
 
 def export_dense(module: nn.Module) -> nn.Module:
-    """Make every sparse or low-rank layer of `module` plain again, in place, with the weight that it computes with.
+    """Make every sparse, low-rank or partly trained layer of `module` plain again, in place.
+
+    It has the weight that it computes with.
 
     Returns:
         The module.
@@ -122,7 +126,7 @@ def export_dense(module: nn.Module) -> nn.Module:
     """
     layers = compact_layers(module)
     if not layers:
-        rule = "must have sparse or low-rank layers"
+        rule = "must have sparse, low-rank or partly trained layers"
         raise setting_error("module", rule, type(module).__name__, "It is dense already.")
     for layer in layers.values():
         layer.become_dense()

@@ -52,7 +52,10 @@ def test_something_is_refused_somewhere():
     assert any(refused(name, way) for _, names, _ in ROWS for name in names for way in WAYS_OF_TRAINING)
 
 
-SLOTS = ("microbatch", "tiling", "checkpointing", "activations", "optimizer_state", "precision", "sparsity", "low_rank")
+SLOTS = (
+    *("microbatch", "tiling", "checkpointing", "activations", "optimizer_state", "precision", "sparsity", "low_rank"),
+    "sparse_update",
+)
 ARGUMENTS = {
     text
     for _, _, remedy in ROWS

@@ -219,6 +219,7 @@ def test_compiled_modules_are_refused():
         ({"max_gradient_noise": 0.1, "activations": "exact"}, "needs one of the codecs"),
         ({"max_gradient_noise": 0.1, "activations": "int4-chain"}, "needs one of the codecs"),
         ({"max_gradient_noise": 0.1, "activations": False}, "needs activations in codes"),
+        ({"max_gradient_noise": 0.1, "sparse_update": 0.2}, "beside a sparse update"),
         ({"max_gradient_noise": 0.1, "activations": ["int4", "rows-0.3"]}, "nothing else may"),
         (
             {

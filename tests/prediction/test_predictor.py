@@ -18,6 +18,7 @@ from lightning_memsave import (
     Microbatching,
     OptimizerState,
     Prediction,
+    SparseUpdate,
     Sparsity,
     predict,
 )
@@ -76,6 +77,7 @@ def measured(module, batch, memsave, **options):
     return memsave.report
 
 
+UPDATE = SparseUpdate(layers={"body.1.0": 0.5, "head.2": 0.25, "head.4": 1.0})
 ONE_BY_ONE = {
     "plain": lambda: MemSave("measure"),
     "lossless": lambda: MemSave(),
@@ -93,6 +95,10 @@ ONE_BY_ONE = {
     "2:4": lambda: MemSave("measure", sparsity="2:4"),
     "low rank": lambda: MemSave("measure", low_rank=2),
     "low rank, microbatch": lambda: MemSave("measure", low_rank=0.3, microbatch=5, activations=["exact", "int4"]),
+    "update": lambda: MemSave("measure", sparse_update=UPDATE),
+    "update, microbatch": lambda: MemSave(
+        "measure", sparse_update=UPDATE, microbatch=5, activations=["exact", "int4"], precision="bf16+8"
+    ),
     "bf16-sr": lambda: MemSave("measure", precision="bf16-sr"),
     "bf16+8": lambda: MemSave("measure", precision="bf16+8"),
     "4bit": lambda: MemSave("measure", optimizer_state="4bit"),

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memsave import Checkpointing, MemSave, Microbatching, Sparsity
+from lightning_memsave import Checkpointing, MemSave, Microbatching, SparseUpdate, Sparsity
 from tests.harness import EMAWeightAveraging
 
 pytestmark = pytest.mark.filterwarnings(
@@ -156,6 +156,7 @@ def test_the_learning_rate_finder(memsave, tmp_path, monkeypatch):
         {"checkpointing": Checkpointing(modules="net")},
         {"sparsity": Sparsity(sparsity=0.5, min_size=1)},
         {"low_rank": 1},
+        {"sparse_update": SparseUpdate(layers={"*": 0.5})},
         {"precision": "bf16-sr"},
         {"activations": "int8", "microbatch": 2},
     ],

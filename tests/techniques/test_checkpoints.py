@@ -88,7 +88,7 @@ def test_undo_and_export_give_a_plain_module_back():
         assert [n for n, _ in module.named_buffers()] == [n for n, _ in plain.named_buffers()]
         assert all(vars(m).keys() == vars(p).keys() for m, p in zip(module.modules(), plain.modules(), strict=True))
         assert torch.equal(module(X), expected)
-    with pytest.raises(ValueError, match="must have sparse or low-rank layers"):
+    with pytest.raises(ValueError, match="must have sparse, low-rank or partly trained layers"):
         export_dense(model)
 
 

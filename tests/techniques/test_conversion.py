@@ -17,7 +17,8 @@ from lightning_memsave.techniques.optimizer_state import (
     for_adafactor,
 )
 from lightning_memsave.techniques.optimizer_state.state_config import FORMATS as BY_NAME
-from lightning_memsave.techniques.sparsity.checkpoints import from_dense_layout, layouts_of, to_dense_layout
+from lightning_memsave.techniques.sparsity.checkpoints import layouts_of
+from lightning_memsave.torch_internals.state_layout import from_dense_layout, to_dense_layout
 
 from .optimizer_state_subjects import big_model, flat, run_steps, set_gradients, through_disk
 

@@ -239,7 +239,7 @@ def test_undo_and_export_give_a_plain_module_back():
         ]
         assert all(vars(m).keys() == vars(p).keys() for m, p in zip(module.modules(), plain.modules(), strict=True))
         torch.testing.assert_close(module(X), expected)
-    with pytest.raises(ValueError, match="must have sparse or low-rank layers"):
+    with pytest.raises(ValueError, match="must have sparse, low-rank or partly trained layers"):
         export_dense(model)
 
 

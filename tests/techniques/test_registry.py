@@ -13,6 +13,7 @@ from lightning_memsave.techniques.registry import TECHNIQUES, technique_of
 EXAMPLES = {
     "sparsity": (0.5, "2:4"),
     "low_rank": (8, 0.2),
+    "sparse_update": ("256KiB", 0.2),
     "low_precision": ("bf16-sr", True),
     "microbatching": (4, "auto"),
     "activation_compression": ("exact", "int4"),

@@ -23,7 +23,8 @@ from lightning_memsave import (
 from lightning_memsave.techniques.optimizer_state import from_plain, to_plain
 from lightning_memsave.techniques.optimizer_state.state_config import FORMATS as BY_NAME
 from lightning_memsave.techniques.sparsity import sparse_layers
-from lightning_memsave.techniques.sparsity.checkpoints import from_dense_layout, layouts_of, to_dense_layout
+from lightning_memsave.techniques.sparsity.checkpoints import layouts_of
+from lightning_memsave.torch_internals.state_layout import from_dense_layout, to_dense_layout
 
 OPTIMIZERS = {
     "SGD": (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), ["momentum_buffer"]),

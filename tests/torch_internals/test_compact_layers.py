@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memsave import LowRank, Sparsity, apply_low_rank, apply_sparsity, export_dense
+from lightning_memsave import (
+    LowRank,
+    SparseUpdate,
+    Sparsity,
+    apply_low_rank,
+    apply_sparse_update,
+    apply_sparsity,
+    export_dense,
+)
 from lightning_memsave.techniques.low_rank.factored_layers import LowRankLinear
 from lightning_memsave.techniques.sparsity import SparseLayer
 from lightning_memsave.torch_internals.compact_layers import (
@@ -27,9 +35,14 @@ def test_there_is_one_class_for_a_kind_and_a_class_of_layers():
 
 
 @pytest.mark.parametrize(
-    "apply", [lambda m: apply_low_rank(m, LowRank(rank=2)), lambda m: apply_sparsity(m, Sparsity(min_size=1))]
+    "apply",
+    [
+        lambda m: apply_low_rank(m, LowRank(rank=2)),
+        lambda m: apply_sparsity(m, Sparsity(min_size=1)),
+        lambda m: apply_sparse_update(m, SparseUpdate(layers={"Linear": 0.5})),
+    ],
 )
-def test_both_kinds_are_found_and_exported(apply):
+def test_each_kind_is_found_and_exported(apply):
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
     apply(model)
     assert list(compact_layers(model)) == ["0", "2"]
