@@ -28,6 +28,7 @@ WAYS_OF_TRAINING = (
     "DDP with static_graph",
     "FSDP",
     "model parallel (FSDP2)",
+    "tensor parallelism",
     "DeepSpeed",
     "dataloader_iter",
     "torch.compile of the whole module",
@@ -45,6 +46,8 @@ WAYS_OF_TRAINING = (
     "processes without DDP",
     "an unknown training loop",
     "an unknown DDP",
+    "an unknown FSDP2",
+    "FSDP2 before torch 2.13",
 )
 
 SETTINGS = (
@@ -54,6 +57,7 @@ SETTINGS = (
     "gradient release",
     "into-state gradients",
     "loss scaling",
+    "microbatches by measured peaks",
     "norm_clipping",
     "out-of-memory recovery",
     "release without norm_clipping",
@@ -68,19 +72,22 @@ _INSTALL = "Install a version of torch and Lightning that is tested"
 _NOT_PUT_BACK = "its trial's steps move weights, and a pattern that has changed is not put back"
 _FIND_BEFORE = 'Find it with `Sparsity(method="static")` of another `initial` than "snip", or with `sparsity=False`.'
 
+
+def _all_work(first: str, others: str) -> list[CompatibilityRule]:
+    return [CompatibilityRule(first, other) for other in others.split(", ")]
+
+
 COMPATIBILITY = (
     CompatibilityRule("early_zero_grad", "microbatching"),
     CompatibilityRule("early_zero_grad", "checkpointing"),
     CompatibilityRule("early_zero_grad", "optimizer_state"),
     CompatibilityRule("early_zero_grad", "activation_compression"),
     CompatibilityRule("microbatching", "activation_compression"),
-    CompatibilityRule("low_precision", "early_zero_grad"),
-    CompatibilityRule("low_precision", "microbatching"),
-    CompatibilityRule("low_precision", "activation_compression"),
-    CompatibilityRule("low_precision", "checkpointing"),
-    CompatibilityRule("low_precision", "optimizer_state"),
-    CompatibilityRule("low_precision", "manual optimization"),
-    CompatibilityRule("low_precision", "DDP"),
+    *_all_work(
+        "low_precision",
+        "early_zero_grad, microbatching, activation_compression, checkpointing, optimizer_state, manual "
+        "optimization, DDP",
+    ),
     CompatibilityRule(
         "low_precision",
         "FSDP",
@@ -123,24 +130,16 @@ COMPATIBILITY = (
     CompatibilityRule("microbatching", "checkpointing"),
     CompatibilityRule("microbatching", "optimizer_state"),
     CompatibilityRule("checkpointing", "optimizer_state"),
-    CompatibilityRule("tiling", "early_zero_grad"),
-    CompatibilityRule("tiling", "sparsity"),
-    CompatibilityRule("tiling", "low_rank"),
-    CompatibilityRule("tiling", "low_precision"),
-    CompatibilityRule("tiling", "microbatching"),
-    CompatibilityRule("tiling", "activation_compression"),
-    CompatibilityRule("tiling", "checkpointing"),
-    CompatibilityRule("tiling", "optimizer_state"),
-    CompatibilityRule("tiling", "manual optimization"),
-    CompatibilityRule("tiling", "DDP"),
-    CompatibilityRule("tiling", "model parallel (FSDP2)"),
-    CompatibilityRule("sparsity", "early_zero_grad"),
-    CompatibilityRule("sparsity", "microbatching"),
-    CompatibilityRule("sparsity", "activation_compression"),
-    CompatibilityRule("sparsity", "checkpointing"),
-    CompatibilityRule("sparsity", "optimizer_state"),
-    CompatibilityRule("sparsity", "low_precision"),
-    CompatibilityRule("sparsity", "manual optimization"),
+    *_all_work(
+        "tiling",
+        "early_zero_grad, sparsity, low_rank, low_precision, microbatching, activation_compression, "
+        "checkpointing, optimizer_state, manual optimization, DDP, model parallel (FSDP2)",
+    ),
+    *_all_work(
+        "sparsity",
+        "early_zero_grad, microbatching, activation_compression, checkpointing, optimizer_state, "
+        "low_precision, manual optimization",
+    ),
     CompatibilityRule("changing patterns", "batch size finder", _NOT_PUT_BACK, _FIND_BEFORE),
     CompatibilityRule("changing patterns", "learning rate finder", _NOT_PUT_BACK, _FIND_BEFORE),
     CompatibilityRule("sparsity", "DDP"),
@@ -163,15 +162,11 @@ COMPATIBILITY = (
         "compiled code would keep the dense weights for backward",
         "Train without `torch.compile`, or set `sparsity=False`.",
     ),
-    CompatibilityRule("low_rank", "early_zero_grad"),
-    CompatibilityRule("low_rank", "low_precision"),
-    CompatibilityRule("low_rank", "microbatching"),
-    CompatibilityRule("low_rank", "activation_compression"),
-    CompatibilityRule("low_rank", "checkpointing"),
-    CompatibilityRule("low_rank", "optimizer_state"),
-    CompatibilityRule("low_rank", "manual optimization"),
-    CompatibilityRule("low_rank", "DDP"),
-    CompatibilityRule("low_rank", "torch.compile of the whole module"),
+    *_all_work(
+        "low_rank",
+        "early_zero_grad, low_precision, microbatching, activation_compression, checkpointing, "
+        "optimizer_state, manual optimization, DDP, torch.compile of the whole module",
+    ),
     CompatibilityRule(
         "low_rank",
         "sparsity",
@@ -192,19 +187,13 @@ COMPATIBILITY = (
     ),
     CompatibilityRule("low_rank", "DeepSpeed", "its engine owns the parameters", "Use DDP, or `low_rank=False`."),
     # `training_step` cuts its batch itself there, with `microbatches(batch)`.
-    CompatibilityRule("microbatching", "manual optimization"),
-    CompatibilityRule("activation_compression", "manual optimization"),
-    CompatibilityRule("checkpointing", "manual optimization"),
-    CompatibilityRule("optimizer_state", "manual optimization"),
-    CompatibilityRule("early_zero_grad", "DDP"),
-    CompatibilityRule("early_zero_grad", "model parallel (FSDP2)"),
-    CompatibilityRule("microbatching", "DDP"),
-    CompatibilityRule("microbatching", "model parallel (FSDP2)"),
-    CompatibilityRule("activation_compression", "DDP"),
-    CompatibilityRule("activation_compression", "model parallel (FSDP2)"),
-    CompatibilityRule("checkpointing", "DDP"),
-    CompatibilityRule("checkpointing", "model parallel (FSDP2)"),
-    CompatibilityRule("optimizer_state", "DDP"),
+    *_all_work("manual optimization", "microbatching, activation_compression, checkpointing, optimizer_state"),
+    *_all_work("DDP", "early_zero_grad, microbatching, activation_compression, checkpointing, optimizer_state"),
+    *_all_work(
+        "model parallel (FSDP2)",
+        "early_zero_grad, microbatching, activation_compression, checkpointing, optimizer_state",
+    ),
+    CompatibilityRule("model parallel (FSDP2)", "out-of-memory recovery"),
     CompatibilityRule(
         "microbatching",
         "DDP with static_graph",
@@ -229,7 +218,6 @@ COMPATIBILITY = (
         "flattened parameters do not tell which of them are embeddings or norms",
         "Use DDP, or `optimizer_state=False`.",
     ),
-    CompatibilityRule("optimizer_state", "model parallel (FSDP2)"),
     CompatibilityRule(
         "microbatching",
         "dataloader_iter",
@@ -257,9 +245,24 @@ COMPATIBILITY = (
     ),
     CompatibilityRule(
         "out-of-memory recovery",
+        "tensor parallelism",
+        "its own exchanges inside of layers cannot be caught up with",
+        "Use a number, for example `microbatch=8`, or all processes for FSDP2.",
+    ),
+    CompatibilityRule(
+        "microbatches by measured peaks",
         "model parallel (FSDP2)",
-        "processes wait for each other in every forward",
-        "Use a number, for example `microbatch=8`.",
+        "each process measures a peak of its own, and all have to cut alike",
+        'Use `microbatch="auto"`, or a number, for example `microbatch=8`.',
+    ),
+    CompatibilityRule(
+        "out-of-memory recovery", "an unknown FSDP2", _GONE, f"{_INSTALL}, or use a number, for example `microbatch=8`."
+    ),
+    CompatibilityRule(
+        "out-of-memory recovery",
+        "FSDP2 before torch 2.13",
+        "it cannot begin anew after an error in the middle of a step",
+        "Use a number, for example `microbatch=8`, or torch 2.13.",
     ),
     CompatibilityRule(
         "out-of-memory recovery",
