@@ -28,6 +28,7 @@ WAYS_OF_TRAINING = (
     "DDP with static_graph",
     "FSDP",
     "model parallel (FSDP2)",
+    "tensor parallelism",
     "DeepSpeed",
     "dataloader_iter",
     "torch.compile of the whole module",
@@ -45,6 +46,8 @@ WAYS_OF_TRAINING = (
     "processes without DDP",
     "an unknown training loop",
     "an unknown DDP",
+    "an unknown FSDP2",
+    "FSDP2 before torch 2.13",
 )
 
 SETTINGS = (
@@ -54,6 +57,7 @@ SETTINGS = (
     "gradient release",
     "into-state gradients",
     "loss scaling",
+    "microbatches by measured peaks",
     "norm_clipping",
     "out-of-memory recovery",
     "release without norm_clipping",
@@ -75,11 +79,10 @@ def _works(first: str, others: str) -> tuple[CompatibilityRule, ...]:
 
 
 COMPATIBILITY = (
-    CompatibilityRule("early_zero_grad", "microbatching"),
-    CompatibilityRule("early_zero_grad", "checkpointing"),
-    CompatibilityRule("early_zero_grad", "optimizer_state"),
-    CompatibilityRule("early_zero_grad", "activation_compression"),
-    CompatibilityRule("microbatching", "activation_compression"),
+    *_works("early_zero_grad", "microbatching, checkpointing, activation_compression, optimizer_state"),
+    *_works("microbatching", "activation_compression, checkpointing, optimizer_state"),
+    *_works("activation_compression", "checkpointing, optimizer_state, torch.compile of the whole module"),
+    CompatibilityRule("checkpointing", "optimizer_state"),
     *_works(
         "low_precision",
         "early_zero_grad, microbatching, activation_compression, checkpointing, optimizer_state, manual "
@@ -122,11 +125,6 @@ COMPATIBILITY = (
         "its buckets hold gradients in the dtype of their parameters",
         'Use `precision="bf16-sr"` or "bf16+8", or `precision=False`.',
     ),
-    CompatibilityRule("activation_compression", "checkpointing"),
-    CompatibilityRule("activation_compression", "optimizer_state"),
-    CompatibilityRule("microbatching", "checkpointing"),
-    CompatibilityRule("microbatching", "optimizer_state"),
-    CompatibilityRule("checkpointing", "optimizer_state"),
     *_works(
         "tiling",
         "early_zero_grad, sparsity, low_rank, sparse_update, low_precision, microbatching, activation_compression, "
@@ -140,17 +138,14 @@ COMPATIBILITY = (
     CompatibilityRule("changing patterns", "batch size finder", _NOT_PUT_BACK, _FIND_BEFORE),
     CompatibilityRule("changing patterns", "learning rate finder", _NOT_PUT_BACK, _FIND_BEFORE),
     CompatibilityRule("sparsity", "DDP"),
-    CompatibilityRule(
-        "sparsity",
-        "FSDP",
-        "it shards dense parameters, and positions of live weights do not shard with them",
-        "Use DDP, or `sparsity=False`.",
-    ),
-    CompatibilityRule(
-        "sparsity",
-        "model parallel (FSDP2)",
-        "it shards dense parameters, and positions of live weights do not shard with them",
-        "Use DDP, or `sparsity=False`.",
+    *(
+        CompatibilityRule(
+            "sparsity",
+            way,
+            "it shards dense parameters, and positions of live weights do not shard with them",
+            "Use DDP, or `sparsity=False`.",
+        )
+        for way in ("FSDP", "model parallel (FSDP2)")
     ),
     CompatibilityRule(
         "sparsity",
@@ -198,19 +193,13 @@ COMPATIBILITY = (
         for stem in ("sparsity", "low_rank", "sparse_update")
     ),
     # `training_step` cuts its batch itself there, with `microbatches(batch)`.
-    CompatibilityRule("microbatching", "manual optimization"),
-    CompatibilityRule("activation_compression", "manual optimization"),
-    CompatibilityRule("checkpointing", "manual optimization"),
-    CompatibilityRule("optimizer_state", "manual optimization"),
-    CompatibilityRule("early_zero_grad", "DDP"),
-    CompatibilityRule("early_zero_grad", "model parallel (FSDP2)"),
-    CompatibilityRule("microbatching", "DDP"),
-    CompatibilityRule("microbatching", "model parallel (FSDP2)"),
-    CompatibilityRule("activation_compression", "DDP"),
-    CompatibilityRule("activation_compression", "model parallel (FSDP2)"),
-    CompatibilityRule("checkpointing", "DDP"),
-    CompatibilityRule("checkpointing", "model parallel (FSDP2)"),
-    CompatibilityRule("optimizer_state", "DDP"),
+    *_works("manual optimization", "microbatching, activation_compression, checkpointing, optimizer_state"),
+    *_works("DDP", "early_zero_grad, microbatching, activation_compression, checkpointing, optimizer_state"),
+    *_works(
+        "model parallel (FSDP2)",
+        "early_zero_grad, microbatching, activation_compression, checkpointing, optimizer_state",
+    ),
+    CompatibilityRule("model parallel (FSDP2)", "out-of-memory recovery"),
     CompatibilityRule(
         "microbatching",
         "DDP with static_graph",
@@ -235,14 +224,12 @@ COMPATIBILITY = (
         "flattened parameters do not tell which of them are embeddings or norms",
         "Use DDP, or `optimizer_state=False`.",
     ),
-    CompatibilityRule("optimizer_state", "model parallel (FSDP2)"),
     CompatibilityRule(
         "microbatching",
         "dataloader_iter",
         "`training_step(dataloader_iter)` draws its batches itself, so there is none to cut",
         "Take `batch` as the argument, or use `microbatches(batch)` inside and `microbatch=False`.",
     ),
-    CompatibilityRule("activation_compression", "torch.compile of the whole module"),
     CompatibilityRule(
         "running statistics",
         "manual optimization",
@@ -255,17 +242,35 @@ COMPATIBILITY = (
         "`training_step` updates parameters itself, so a batch cannot be run again",
         "Use a number, for example `microbatch=8`, with `microbatches(batch)` inside of `training_step`.",
     ),
-    CompatibilityRule(
-        "out-of-memory recovery",
-        "FSDP",
-        "processes wait for each other in every forward",
-        "Use a number, for example `microbatch=8`.",
+    *(
+        CompatibilityRule(
+            "out-of-memory recovery",
+            way,
+            "processes wait for each other in every forward",
+            "Use a number, for example `microbatch=8`.",
+        )
+        for way in ("FSDP", "SyncBatchNorm")
     ),
     CompatibilityRule(
         "out-of-memory recovery",
+        "tensor parallelism",
+        "its own exchanges inside of layers cannot be caught up with",
+        "Use a number, for example `microbatch=8`, or all processes for FSDP2.",
+    ),
+    CompatibilityRule(
+        "microbatches by measured peaks",
         "model parallel (FSDP2)",
-        "processes wait for each other in every forward",
-        "Use a number, for example `microbatch=8`.",
+        "each process measures a peak of its own, and all have to cut alike",
+        'Use `microbatch="auto"`, or a number, for example `microbatch=8`.',
+    ),
+    CompatibilityRule(
+        "out-of-memory recovery", "an unknown FSDP2", _GONE, f"{_INSTALL}, or use a number, for example `microbatch=8`."
+    ),
+    CompatibilityRule(
+        "out-of-memory recovery",
+        "FSDP2 before torch 2.13",
+        "it cannot begin anew after an error in the middle of a step",
+        "Use a number, for example `microbatch=8`, or torch 2.13.",
     ),
     CompatibilityRule(
         "out-of-memory recovery",
@@ -287,20 +292,13 @@ COMPATIBILITY = (
     ),
     CompatibilityRule(
         "out-of-memory recovery",
-        "SyncBatchNorm",
-        "processes wait for each other in every forward",
-        "Use a number, for example `microbatch=8`.",
-    ),
-    CompatibilityRule(
-        "out-of-memory recovery",
         "DDP",
         cost="gradients are averaged after backward instead of during it, so communication takes time of its own",
     ),
-    CompatibilityRule("out-of-memory recovery", "fp16 with a GradScaler"),
-    CompatibilityRule("microbatching", "fp16 with a GradScaler"),
-    CompatibilityRule("activation_compression", "fp16 with a GradScaler"),
-    CompatibilityRule("optimizer_state", "fp16 with a GradScaler"),
-    CompatibilityRule("checkpointing", "fp16 with a GradScaler"),
+    *_works(
+        "fp16 with a GradScaler",
+        "out-of-memory recovery, microbatching, activation_compression, optimizer_state, checkpointing",
+    ),
     CompatibilityRule(
         "gradient release",
         "microbatching",

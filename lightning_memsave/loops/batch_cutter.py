@@ -71,7 +71,8 @@ class BatchCutter:
                 parts = config.parts(batch)
             except UnsplittableBatchError as error:
                 self.record.ran_whole(f"A batch is run whole: {error}")
-        self._check_agreed(trainer, len(parts))
+        if self.recovery is None or self.recovery.size is not None:  # else it is whole in all processes
+            self._check_agreed(trainer, len(parts))
         if parts is whole:
             return whole
         if len(parts) > 1 and not self._knows_rule(trainer, kwargs, config, parts):

@@ -24,6 +24,7 @@ from lightning_memsave.saved_tensors.randomness import Randomness, generators_in
 from lightning_memsave.saved_tensors.seeds import NoiseSeeds
 from lightning_memsave.techniques.sparsity.layers import SparseLayer
 from lightning_memsave.torch_internals.containers import CONTAINERS, nested, refill, values
+from lightning_memsave.torch_internals.sharded_parameters import written_part
 
 
 class BatchStart:
@@ -82,7 +83,8 @@ class BatchStart:
             if isinstance(t, Tensor) and not t.is_inference()
         ]
         if gradients == "watched":
-            self._watched += [(p.grad, p.grad._version, "gradients") for p in parameters if p.grad is not None]
+            gradients_now = [written_part(p.grad) for p in parameters if p.grad is not None]
+            self._watched += [(gradient, gradient._version, "gradients") for gradient in gradients_now]
             self._summed = [(p, p.grad) for p in parameters if p.grad is not None]
             parameters = [p for p in parameters if p.grad is None]
         self._gradients = [

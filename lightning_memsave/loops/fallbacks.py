@@ -39,6 +39,9 @@ class Fallbacks:
         self.tile_size: int | None = None
         """Samples of a tile, where modules run in tiles because the batch cannot be cut."""
         self._tiles_refused = False
+        self.are_joint = False
+        """Whether processes wait for each other inside of a batch: regions and tiles that a model refuses could not be
+        withdrawn there."""
         self.regions_refused = False
         """Whether the model cannot be checkpointed, as regions have shown that were withdrawn."""
 
@@ -53,7 +56,7 @@ class Fallbacks:
         while self._num_taken < len(measures):
             measure = measures[self._num_taken]
             self._num_taken += 1
-            if self.regions_refused and measure is not _compress:
+            if (self.regions_refused or self.are_joint) and measure is not _compress:
                 continue
             with suppress(ValueError):  # nothing to work on, or not possible in this way of training
                 if (taken := measure(trainer, session_of(trainer).recipe, self._scopes)) is not None:
@@ -77,7 +80,7 @@ class Fallbacks:
         """
         scopes, recipe = self._scopes, session_of(trainer).recipe
         is_useless = scopes.tiles is not None and not scopes.tiles.has_cut
-        if not recipe.leaves_open(Tiling) or self._tiles_refused or is_useless or self.tile_size == 1:
+        if self.are_joint or not recipe.leaves_open(Tiling) or self._tiles_refused or is_useless or self.tile_size == 1:
             return None
         check_compatibility(["tiling", *recipe.rows(), *ways_of_training(trainer)])
         self._tile(trainer, max(1, (self.tile_size or num_samples) // _FEWER))

@@ -8,6 +8,7 @@ right.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ from lightning_memsave.lightning_compat import (
 )
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.deferred_logs import DeferredLogs, KeptLogs
+from lightning_memsave.loops.joint_recovery import FailedTryError, JointRecovery, TryOfProcess, with_one_sample
 from lightning_memsave.loops.late_reduction import LateReduction
 from lightning_memsave.loops.merged_metrics import MergedMetrics
 from lightning_memsave.loops.merged_outputs import detached, merge_outputs
@@ -33,6 +35,7 @@ from lightning_memsave.loops.out_of_memory import (
     fragmentation,
     is_out_of_memory,
     nothing_left,
+    nothing_left_jointly,
 )
 from lightning_memsave.loops.recovery import RecoveryPolicy
 from lightning_memsave.loops.session import Session
@@ -40,6 +43,7 @@ from lightning_memsave.loops.step_effects import unwatched
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.measuring.allocator import free_memory, read_current, reset_peak
 from lightning_memsave.measuring.ledger import Ledger
+from lightning_memsave.measuring.meter import stop_measuring
 from lightning_memsave.torch_internals.private_names import missing
 
 _PRECISION_PLUGINS = tuple(f"{namespace}.plugins.precision" for namespace in NAMESPACES)
@@ -66,6 +70,8 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         session: Session = self._loop.session
         zero_grad = self._zero_grad_fn
         try:
+            if session.joint is not None:
+                return self._run_jointly(session, session.joint)
             if session.recovery is not None:
                 return self._run_until_it_fits(session, session.recovery)
             parts = session.cutter.microbatches(self._loop.trainer, self._kwargs)
@@ -106,16 +112,87 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                 recovery.learn_changing(start)
                 recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
                 return result
-            start.restore(gradients=accumulates or self._has_zeroed)
-            if self._has_called_hooks:
-                self._zero_grad_fn = self._zero_gradients_made_since
-            free_memory()
-            reset_peak(device)  # of the try that does not count
+            self._undo(start, device, accumulates)
             what = f"batch {trainer.fit_loop.batch_idx}"
             if failure is None:
                 continue
             if not recovery.shrink(trainer, batch, session.cutter.can_cut(batch), what):
                 return self._try_a_last_time(session, start, exchange, failure)
+
+    def _undo(self, start: BatchStart, device: torch.device, accumulates: bool) -> None:
+        """Put the batch back to its start."""
+        start.restore(gradients=accumulates or self._has_zeroed)
+        if self._has_called_hooks:
+            self._zero_grad_fn = self._zero_gradients_made_since
+        free_memory()
+        reset_peak(device)  # of the try that does not count
+
+    def _run_jointly(self, session: Session, joint: JointRecovery) -> Any:
+        """Run the batch until it fits in all processes, which wait for each other in it."""
+        trainer, batch, recovery = self._loop.trainer, self._kwargs["batch"], session.recovery
+        assert recovery is not None, "it is joint"
+        device, accumulates = trainer.strategy.root_device, self._zero_grad_fn is None
+        self._free_first(session)
+        gradients = "made" if not accumulates else "added to" if recovery.keeps_gradients else "watched"
+        while True:
+            start = BatchStart(trainer.lightning_module, recovery.changing, gradients, batch, session.noise)
+            held, failure, parts = read_current(device), None, None
+            joint.begin()
+            try:
+                parts = session.cutter.microbatches(trainer, self._kwargs)
+                joint.count()
+                result = self._run(parts, session, joint)
+            except FailedTryError:
+                pass
+            except Exception as error:  # of which only the text is kept, as it holds tensors
+                if not is_out_of_memory(error):
+                    joint.explain(error)
+                    raise
+                failure = f"{joint.phase}: {error}{fragmentation(device)}"
+                if not joint.has_counted:
+                    raise joint.given_up(failure, "it is not known what other processes wait for there") from error
+            else:
+                recovery.learn_changing(start)
+                recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
+                return result
+            self._undo(start, device, accumulates)
+            was_measured = stop_measuring()
+            if failure is not None:
+                assert parts is not None, "they have been counted"
+                joint.catch_up(failure, functools.partial(self._follow, parts, session, joint))
+                self._undo(start, device, accumulates)
+            tries = joint.share(failure, start.what_stays(), was_measured)
+            self._take_measure_of_all(session, joint, tries)
+
+    def _follow(self, parts: list[tuple[Any, float]], session: Session, joint: JointRecovery) -> None:
+        """Repeat a try with one sample for each microbatch; its weights are those of the whole ones."""
+        config, module = session.cutter.config, self._loop.trainer.lightning_module
+        assert config is not None
+        self._run(with_one_sample(parts, config, module), session, joint, session.cutter.weights(parts))
+
+    def _take_measure_of_all(self, session: Session, joint: JointRecovery, tries: list[TryOfProcess]) -> None:
+        """Take the next measure, the same as all other processes.
+
+        Raises:
+            OutOfMemoryUnrecoverableError: there is none, or a process cannot run the batch again.
+        """
+        trainer, batch, recovery = self._loop.trainer, self._kwargs["batch"], session.recovery
+        assert recovery is not None, "it is joint"
+        failed = [each for each in tries if each.failure is not None]
+        where = ", ".join(f"rank {each.rank}, in {each.failure}" for each in failed)
+        for each in tries:
+            if each.why_final is not None:
+                raise OutOfMemoryUnrecoverableError(
+                    f"Memory ran out and the batch cannot be run again in rank {each.rank}: {each.why_final}. It ran "
+                    f"out in {where}"
+                )
+        what = f"batch {trainer.fit_loop.batch_idx} ({', '.join(f'rank {each.rank}' for each in failed)})"
+        if any(each.was_measured for each in failed):
+            recovery.left_ledger(what)
+        elif not joint.agree(recovery.shrink(trainer, batch, session.cutter.can_cut(batch), what)):
+            fixed = {*session.recipe.fixed_rows(), *ways_of_training(trainer)}
+            advice = nothing_left_jointly(session.recipe.rows(), fixed)
+            raise OutOfMemoryUnrecoverableError(f"{advice} It ran out in {where}")
 
     def _failure(self, error: Exception, start: BatchStart, exchange: LateReduction | None) -> str | None:
         """Return what to say about memory that ran out; `None` to run the batch again as it is.
@@ -179,11 +256,26 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         if any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"]):
             self._optimizer.zero_grad()
 
-    def _run(self, parts: list[tuple[Any, float]], session: Session, exchange: LateReduction | None = None) -> Any:
+    def _run(
+        self,
+        parts: list[tuple[Any, float]],
+        session: Session,
+        exchange: LateReduction | JointRecovery | None = None,
+        weights: list[float] | None = None,
+    ) -> Any:
+        """Run the parts of a batch, one after the other, and merge what they return.
+
+        Args:
+            parts: microbatches with their numbers of samples.
+            session: of the run.
+            exchange: with other processes, after the last part; `None` where gradients are averaged in backward.
+            weights: of the losses, where a try is repeated that does not count; `None`: those of the parts.
+        """
         trainer = self._loop.trainer
         config = session.cutter.config
         assert config is not None
-        weights = session.cutter.weights(parts)
+        counts, joint = weights is None, exchange if isinstance(exchange, JointRecovery) else None
+        weights = session.cutter.weights(parts) if weights is None else weights
         reduction = session.cutter.rules.known[0].reduction if session.cutter.rules.known else "mean"
         last = max(i for i, weight in enumerate(weights) if weight)
         num_all = sum(n for _, n in parts) or 1.0
@@ -193,7 +285,8 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         total: Tensor | None = None
         results = trainer._results
         module = trainer.lightning_module
-        watch = session.cutter.record.watch(module, trainer.strategy.root_device) if len(parts) > 1 else unwatched
+        is_watched = counts and len(parts) > 1
+        watch = session.cutter.record.watch(module, trainer.strategy.root_device) if is_watched else unwatched
         # Under DDP a process that has not cut its batch logs when the others do.
         is_whole = len(parts) == 1 and exchange is None
         with (
@@ -206,6 +299,8 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                 logs.begin(part, num_samples, weight)
                 metrics.weight = weight if reduction == "mean" else num_samples / num_all
                 with block_sync(trainer.strategy, block=exchange is not None or not is_last):
+                    if joint is not None:
+                        joint.phase = f"the forward pass of part {i + 1} of {len(parts)}"
                     with batchnorm.microbatch(), watch(i):
                         out = self._loop._training_step(OrderedDict(self._kwargs, batch=part))
                     if i == 0 and self._zero_grad_fn is not None:
@@ -221,7 +316,10 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                     loss = out.closure_loss * weight
                     total = loss.detach().clone() if total is None else total + loss.detach()
                     if self._backward_fn is not None:
-                        self._backward(loss, is_last, exchange)
+                        if joint is not None:
+                            joint.phase = f"the backward pass of part {i + 1} of {len(parts)}"
+                        # Other processes may have a loss in parts that are left.
+                        self._backward(loss, is_last, exchange if joint is None or i + 1 == len(parts) else None)
                     del out, loss  # the next microbatch must not meet this one's graph
         if exchange is not None:
             exchange.finish()  # where the last microbatch had no loss
@@ -232,7 +330,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
             return ClosureResult(None)
         return ClosureResult(total, extra=merge_outputs(outputs, sizes))
 
-    def _backward(self, loss: Tensor, is_last: bool, exchange: LateReduction | None) -> None:
+    def _backward(self, loss: Tensor, is_last: bool, exchange: LateReduction | JointRecovery | None) -> None:
         """Run backward; `on_before_backward` and `on_after_backward` run for the last microbatch, once per batch."""
         strategy = self._loop.trainer.strategy
         plugin, module = strategy.precision_plugin, strategy.lightning_module
@@ -274,12 +372,16 @@ class MicrobatchLoop(AutomaticOptimization):  # type: ignore[misc]  # untyped, a
         try:
             super()._optimizer_step(batch_idx, closure)
         except Exception as error:
-            if (
-                self.session.recovery is None
-                or isinstance(error, OutOfMemoryUnrecoverableError)
-                or not is_out_of_memory(error)
-            ):
+            joint = self.session.joint
+            if self.session.recovery is None or isinstance(error, OutOfMemoryUnrecoverableError):
                 raise
+            if not is_out_of_memory(error):
+                if joint is not None:
+                    joint.explain(error)
+                raise
+            if joint is not None:
+                why = "some parameters may have been updated already, so the batch is not run again"
+                raise joint.given_up(f"the optimizer's update: {error}", why) from error
             raise OutOfMemoryUnrecoverableError(
                 "Memory ran out in the optimizer's update. Some parameters may have been updated already, so the "
                 "batch is not run again: resume from the last checkpoint, with `foreach=False` in the optimizer or "

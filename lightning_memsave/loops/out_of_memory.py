@@ -111,3 +111,21 @@ def nothing_left(
         f"{type(module).__name__} held: {alive}. {advice}. Nothing of this batch was "
         f"applied, and checkpoints are as they were. The error was: {error}"
     )
+
+
+def nothing_left_jointly(applied: Collection[str], fixed: Collection[str]) -> str:
+    """Return the message when every measure is taken that processes can take together.
+
+    Args:
+        applied: what is on, by the names of the compatibility table.
+        fixed: what of it was set, and the way of training: what these refuse is no help.
+    """
+    tried = {*applied, "out-of-memory recovery", "microbatching"}
+    blocks = [] if "checkpointing" in tried else ['`checkpointing="blocks"` (computes activations again)']
+    found = [remedies_for(name, tried, fixed)[:1] for name in ("optimizer_state", "weights")]
+    advice = ", ".join([*blocks, *(remedy for remedies in found for remedy in remedies), "more processes"])
+    return (
+        "Memory runs out after every measure that processes take together (activations recomputed, and microbatches "
+        f"of fewer samples, as far as the batch can be cut). What would save more: {advice}. Nothing of this batch was "
+        "applied, and checkpoints are as they were."
+    )

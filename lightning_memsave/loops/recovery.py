@@ -8,13 +8,14 @@ size. A batch that is run again has the same bits as one that had this setting f
 Later, microbatches grow back: after `growth_interval` batches that went well the size is doubled; when that fails, the
 size before is taken and the interval doubled, so that failures become rare.
 
-Not recovered: the optimizer's own update, as parameters may be half new, and steps in which processes wait for each
-other.
+Not recovered: the optimizer's own update, as parameters may be half new. Where processes wait for each other inside of
+a batch, they take each measure together (`joint_recovery`).
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -71,7 +72,18 @@ class RecoveryPolicy:
         self._num_good = 0
         self._limit_before_growth: float | None = None
         self._latest: Measurement | None = None
+        self._agree: Callable[[bool], bool] | None = None
+        self._speaks, self._counts_samples = True, False
         hold_addresses_back()
+
+    def decide_jointly(self, agree: Callable[[bool], bool], *, speaks: bool) -> None:
+        """Decide as all other processes do, which must cut their batches into as many parts: sizes are of samples.
+
+        Args:
+            agree: whether something that only this process knows is true in all of them.
+            speaks: whether this one prints what all of them do.
+        """
+        self._agree, self._speaks = agree, speaks
 
     def begin(self, module: nn.Module) -> None:
         """Choose the first size of the smallest microbatches."""
@@ -80,6 +92,8 @@ class RecoveryPolicy:
 
     def size_for(self, batch: Batch) -> int | None:
         """Return samples per microbatch of this batch; `None` for all of them."""
+        if self._counts_samples != (self._agree is not None):  # what an earlier run learned is of the other kind
+            self.limit_elements, self._counts_samples = None, not self._counts_samples
         if self._start is not None and self.limit_elements is None:
             self.limit_elements = self._start * self._elements_per_sample(batch)
         if self.limit_elements is not None:
@@ -95,13 +109,15 @@ class RecoveryPolicy:
 
     def state_dict(self) -> dict[str, Any]:
         """Return sizes, as plain values for a checkpoint."""
-        settled = {"is_settled": True} if self._is_settled else {}
-        return {"limit_elements": self.limit_elements, "interval": self.interval, **settled}
+        flags = {"is_settled": self._is_settled, "counts_samples": self._counts_samples}
+        learned = {"limit_elements": self.limit_elements, "interval": self.interval}
+        return learned | {name: True for name, flag in flags.items() if flag}
 
     def load_state_dict(self, learned: dict[str, Any]) -> None:
         """Go on with the sizes of an earlier run."""
         self.limit_elements, self.interval = learned["limit_elements"], learned["interval"]
         self._is_settled = learned.get("is_settled", False)
+        self._counts_samples = learned.get("counts_samples", False)
 
     def shrink(self, trainer: L.Trainer, batch: Batch, can_cut: bool, what: str) -> bool:
         """Take the next measure; `batch` is then run again. `False` if there is none.
@@ -120,23 +136,27 @@ class RecoveryPolicy:
         if taken is None:
             return False
         self.num_recovered += 1
-        _tell(f"out of memory in {what}; run again with {taken}.")
+        self._say(f"out of memory in {what}; run again with {taken}.")
         return True
 
     def leave_ledger(self, what: str) -> bool:
         """Stop measuring the step, which takes memory itself, to run it again; `False` if it was not measured."""
         if not stop_measuring():
             return False
-        self.num_recovered += 1
-        _tell(f"out of memory in {what}, which was being measured; run again without that.")
+        self.left_ledger(what)
         return True
+
+    def left_ledger(self, what: str) -> None:
+        """Count a batch that is run again without being measured."""
+        self.num_recovered += 1
+        self._say(f"out of memory in {what}, which was being measured; run again without that.")
 
     def withdraw(self, trainer: L.Trainer) -> bool:
         """Undo regions that were taken and that the model refuses; `False` if they were not taken here."""
         if self._fallbacks is None or not self._fallbacks.withdraw(trainer):
             return False
         self.has_new_regions = False
-        _tell("the model cannot be checkpointed that way; run again without.")
+        self._say("the model cannot be checkpointed that way; run again without.")
         return True
 
     def _without_smaller_parts(self, trainer: L.Trainer, batch: Batch) -> str | None:
@@ -177,6 +197,8 @@ class RecoveryPolicy:
         return _sizes(self.size_for(batch))
 
     def _elements_per_sample(self, batch: Batch) -> float:
+        if self._counts_samples:
+            return 1.0
         num_elements = sum(tensor.numel() for tensor in tensors_in(batch))
         return max(1.0, num_elements / max(1, self._config.num_samples(batch)))
 
@@ -196,10 +218,11 @@ class RecoveryPolicy:
         if self._num_good < self.interval:
             return
         self._num_good, self._limit_before_growth = 0, None
-        if self._has_room(device, held_bytes):
+        has_room = self._has_room(device, held_bytes)
+        if has_room if self._agree is None else self._agree(has_room):
             self._limit_before_growth = self.limit_elements
             self.limit_elements *= 2
-            _tell(f"{self.interval} batches went well; trying {_sizes(self.size_for(batch))}.")
+            self._say(f"{self.interval} batches went well; trying {_sizes(self.size_for(batch))}.")
 
     def _has_room(self, device: torch.device, held_bytes: int | None) -> bool:
         """Return whether twice of what a step added to the bytes before it would fit.
@@ -239,7 +262,7 @@ class RecoveryPolicy:
             with contextlib.suppress(UnsplittableBatchError):
                 taken = self._halve(batch)
         over = f"{format_bytes(step.peak_bytes)} of `max_bytes` {format_bytes(self._max_bytes)}"
-        _tell(f"a step took {over}; " + (f"from now on {taken}." if taken else "nothing is left to be done."))
+        self._say(f"a step took {over}; " + (f"from now on {taken}." if taken else "nothing is left to be done."))
         return taken is not None
 
     def _grow_below_the_rest(self, batch: Batch, step: Measurement) -> bool:
@@ -254,8 +277,13 @@ class RecoveryPolicy:
             return False
         assert self.limit_elements is not None, "there is a size"
         self.limit_elements *= 2
-        _tell(f"activations take {format_bytes(growing)} of {format_bytes(step.peak_bytes)}: {_sizes(2 * size)}.")
+        self._say(f"activations take {format_bytes(growing)} of {format_bytes(step.peak_bytes)}: {_sizes(2 * size)}.")
         return True
+
+    def _say(self, message: str) -> None:
+        """Print a line, where no other process prints the same."""
+        if self._speaks:
+            _tell(message)
 
 
 def smallest_size(module: nn.Module) -> int:
@@ -269,7 +297,7 @@ _OF_THE_MODEL = ("weights", "gradients", "optimizer_state")
 
 
 def _tell(message: str) -> None:
-    """Print a line from whichever process it is: each one recovers on its own."""
+    """Print a line from whichever process it is: most recover on their own."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else None
     rank_zero.log.info(rank_zero.rank_prefixed_message(f"memsave: {message}", rank))
 

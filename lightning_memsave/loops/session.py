@@ -16,6 +16,7 @@ from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.loops.batch_cutter import BatchCutter
 from lightning_memsave.loops.compact_training import CompactTraining
 from lightning_memsave.loops.fallbacks import Fallbacks
+from lightning_memsave.loops.joint_recovery import JointRecovery
 from lightning_memsave.loops.recovery import RecoveryPolicy
 from lightning_memsave.loops.step_scopes import StepScopes
 from lightning_memsave.measuring.ledger import Measurement
@@ -59,6 +60,8 @@ class Session:
         self.weights_of_tuning: tuple[nn.Module, dict[str, Tensor]] | None = None
         self.scopes = StepScopes()
         self.fallbacks = Fallbacks(self.scopes)
+        self.joint: JointRecovery | None = None
+        """What processes agree on where they wait for each other inside of a batch, and recover from errors."""
         self._follow(recipe)
 
     def _follow(self, recipe: Recipe) -> None:
@@ -83,6 +86,17 @@ class Session:
             learned = self.recovery_state_dict()
             self._follow(recipe)
             self.load_recovery_state_dict(learned)
+
+    def recover_jointly(self, module: L.LightningModule) -> None:
+        """Recover together with all other processes, which wait for each other inside of a batch of training.
+
+        In evaluation memory that runs out is an error, as without recovery.
+        """
+        self.evaluation = None
+        if self.recovery is None:
+            return
+        self.joint, self.fallbacks.are_joint = JointRecovery(module), True
+        self.recovery.decide_jointly(self.joint.agree, speaks=self.joint.speaks)
 
     def after(self, previous: Session | None) -> Session:
         """Return this session, with what recovery learned in an earlier one."""
@@ -131,9 +145,9 @@ class Session:
     @property
     def num_recovered(self) -> int | None:
         """How often memory ran out and the batch was run again; `None` without recovery."""
-        if self.recovery is None or self.evaluation is None:
+        if self.recovery is None or (self.evaluation is None and self.joint is None):
             return None
-        return self.recovery.num_recovered + self.evaluation.num_recovered
+        return sum(each.num_recovered for each in (self.recovery, self.evaluation) if each is not None)
 
     def metrics(self) -> dict[str, float]:
         """Return what loggers see of weights that move, and of loss scaling."""
@@ -149,6 +163,8 @@ class Session:
         Optimizers stay low-bit: checkpoints may still be written, and their plain state would take memory.
         """
         self.scopes.close()
+        if self.joint is not None:
+            self.joint.close()
         if self.release is not None:
             self.release.remove()
         self.weights = self.release = None
@@ -176,10 +192,11 @@ class Session:
 
     def recovery_state_dict(self) -> dict[str, Any]:
         """Return what recovery has found out, as plain values; empty where there is nothing."""
-        if self.recovery is None or self.evaluation is None:
+        if self.recovery is None:
             return {}
+        policies = {"training": self.recovery, "evaluation": self.evaluation or self.recovery}
         num_measures = self.fallbacks.num_needed
-        if not num_measures and self.recovery.limit_elements is None and self.evaluation.limit_elements is None:
+        if not num_measures and all(policy.limit_elements is None for policy in policies.values()):
             return {}
         refused = {"regions_refused": True} if self.fallbacks.regions_refused else {}
         tiles = {} if self.fallbacks.tile_size is None else {"tile_size": self.fallbacks.tile_size}
@@ -187,18 +204,18 @@ class Session:
             **refused,
             **tiles,
             "num_measures": num_measures,
-            "training": self.recovery.state_dict(),
-            "evaluation": self.evaluation.state_dict(),
+            **{name: policy.state_dict() for name, policy in policies.items()},
         }
 
     def load_recovery_state_dict(self, learned: dict[str, Any]) -> None:
         """Start from what an earlier run has found out: the same measures are taken before the first batch."""
-        if "num_measures" in learned and self.recovery is not None and self.evaluation is not None:
+        if "num_measures" in learned and self.recovery is not None:
             self.fallbacks.num_learned = learned["num_measures"]
             self.fallbacks.regions_refused = learned.get("regions_refused", False)
             self.fallbacks.tile_size = learned.get("tile_size")
             self.recovery.load_state_dict(learned["training"])
-            self.evaluation.load_state_dict(learned["evaluation"])
+            if self.evaluation is not None:
+                self.evaluation.load_state_dict(learned["evaluation"])
 
 
 _OF_DTYPES = ("BFloat16", "bfloat16", "Half", "dtype", "scalar type")

@@ -12,14 +12,16 @@ from lightning_memsave.lightning_compat import callbacks_of, is_compiled
 from lightning_memsave.loops.optimizer_changes import ways_of_stepping
 from lightning_memsave.techniques.low_precision import LossScaling
 from lightning_memsave.torch_internals.private_names import missing
+from lightning_memsave.torch_internals.sharded_parameters import can_begin_anew
 
 _OF_PROCESSES = {"DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
+_OF_RECOVERY = ("FSDP2 after an error", "sharded parameters", "DDP")
 
 
 def ways_of_training(trainer: L.Trainer) -> list[str]:
     """Return the names, of `core.compatibility`, that describe how this trainer trains."""
     strategy, kinds = trainer.strategy, {cls.__name__ for cls in type(trainer.strategy).__mro__}
-    is_ddp = "DDPStrategy" in kinds
+    is_ddp, is_fsdp2 = "DDPStrategy" in kinds, "ModelParallelStrategy" in kinds
     ddp_options = getattr(strategy, "_ddp_kwargs", {}) if is_ddp else {}
     callbacks = {cls.__name__ for callback in callbacks_of(trainer) for cls in type(callback).__mro__}
     training_step = trainer.lightning_module.training_step
@@ -28,7 +30,8 @@ def ways_of_training(trainer: L.Trainer) -> list[str]:
         "DDP": is_ddp,
         "DDP with static_graph": ddp_options.get("static_graph", False),
         "FSDP": "FSDPStrategy" in kinds,
-        "model parallel (FSDP2)": "ModelParallelStrategy" in kinds,
+        "model parallel (FSDP2)": is_fsdp2,
+        "tensor parallelism": getattr(strategy, "_tensor_parallel_size", 1) not in (1, "auto"),
         "DeepSpeed": "DeepSpeedStrategy" in kinds,
         "processes without DDP": trainer.world_size > 1 and not kinds & _OF_PROCESSES,
         "dataloader_iter": is_param_in_hook_signature(training_step, "dataloader_iter", explicit=True),
@@ -42,6 +45,8 @@ def ways_of_training(trainer: L.Trainer) -> list[str]:
         "learning rate finder": "LearningRateFinder" in callbacks,
         "an unknown training loop": bool(missing("training loop")),
         "an unknown DDP": is_ddp and bool(missing("DDP")),
+        "an unknown FSDP2": is_fsdp2 and any(map(missing, _OF_RECOVERY)),
+        "FSDP2 before torch 2.13": is_fsdp2 and not can_begin_anew(),
         **ways_of_stepping(trainer),
     }
     return [name for name, is_present in present.items() if is_present]

@@ -37,6 +37,8 @@ from lightning_memsave.strategies.apply_recipe import apply_to_model, apply_to_s
 from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
 from lightning_memsave.techniques.optimizer_state import GradientExchange, OptimizerState, pages_kept, send_from_first
 
+_SHARDS = "model parallel (FSDP2)"
+
 
 class MemSaveMixin(Strategy):
     """Adds a session to a strategy of Lightning's: what it sets up, runs and checkpoints is as the recipe says."""
@@ -75,7 +77,8 @@ class MemSaveMixin(Strategy):
         """Set up model and optimizers with what the recipe says."""
         fitting = self._has_fitted = trainer.state.fn == "fit"
         self._is_down = self._exchanges = False
-        if not fitting and not self.memsave.recipe.stepping_aside(ways_of_training(trainer))[0].get(Microbatching):
+        ways = ways_of_training(trainer)
+        if not fitting and (_SHARDS in ways or not self.memsave.recipe.stepping_aside(ways)[0].get(Microbatching)):
             self.memsave.evaluation = None
         if fitting:
             self._begin(trainer)
@@ -85,6 +88,8 @@ class MemSaveMixin(Strategy):
             super().setup(trainer)
         if fitting:
             apply_to_steps(self.memsave, trainer)
+            if _SHARDS in ways:
+                self.memsave.recover_jointly(trainer.lightning_module)
 
     def _begin(self, trainer: L.Trainer) -> None:
         """Take up the recipe, as far as this way of training allows; a second fit starts with a clean record."""

@@ -120,8 +120,17 @@ PARTS: Mapping[str, Part] = {
             "torch.nn.parallel.DistributedDataParallel._pre_forward",
             "torch.distributed.ProcessGroup._get_sequence_number_for_group",
         ),
-        "microbatching and out-of-memory recovery under DDP",
+        "microbatching and out-of-memory recovery under DDP, recovery under FSDP2",
         "tests/loops/test_late_reduction.py",
+    ),
+    "FSDP2 after an error": Part(
+        (
+            "torch.distributed.distributed_c10d._get_default_store",
+            "torch._C._distributed_c10d.FakeWork",
+            "torch._C._distributed_c10d.ProcessGroup.unbox",
+        ),
+        "out-of-memory recovery under FSDP2",
+        "tests/loops/test_joint_recovery.py",
     ),
     "allocator snapshot": Part(
         ("torch.cuda.memory._record_memory_history", "torch.cuda.memory._dump_snapshot"),

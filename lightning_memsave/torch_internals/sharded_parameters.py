@@ -44,6 +44,11 @@ def as_local(value: Any) -> Any:
     return detached.to_local()
 
 
+def written_part(value: Tensor) -> Tensor:
+    """Return the tensor whose version tells of edits: FSDP2 adds to the shard of a gradient, behind the DTensor."""
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
 def has_fake_parameters(model: nn.Module) -> bool:
     """Return whether some parameters, or local shards, have a shape and no values, as in a prediction."""
     return any(is_fake(as_local(p)) for p in model.parameters())
@@ -144,6 +149,26 @@ def renew_groups(model: nn.Module) -> None:
             if hasattr(each, "_unsharded_param"):
                 del each._unsharded_param
         group._init_mp_dtypes()
+
+
+def can_begin_anew() -> bool:
+    """Return whether `reset_after_error` works: since torch 2.13."""
+    return hasattr(FSDPModule, "reset_iter_state")
+
+
+def reset_after_error(model: nn.Module) -> None:
+    """Let FSDP2 begin anew after an error in the middle of a forward or backward pass.
+
+    Gathered parameters are freed, and gradients that were not reduced yet are dropped; those of shards stay.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:
+            module.reset_iter_state()
+    for group in _groups(model):
+        for each in group.fsdp_params:  # which torch leaves as they are
+            each.unsharded_accumulated_grad = None
+            if (gathered := getattr(each, "_unsharded_param", None)) is not None:
+                gathered.grad = None
 
 
 def _groups(model: nn.Module) -> Iterator[Any]:

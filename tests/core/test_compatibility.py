@@ -79,6 +79,11 @@ def trainer_of(module, **options):
         (BoringModel(), {"strategy": "memsave_fsdp"}, ["model parallel (FSDP2)"]),
         (
             BoringModel(),
+            {"strategy": L.pytorch.strategies.ModelParallelStrategy(1, 2)},
+            ["model parallel (FSDP2)", "tensor parallelism"],
+        ),
+        (
+            BoringModel(),
             {"plugins": [L.pytorch.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]},
             ["fp16 with a GradScaler"],
         ),

@@ -63,7 +63,7 @@ def test_every_config_belongs_to_one_row():
 WAYS = {
     "DeepSpeed": "its engine counts backward passes",
     "DDP": "stays off with DDP unless it is asked for",
-    "model parallel (FSDP2)": "wait for each other",
+    "tensor parallelism": "cannot be caught up with",
     "dataloader_iter": "draws its batches itself",
     "DDP with static_graph": "one backward per step",
 }

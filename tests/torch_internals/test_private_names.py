@@ -19,6 +19,7 @@ REFUSED = {
     "fake tensors": {"budget"},
     "optimizers": {"optimizer_state", "precision"},
     "DDP": set(),
+    "FSDP2 after an error": set(),
     "allocator snapshot": set(),
     "training loop": {"microbatch", "budget"},
 }

@@ -162,6 +162,8 @@ class Microbatching:
     def rows(self) -> tuple[str, ...]:
         """Its settings with rows of their own in the compatibility table."""
         recovers = ("out-of-memory recovery",) if self.size == "auto" else ()
+        if self.goal == "smallest" or self.max_bytes is not None:
+            recovers = (*recovers, "microbatches by measured peaks")
         return (*recovers, "running statistics") if self.batchnorm == "running" else recovers
 
     @classmethod
