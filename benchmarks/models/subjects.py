@@ -211,6 +211,17 @@ def llama_large_vocabulary(setting: str) -> Subject:
     return _subject(setting, model, _adamw(model), ids, lambda: model(input_ids=ids, labels=ids).loss)
 
 
+def head_of_gpt2(setting: str) -> Subject:
+    """A GPT-2 of one layer, width 128, tied, on 2,048 tokens of 16,000 words: most of it is head and loss."""
+    torch.manual_seed(0)
+    shape = {"n_embd": 128, "n_layer": 1, "n_head": 4, "vocab_size": 16_000, "n_positions": 2048}
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+    model = GPT2LMHeadModel(GPT2Config(**shape, **off, use_cache=False, loss_type="ForCausalLMLoss")).train()
+    ids = torch.randint(0, 16_000, (1, 2048))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    return _subject(setting, model, optimizer, ids, lambda: model(input_ids=ids, labels=ids).loss)
+
+
 def vit(setting: str) -> Subject:
     """A small ViT (4 layers, width 192, 3 heads, 32x32 images in patches of 4, batch 32), AdamW."""
     torch.manual_seed(0)

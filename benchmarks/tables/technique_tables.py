@@ -49,7 +49,7 @@ def activations() -> str:
     """Kept bytes, peak, time and noise, for each model."""
     head = ("model", "setting", "kept MB", "factor", "peak MB", "factor", "CPU time", "noise")
     lines = []
-    for name in ("wrn", "gpt", "gpt_wide", "llama", "vocabulary", "vit"):
+    for name in ("wrn", "gpt", "gpt_wide", "llama", "vocabulary", "head", "vit"):
         for i, row in enumerate(rows(f"activation_compression_{name}")):
             noise = float(row["quality_value"])
             lines.append(

@@ -20,6 +20,7 @@ from lightning_memsave.saved_tensors.seeds import NoiseSeeds
 from lightning_memsave.techniques.activation_compression import ActivationCompression, open_store, what_happened
 from lightning_memsave.torch_internals.compiled_regions import NAME as COMPILED
 from lightning_memsave.torch_internals.compiled_regions import compiled_regions
+from lightning_memsave.torch_internals.sharded_parameters import frees_weights
 
 _NUM_RUNS_UNTIL_COMPILED = 3  # measured steps, which may run eagerly, are among the first ones
 
@@ -51,9 +52,11 @@ class ForwardScope:
         # What torch.func refuses is seen in the first batch: the second try starts as the first one did.
         start = None if self._num_runs else BatchStart(module, None, "watched", noise=self.noise, small_bytes=math.inf)
         self._num_runs += 1
+        self._store.defers_logits = not frees_weights(module)
         try:
             with self._store.scope(), self._shield:
                 result = step()
+                self._store.compute_held_logits()
             if self._num_runs == _NUM_RUNS_UNTIL_COMPILED:
                 self._check_compiled(module)
             return result

@@ -16,6 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_memsave.saved_tensors.call_site import NO_CALL, Call
 from lightning_memsave.saved_tensors.code_rows import covers_its_storage
+from lightning_memsave.saved_tensors.deferred_logits import (
+    DeferredLogits,
+    as_read,
+    deferred,
+    holds_pending,
+    is_shown,
+)
 from lightning_memsave.saved_tensors.encodings import Fidelity, WindowIndex
 from lightning_memsave.saved_tensors.norm_recompute import Statistics, statistics_of
 from lightning_memsave.saved_tensors.recompute_rules import Norm
@@ -72,7 +79,8 @@ class CallTracker(TorchFunctionMode):
     """Follows the calls of torch's functions inside a scope.
 
     Args:
-        answer: asked before each call of `cross_entropy` or `dropout`; what it returns, unless `None`, is the result.
+        answer: asked before each call of `linear`, `cross_entropy`, `nll_loss` or `dropout`; what it returns, unless
+            `None`, is the result.
         notes_heads: whether linears and embeddings are noted.
     """
 
@@ -123,6 +131,8 @@ class CallTracker(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, known by its name to whoever keeps tensors meanwhile."""
         kwargs = kwargs or {}
+        if holds_pending(args, kwargs):
+            return self._with_pending(func, types, args, kwargs)
         before, traits = self.current, _traits_of(func)
         if traits.is_data or (traits.is_in_place and not torch.is_grad_enabled()):
             self._changed.update(_edges(args[:1]))
@@ -138,9 +148,30 @@ class CallTracker(TorchFunctionMode):
             result = func(*args, **kwargs) if answer is None else answer
         finally:
             self.current = before
+        if type(result) is DeferredLogits:
+            return result
         if isinstance(result, Tensor) and torch.is_grad_enabled() and (node := result.grad_fn) is not None:
             self._note(func, traits.note, call, result, node)
         return result
+
+    def _with_pending(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function of logits that nobody has computed: deferred, answered, or on the plain tensors."""
+        if is_shown(func, args):
+            return func(*args, **kwargs)
+        if (found := deferred(func, args, kwargs)) is not None:
+            return found
+        before, name = self.current, _traits_of(func).name
+        if name in _ANSWERED:
+            self._num_calls += 1
+            self.current = Call(name, args, kwargs, self._num_calls)
+            try:
+                if (answer := self._ask(self.current)) is not None:
+                    return answer
+            finally:
+                self.current = before
+        with self:  # which is off in here
+            args, kwargs = as_read(args, kwargs)
+        return self.__torch_function__(func, types, args, kwargs)
 
     def _note(self, func: Any, note: Callable[[Call], Any] | None, call: Call, result: Tensor, node: Node) -> None:
         """Note what the graph leaves out of a call."""
@@ -224,7 +255,7 @@ def _edges(changed: Any) -> Iterator[Edge]:
             yield edge
 
 
-_ANSWERED = frozenset(("cross_entropy", "dropout"))
+_ANSWERED = frozenset(("linear", "cross_entropy", "nll_loss", "dropout"))
 _DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]  # a descriptor
 _HOOKING = (Tensor.register_hook, Tensor.retain_grad)
 _IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor"))

@@ -4,11 +4,12 @@
 gradients: for a language model more than all else. Here a call of `cross_entropy` whose logits z come from a Linear is
 answered by a function that keeps h, which the Linear keeps anyway, and lse = log(sum(exp(z))) of each sample. Backward
 takes some classes at a time, computes their logits again, and their probabilities exp(z - lse), and with these their
-rows of W's gradient, which are written once, and their share of h's. The logits that the caller computed die with the
-caller's own reference.
+rows of W's gradient, which are written once, and their share of h's.
 
-Logits are recognised whole or sliced by positions (`logits[:, :-1]`), as they are, cast to float32, or of autocast;
-with class weights and label smoothing. Equal up to rounding, which is that of the Linear's dtype; the loss itself has
+The logits of a large vocabulary are not even computed where the head is called (`deferred_logits.py`): forward then
+makes some classes at a time as well. Where somebody has read them, they are recognised whole or sliced by positions
+(`logits[:, :-1]`), as they are, cast to float32, or of autocast; with class weights and label smoothing. Those die with
+the caller's own reference. Equal up to rounding, which is that of the Linear's dtype; the loss itself has
 the digits of float32. The price: the Linear is computed twice, and its weight must stay as it is until backward also
 where it is all that is trained. A gradient of the gradient goes through the plain loss. Nobody finds a gradient of the
 logits themselves, unless by a hook that is there before the loss.
@@ -16,13 +17,14 @@ logits themselves, unless by a hook that is there before the loss.
 Where an embedding shares the head's weight, the head's gradient is left to it (`tied_embedding.py`).
 
 Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (https://arxiv.org/abs/2411.09009).
-Different: chunks of classes with torch's products instead of a kernel; logits exist in forward, as the caller made
-them; no gradient is skipped. `torch.nn.functional.linear_cross_entropy` (2.13) takes chunks of samples, has both
+Different: chunks of classes with torch's products instead of a kernel; the model's own head and loss are called; no
+gradient is skipped. `torch.nn.functional.linear_cross_entropy` (2.13) takes chunks of samples, has both
 gradients from the forward pass on, takes no label smoothing, and a second backward only when told before the first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_memsave.saved_tensors.call_site import Call
+from lightning_memsave.saved_tensors.deferred_logits import DeferredLogits
 from lightning_memsave.saved_tensors.function_mode import CallTracker
 from lightning_memsave.saved_tensors.lm_head import Head, head_of
 from lightning_memsave.saved_tensors.tied_embedding import Lookup
@@ -58,21 +61,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows: Tensor,  # [N, D]
         weight: Tensor,  # [C, D]
         bias: Tensor | None,  # [C]
-        logits: Tensor,
+        logits: Tensor | torch.dtype,  # [N, C], or the dtype of those that were not computed
         target: Tensor,  # [N]
         options: Options,
         lookup: Lookup | None = None,
     ) -> Tensor:
-        """Return the loss in `logits`' dtype; under autocast, in float32."""
-        with torch.autocast(logits.device.type, enabled=False):
-            wide = torch.promote_types(logits.dtype, torch.float32)
+        """Return the loss in the logits' dtype; under autocast, in float32."""
+        dtype = logits.dtype if isinstance(logits, Tensor) else logits
+        with torch.autocast(rows.device.type, enabled=False):
+            wide = torch.promote_types(dtype, torch.float32)
             counted = target != options.ignore_index
             index = target.where(counted, 0)
             by_class = None if options.weight is None else options.weight.to(wide)
-            num_rows = max(1, _chunk_numel(logits) // logits.shape[1])
-            parts = zip(logits.split(num_rows), index.split(num_rows), strict=True)
-            found = [_losses(z.to(wide), t, by_class, options.label_smoothing) for z, t in parts]
-            losses, lse = (torch.cat(each) for each in zip(*found, strict=True))
+            head, smoothing = Head(rows, weight, bias), options.label_smoothing
+            if isinstance(logits, Tensor):
+                losses, lse = _losses_of_rows(logits, index, by_class, smoothing)
+            else:
+                losses, lse = _losses_by_class(head, dtype, index, by_class, smoothing)
             losses = losses.where(counted, 0)
             divisor = None
             if options.reduction == "mean":
@@ -83,7 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(rows, weight, bias, target, lse, divisor, options.weight)
         ctx.options = options._replace(weight=None)
         ctx.lookup = lookup
-        return losses.to(_dtype_of_loss(logits))
+        return losses.to(_dtype_of_loss(dtype, rows.device.type))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -106,27 +111,86 @@ _NO_GRADIENT = (None, None, None, None)
 """Gradients of the arguments that have none: logits, target, options and lookup."""
 
 
-def _dtype_of_loss(logits: Tensor) -> torch.dtype:
+def _dtype_of_loss(dtype: torch.dtype, device: str) -> torch.dtype:
     """Return the dtype of the loss as in torch: that of the logits; under autocast, float32 at least."""
-    is_cast = torch.is_autocast_enabled(logits.device.type)
-    return torch.promote_types(logits.dtype, torch.float32) if is_cast else logits.dtype
+    return torch.promote_types(dtype, torch.float32) if torch.is_autocast_enabled(device) else dtype
 
 
 def _chunk_numel(like: Tensor) -> int:
     return CHUNK_NUMEL.get(like.device.type, _CHUNK_NUMEL_ELSEWHERE)
 
 
-def _losses(z: Tensor, index: Tensor, by_class: Tensor | None, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Return losses of rows of logits, [n, C], those that do not count among them, and log(sum(exp(z))), [n]."""
-    lse = z.logsumexp(1)
-    losses = lse - z.gather(1, index[:, None]).squeeze(1)
+def _losses_of_rows(logits: Tensor, index: Tensor, by_class: Tensor | None, smoothing: float) -> tuple[Tensor, Tensor]:
+    """Return losses of rows of logits, [N, C], those that do not count among them, and log(sum(exp(z))), [N]."""
+    num_rows, wide = max(1, _chunk_numel(logits) // logits.shape[1]), torch.promote_types(logits.dtype, torch.float32)
+    found = []
+    for part, t in zip(logits.split(num_rows), index.split(num_rows), strict=True):
+        z = part.to(wide)
+        own, even = z.gather(1, t[:, None]).squeeze(1), _even_sum(z, by_class) if smoothing else None
+        lse = z.logsumexp(1)
+        found.append((_losses(lse, own, even, t, by_class, smoothing, z.shape[1]), lse))
+    losses, sums = (torch.cat(each) for each in zip(*found, strict=True))
+    return losses, sums
+
+
+def _losses_by_class(
+    head: Head, dtype: torch.dtype, index: Tensor, by_class: Tensor | None, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Return the same of a head's logits of `dtype`, which are made of some classes at a time."""
+    num_classes, wide = len(head.weight), torch.promote_types(dtype, torch.float32)
+    lse = index.new_full(index.shape, -torch.inf, dtype=wide)
+    own, even = torch.zeros_like(lse), torch.zeros_like(lse) if smoothing else None
+    for some in _chunks(head):
+        z = _logits_of(head, some).to(dtype).to(wide)  # [N, c]
+        lse = torch.logaddexp(lse, z.logsumexp(1))
+        place, is_here = _place_in(some, index)
+        own += z.gather(1, place[:, None]).squeeze(1).where(is_here, 0)
+        if even is not None:
+            even += _even_sum(z, None if by_class is None else by_class[some])
+    return _losses(lse, own, even, index, by_class, smoothing, num_classes), lse
+
+
+def _chunks(head: Head) -> Iterator[slice]:
+    """Yield the classes that are computed at a time."""
+    num_classes, size = len(head.weight), max(1, _chunk_numel(head.input) // max(1, len(head.input)))
+    for start in range(0, num_classes, size):
+        yield slice(start, min(start + size, num_classes))
+
+
+def _logits_of(head: Head, some: slice) -> Tensor:
+    """Return the logits of some classes."""
+    rows, weight, bias = head
+    return F.linear(rows, weight[some].to(rows.dtype), None if bias is None else bias[some].to(rows.dtype))
+
+
+def _place_in(some: slice, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which of some classes the target is, and whether it is one of them; elsewhere the first."""
+    place = index - some.start
+    is_here = (place >= 0) & (place < some.stop - some.start)
+    return place.where(is_here, 0), is_here
+
+
+def _even_sum(z: Tensor, by_class: Tensor | None) -> Tensor:
+    return z.sum(1) if by_class is None else z @ by_class
+
+
+def _losses(
+    lse: Tensor,
+    own: Tensor,
+    even: Tensor | None,
+    index: Tensor,
+    by_class: Tensor | None,
+    smoothing: float,
+    num_classes: int,
+) -> Tensor:
+    """Return the loss of each row, from log(sum(exp(z))), the target's logit, and the weighted sum of all."""
+    losses = lse - own
     if by_class is not None:
         losses = losses * by_class[index]
-    if smoothing:
-        num_classes = z.shape[1]
-        even = num_classes * lse - z.sum(1) if by_class is None else by_class.sum() * lse - z @ by_class
-        losses = (1 - smoothing) * losses + smoothing / num_classes * even
-    return losses, lse
+    if even is not None:
+        total = num_classes if by_class is None else by_class.sum()
+        losses = (1 - smoothing) * losses + smoothing / num_classes * (total * lse - even)
+    return losses
 
 
 def _gradients(
@@ -152,24 +216,20 @@ def _gradients(
     of_rows = torch.zeros_like(rows, dtype=wide) if wanted[0] else None
     of_weight = torch.empty_like(weight) if wanted[1] else None
     of_bias = torch.empty_like(bias) if bias is not None and wanted[2] else None
-    size = max(1, _chunk_numel(rows) // max(1, len(rows)))
-    for start in range(0, num_classes, size):
-        some = slice(start, min(start + size, num_classes))
-        part = weight[some].to(rows.dtype)  # [c, D]
-        z = F.linear(rows, part, None if bias is None else bias[some].to(rows.dtype)).to(wide)  # [N, D] @ [D, c]
+    for some in _chunks(head):
+        z = _logits_of(head, some).to(wide)  # [N, D] @ [D, c]
         z.sub_(lse[:, None]).exp_().mul_(total[:, None])
         if options.label_smoothing:
             z.addr_(even, z.new_ones(z.shape[1]) if by_class is None else by_class[some], alpha=-1)
-        place = index - start
-        is_here = (place >= 0) & (place < z.shape[1])
-        z.scatter_add_(1, place.where(is_here, 0)[:, None], own.where(is_here, 0).neg()[:, None])
+        place, is_here = _place_in(some, index)
+        z.scatter_add_(1, place[:, None], own.where(is_here, 0).neg()[:, None])
         z = z.to(rows.dtype)
         if of_weight is not None:
             of_weight[some] = z.T @ rows  # [c, N] @ [N, D]
         if of_bias is not None:
             of_bias[some] = z.sum(0)
         if of_rows is not None:
-            of_rows += z @ part  # [N, c] @ [c, D]
+            of_rows += z @ weight[some].to(rows.dtype)  # [N, c] @ [c, D]
     return [None if of_rows is None else of_rows.to(rows.dtype), of_weight, of_bias]
 
 
@@ -199,38 +259,65 @@ def _differentiable(
 
 
 def linear_cross_entropy(call: Call, calls: CallTracker) -> Tensor | None:
-    """Return the loss that `call` of `cross_entropy` asks for; `None` where it is better computed as it stands.
+    """Return the loss that `call` asks for; `None` where it is better computed as it stands.
 
     Args:
-        call: of `cross_entropy`.
+        call: of `cross_entropy`; of `nll_loss`, if its log-probabilities were not computed.
         calls: what the graph does not show.
     """
-    logits, target, weight = call.argument(0, "input"), call.argument(1, "target"), call.argument(2, "weight")
-    reduction, ignore_index = call.argument(6, "reduction", "mean"), call.argument(4, "ignore_index", -100)
-    smoothing = call.argument(7, "label_smoothing", 0.0)
+    logits = call.argument(0, "input")
+    if isinstance(logits, DeferredLogits):
+        return _of_deferred(logits, call, calls)
     is_recognised = (
-        isinstance(logits, Tensor)
+        call.name == "cross_entropy"
+        and isinstance(logits, Tensor)
         and logits.dim() == 2
         and logits.grad_fn is not None
         and torch.is_grad_enabled()
         and logits._version == 0
         and not has_hooks(logits)
-        and isinstance(target, Tensor)
+    )
+    options = _options_of(call, logits) if is_recognised else None
+    try:
+        head = None if options is None else head_of(logits, calls)
+    except (UnreadableError, RuntimeError):  # the Linear's input was changed in place, which is backward's to tell
+        return None
+    if head is None or logits.shape[1] <= 2 * head.input.shape[1]:  # what is kept instead is as much
+        return None
+    target, lookup = call.argument(1, "target"), calls.lookup_of(head.weight)
+    return _LinearCrossEntropy.apply(*head, logits.detach(), target, options, lookup)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _of_deferred(logits: DeferredLogits, call: Call, calls: CallTracker) -> Tensor | None:
+    """Return the loss of logits that nobody has computed; `None` where they must be."""
+    of_head, is_log = logits.call, call.name == "nll_loss"
+    if not (logits.is_pending and of_head.is_unchanged and logits.form.is_log == is_log and torch.is_grad_enabled()):
+        return None
+    options = _options_of(call, logits) if logits.form.class_dim == 1 else None
+    if options is None:
+        return None
+    of_head.note_loss()
+    target, rows = call.argument(1, "target"), logits.rows.movedim(1, -1).flatten(0, -2)  # [N, D]
+    head, lookup = Head(rows, of_head.weight, of_head.bias), calls.lookup_of(of_head.weight)
+    loss: Tensor = _LinearCrossEntropy.apply(*head, logits.dtype, target.flatten(), options, lookup)  # type: ignore[no-untyped-call]
+    return loss.view(target.shape) if options.reduction == "none" else loss
+
+
+def _options_of(call: Call, logits: Tensor) -> Options | None:
+    """Return the options of a loss of `logits`, [N, C, ...]; `None` where these or the targets are others than ours."""
+    target, weight = call.argument(1, "target"), call.argument(2, "weight")
+    reduction, ignore_index = call.argument(6, "reduction", "mean"), call.argument(4, "ignore_index", -100)
+    smoothing = call.argument(7, "label_smoothing", 0.0)
+    is_known = (
+        isinstance(target, Tensor)
         and target.dtype == torch.int64
-        and target.shape == logits.shape[:1]
-        and (weight is None or (weight.shape == logits.shape[1:] and not weight.requires_grad))
-        and (weight is None or weight.dtype == _dtype_of_loss(logits))
+        and target.device == logits.device
+        and target.shape == (*logits.shape[:1], *logits.shape[2:])
+        and (weight is None or (weight.shape == logits.shape[1:2] and not weight.requires_grad))
+        and (weight is None or weight.dtype == _dtype_of_loss(logits.dtype, logits.device.type))
         and reduction in ("mean", "sum", "none")
         and 0 <= smoothing <= 1
         and call.argument(3, "size_average") is None
         and call.argument(5, "reduce") is None
     )
-    try:
-        head = head_of(logits, calls) if is_recognised else None
-    except (UnreadableError, RuntimeError):  # the Linear's input was changed in place, which is backward's to tell
-        return None
-    if head is None or logits.shape[1] <= 2 * head.input.shape[1]:  # what is kept instead is as much
-        return None
-    options = Options(weight, ignore_index, reduction, smoothing)
-    lookup = calls.lookup_of(head.weight)
-    return _LinearCrossEntropy.apply(*head, logits.detach(), target, options, lookup)  # type: ignore[no-any-return, no-untyped-call]
+    return Options(weight, ignore_index, reduction, smoothing) if is_known else None

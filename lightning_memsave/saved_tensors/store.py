@@ -26,12 +26,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.saved_tensors import encodings, policy
 from lightning_memsave.saved_tensors.byte_tally import Consequences, Tally
 from lightning_memsave.saved_tensors.call_site import Call
 from lightning_memsave.saved_tensors.code_rows import covers_its_storage
 from lightning_memsave.saved_tensors.compiled_operators import told_to
+from lightning_memsave.saved_tensors.deferred_logits import DeferredLogits, HeadCall, defer
 from lightning_memsave.saved_tensors.derivative_levels import Levels
 from lightning_memsave.saved_tensors.dropout import dropout
 from lightning_memsave.saved_tensors.encodings import Fidelity
@@ -102,6 +104,8 @@ class SavedTensorStore:
         self.noise, self.partitioner = NoiseSeeds(seed), partitioner
         self.keeps_derivatives = True
         """Whether activations may be kept as codes of their derivatives, which nobody can differentiate."""
+        self.defers_logits = True
+        """Whether a head's output may be computed later than it is called for: not where its weight is freed before."""
         self.tally = Tally()
         """What the latest scope kept."""
         self.consequences = Consequences()
@@ -112,6 +116,7 @@ class SavedTensorStore:
         self.within: list[Fidelity] = []
         """Fidelities that the codecs of the running modules ask for, the innermost last."""
         self._recent = Recent()
+        self._heads = WeakIdKeyDictionary()
         self._depth = 0
         self._begin()
 
@@ -132,6 +137,7 @@ class SavedTensorStore:
         self._calls = CallTracker(self._answer, notes_heads=self.chunk_loss)
         self._waiting: deque[weakref.ref[SavedStorage]] = deque()
         self._derivation = Derivation(self._handles, self._calls)
+        self._head_calls: list[weakref.ref[HeadCall]] = []
         self._compiled = Tally()
         self._coded_there: set[int] = set()
 
@@ -184,7 +190,21 @@ class SavedTensorStore:
         # Inside a checkpointed region, where torch's own hooks come first, its recomputation would not be answered.
         if innermost_hooks()[0] != self.pack or (call.name != "dropout" and not self.chunk_loss):
             return None
+        if call.name == "linear":
+            return self._deferred(call)
         return dropout(call) if call.name == "dropout" else linear_cross_entropy(call, self._calls)
+
+    def _deferred(self, call: Call) -> DeferredLogits | None:
+        found = defer(call, self._heads) if self.defers_logits and not self.within else None
+        if found is not None:
+            self._head_calls.append(weakref.ref(found.call))
+        return found
+
+    def compute_held_logits(self) -> None:
+        """Compute the logits of the scope that somebody holds: their weight may change before they are read."""
+        for reference in self._head_calls:
+            if (head_call := reference()) is not None and head_call.is_unchanged:
+                head_call.begin_to_read()
 
     # --------------------------------------------------------------------------- checkpointed regions
     def branch(self) -> SavedTensorStore:

@@ -77,6 +77,7 @@ from lightning_memsave.torch_internals.compiled_regions import NAME as COMPILED
 from lightning_memsave.torch_internals.compiled_regions import call_within, compiled_regions, shield
 from lightning_memsave.torch_internals.partitioning import compile_anew
 from lightning_memsave.torch_internals.private_names import missing, require
+from lightning_memsave.torch_internals.sharded_parameters import frees_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,6 +292,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """
     scope: _Scope = self.__dict__[_STORE]
     original = scope.previous_forward or types.MethodType(type(self).forward, self)
+    scope.store.defers_logits = not frees_weights(self)
     with scope.store.scope():
         return original(*args, **kwargs)
 

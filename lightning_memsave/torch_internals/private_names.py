@@ -40,7 +40,7 @@ torch.autograd.forward_ad._current_level torch.multiprocessing.reductions.Storag
 torch._ops.OpOverload torch._ops.OpOverloadPacket torch.UntypedStorage._new_with_weak_ptr
 torch._C._dynamo.eval_frame.get_eval_frame_callback torch._C._dynamo.eval_frame.set_eval_frame
 torch._assert_async torch._dynamo.eval_frame.OptimizedModule torch._dynamo.trace_rules.add
-torch._dynamo.utils.counters
+torch._dynamo.utils.counters torch.Tensor._make_wrapper_subclass
 """
 
 PARTS: Mapping[str, Part] = {

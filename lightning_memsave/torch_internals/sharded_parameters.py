@@ -36,6 +36,11 @@ def is_sharded(p: object) -> bool:
     return isinstance(p, DTensor)
 
 
+def frees_weights(model: nn.Module) -> bool:
+    """Return whether weights of modules are freed when these have been called (FSDP2)."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
 def as_local(value: Any) -> Any:
     """Return what this process has of a sharded tensor, without gradient; anything else as it is."""
     if not isinstance(value, DTensor):

@@ -161,14 +161,14 @@ class Owner:
         return self.result
 
 
-def test_only_losses_and_dropouts_are_asked_about_and_an_answer_takes_their_place():
+def test_only_heads_losses_and_dropouts_are_asked_about_and_an_answer_takes_their_place():
     owner = Owner(torch.tensor(7.0))
     with owner.calls:
         h = F.linear(torch.randn(3, 5, requires_grad=True), torch.randn(4, 5))
         loss = F.cross_entropy(h, torch.tensor([0, 1, 2]))
         assert owner.calls.current == NO_CALL
     assert float(loss) == 7.0
-    assert owner.asked == [("cross_entropy", "cross_entropy")]
+    assert owner.asked == [("linear", "linear"), ("cross_entropy", "cross_entropy")]
 
 
 def test_a_call_without_an_answer_is_torchs_own():

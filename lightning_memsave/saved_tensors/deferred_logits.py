@@ -1,0 +1,425 @@
+"""Logits that exist only once somebody reads them: what a head returns is a tensor without memory until then.
+
+A Linear whose output is much wider than its input, [..., D] to [..., C], is not computed where it is called: the call
+returns `DeferredLogits`, which has the output's shape and dtype, and refers to the Linear's input. Views, slices of
+positions, casts to a wider dtype, copies and `log_softmax` of it return `DeferredLogits` as well, with the same done to
+the input. A loss that the store answers (`linear_cross_entropy`) takes input and weight from it, so that the logits of
+a few classes are all that ever exists of them.
+
+Any other function of torch's gets the plain output: it is computed when the first one asks, with the graph that the
+plain call would have, and the views before it are done again, so that functions that edit or hook it find what they
+would find in plain torch. What goes around torch's functions (`autograd.Function.apply`) gets the same values, and the
+gradient that comes back takes the Linear's way.
+
+Limits: the weight must be as it was when the output is computed. Once an optimizer has changed it, nobody can say what
+the logits were, and reading them is an error.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_memsave.saved_tensors.call_site import Call
+from lightning_memsave.torch_internals.autograd_graph import is_inside_transform, storage_key, version_of
+from lightning_memsave.torch_internals.fake_tensors import is_plain
+
+MIN_RATIO = 8
+"""Outputs for each input of a Linear above which its output is deferred: a vocabulary; not an MLP's hidden layer."""
+
+
+class Form(NamedTuple):
+    """How logits follow from the rows of a Linear's input."""
+
+    class_dim: int
+    dtype: torch.dtype
+    is_log: bool
+    """Whether they are log-probabilities."""
+
+    def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the logits of `rows`, whose features are in `class_dim`."""
+        rows = rows.movedim(self.class_dim, -1)  # [..., D]
+        logits = F.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)).to(self.dtype)
+        logits = logits.movedim(-1, self.class_dim)
+        return logits.log_softmax(self.class_dim) if self.is_log else logits
+
+
+_IS_READING: ContextVar[bool] = ContextVar("deferred logits are being computed", default=False)
+
+
+class HeadCall:
+    """One call of a Linear that nobody has computed.
+
+    Args:
+        rows: its input, [..., D], in the dtype that it computes in.
+        weight: [C, D].
+        bias: [C].
+        heads: which weights are heads; a weight whose output is read before any loss is none.
+    """
+
+    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, heads: WeakIdKeyDictionary) -> None:
+        self.rows, self.weight, self.bias, self._heads = rows, weight, bias, heads
+        self._made_of = self._versions()
+        self.members: list[weakref.ref[DeferredLogits]] = []
+        self.is_read = False
+
+    def _versions(self) -> list[tuple[int, int]]:
+        given = (self.rows, self.weight, self.bias)
+        return [(storage_key(each), version_of(each)) for each in given if each is not None]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether input and parameters are what they were."""
+        return self._versions() == self._made_of
+
+    def note_loss(self) -> None:
+        """Note that a loss was computed of it."""
+        self._heads[self.weight] = True
+
+    def begin_to_read(self) -> None:
+        """Note that somebody reads it; compute all that is alive, in the order in which it was made.
+
+        Raises:
+            RuntimeError: the weight, or the input, was changed since.
+        """
+        if self.is_read:
+            return
+        if not self.is_unchanged:
+            raise RuntimeError(
+                'activations: "linear-cross-entropy" computes logits when they are read, and cannot do so after their '
+                f"head, with a weight {list(self.weight.shape)}, or its input has changed. Read logits before the "
+                'optimizer\'s step, or leave "linear-cross-entropy" out.'
+            )
+        self.is_read = True
+        self._heads.setdefault(self.weight, False)
+        token = _IS_READING.set(True)
+        try:
+            with torch.enable_grad(), torch.autocast(self.rows.device.type, enabled=False):
+                for member in (reference() for reference in self.members):
+                    if member is not None:
+                        member.compute()
+        finally:
+            _IS_READING.reset(token)
+
+    def product(self) -> Tensor:
+        """Return the Linear's output."""
+        rows, bias = self.rows, self.bias
+        return F.linear(rows, self.weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
+
+
+class _Stand(torch.autograd.Function):
+    """The place of logits in the graph, for a gradient that does not come through one of torch's functions."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor:
+        ctx.save_for_backward(rows, weight, bias)
+        ctx.form = form
+        return DeferredLogits(rows, len(weight), form)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        given, needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        is_twice = torch.is_grad_enabled()
+        with torch.enable_grad(), torch.autocast(gradient.device.type, enabled=False):
+            inputs = [
+                each if not need else each.view_as(each) if is_twice else each.detach().requires_grad_()
+                for each, need in zip(given, needs, strict=True)
+            ]
+            asked = [each for each, need in zip(inputs, needs, strict=True) if need]
+            found = iter(torch.autograd.grad(ctx.form.of(*inputs), asked, gradient, create_graph=is_twice))
+        return *(next(found) if need else None for need in needs), None
+
+
+class DeferredLogits(Tensor):
+    """The output of a Linear, or what follows from it, before anybody has read it.
+
+    Args:
+        rows: the Linear's input, with the same views; its features are where the logits' classes are.
+        num_classes: C.
+        form: of these logits.
+    """
+
+    call: HeadCall
+    rows: Tensor
+    form: Form
+    _found: Tensor | None
+    _recipe: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(cls, rows: Tensor, num_classes: int, form: Form) -> DeferredLogits:
+        """Make it with the strides of the plain tensor, and no memory."""
+        dim, width = form.class_dim, rows.shape[form.class_dim]
+        shape = [num_classes if place == dim else size for place, size in enumerate(rows.shape)]
+        strides = [1 if place == dim else step // width * num_classes for place, step in enumerate(rows.stride())]
+        made: DeferredLogits = Tensor._make_wrapper_subclass(
+            cls, shape, strides, dtype=form.dtype, device=rows.device, requires_grad=False
+        )
+        made._found = None
+        return made
+
+    def compute(self) -> None:
+        """Compute it, when what it follows from has been."""
+        if self._found is None:
+            self._found = self._recipe()
+
+    def read(self) -> Tensor:
+        """Return the plain tensor.
+
+        Raises:
+            RuntimeError: the weight, or the input, was changed since.
+        """
+        self.call.begin_to_read()
+        assert self._found is not None, "everything that is alive was computed"
+        return self._found
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether nobody has read it, or what it is a part of."""
+        return not self.call.is_read
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what shape and dtype tell, defer what can be, and run anything else on the plain tensor."""
+        kwargs = kwargs or {}
+        if is_shown(func, args):
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # untyped
+        found = deferred(func, args, kwargs)
+        if found is None:
+            args, kwargs = as_read(args, kwargs)
+            found = func(*args, **kwargs)
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Run an operation that was called below torch's functions, on the plain values."""
+        args, kwargs = tree_map(_values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _values(value: Any) -> Any:
+    if type(value) is not DeferredLogits:
+        return value
+    return value.read().detach()
+
+
+def _made(call: HeadCall, rows: Tensor, form: Form, recipe: Callable[[], Tensor]) -> DeferredLogits:
+    made: DeferredLogits = _Stand.apply(rows, call.weight, call.bias, form)  # type: ignore[no-untyped-call]
+    made.call, made.rows, made.form, made._recipe = call, rows, form, recipe
+    call.members.append(weakref.ref(made))
+    global _num_made
+    _num_made += 1
+    return made
+
+
+_num_made = 0
+
+
+def defer(call: Call, heads: WeakIdKeyDictionary) -> DeferredLogits | None:
+    """Return the output of `call`, of `F.linear`, as logits that nobody has computed; `None` where it is computed.
+
+    Args:
+        call: of `F.linear`.
+        heads: whether weights are heads, as far as that is known.
+    """
+    rows, weight, bias = call.argument(0, "input"), call.argument(1, "weight"), call.argument(2, "bias")
+    if (
+        not (isinstance(rows, Tensor) and is_plain(rows) and rows.is_contiguous() and rows.dim() > 1 and rows.numel())
+        or not is_plain(weight, nn.Parameter)
+        or not (bias is None or is_plain(bias, nn.Parameter))
+        or weight.dim() != 2
+        or weight.shape[1] != rows.shape[-1]
+        or len(weight) <= MIN_RATIO * rows.shape[-1]
+        or not (bias is None or bias.shape == weight.shape[:1])
+        or any(each.device != rows.device for each in (weight, bias) if each is not None)
+        or not any(each.requires_grad for each in (rows, weight, bias) if each is not None)
+        or not torch.is_grad_enabled()
+        or not heads.get(weight, True)
+        or _IS_READING.get()
+        or is_inside_transform()
+    ):
+        return None
+    dtype = _computed_in(rows, weight, bias)
+    if dtype is None:
+        return None
+    head = HeadCall(rows.to(dtype), weight, bias, heads)
+    return _made(head, head.rows, Form(rows.dim() - 1, dtype, False), head.product)
+
+
+def _computed_in(*given: Tensor | None) -> torch.dtype | None:
+    """Return the dtype that a Linear computes in; `None` where torch refuses, or autocast leaves it alone."""
+    dtypes, device = {each.dtype for each in given if each is not None}, next(g for g in given if g is not None).device
+    if not torch.is_autocast_enabled(device.type):
+        return dtypes.pop() if len(dtypes) == 1 and dtypes <= _FLOATS else None
+    return torch.get_autocast_dtype(device.type) if dtypes <= _CAST else None
+
+
+_CAST = {torch.float32, torch.bfloat16, torch.float16}
+_FLOATS = {*_CAST, torch.float64}
+
+
+# ---------------------------------------------------------------------------------------------------- functions
+def holds_pending(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function is given logits that nobody has computed, alone or in a list."""
+    if not _num_made:
+        return False
+    return any(map(_is_pending, args)) or any(map(_is_pending, kwargs.values()))
+
+
+def _is_pending(value: Any) -> bool:
+    if type(value) is DeferredLogits:
+        return value.is_pending
+    return isinstance(value, (list, tuple)) and any(map(_is_pending, value))
+
+
+def as_read(args: Any, kwargs: Any) -> Any:
+    """Return arguments with plain tensors instead of deferred ones."""
+    return tree_map(lambda value: value.read() if type(value) is DeferredLogits else value, (args, kwargs))
+
+
+def is_shown(func: Any, args: Any) -> bool:
+    """Return whether a function asks for what is known without the values."""
+    return func in _SHOWN and bool(args) and type(args[0]) is DeferredLogits and args[0].is_pending
+
+
+_PROPERTIES = "shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_leaf itemsize nbytes"
+_SHOWN = {
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
+    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__),
+    *(Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.get_device),
+    *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__hash__),
+}
+
+
+def deferred(func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
+    """Return what a function makes of logits that nobody has computed, as more of these; `None` where it reads them."""
+    rule = _RULES.get(func)
+    if rule is None or not args or type(args[0]) is not DeferredLogits or not args[0].is_pending:
+        return None
+    if not torch.is_grad_enabled() or holds_pending(args[1:], kwargs):
+        return None
+    found = rule(args[0], func, args[1:], kwargs)
+    if found is None or isinstance(found, DeferredLogits):
+        return found
+    parent, (rows, form) = args[0], found
+    others = [each.clone() if isinstance(each, Tensor) else each for each in args[1:]]  # a mask, as it is now
+
+    def recipe() -> Tensor:
+        parent.compute()
+        made: Tensor = func(parent._found, *others, **kwargs)
+        return made
+
+    return _made(parent.call, rows, form, recipe)
+
+
+_Found = tuple[Tensor, Form] | DeferredLogits | None
+"""Rows and form of the result; the logits themselves; or `None`: this is not to be deferred."""
+
+
+def _reshaped(z: DeferredLogits, func: Any, args: Any, kwargs: Any) -> _Found:
+    """Defer a view in which the classes stay the last dimension."""
+    width, num_classes, rows = z.rows.shape[-1], z.shape[-1], z.rows
+    if z.form.class_dim != z.dim() - 1 or any(isinstance(each, torch.dtype) for each in args):
+        return None
+    if func in _OF_SIZES:
+        sizes = list(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
+        if kwargs or not all(isinstance(size, int) for size in sizes) or sizes[-1:] not in ([num_classes], [-1]):
+            return None
+        args = (*sizes[:-1], width if sizes[-1] == num_classes else -1)
+    try:
+        rows = func(rows, *args, **kwargs)
+    except (RuntimeError, IndexError):  # torch's to tell, of the logits
+        return None
+    if rows.dim() == 0 or rows.shape[-1] != width:
+        return None
+    return rows, z.form._replace(class_dim=rows.dim() - 1)
+
+
+def _indexed(z: DeferredLogits, func: Any, args: Any, kwargs: Any) -> _Found:
+    """Defer slices of positions, and rows that a mask chooses."""
+    (index,) = args
+    if z.form.class_dim != z.dim() - 1:
+        return None
+    if isinstance(index, Tensor):
+        is_mask = index.dtype == torch.bool and index.shape == z.shape[:-1]
+        return (z.rows[index], z.form._replace(class_dim=1)) if is_mask and is_plain(index) else None
+    items = index if isinstance(index, tuple) else (index,)
+    if not all(item is Ellipsis or isinstance(item, (slice, int)) for item in items):
+        return None
+    if any(isinstance(item, bool) for item in items):
+        return None
+    if Ellipsis in items and items[-1] is not Ellipsis:
+        reaches_classes = True
+    else:
+        reaches_classes = len(items) - items.count(Ellipsis) == z.dim()
+    if reaches_classes and items[-1] != slice(None):
+        return None
+    try:
+        rows = z.rows[index]
+    except (IndexError, ValueError):
+        return None
+    return rows, z.form._replace(class_dim=rows.dim() - 1)
+
+
+def _transposed(z: DeferredLogits, func: Any, args: Any, kwargs: Any) -> _Found:
+    """Defer another order of dimensions."""
+    try:
+        rows = func(z.rows, *args, **kwargs)
+        places = func(torch.empty(tuple(range(2, 2 + z.dim())), device="meta"), *args, **kwargs).shape
+    except (RuntimeError, IndexError):
+        return None
+    return rows, z.form._replace(class_dim=places.index(2 + z.form.class_dim))
+
+
+def _cast(z: DeferredLogits, func: Any, args: Any, kwargs: Any) -> _Found:
+    """Defer a cast to a dtype that holds every value."""
+    if func in _CASTS:
+        dtype = _CASTS[func]
+    elif len(args) == 1 and isinstance(args[0], torch.dtype) and not kwargs:
+        dtype = args[0]
+    else:
+        return None
+    if kwargs or dtype not in _FLOATS or torch.promote_types(z.dtype, dtype) != dtype or z.form.is_log:
+        return None
+    return z if dtype == z.dtype else (z.rows, z.form._replace(dtype=dtype))
+
+
+def _copied(z: DeferredLogits, func: Any, args: Any, kwargs: Any) -> _Found:
+    """Defer a copy."""
+    if args or kwargs:
+        return None
+    if func is Tensor.contiguous and z.is_contiguous():
+        return z
+    return z.rows.contiguous(), z.form
+
+
+def _normalised(z: DeferredLogits, func: Any, args: Any, kwargs: Any) -> _Found:
+    """Defer log-probabilities."""
+    dim, dtype = args[0] if args else kwargs.get("dim"), kwargs.get("dtype") or z.dtype
+    is_known = len(args) < 2 and kwargs.keys() <= {"dim", "dtype", "_stacklevel"} and isinstance(dim, int)
+    if not is_known or dim % z.dim() != z.form.class_dim or z.form.is_log:
+        return None
+    if torch.is_autocast_enabled(z.device.type):  # which may compute it in another dtype
+        return None
+    if dtype not in _FLOATS or torch.promote_types(z.dtype, dtype) != dtype:
+        return None
+    return z.rows, z.form._replace(is_log=True, dtype=dtype)
+
+
+_OF_SIZES = (Tensor.view, Tensor.reshape, torch.reshape)
+_CASTS = {Tensor.float: torch.float32, Tensor.double: torch.float64}
+_RULES: dict[Any, Callable[[DeferredLogits, Any, Any, Any], _Found]] = {
+    **dict.fromkeys((*_OF_SIZES, Tensor.flatten, torch.flatten, Tensor.squeeze, Tensor.unsqueeze), _reshaped),
+    Tensor.__getitem__: _indexed,
+    **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.permute, torch.permute), _transposed),
+    **dict.fromkeys((*_CASTS, Tensor.to, Tensor.type), _cast),
+    **dict.fromkeys((Tensor.contiguous, Tensor.clone), _copied),
+    **dict.fromkeys((F.log_softmax, Tensor.log_softmax, torch.log_softmax), _normalised),
+}

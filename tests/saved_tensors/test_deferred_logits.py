@@ -1,0 +1,441 @@
+"""Logits that nobody has computed: losses do without them, and whoever reads them finds what plain torch would make."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torchmetrics.functional.classification import multiclass_accuracy
+
+from lightning_memsave import ActivationCompression, Ledger
+from lightning_memsave.saved_tensors import deferred_logits as module
+from lightning_memsave.saved_tensors.deferred_logits import DeferredLogits
+from lightning_memsave.techniques.activation_compression import open_store
+
+WIDTH, CLASSES, BATCH, TIME = 8, 200, 3, 6
+CODECS = ActivationCompression(codecs=("linear-cross-entropy",))
+
+
+class Scored(nn.Module):
+    """A table, and a head that scores."""
+
+    def __init__(self, dtype=torch.float64, bias=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES, bias)
+        self.to(dtype)
+
+    def forward(self, ids):
+        return self.head(self.table(ids))
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """One entry for each time that a head's whole output was computed after all."""
+    seen, product = [], module.HeadCall.product
+
+    def counted(self):
+        seen.append(tuple(self.rows.shape))
+        return product(self)
+
+    monkeypatch.setattr(module.HeadCall, "product", counted)
+    return seen
+
+
+def some_ids():
+    return torch.arange(BATCH * TIME).view(BATCH, TIME) * 7 % CLASSES
+
+
+def step(model, loss_of, store=None, **autocast):
+    """The loss, what else `loss_of` returns, and the gradients."""
+    model.zero_grad()
+    ids = some_ids()
+    around = torch.autocast("cpu", **autocast) if autocast else contextlib.nullcontext()
+    with store.scope() if store else contextlib.nullcontext(), around:
+        found = loss_of(model(ids), ids)
+        loss, *others = found if isinstance(found, tuple) else (found,)
+    loss.backward()
+    return loss.detach(), others, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def store_of(model):
+    return open_store(model, CODECS)[0]
+
+
+LOSSES = {
+    "view": lambda z, y: F.cross_entropy(z.view(-1, z.size(-1)), y.view(-1)),
+    "view, inferred": lambda z, y: F.cross_entropy(z.view(BATCH * TIME, -1), y.view(-1)),
+    "flatten": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()),
+    "unsqueeze": lambda z, y: F.cross_entropy(z.unsqueeze(0).flatten(0, 2), y.flatten()),
+    "transpose": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
+    "permute, each loss": lambda z, y: F.cross_entropy(z.permute(0, 2, 1), y, reduction="none").square().sum(),
+    "module": lambda z, y: nn.CrossEntropyLoss(label_smoothing=0.1)(z.reshape(-1, CLASSES), y.reshape(-1)),
+    "shifted": lambda z, y: F.cross_entropy(z[..., :-1, :].contiguous().view(-1, CLASSES), y[..., 1:].reshape(-1)),
+    "shifted by slices": lambda z, y: F.cross_entropy(z[:, :-1].reshape(-1, CLASSES), y[:, 1:].reshape(-1)),
+    "one position": lambda z, y: F.cross_entropy(z[:, -1], y[:, 0]),
+    "cast": lambda z, y: F.cross_entropy(z.double().flatten(0, 1).clone(), y.flatten()),
+    "log_softmax": lambda z, y: F.nll_loss(F.log_softmax(z.view(-1, CLASSES), -1), y.view(-1)),
+    "log_softmax, later flattened": lambda z, y: F.nll_loss(z.log_softmax(dim=-1).flatten(0, 1), y.flatten()),
+    "log_softmax over classes": lambda z, y: nn.NLLLoss()(torch.log_softmax(z.transpose(1, 2), 1), y),
+    "mask": lambda z, y: F.cross_entropy(z[y > 9], y[y > 9]),
+    "ignored": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten().where(y.flatten() > 9, 3), ignore_index=3),
+    "weighted": lambda z, y: F.cross_entropy(
+        z.flatten(0, 1), y.flatten(), torch.arange(1.0, CLASSES + 1, dtype=z.dtype), reduction="sum"
+    ),
+    "two losses": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()) + F.cross_entropy(z[:, 0], y[:, 1]),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_does_without_logits(name, bias, products):
+    model = Scored(bias=bias)
+    plain_loss, _, plain = step(model, LOSSES[name])
+    loss, _, ours = step(model, LOSSES[name], store_of(model))
+    assert products == []
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-12, atol=0)
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-14)
+
+
+def loss_and(reader):
+    """A loss, and what `reader` finds, asked before or after it."""
+    return {
+        "before the loss": lambda z, y: (reader(z), F.cross_entropy(z.flatten(0, 1), y.flatten()))[::-1],
+        "after the loss": lambda z, y: (F.cross_entropy(z.flatten(0, 1), y.flatten()), reader(z)),
+    }
+
+
+def pickled(z):
+    return pickle.loads(pickle.dumps(z.detach()))
+
+
+def stored(z):
+    file = io.BytesIO()
+    torch.save(z.detach(), file)
+    return file.getvalue()
+
+
+def without_gradient(z):
+    with torch.no_grad():
+        return z.argmax(-1)
+
+
+READERS = {
+    "item": lambda z: z[0, 0, 0].item(),
+    "argmax": lambda z: z.argmax(-1),
+    "argmax without gradient": without_gradient,
+    "printed": repr,
+    "formatted": lambda z: f"{z.detach()}",
+    "numpy": lambda z: z.detach().numpy(),
+    "list": lambda z: z[0].tolist(),
+    "metric": lambda z: multiclass_accuracy(z.flatten(0, 1), some_ids().flatten(), CLASSES),
+    "stacked": lambda z: torch.stack([z, z]).detach(),
+    "indexed by numbers": lambda z: z[:, torch.tensor([1, 2])].detach(),
+    "some classes": lambda z: z[..., 3:9].detach(),
+    "pickled": pickled,
+    "stored": stored,
+    "strides": lambda z: (z[:, 1:].stride(), z.transpose(1, 2).stride(), z.shape, len(z), z.dtype, z.requires_grad),
+    "address": lambda z: z.data_ptr() != 0,
+    "storage": lambda z: z.untyped_storage().nbytes(),
+    "equal": lambda z: bool((z == z).all()),
+}
+
+
+@pytest.mark.parametrize("when", ["before the loss", "after the loss"])
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_finds_the_plain_logits(name, when):
+    model = Scored()
+    loss_of = loss_and(READERS[name])[when]
+    plain_loss, (plain_found,), plain = step(model, loss_of)
+    loss, (found,), ours = step(model, loss_of, store_of(model))
+    same = pickle.dumps if not isinstance(found, torch.Tensor) else lambda t: t
+    assert type(found) is type(plain_found)
+    if isinstance(found, torch.Tensor):
+        assert torch.equal(found, plain_found)
+    else:
+        assert same(found) == same(plain_found) or name == "stored"
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-12, atol=0)
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-14)
+
+
+class Squared(torch.autograd.Function):
+    """Goes around torch's functions: its input arrives as it is."""
+
+    @staticmethod
+    def forward(ctx, z):
+        ctx.save_for_backward(z)
+        return z.square()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+def hooked_later(z, y):
+    rows = z.flatten(0, 1)
+    z.register_hook(lambda gradient: 3 * gradient)
+    return F.cross_entropy(rows, y.flatten())
+
+
+def edited(z, y):
+    rows, copied = z.flatten(0, 1), z.clone()
+    z[..., 3:50] -= 1
+    return F.cross_entropy(rows, y.flatten()) + copied.square().mean()
+
+
+@torch.no_grad()
+def set_low(z):
+    z[..., CLASSES // 2 :] = -1e4
+
+
+def masked(z, y):
+    rows = z.flatten(0, 1)
+    set_low(z)
+    return F.cross_entropy(rows, y.flatten())
+
+
+def mask_that_changes(z, y):
+    mask = y > 9
+    rows, target = z[mask], y[mask]
+    mask.fill_(True)
+    return F.cross_entropy(z.flatten(0, 1), y.flatten()) * rows.detach().square().mean() / len(target)
+
+
+def kept_gradient(z, y):
+    z.retain_grad()
+    loss = F.cross_entropy(z.flatten(0, 1), y.flatten())
+    (of_z,) = torch.autograd.grad(loss, z, create_graph=True)
+    return loss + of_z.square().sum()
+
+
+@torch.jit.script
+def scripted(z: torch.Tensor) -> torch.Tensor:
+    return torch.logsumexp(z, -1).square().mean()
+
+
+USES = {
+    "a function of the user's": lambda z, y: Squared.apply(z).mean(),
+    "a function of the user's, and a loss": lambda z, y: (
+        Squared.apply(z.transpose(1, 2)).mean() + F.cross_entropy(z.flatten(0, 1), y.flatten())
+    ),
+    "a function of log-probabilities": lambda z, y: Squared.apply(z.log_softmax(-1)).mean(),
+    "hooked behind a view": hooked_later,
+    "edited behind views": edited,
+    "masked behind a view": masked,
+    "a mask that changes": mask_that_changes,
+    "its own gradient": kept_gradient,
+    "scripted": lambda z, y: scripted(z),
+    "capped": lambda z, y: F.cross_entropy((z / 30).tanh().mul(30).flatten(0, 1), y.flatten()),
+    "a z-loss beside": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()) + z.logsumexp(-1).square().mean(),
+    "soft targets": lambda z, y: F.cross_entropy(z.flatten(0, 1), F.one_hot(y.flatten(), CLASSES).to(z.dtype)),
+    "log-probabilities twice": lambda z, y: F.cross_entropy(z.log_softmax(-1).flatten(0, 1), y.flatten()),
+    "gathered": lambda z, y: -z.log_softmax(-1).gather(-1, y[..., None]).mean(),
+    "another view of rows": lambda z, y: F.cross_entropy(z.reshape(-1, CLASSES // 2), y.flatten().repeat(2) % 100),
+    "narrower": lambda z, y: F.cross_entropy(z.bfloat16().double().flatten(0, 1), y.flatten()),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_other_uses_are_those_of_plain_logits(name):
+    model = Scored()
+    plain_loss, _, plain = step(model, USES[name])
+    store = store_of(model)
+    for _ in range(3):  # the first one may learn that this is no head
+        loss, _, ours = step(model, USES[name], store)
+        torch.testing.assert_close(loss, plain_loss, rtol=1e-12, atol=0)
+        for a, b in zip(ours, plain, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks for it
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_loss_gets_plain_logits(backend):
+    model = Scored()
+    loss_of = torch.compile(lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()), backend=backend)
+    plain_loss, _, plain = step(model, LOSSES["flatten"])
+    store = store_of(model)
+    for _ in range(2):
+        loss, _, ours = step(model, loss_of, store)
+        torch.testing.assert_close(loss, plain_loss, rtol=1e-12, atol=0)
+        for a, b in zip(ours, plain, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-14)
+
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 2000}
+LLAMA = {**SHAPE, "intermediate_size": 64, "num_key_value_heads": 2, "use_cache": False}
+MODELS = {
+    "GPT2": {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 2000, "bos_token_id": 1, "eos_token_id": 2},
+    "Llama": LLAMA,
+    "Mistral": LLAMA,
+    "Qwen2": {**LLAMA, "tie_word_embeddings": True},
+    "Gemma": {**LLAMA, "head_dim": 16},
+    "OPT": {**SHAPE, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "GPTNeoX": {**SHAPE, "intermediate_size": 64},
+    "Phi": {**SHAPE, "intermediate_size": 64, "resid_pdrop": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_language_models_of_transformers_compute_no_logits(name, products):
+    torch.manual_seed(0)
+    kind = {"GPT2": "GPT2LMHeadModel"}.get(name, f"{name}ForCausalLM")
+    model = getattr(transformers, kind)(getattr(transformers, f"{name}Config")(**MODELS[name])).eval()
+    check_model(model, products)
+
+
+def test_t5_computes_no_logits(products):
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=2000, d_model=32, d_ff=64, num_layers=1, num_heads=2, d_kv=16, decoder_start_token_id=0
+    )
+    check_model(transformers.T5ForConditionalGeneration(config).eval(), products)
+
+
+def check_model(model, products):
+    ids = torch.randint(0, 2000, (4, 64))
+    labels = ids.where(torch.arange(64) > 9, -100)
+
+    def run(store):
+        model.zero_grad()
+        with Ledger().watching(model, []) as ledger:
+            with store.scope() if store else contextlib.nullcontext():
+                out = model(input_ids=ids, labels=labels)
+            out.loss.backward()
+        return out, [p.grad.clone() for p in model.parameters()], ledger.measurement.peak_bytes
+
+    plain_out, plain, plain_peak = run(None)
+    out, ours, peak = run(store_of(model))
+    assert products == []
+    logits = 4 * 63 * 2000 * 4
+    assert plain_peak - peak >= 2 * logits  # these, and the log-probabilities
+    torch.testing.assert_close(out.loss, plain_out.loss, rtol=1e-6, atol=0)
+    for a, b in zip(ours, plain, strict=True):
+        assert (a - b).norm() <= 3e-6 * b.norm() + 1e-9
+    assert torch.equal(out.logits.argmax(-1), plain_out.logits.argmax(-1))
+    assert len(products) == 1
+
+
+def test_logits_are_read_until_the_weight_changes():
+    model = Scored()
+    with store_of(model).scope():
+        z, other = model(some_ids()), model(some_ids())
+        loss = F.cross_entropy(z.flatten(0, 1), some_ids().flatten())
+    loss.backward()
+    assert torch.equal(z, model(some_ids()))
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    assert z.shape == other.shape == (BATCH, TIME, CLASSES)
+    z.argmax(-1)
+    with pytest.raises(RuntimeError, match="Read logits before the optimizer's step"):
+        other.argmax(-1)
+
+
+@pytest.mark.parametrize("frozen", ["head.weight", "head.bias", "table.weight", "head"])
+def test_frozen_parameters(frozen, products):
+    model = Scored()
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.startswith(frozen))
+    plain_loss, _, plain = step(model, LOSSES["shifted"])
+    loss, _, ours = step(model, LOSSES["shifted"], store_of(model))
+    assert products == []
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-12, atol=0)
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["shifted", "cast", "weighted"])
+def test_under_autocast_it_is_as_near_as_plain_torch(name, dtype, products):
+    """Against float64, of the same weights."""
+    model = Scored(dtype)
+    _, _, exact = step(copy.deepcopy(model).double(), LOSSES[name])
+    loss_of = LOSSES[name]
+    if name == "weighted":
+        loss_of = lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten(), torch.arange(1.0, CLASSES + 1))  # noqa: E731
+        _, _, exact = step(copy.deepcopy(model).double(), lambda z, y: loss_of(z.float(), y).double())
+    plain_loss, _, plain = step(model, loss_of, dtype=torch.bfloat16)
+    loss, _, ours = step(model, loss_of, store_of(model), dtype=torch.bfloat16)
+    assert products == []
+    assert loss.dtype == plain_loss.dtype
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-5, atol=0)
+    for a, b, c in zip(ours, plain, exact, strict=True):
+        assert (a - c).norm() <= 1.2 * (b - c).norm()
+
+
+def test_logits_read_under_autocast_are_plain_torchs():
+    model = Scored(torch.float32)
+    loss_of = lambda z, y: (z.log_softmax(-1).square().mean() + z.float().square().mean(), z)  # noqa: E731
+    plain_loss, (plain_z,), plain = step(model, loss_of, dtype=torch.bfloat16)
+    loss, (z,), ours = step(model, loss_of, store_of(model), dtype=torch.bfloat16)
+    assert torch.equal(loss, plain_loss)
+    assert z.dtype == plain_z.dtype
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+def test_where_gradients_are_off_nothing_is_deferred():
+    model = Scored()
+    with store_of(model).scope():
+        with torch.no_grad():
+            assert type(model(some_ids())) is torch.Tensor
+        assert type(model(some_ids())) is DeferredLogits
+
+
+def test_a_wide_layer_that_is_no_head_is_deferred_once(products):
+    model = Scored()
+    store = store_of(model)
+    for _ in range(3):
+        step(model, lambda z, y: z.relu().sum(), store)
+    assert len(products) == 1
+
+
+def test_a_head_stays_one_when_its_logits_are_read(products):
+    model = Scored()
+    store = store_of(model)
+    for number in range(4):
+        step(model, loss_and(READERS["argmax"])["after the loss"] if number % 2 else LOSSES["view"], store)
+    assert len(products) == 2
+
+
+def test_the_gradient_of_logits_that_go_around_torchs_functions():
+    torch.manual_seed(0)
+    shapes = {"rows": (5, 7, 2), "weight": (9, 2), "bias": (9,)}
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes.values()]
+
+    def squared(is_log, *given):
+        rows, *parameters = given
+        form = module.Form(1, torch.float64, is_log)
+        z = module._Stand.apply(rows.transpose(1, 2), *parameters, form)
+        z.call = module.HeadCall(rows, *parameters, {})
+        z._recipe = lambda: form.of(rows.transpose(1, 2), *parameters)
+        z.call.members.append(lambda: z)
+        return Squared.apply(z)
+
+    for is_log in (False, True):
+        assert torch.autograd.gradcheck(lambda *given, is_log=is_log: squared(is_log, *given), inputs)
+
+
+def test_logits_that_nobody_reads_are_freed_with_the_last_reference():
+    model = Scored()
+    with store_of(model).scope():
+        z = model(some_ids())
+        loss = F.cross_entropy(z.flatten(0, 1), some_ids().flatten())
+    head_call = module.weakref.ref(z.call)
+    del z
+    assert head_call() is None
+    loss.backward()
+
+
+def test_parameters_that_are_not_the_modules_own_are_left_alone():
+    """A parametrised weight is no parameter, as are those of low-rank and of sparse layers."""
+    model = Scored(bias=False)
+    nn.utils.parametrizations.weight_norm(model.head)
+    with store_of(model).scope():
+        assert type(model(some_ids())) is torch.Tensor
