@@ -23,18 +23,18 @@ from lightning_memsave.demo.model import WideResNet
 
 DATA = FractalConfig(jitter=0.08)
 """So hard that the baseline of the medium size reaches 80 to 85 %."""
+DENSEST = "sparsity 0.85, int4-chain, 8-bit momentum, into-state, bf16"
 SETTINGS: dict[str, dict[str, Any]] = {
     "baseline": {"recipe": "measure"},
     "sparsity 0.85": {"recipe": "measure", "sparsity": 0.85},
     "int4-chain": {"recipe": "measure", "activations": "int4-chain"},
     "bf16, 8-bit momentum": {"recipe": "measure", "precision": "bf16-sr", "optimizer_state": STATE_8BIT},
     "microbatch 4": {"microbatch": 4},
-    "sparsity 0.85, int4-chain, 8-bit momentum, into-state, bf16, microbatch 4": {
-        "microbatch": 4,
-        **COMBINED["sparsity 0.85, int4-chain, 8-bit momentum, into-state, bf16"],
-    },
+    f"{DENSEST}, microbatch 4": {"microbatch": 4, **COMBINED[DENSEST]},
+    f"{DENSEST}, whole batch": {"recipe": "measure", **COMBINED[DENSEST]},
 }
-"""The densest row of `bench_wrn.py` that reaches 120x, and what each of its techniques does alone."""
+"""The densest row of `bench_wrn.py` that reaches 120x, and what each of its techniques does alone; and all of them but
+microbatches, to see what the batch statistics of microbatches cost beside the others."""
 SIZES = {
     "short": {"pixels": 16, "num_train": 1500, "epochs": 5, "num_test": 500},
     "medium": {"pixels": 16, "num_train": 4000, "epochs": 5, "num_test": 10_000},
