@@ -110,7 +110,32 @@ def _study(name: str, found: list[Row], size: tuple[str, ...]) -> str:
         )
     about = ", ".join(f"{found[0][column]} {column.removeprefix('num_')}" for column in size)
     about = about.removesuffix(", 1 checkpoints")
-    return f"{found[0]['quality']}; {about}:\n\n{markdown(head, lines)}"
+    notes = " ".join(filter(None, (_progress(found), _last_quarter(found))))
+    return f"{found[0]['quality']}; {about}:{notes and f' {notes}'}\n\n{markdown(head, lines)}"
+
+
+def _progress(found: list[Row]) -> str:
+    """Say how much of a study that has an end is there."""
+    planned = found[0].get("runs_planned")
+    return f"Partial, {len(found)} of {planned} runs." if planned and len(found) < int(planned) else ""
+
+
+MOST_GAIN = 0.3
+"""Of the last quarter of the steps, of a baseline that has converged."""
+
+
+def _last_quarter(found: list[Row]) -> str:
+    """Say what the baseline gained in the last quarter of its steps, where that is known."""
+    gains = [
+        float(row["quality_value"]) - float(before)
+        for row in found
+        if row["setting"] == found[0]["setting"] and (before := row.get("quality_value_at_three_quarters"))
+    ]
+    if not gains:
+        return ""
+    gain = statistics.mean(gains)
+    verdict = "it has converged" if gain < MOST_GAIN else f"{MOST_GAIN:g} would be converged"
+    return f"The last quarter of the steps gained the baseline {gain:.2f}; {verdict}."
 
 
 def papers() -> str:
