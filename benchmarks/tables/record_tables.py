@@ -57,7 +57,7 @@ def headline() -> str:
 
 
 def ladder(name: str) -> str:
-    """Settings against sizes of microbatch: tracked peak, factor, and the factor of what was allocated."""
+    """Settings against sizes of microbatch: tracked peak, factor, and the factor of what was allocated; the CPU."""
     found = rows(name)
     whole = max(int(row["microbatch"]) for row in found)
     sizes = sorted({int(row["microbatch"]) for row in found} - {whole}, reverse=True)
@@ -67,7 +67,17 @@ def ladder(name: str) -> str:
         lines.append((setting, *(_cell(by_size[size]) if size in by_size else "" for size in sizes)))
     baseline = next(row for row in found if row["setting"] == "baseline")
     head = (f"baseline {float(baseline['peak_bytes']) / MB:.1f} MB", *(f"microbatch {size}" for size in sizes))
-    return markdown(head, lines)
+    return f"{markdown(head, lines)}\n\n{_instructions(found, sizes)}"
+
+
+def _instructions(found: list[Row], sizes: list[int]) -> str:
+    """Say which instructions the CPU had, by size of microbatch: kernels' workspace depends on them."""
+    by_kind: dict[str, set[int]] = {}
+    for row in found:
+        by_kind.setdefault(row["device"].partition(", ")[2] or "not noted", set()).add(int(row["microbatch"]))
+    kinds = {kind: ", ".join(str(size) for size in sizes if size in of_kind) for kind, of_kind in by_kind.items()}
+    told = "; ".join(f"{kind} at microbatch {at}" for kind, at in kinds.items() if at)
+    return f"Instructions of the CPU: {told}."
 
 
 def _cell(row: Row) -> str:
