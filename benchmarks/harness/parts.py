@@ -37,6 +37,8 @@ class Study:
     """How long and on how much is trained: rows of other sizes are not compared."""
     train: Callable[[int, dict[str, Any]], dict[str, Any]]
     """(seed, arguments) -> columns; `quality_value` is better when it is higher."""
+    num_seeds: int | None = None
+    """How many are planned; `None`: as many as somebody has time for."""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -48,16 +50,17 @@ class Study:
         return [row for row in read_rows(self.name) if all(row[c] == str(v) for c, v in self.size.items())]
 
     def missing(self, settings: Collection[str]) -> Iterator[tuple[int, str]]:
-        """Seed after seed, which of these settings has no row yet; without end."""
+        """Seed after seed, which of these settings has no row yet; without end where no number of seeds is planned."""
         done = {(row["seed"], row["setting"]) for row in self.rows()}
-        for seed in count():
+        for seed in count() if self.num_seeds is None else range(self.num_seeds):
             yield from ((seed, setting) for setting in settings if (str(seed), setting) not in done)
 
     def run(self, seed: int, setting: str) -> None:
         """One part."""
         found = self.train(seed, self.settings[setting])
         about = {"benchmark": self.name, "model": self.model, "setting": setting, "seed": seed, **self.size}
-        put_row(self.name, {**about, **found, **environment()}, self.key)
+        planned = {} if self.num_seeds is None else {"runs_planned": self.num_seeds * len(self.settings)}
+        put_row(self.name, {**about, **found, **planned, **environment()}, self.key)
         print(f"{self.name}: seed {seed}, {setting}: {found['quality_value']:.2f}, {found['cpu_seconds_run']:.0f} s")
 
     def again(self, row: Row) -> str | None:

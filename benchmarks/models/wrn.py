@@ -85,13 +85,13 @@ class Classifier(ImageClassifier):
     """`ImageClassifier` on images of 8 bits."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return super().training_step(_as_float(batch), batch_idx)
+        return super().training_step(as_float(batch), batch_idx)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        super().test_step(_as_float(batch), batch_idx)
+        super().test_step(as_float(batch), batch_idx)
 
 
-def _as_float(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def as_float(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     images, labels = batch
     return images.float().div_(127.5).sub_(1), labels
 
@@ -149,9 +149,15 @@ class StepSeconds(Callback):
 
 
 def fit(
-    module: L.LightningModule, data: Any, settings: dict[str, Any], *callbacks: Callback, **options: Any
+    module: L.LightningModule,
+    data: Any,
+    settings: dict[str, Any],
+    *callbacks: Callback,
+    validation: Any = None,
+    checkpoint: Path | None = None,
+    **options: Any,
 ) -> tuple[MemSave, L.Trainer]:
-    """Train with `MemSave(**settings)`, and nothing else than that."""
+    """Train with `MemSave(**settings)`, and nothing else than that; from a `checkpoint` on, if there is one."""
     memsave = MemSave(**settings)
     trainer = L.Trainer(
         accelerator="auto",
@@ -164,7 +170,7 @@ def fit(
         **options,
     )
     with quiet(), faster_bfloat16():
-        trainer.fit(module, data)
+        trainer.fit(module, data, validation, ckpt_path=checkpoint, weights_only=False)
     return memsave, trainer
 
 

@@ -57,7 +57,7 @@ def headline() -> str:
 
 
 def ladder(name: str) -> str:
-    """Settings against sizes of microbatch: tracked peak, factor, and the factor of what was allocated."""
+    """Settings against sizes of microbatch: tracked peak, factor, and the factor of what was allocated; the CPU."""
     found = rows(name)
     whole = max(int(row["microbatch"]) for row in found)
     sizes = sorted({int(row["microbatch"]) for row in found} - {whole}, reverse=True)
@@ -67,7 +67,17 @@ def ladder(name: str) -> str:
         lines.append((setting, *(_cell(by_size[size]) if size in by_size else "" for size in sizes)))
     baseline = next(row for row in found if row["setting"] == "baseline")
     head = (f"baseline {float(baseline['peak_bytes']) / MB:.1f} MB", *(f"microbatch {size}" for size in sizes))
-    return markdown(head, lines)
+    return f"{markdown(head, lines)}\n\n{_instructions(found, sizes)}"
+
+
+def _instructions(found: list[Row], sizes: list[int]) -> str:
+    """Say which instructions the CPU had, by size of microbatch: kernels' workspace depends on them."""
+    by_kind: dict[str, set[int]] = {}
+    for row in found:
+        by_kind.setdefault(row["device"].partition(", ")[2] or "not noted", set()).add(int(row["microbatch"]))
+    kinds = {kind: ", ".join(str(size) for size in sizes if size in of_kind) for kind, of_kind in by_kind.items()}
+    told = "; ".join(f"{kind} at microbatch {at}" for kind, at in kinds.items() if at)
+    return f"Instructions of the CPU: {told}."
 
 
 def _cell(row: Row) -> str:
@@ -110,7 +120,32 @@ def _study(name: str, found: list[Row], size: tuple[str, ...]) -> str:
         )
     about = ", ".join(f"{found[0][column]} {column.removeprefix('num_')}" for column in size)
     about = about.removesuffix(", 1 checkpoints")
-    return f"{found[0]['quality']}; {about}:\n\n{markdown(head, lines)}"
+    notes = " ".join(filter(None, (_progress(found), _last_quarter(found))))
+    return f"{found[0]['quality']}; {about}:{notes and f' {notes}'}\n\n{markdown(head, lines)}"
+
+
+def _progress(found: list[Row]) -> str:
+    """Say how much of a study that has an end is there."""
+    planned = found[0].get("runs_planned")
+    return f"Partial, {len(found)} of {planned} runs." if planned and len(found) < int(planned) else ""
+
+
+MOST_GAIN = 0.3
+"""Of the last quarter of the steps, of a baseline that has converged."""
+
+
+def _last_quarter(found: list[Row]) -> str:
+    """Say what the baseline gained in the last quarter of its steps, where that is known."""
+    gains = [
+        float(row["quality_value"]) - float(before)
+        for row in found
+        if row["setting"] == found[0]["setting"] and (before := row.get("quality_value_at_three_quarters"))
+    ]
+    if not gains:
+        return ""
+    gain = statistics.mean(gains)
+    verdict = "it has converged" if gain < MOST_GAIN else f"{MOST_GAIN:g} would be converged"
+    return f"The last quarter of the steps gained the baseline {gain:.2f}; {verdict}."
 
 
 def papers() -> str:

@@ -72,7 +72,8 @@ def unpack_positions(index: Tensor, size: int) -> Tensor:
 
 def scatter(values: Tensor, index: Tensor, size: int) -> Tensor:
     """Return the dense tensor, [size], of live values, [k]; zero elsewhere."""
-    return values.new_zeros(size).scatter_(0, unpack_positions(index, size), values)
+    # `scatter_` would copy the whole of 16-bit values in float32 on the CPU.
+    return values.new_zeros(size).index_copy_(0, unpack_positions(index, size), values)
 
 
 def gather(dense: Tensor, index: Tensor) -> Tensor:

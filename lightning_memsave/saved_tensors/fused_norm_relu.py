@@ -18,7 +18,8 @@ inverts a leaky ReLU and the BatchNorm exactly in the same way, but has to repla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,17 @@ def relu_input(y: Tensor) -> Node | None:
     return norm if norm is not None and output_nr == 0 and norm.name() in _AFFINE else None
 
 
+_NUM_PARTS = 8
+"""Parts of a 16-bit tensor that is edited in place: torch copies each to float32 where the other operand is that."""
+
+
+def _parts(operand: Tensor | float, z: Tensor, num_parts: int) -> Iterable[Tensor | float]:
+    """Return what goes with each part of `z`; without end where it is the same for all."""
+    if isinstance(operand, float) or operand.dim() < z.dim() or len(operand) != len(z):
+        return repeat(operand)
+    return operand.chunk(num_parts)
+
+
 class Affine(NamedTuple):
     """A normalisation with its statistics fixed: for each (scale, shift), y = scale * y + shift, from x to z."""
 
@@ -60,8 +72,11 @@ class Affine(NamedTuple):
 
     def inverse(self, z: Tensor) -> Tensor:
         """Compute x from z, in place."""
+        num_parts = _NUM_PARTS if z.element_size() < 4 else 1
         for scale, shift in reversed(self.steps):
-            z.sub_(shift).div_(scale)
+            operands = _parts(shift, z, num_parts), _parts(scale, z, num_parts)
+            for part, shift_of_part, scale_of_part in zip(z.chunk(num_parts), *operands, strict=False):
+                part.sub_(shift_of_part).div_(scale_of_part)
         return z
 
     def is_sound(self, fidelity: Fidelity) -> bool:

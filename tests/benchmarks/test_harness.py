@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import doctest
 import math
 import re
@@ -15,6 +16,7 @@ from benchmarks import run
 from benchmarks.harness import measurement, paired, parts
 from benchmarks.models.generated import fractals, german_numbers
 from benchmarks.models.papers import dynamicconv
+from benchmarks.tables import record_tables
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,6 +84,33 @@ def test_a_study_goes_on_where_it_stopped(results, monkeypatch):
     assert seen[3:] == [(1, {"microbatch": 1}), (2, {}), (2, {"microbatch": 1})]
     (line,) = make_study(train).summary()
     assert line == "lean: -1.00, half-width 0.00, 3 pairs: worse by more than 0.4 is not excluded"
+
+
+def test_a_study_with_a_number_of_seeds_ends_and_its_rows_say_how_many_runs_it_has(results, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["quality", "--parts", "9"])
+    study = make_study(lambda seed, arguments: {"quality_value": 90.0, "cpu_seconds_run": 0.1})
+    dataclasses.replace(study, num_seeds=2).main()
+    assert [(row["seed"], row["runs_planned"]) for row in study.rows()] == [("0", "4")] * 2 + [("1", "4")] * 2
+
+
+def test_a_table_says_what_is_missing_and_whether_the_baseline_has_converged():
+    def row(setting, seed, value, before):
+        about = {"setting": setting, "seed": seed, "epochs": "2", "runs_planned": "4", "quality": "accuracy"}
+        values = {"peak_bytes": "8", "quality_value": value, "quality_value_at_three_quarters": before}
+        return about | values
+
+    found = [row("baseline", "0", "90.5", "90.25"), row("lean", "0", "90.0", "80.0"), row("baseline", "1", "90", "90")]
+    text = record_tables._study("wrn_quality", found, ("epochs",))
+    assert text.startswith(
+        "accuracy; 2 epochs: Partial, 3 of 4 runs. "
+        "The last quarter of the steps gained the baseline 0.12; it has converged.\n\n|"
+    )
+    found.append(row("lean", "1", "91", "0"))
+    found[0]["quality_value_at_three_quarters"] = "80"
+    text = record_tables._study("wrn_quality", found, ("epochs",))
+    assert text.startswith(
+        "accuracy; 2 epochs: The last quarter of the steps gained the baseline 5.25; 0.3 would be converged.\n\n|"
+    )
 
 
 def test_a_study_of_some_settings(results, monkeypatch):

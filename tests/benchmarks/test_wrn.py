@@ -54,5 +54,5 @@ def test_steps_that_are_timed_are_watched_by_nobody(monkeypatch):
 
 
 def test_images_of_8_bits_become_numbers_around_zero():
-    images, _ = wrn._as_float((torch.tensor([0, 255], dtype=torch.uint8), torch.zeros(2)))
+    images, _ = wrn.as_float((torch.tensor([0, 255], dtype=torch.uint8), torch.zeros(2)))
     assert images.tolist() == [-1.0, 1.0]

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_memsave.measuring import allocation_peak
 from lightning_memsave.numerics import kernels
 from lightning_memsave.numerics.sparse_index import (
     BLOCK,
@@ -28,6 +29,14 @@ def test_positions_survive_and_take_the_stated_bytes(size, density, seed):
     dense = torch.arange(1.0, size + 1)
     assert torch.equal(gather(dense, index), dense[mask])
     assert torch.equal(scatter(dense[mask], index, size), dense * mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dense_values_are_made_without_a_copy_of_them(dtype):
+    positions = torch.arange(0, 4000, 8)
+    index, values = pack_positions(positions, 4000), torch.rand(500).to(dtype)
+    unpacking = allocation_peak(lambda: unpack_positions(index, 4000), 0)
+    assert allocation_peak(lambda: scatter(values, index, 4000), 0) == 4000 * values.element_size() + unpacking
 
 
 @pytest.mark.parametrize("size", [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])

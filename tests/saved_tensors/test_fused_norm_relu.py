@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_memsave.measuring import allocation_peak
 from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore
+from lightning_memsave.saved_tensors.fused_norm_relu import Affine
 from tests.saved_tensors.nets import Data, int4
 
 SHAPE = (8, 16, 16, 16)
@@ -53,6 +55,35 @@ def run(model, x, store=None, layout=torch.preserve_format):
         (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum(), [leaf, *model.parameters()]
     )
     return torch.cat([g.reshape(-1) for g in grads])
+
+
+PER_CHANNEL, PER_SAMPLE, PER_FEATURE = (16, 1, 1), (20, 16, 1, 1), (5,)
+
+
+@pytest.mark.parametrize("shapes", [[PER_CHANNEL], [PER_SAMPLE], [(20, 16, 3, 1), PER_FEATURE]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [20, 1])
+def test_the_inverse_of_a_part_is_that_of_the_whole(shapes, dtype, size):
+    shapes = [(size, *shape[1:]) if len(shape) == 4 else shape for shape in shapes]
+    steps = tuple((torch.rand(shape) + 0.5, torch.randn(shape)) for shape in shapes)
+    z = torch.randn(size, 16, 3, 5).to(dtype)
+    expected = z.clone()
+    for scale, shift in reversed(steps):
+        expected.sub_(shift).div_(scale)
+    assert torch.equal(Affine(steps, None, None, is_of_channels=True).inverse(z), expected)
+
+
+def test_the_inverse_of_one_normalised_vector():
+    z, weight, bias = torch.randn(24).bfloat16(), torch.rand(24) + 0.5, torch.randn(24)
+    steps = (torch.tensor([2.0]), torch.tensor([0.5])), (weight, bias)
+    expected = z.clone().sub_(bias).div_(weight).sub_(0.5).div_(2)
+    assert torch.equal(Affine(steps, None, None, is_of_channels=False).inverse(z), expected)
+
+
+def test_the_inverse_of_16_bits_takes_float32_copies_of_a_part_of_it():
+    z, scale = torch.randn(SHAPE).bfloat16(), torch.full((16, 1, 1), 2.0)
+    affine = Affine(((scale, scale),), None, None, is_of_channels=True)
+    assert allocation_peak(lambda: affine.inverse(z), 0) == 2 * 4 * z.numel() // 8, "operand and result"
 
 
 def fused(**options):
