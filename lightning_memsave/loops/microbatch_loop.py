@@ -9,11 +9,12 @@ right.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_memsave.core.errors import RefusedRegionError
 from lightning_memsave.lightning_compat import (
@@ -98,7 +99,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
             held = read_current(device)
             try:
                 parts = session.cutter.microbatches(trainer, self._kwargs)
-                result = self._run(parts, session, exchange)
+                result = self._run(parts, session, exchange, start.metrics)
             except Exception as error:
                 # Only the text is kept: the error itself holds the tensors of the frames that it came through.
                 failure = self._failure(error, start, exchange)
@@ -179,7 +180,51 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         if any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"]):
             self._optimizer.zero_grad()
 
-    def _run(self, parts: list[tuple[Any, float]], session: Session, exchange: LateReduction | None = None) -> Any:
+    def _run(
+        self,
+        parts: list[tuple[Any, float]],
+        session: Session,
+        exchange: LateReduction | None = None,
+        metrics: Sequence[Metric] | None = None,
+    ) -> Any:
+        if len(parts) == 1 and exchange is None:
+            return self._run_whole(parts[0][0], session, metrics)
+        return self._run_parts(parts, session, exchange, metrics)
+
+    def _run_whole(self, batch: Any, session: Session, metrics: Sequence[Metric] | None) -> Any:
+        """Run a batch in one piece, as Lightning's closure does; a try that fails leaves logs and metrics as before."""
+        trainer, config = self._loop.trainer, session.cutter.config
+        assert config is not None
+        module = trainer.lightning_module
+        with (
+            KeptLogs(trainer._results),
+            MergedMetrics(module, 1, metrics),
+            config.pooled_batchnorm(module, 1) as batchnorm,
+        ):
+            with batchnorm.microbatch():
+                out = self._loop._training_step(OrderedDict(self._kwargs, batch=batch))
+            if self._zero_grad_fn is not None:
+                self._zero_grad_fn()
+                self._has_zeroed = self._has_called_hooks = True
+            if out.closure_loss is None:
+                return self._skipped()
+            session.cutter.rules.note(out.closure_loss)
+            if self._backward_fn is not None:
+                self._backward_fn(out.closure_loss)
+            out.closure_loss = out.closure_loss.detach()  # the optimizer must not meet the graph
+        return out
+
+    def _skipped(self) -> Any:
+        self.warning_cache.warn("`training_step` returned `None` for every microbatch; the step is skipped.")
+        return ClosureResult(None)
+
+    def _run_parts(
+        self,
+        parts: list[tuple[Any, float]],
+        session: Session,
+        exchange: LateReduction | None,
+        found_metrics: Sequence[Metric] | None,
+    ) -> Any:
         trainer = self._loop.trainer
         config = session.cutter.config
         assert config is not None
@@ -194,11 +239,9 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         results = trainer._results
         module = trainer.lightning_module
         watch = session.cutter.record.watch(module, trainer.strategy.root_device) if len(parts) > 1 else unwatched
-        # Under DDP a process that has not cut its batch logs when the others do.
-        is_whole = len(parts) == 1 and exchange is None
-        with (
-            KeptLogs(results) if is_whole else DeferredLogs(results, type(results).log) as logs,
-            MergedMetrics(module, len(parts)) as metrics,
+        with (  # under DDP a process that has not cut its batch logs when the others do
+            DeferredLogs(results, type(results).log) as logs,
+            MergedMetrics(module, len(parts), found_metrics) as metrics,
             config.pooled_batchnorm(module, len(parts)) as batchnorm,
         ):
             for i, ((part, num_samples), weight) in enumerate(zip(parts, weights, strict=True)):
@@ -218,6 +261,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                     sizes.append(num_samples)
                     if not weight:  # no labels: a mean over none, and 0 times that is no number either
                         continue
+                    session.cutter.rules.note(out.closure_loss)
                     loss = out.closure_loss * weight
                     total = loss.detach().clone() if total is None else total + loss.detach()
                     if self._backward_fn is not None:
@@ -228,15 +272,13 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         logs.flush(self._kwargs["batch"], losses, reduction, trainer.accumulate_grad_batches)
         session.cutter.record.note_losses(losses)
         if total is None:
-            self.warning_cache.warn("`training_step` returned `None` for every microbatch; the step is skipped.")
-            return ClosureResult(None)
+            return self._skipped()
         return ClosureResult(total, extra=merge_outputs(outputs, sizes))
 
     def _backward(self, loss: Tensor, is_last: bool, exchange: LateReduction | None) -> None:
         """Run backward; `on_before_backward` and `on_after_backward` run for the last microbatch, once per batch."""
         strategy = self._loop.trainer.strategy
         plugin, module = strategy.precision_plugin, strategy.lightning_module
-        self._loop.session.cutter.rules.note(loss)
         known = type(plugin).pre_backward.__module__.startswith(_PRECISION_PLUGINS)
         if is_last and exchange is not None:
             strategy.pre_backward(loss)
