@@ -302,6 +302,21 @@ def recovery() -> str:
     return markdown(head, lines)
 
 
+def loop() -> str:
+    """A batch in Lightning's loop in which nothing is cut and nothing measured."""
+    head = ("model", "callback", "CPU time", "us more than plain")
+    lines, model, plain = [], "", 0.0
+    for row in rows("launch_bound_loop"):
+        seconds = float(row["cpu_seconds_p50"])
+        if row["setting"] == "baseline":
+            plain = seconds
+        else:
+            is_first, model = row["model"] != model, row["model"]
+            ratio, more = f"{float(row['cpu_time_ratio']):.2f}x", f"{1e6 * (seconds - plain):.0f}"
+            lines.append((model if is_first else "", row["setting"], ratio, more))
+    return markdown(head, lines, num_text=2)
+
+
 def batchnorm() -> str:
     """Accuracy against the size of the microbatch, for each way to normalise."""
     found = dict(by_setting(rows("microbatching_batchnorm")))

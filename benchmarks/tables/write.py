@@ -25,6 +25,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/techniques/microbatching.md": {
         "sizes": technique_tables.microbatching,
         "recovery": technique_tables.recovery,
+        "loop": technique_tables.loop,
         "batchnorm": technique_tables.batchnorm,
     },
     "docs/peft.md": {"measured": technique_tables.peft},

@@ -19,11 +19,12 @@ from lightning_memsave.loops.batch_structure import OF_LIGHTNING, Structure
 from lightning_memsave.loops.late_reduction import num_collectives
 from lightning_memsave.measuring.storages import tensors_in
 from lightning_memsave.saved_tensors.buffers import Buffers
-from lightning_memsave.saved_tensors.module_state import is_of_torch
+from lightning_memsave.saved_tensors.module_state import is_class_of_torch
 from lightning_memsave.saved_tensors.randomness import Randomness, generators_in
 from lightning_memsave.saved_tensors.seeds import NoiseSeeds
 from lightning_memsave.techniques.sparsity.layers import SparseLayer
 from lightning_memsave.torch_internals.containers import CONTAINERS, nested, refill, values
+from lightning_memsave.torch_internals.module_tree import modules_by_name
 from lightning_memsave.torch_internals.sharded_parameters import written_part
 
 
@@ -55,10 +56,16 @@ class BatchStart:
     ) -> None:
         self._module = module
         self._noise, self._place = noise, None if noise is None else noise.place
-        owners = list(module.named_modules())  # once, as this happens before each batch
-        parameters = list(dict.fromkeys(p for _, m in owners for p in m._parameters.values() if p is not None))
-        users = [(prefix, m) for prefix, m in owners if not is_of_torch(m) and not isinstance(m, Metric)]
-        self._randomness = Randomness({p.device for p in parameters}, generators_in(*(m for _, m in users)))
+        owners = modules_by_name(module)  # once, as this happens before each batch
+        kinds = {type(m) for _, m in owners}  # classes are far fewer than modules
+        of_metrics, sparse = ({k for k in kinds if issubclass(k, base)} for base in (Metric, SparseLayer))
+        of_users = {k for k in kinds - of_metrics if not is_class_of_torch(k)}
+        users = [(prefix, m) for prefix, m in owners if type(m) in of_users]
+        self.metrics = [m for _, m in owners if isinstance(m, Metric)] if of_metrics else []
+        """Metrics of the module."""
+        parameters = list({id(p): p for _, m in owners for p in m._parameters.values() if p is not None}.values())
+        devices = {p.device for p in parameters} if torch.accelerator.is_available() else ()
+        self._randomness = Randomness(devices, generators_in(*(m for _, m in users)))
         self._modes = [(m, m.training) for _, m in owners]
         self._fx_name = module._current_fx_name
         self._attributes = [(m, {k: value for k, value in vars(m).items() if _is_plain(k, value)}) for _, m in users]
@@ -73,7 +80,8 @@ class BatchStart:
         self._buffers = Buffers(owners, changing, small_bytes)
         self._structure = Structure([m for _, m in owners], [m for _, m in users]) if changing is None else None
         # By reference, as a sum makes a new tensor.
-        self._dense_gradients = [(layer, layer.dense_gradient) for _, layer in owners if isinstance(layer, SparseLayer)]
+        layers = (m for _, m in owners if type(m) in sparse) if sparse else ()
+        self._dense_gradients = [(layer, layer.dense_gradient) for layer in layers]
         self._summed: list[tuple[nn.Parameter, Tensor]] = []
         self._watched = [(t, t._version, "the batch") for t in tensors_in(batch) if not t.is_inference()]
         self._watched += [
@@ -158,11 +166,13 @@ class BatchStart:
 
 
 _IMMUTABLE = (Number, str, bytes, type(None))
+_PLAIN = (*_IMMUTABLE, Tensor)
+_PLAIN_TYPES = frozenset((*CONTAINERS, bool, int, float, str, type(None), Tensor))  # told apart sooner than by bases
 
 
 def _is_plain(key: str, value: object) -> bool:
     """Return whether an attribute of a module is put back: exact types, as others may mind being copied."""
-    return key not in OF_LIGHTNING and (type(value) in CONTAINERS or isinstance(value, (*_IMMUTABLE, Tensor)))
+    return key not in OF_LIGHTNING and (type(value) in _PLAIN_TYPES or isinstance(value, _PLAIN))
 
 
 def _containers(batch: Batch, seen: set[int] | None = None) -> Iterator[list[Any] | dict[Any, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,14 +76,19 @@ class MergedMetrics:
     their value for the step is the last microbatch's. A scalar that a `MeanMetric` gets without a weight counts as the
     mean over its microbatch: together these count as the one scalar of the batch. Of a loss that is a sum that is its
     mean over microbatches.
+
+    Args:
+        module: whose metrics.
+        num_parts: of the batch.
+        metrics: all that `module` has, where they have just been looked for (`BatchStart`).
     """
 
     weight = 1.0
     """Weight of the running microbatch in its batch; 0: its mean is over nothing, and is left out."""
 
-    def __init__(self, module: nn.Module, num_parts: int = 1) -> None:
+    def __init__(self, module: nn.Module, num_parts: int = 1, metrics: Sequence[Metric] | None = None) -> None:
         self._merges = num_parts > 1
-        self._metrics = [m for m in module.modules() if isinstance(m, Metric)]
+        self._metrics = [m for m in module.modules() if isinstance(m, Metric)] if metrics is None else metrics
         self._saved: list[_Saved] = []
         self._updates: list[tuple[MeanMetric, Any]] = []
 

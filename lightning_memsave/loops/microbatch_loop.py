@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_memsave.core.errors import RefusedRegionError
 from lightning_memsave.lightning_compat import (
@@ -104,7 +105,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
             held = read_current(device)
             try:
                 parts = session.cutter.microbatches(trainer, self._kwargs)
-                result = self._run(parts, session, exchange)
+                result = self._run(parts, session, exchange, metrics=start.metrics)
             except Exception as error:
                 # Only the text is kept: the error itself holds the tensors of the frames that it came through.
                 failure = self._failure(error, start, exchange)
@@ -262,6 +263,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         session: Session,
         exchange: LateReduction | JointRecovery | None = None,
         weights: list[float] | None = None,
+        metrics: Sequence[Metric] | None = None,
     ) -> Any:
         """Run the parts of a batch, one after the other, and merge what they return.
 
@@ -270,7 +272,47 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
             session: of the run.
             exchange: with other processes, after the last part; `None` where gradients are averaged in backward.
             weights: of the losses, where a try is repeated that does not count; `None`: those of the parts.
+            metrics: of the module, where they are known.
         """
+        if len(parts) == 1 and exchange is None and weights is None:
+            return self._run_whole(parts[0][0], session, metrics)
+        return self._run_parts(parts, session, exchange, weights, metrics)
+
+    def _run_whole(self, batch: Any, session: Session, metrics: Sequence[Metric] | None) -> Any:
+        """Run a batch in one piece, as Lightning's closure does; a try that fails leaves logs and metrics as before."""
+        trainer, config = self._loop.trainer, session.cutter.config
+        assert config is not None
+        module = trainer.lightning_module
+        with (
+            KeptLogs(trainer._results),
+            MergedMetrics(module, 1, metrics),
+            config.pooled_batchnorm(module, 1) as batchnorm,
+        ):
+            with batchnorm.microbatch():
+                out = self._loop._training_step(OrderedDict(self._kwargs, batch=batch))
+            if self._zero_grad_fn is not None:
+                self._zero_grad_fn()
+                self._has_zeroed = self._has_called_hooks = True
+            if out.closure_loss is None:
+                return self._skipped()
+            session.cutter.rules.note(out.closure_loss)
+            if self._backward_fn is not None:
+                self._backward_fn(out.closure_loss)
+            out.closure_loss = out.closure_loss.detach()  # the optimizer must not meet the graph
+        return out
+
+    def _skipped(self) -> Any:
+        self.warning_cache.warn("`training_step` returned `None` for every microbatch; the step is skipped.")
+        return ClosureResult(None)
+
+    def _run_parts(
+        self,
+        parts: list[tuple[Any, float]],
+        session: Session,
+        exchange: LateReduction | JointRecovery | None,
+        weights: list[float] | None,
+        found_metrics: Sequence[Metric] | None,
+    ) -> Any:
         trainer = self._loop.trainer
         config = session.cutter.config
         assert config is not None
@@ -291,7 +333,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         is_whole = len(parts) == 1 and exchange is None
         with (
             KeptLogs(results) if is_whole else DeferredLogs(results, type(results).log) as logs,
-            MergedMetrics(module, len(parts)) as metrics,
+            MergedMetrics(module, len(parts), found_metrics) as metrics,
             config.pooled_batchnorm(module, len(parts)) as batchnorm,
         ):
             for i, ((part, num_samples), weight) in enumerate(zip(parts, weights, strict=True)):
@@ -313,6 +355,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                     sizes.append(num_samples)
                     if not weight:  # no labels: a mean over none, and 0 times that is no number either
                         continue
+                    session.cutter.rules.note(out.closure_loss)
                     loss = out.closure_loss * weight
                     total = loss.detach().clone() if total is None else total + loss.detach()
                     if self._backward_fn is not None:
@@ -326,15 +369,13 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         logs.flush(self._kwargs["batch"], losses, reduction, trainer.accumulate_grad_batches)
         session.cutter.record.note_losses(losses)
         if total is None:
-            self.warning_cache.warn("`training_step` returned `None` for every microbatch; the step is skipped.")
-            return ClosureResult(None)
+            return self._skipped()
         return ClosureResult(total, extra=merge_outputs(outputs, sizes))
 
     def _backward(self, loss: Tensor, is_last: bool, exchange: LateReduction | JointRecovery | None) -> None:
         """Run backward; `on_before_backward` and `on_after_backward` run for the last microbatch, once per batch."""
         strategy = self._loop.trainer.strategy
         plugin, module = strategy.precision_plugin, strategy.lightning_module
-        self._loop.session.cutter.rules.note(loss)
         known = type(plugin).pre_backward.__module__.startswith(_PRECISION_PLUGINS)
         if is_last and exchange is not None:
             strategy.pre_backward(loss)

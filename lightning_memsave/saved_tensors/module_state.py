@@ -270,4 +270,9 @@ def _is_same(first: Any, second: Any) -> bool:
 
 def is_of_torch(module: nn.Module) -> bool:
     """Return whether its class is torch's, where plain attributes are settings."""
-    return type(module).__module__.startswith("torch.")
+    return is_class_of_torch(type(module))
+
+
+def is_class_of_torch(kind: type[nn.Module]) -> bool:
+    """Return whether a class of modules is torch's."""
+    return kind.__module__.startswith("torch.")

@@ -138,21 +138,27 @@ def generators_in(*owners: Any) -> list[Any]:
         seen.add(id(each))
         if is_generator(each):
             found[id(each)] = each
-        elif type(each) in CONTAINERS:
-            todo.extend(values(each))
-        elif isinstance(each, functools.partial):  # asked for its `__dict__`, it makes one, which is a change
-            todo.extend((*each.args, *each.keywords.values()))
-        elif isinstance(each, nn.Module):
-            if id(each) in is_owner:
-                todo.extend(value for key, value in vars(each).items() if key not in PARTS_OF_TORCH)
-        elif hasattr(each, "__dict__") and not is_of_a_library(each):
-            todo.extend(vars(each).values())
+        else:
+            # Most values are atoms: these are left out without being looked at one by one.
+            todo += [value for value in _held_by(each, id(each) in is_owner) if type(value) not in _ATOMS]
     return list(found.values())
+
+
+def _held_by(each: Any, is_owner: bool) -> Iterable[Any]:
+    """Return what an object holds, as far as generators of users may be among it."""
+    if type(each) in CONTAINERS:
+        return values(each)
+    if isinstance(each, functools.partial):  # asked for its `__dict__`, it makes one, which is a change
+        return *each.args, *each.keywords.values()
+    if isinstance(each, nn.Module):
+        return [value for key, value in vars(each).items() if key not in PARTS_OF_TORCH] if is_owner else ()
+    return vars(each).values() if hasattr(each, "__dict__") and not is_of_a_library(each) else ()
 
 
 PARTS_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that torch gives to each module: parameters, buffers, children, hooks."""
 _WITHOUT = (Tensor, str, bytes, int, float, complex, type, type(None), type(sys), type(len), type(_bytes))
+_ATOMS = frozenset((*_WITHOUT, bool, nn.Parameter))
 _LIBRARIES = frozenset(["torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "logging"])
 
 

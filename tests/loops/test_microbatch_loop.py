@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memsave import Checkpointing, MemSave, Microbatching, NoEffectWarning, microbatches
 from tests.harness import assert_same_run, fit, largest_difference
@@ -247,3 +248,53 @@ def test_numpy_arrays_and_model_outputs_are_cut_as_well():
     parts = [part for part, _ in split(batch, 2)]
     assert [part["x"].shape for part in parts] == [(2, 2), (2, 2)]
     assert parts[1]["out"].last_hidden_state.tolist() == parts[1]["out"]["last_hidden_state"].tolist() == [2.0, 3.0]
+
+
+class CountedOperations(TorchDispatchMode):
+    """Counts operations, views aside."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+class CountsOperations(L.Callback):
+    """Counts the operations of a batch that is not measured."""
+
+    def __init__(self):
+        self.mode = CountedOperations()
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 4:
+            self.mode.__enter__()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 4:
+            self.mode.__exit__(None, None, None)
+
+
+class WithoutBuffers(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0].float()).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+def test_a_batch_in_one_piece_runs_the_operations_of_plain_lightning():
+    def count(memsave):
+        counts = CountsOperations()
+        fit(WithoutBuffers(), batches(sizes=(10,) * 6), memsave, callbacks=[counts], max_epochs=1)
+        return counts.mode.count
+
+    assert count(MemSave()) == count(None) > 0
