@@ -329,10 +329,8 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         module = trainer.lightning_module
         is_watched = counts and len(parts) > 1
         watch = session.cutter.record.watch(module, trainer.strategy.root_device) if is_watched else unwatched
-        # Under DDP a process that has not cut its batch logs when the others do.
-        is_whole = len(parts) == 1 and exchange is None
-        with (
-            KeptLogs(results) if is_whole else DeferredLogs(results, type(results).log) as logs,
+        with (  # under DDP a process that has not cut its batch logs when the others do
+            DeferredLogs(results, type(results).log) as logs,
             MergedMetrics(module, len(parts), found_metrics) as metrics,
             config.pooled_batchnorm(module, len(parts)) as batchnorm,
         ):
