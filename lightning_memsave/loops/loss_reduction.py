@@ -28,6 +28,7 @@ from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.loops.sample_noise import SampleNoise
 from lightning_memsave.loops.side_effect_free import ParametersKept, without_a_trace
+from lightning_memsave.measuring.allocator import free_memory
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.reduction import Losses, ReductionRule, rules_for
 from lightning_memsave.techniques.microbatching.split import are_equal, cloned, pick, take
@@ -36,6 +37,7 @@ from lightning_memsave.torch_internals.sharded_parameters import free_gathered, 
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}
 _FEWEST_SAMPLES = 5  # a part of two and one of three
+_WITH_LESS_MEMORY = 3  # a part of one and one of two
 _SMALL = 0.02  # what parameters of zeros become, the standard deviation
 _MOST_COUNTED = 128  # samples whose labels are counted one by one
 _MOST_MOVED = 2**12  # elements of each parameter
@@ -76,9 +78,11 @@ def ask(
     kwargs: dict[str, Any],
     num_samples: int,
     config: Microbatching,
-    agreed: Callable[[_Found], _Found] = lambda found: found,
+    agreed: Callable[[_Found], _Found] | None = None,
 ) -> Answer:
     """Return which rules the loss obeys: means and a sum, with the weights that `config` gives or the batch allows.
+
+    Where memory runs out, fewer samples are taken.
 
     Args:
         trainer: Lightning's trainer, inside its fit loop.
@@ -88,14 +92,34 @@ def ask(
         agreed: makes what is found the same in all processes, where they wait for each other in every forward: else one
             would evaluate the loss again, and the others would not.
     """
-    module, batch = trainer.lightning_module, kwargs["batch"]
-    if has_fake_parameters(module):  # a prediction, which flags it
+    if has_fake_parameters(trainer.lightning_module):  # a prediction, which flags it
         return Answer((ReductionRule("mean", config.weight_fn),))
+    if agreed is None and config.split_fn is None:
+        try:
+            return _asked(trainer, kwargs, num_samples, config, _FEWEST_SAMPLES)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        free_memory()
+        return _asked(trainer, kwargs, num_samples, config, _WITH_LESS_MEMORY)
+    return _asked(trainer, kwargs, num_samples, config, _FEWEST_SAMPLES, agreed)
+
+
+def _asked(
+    trainer: L.Trainer,
+    kwargs: dict[str, Any],
+    num_samples: int,
+    config: Microbatching,
+    fewest: int,
+    agreed: Callable[[_Found], _Found] | None = None,
+) -> Answer:
+    module, batch = trainer.lightning_module, kwargs["batch"]
     answer = Answer(why_not="the loss cannot be evaluated.", has_failed=True)
     with without_a_trace(trainer, module, batch) as start:
-        subject = _Subject.of(batch, num_samples, config)
+        subject = _Subject.of(batch, num_samples, config, fewest)
         for mode in _MODES:
-            answer, is_last = agreed(_found(_Evaluation(trainer, kwargs, mode, start), subject, config, num_samples))
+            found = _found(_Evaluation(trainer, kwargs, mode, start), subject, config, num_samples)
+            answer, is_last = found if agreed is None else agreed(found)
             if is_last:
                 break
     free_gathered(module)  # no backward follows
@@ -128,12 +152,12 @@ class _Subject(NamedTuple):
     parts: list[tuple[Any, float]]
 
     @classmethod
-    def of(cls, batch: Batch, num_samples: int, config: Microbatching) -> _Subject:
-        """Return a batch in the parts of `split_fn`, or a microbatch's number of samples, at least five, in two."""
+    def of(cls, batch: Batch, num_samples: int, config: Microbatching, fewest: int) -> _Subject:
+        """Return a batch in the parts of `split_fn`, or a microbatch's number of samples, or the fewest, in two."""
         if config.split_fn is not None:
             return cls(batch, config.parts(batch))
         assert config.size != "auto", "who cuts knows the size"
-        num_used = min(num_samples, max(_FEWEST_SAMPLES, config.size))
+        num_used = min(num_samples, max(fewest, config.size))
         rules = rules_for(batch) if config.weight_fn is None else []
         rows = _spread(_telling(batch, num_samples, rules)[: num_used // 2], num_used, num_samples)
         whole = pick(batch, rows, num_samples)

@@ -137,6 +137,40 @@ def test_the_noise_of_codes_is_that_of_a_run_with_that_size_from_the_start(where
         assert_same_run(fit(8), direct)  # there is noise
 
 
+@pytest.mark.parametrize("limit", [4, 3])
+def test_the_loss_is_probed_with_fewer_samples_where_memory_runs_out(limit):
+    class Tight(L.LightningModule):
+        """Fails above a number of samples without gradients as well."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 1)
+
+        def training_step(self, batch, batch_idx):
+            if len(batch[0]) > limit:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried ...")
+            return (self.layer(batch[0]) - batch[1]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 1e-2)
+
+    def trained(memsave, batch_size):
+        torch.manual_seed(0)
+        module = Tight()
+        loader = DataLoader(data(32).dataset, batch_size)
+        accumulate = {"accumulate_grad_batches": 32 // batch_size}
+        L.Trainer(**QUIET, max_epochs=2, callbacks=[memsave], **(accumulate if batch_size < 32 else {})).fit(
+            module, loader
+        )
+        return module
+
+    memsave = MemSave()
+    ours, plain = trained(memsave, 32), trained(MemSave("measure"), 2)
+    assert memsave.report.microbatch_size <= limit
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
 def test_memory_that_runs_out_while_the_loss_is_probed_says_nothing_about_the_loss():
     class Probed(Net):
         def training_step(self, batch, batch_idx):
