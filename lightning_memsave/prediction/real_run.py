@@ -45,6 +45,7 @@ from lightning_memsave.torch_internals.model_copies import collect_copies, copie
 from lightning_memsave.torch_internals.private_names import require
 
 _NUM_TIMED = 3  # steps; the fastest counts
+_LONG_SECONDS = 0.2  # of a step, which then is timed once: relative to it, little happens by chance
 
 
 class StepFailedError(ValueError):
@@ -258,12 +259,12 @@ class _Steps(OneStep):
             forward_and_backward = self._updates_seconds - self._began_seconds
             update = time.thread_time() - self._updates_seconds
             self._seconds.append(self._whole * forward_and_backward + update)
+            if forward_and_backward + update > _LONG_SECONDS or len(self._seconds) == _NUM_TIMED:
+                raise DoneError
         elif step == 4:
             assert self._profile is not None, "it was opened a step before"
             self._profile.__exit__(None, None, None)
             self._profiled_bytes, self._profile = self._profile.peak_bytes, None
-        if len(self._seconds) == _NUM_TIMED:
-            raise DoneError
         if step >= 4:
             return
         assert self._ledger is not None, "it was opened at the start of the step"
