@@ -22,7 +22,7 @@ from benchmarks.memory_time.bench_planner import Step, classify, language
 from benchmarks.models.subjects import Subject, llama, plain_gpt, relative_difference, vit, wide_resnet
 from lightning_memsave import ActivationCompression
 from lightning_memsave.planner.codec_choice import Codecs, in_words
-from lightning_memsave.prediction.code_noise import BoundedCodes, CodeNoise
+from lightning_memsave.prediction.code_noise import BoundedCodes, CodeNoise, classes_in
 from lightning_memsave.techniques.activation_compression import open_store
 
 NAME, KEY = "code_noise", ("model", "setting")
@@ -69,22 +69,23 @@ def measure(name: str) -> None:
     steps = (time.thread_time() - start) / (plain[1] - plain[0])
     one: dict[str, Codecs] = {codec: (codec,) * len(sites.sites) for codec in UNIFORM}
     likes = {f"like {codec}": sites.least_noise(int(ROOM * sites.bytes_of(each))) for codec, each in one.items()}
-    names = [each for each, _ in module.named_modules()]
     settings = {
         setting: BoundedCodes(
-            sites.as_config(codecs, ActivationCompression(), names), sites.noise_of(codecs), in_words(codecs)
+            sites.as_config(codecs, ActivationCompression(), classes_in(module)),
+            sites.noise_of(codecs),
+            in_words(codecs),
         )
         for setting, codecs in (one | likes).items()
     }
     settings |= {f"bound {bound:g}": noise.within(bound) for bound in BOUNDS}
-    for setting, (config, predicted, codecs) in settings.items():
+    for setting, (config, predicted, words) in settings.items():
         draws = [gradients(module, subject.batch, config, draw) for draw in range(NUM_DRAWS)]
         errors = torch.tensor([relative_difference(found, exact) for found, _ in draws])
-        row = {"benchmark": NAME, "model": title, "setting": setting, "plan": codecs}
+        row = {"benchmark": NAME, "model": title, "setting": setting, "plan": words}
         row |= {"kept_bytes": draws[0][1], "predicted": predicted}
         row |= {"quality": "noise of a gradient over its norm", "quality_value": float(errors.square().mean().sqrt())}
         put_row(NAME, {**row, "measuring_steps": steps, **environment()}, KEY)
-        print(title, setting, row["kept_bytes"], row["predicted"], row["quality_value"], codecs)
+        print(title, setting, row["kept_bytes"], row["predicted"], row["quality_value"], words)
 
 
 def main() -> None:

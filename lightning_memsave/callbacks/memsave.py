@@ -124,7 +124,7 @@ class MemSave(MemoryMonitor):
         noise = {"max_gradient_noise": max_gradient_noise, "activations": activations}
         self._given = {"budget": budget, **slots, **noise, "planning_seconds": planning_seconds}
         if isinstance(recipe, Plan):
-            _check_alone(budget, slots)
+            _check_alone({"budget": budget, "max_gradient_noise": max_gradient_noise, **slots})
             self.budgeted: BudgetedRun | None = BudgetedRun(None, recipe.as_recipe(), recipe)
             recipe = recipe.as_recipe()
         else:
@@ -327,13 +327,13 @@ def _bounded(activations: Any, bound: float | None) -> Any:
 MemSaveMixin.callback_class = MemSave  # of `strategy="memsave"` without a callback
 
 
-def _check_alone(budget: object, slots: Mapping[str, object]) -> None:
+def _check_alone(settings: Mapping[str, object]) -> None:
     """Refuse settings beside a plan: what it was made for does not hold with others."""
-    given = [name for name, value in {"budget": budget, **slots}.items() if value is not None]
+    given = [name for name, value in settings.items() if value is not None]
     if given:
         raise setting_error(
             given[0],
             "cannot be set beside a plan, which was made without it",
-            {"budget": budget, **slots}[given[0]],
+            settings[given[0]],
             "Make a plan with it: `MemSave(budget=..., ...)`.",
         )

@@ -14,9 +14,10 @@ keeps, keeping and computing again are among the choices, and noise is measured 
 
 from __future__ import annotations
 
+import glob
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -119,27 +120,34 @@ class CodeSites:
             codecs.insert(0, list(site.kept_bytes)[number])
         return tuple(codecs)
 
-    def as_config(self, codecs: Codecs, config: ActivationCompression, names: Sequence[str]) -> ActivationCompression:
+    def as_config(
+        self, codecs: Codecs, config: ActivationCompression, classes: Mapping[str, str]
+    ) -> ActivationCompression:
         """Return settings with these codecs by module, everything else as in `config`.
 
         Args:
             codecs: a codec for each site.
             config: with any codecs of values.
-            names: the qualified names of all modules, parents before their children.
+            classes: the qualified names of all modules, parents before their children, and those of their classes.
         """
         codec_of = {name: codec for site, codec in zip(self.sites, codecs, strict=True) for name in site.modules}
         base = codec_of.get("") or next(iter(Counter(codec_of.values()).most_common(1)), (EXACT,))[0]
-        inherited, modules = {"": base}, dict[str, str]()
-        for name in filter(None, names):
+        inherited, chosen = {"": base}, dict[str, str]()
+        for name in filter(None, classes):
             above = inherited.get(name.rpartition(".")[0], base)
             inherited[name] = codec_of.get(name, above)
             if inherited[name] != above:
-                modules[name] = inherited[name]
+                chosen[name] = inherited[name]
+        # A name is a pattern, which means classes as well: who has such a class is named before.
+        ambiguous = {name: codec for name, codec in chosen.items() if name in classes.values()}
+        named = {name: inherited[name] for name, kind in classes.items() if kind in ambiguous and name}
+        apart = {name: codec for name, codec in {**named, **chosen}.items() if name not in ambiguous}
         others = [codec for codec in config.written_out if codec not in CODECS]
         return replace(
             config,
             codecs=tuple(dict.fromkeys([EXACT, *others, base])),
-            modules=modules,
+            modules={glob.escape(name): codec for name, codec in {**apart, **ambiguous}.items()},
+            operations=config.all_operations,
             max_gradient_noise=None,
         )
 

@@ -281,12 +281,12 @@ def _codec_choice(
     """
     own = recipe.get(ActivationCompression)
     if is_bounded(own):
-        return CodecChoice(CodeNoise(module, batch, own, trainer, stays_whole), trainer)
+        return CodecChoice(CodeNoise(module, batch, own, trainer, stays_whole))
     if not recipe.leaves_open(ActivationCompression) and ActivationCompression not in recipe.by_default:
         return None
     try:
         config = ActivationCompression(codecs=("exact", "int4"))
-        return CodecChoice(CodeNoise(module, batch, config, trainer, stays_whole), trainer, _UNMEASURED)
+        return CodecChoice(CodeNoise(module, batch, config, trainer, stays_whole), _UNMEASURED)
     except ValueError:
         return None
 

@@ -5,7 +5,8 @@ many bytes. Then a step is taken for each site and codec in which this site alon
 samples and random numbers its gradient differs from the exact one by the noise of the site's codes. Codes of different
 samples are rounded independently, so the noise of a mean over B samples follows from that of a few: its mean square is
 smaller by the ratio of the numbers. That makes the measurement cheap: the steps use so few samples that all together
-take about four times as long as a whole one.
+take about four times as long as a whole one, where the batch has enough of them. A batch that cannot be cut is taken
+whole.
 
 Stochastic rounding between levels at a distance d has a variance in proportion to d^2. So 8 bits, with a distance of
 1/17 of that of 4 bits, are not measured: their noise has 1/289 of the mean square.
@@ -14,6 +15,7 @@ Stochastic rounding between levels at a distance d has a variance in proportion 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.selection import is_scripted
 from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.planner.codec_choice import CODECS, EXACT, Codecs, CodeSite, CodeSites, in_words
 from lightning_memsave.planner.recipes import Recipe
@@ -80,19 +83,17 @@ class CodeNoise:
     ) -> None:
         _refuse(module)
         self._module, self._batch, self._trainer = module, batch, trainer
-        self._num_samples = 1
-        with contextlib.suppress(UnsplittableBatchError):
-            self._num_samples = 1 if stays_whole else batch_size(batch)
+        self._stays_whole = stays_whole
         self._config = replace(config, max_gradient_noise=None)
-        self._num_used = min(_FEW, self._num_samples)
-        self._gradient_square: float | None = None
+        self._num_samples, self._num_used = 1, _FEW
+        self._gradient_squares: dict[int, float] = {}
         self._within: dict[float, BoundedCodes] = {}
 
     @cached_property
     def sites(self) -> CodeSites:
         """What each codec keeps and does, site by site."""
         sites: CodeSites
-        sites, self._num_used = self._on_copy(self._num_used, lambda meter: meter.sites())
+        sites, self._num_samples, self._num_used = self._on_copy(self._num_used, lambda meter: meter.sites())
         return sites
 
     def measured(self, codecs: Codecs) -> float:
@@ -100,10 +101,11 @@ class CodeNoise:
 
         With more samples than the sites were measured with, as many as there is memory for.
         """
+        sites = self.sites
         num_used = min(self._num_samples, max(_MANY, _MORE * self._num_used))
         while True:
             try:
-                return math.sqrt(self._on_copy(num_used, lambda meter: meter.noise(self.sites, codecs)))
+                return math.sqrt(self._on_copy(num_used, lambda meter: meter.noise(sites, codecs)))
             except NoRoomError:
                 if num_used <= self._num_used:
                     raise
@@ -125,25 +127,40 @@ class CodeNoise:
             codecs = self.sites.fewest_bytes(allowed)
             noise = self.measured(codecs)
             if noise <= max_noise:
-                names = [name for name, _ in self._module.named_modules()]
-                config = self.sites.as_config(codecs, self._config, names)
+                config = self.sites.as_config(codecs, self._config, classes_in(self._module))
                 return BoundedCodes(config, noise, in_words(codecs))
             allowed *= _LESS * max_noise / noise
         rule = f"is exceeded by codes that should keep it: {noise:.3g} was measured"
         raise setting_error("max_gradient_noise", rule, max_noise, 'Name a codec: `activations=["exact", "int8"]`.')
 
     def _on_copy(self, num_used: int, measure: Callable[[_Meter], Any]) -> Any:
-        def measured(model: nn.Module, loss: Loss) -> Any:
-            meter = _Meter(model, loss, self._num_samples, self._config, num_used, self._gradient_square)
-            try:
-                return measure(meter)
-            finally:
-                self._gradient_square = meter.gradient_square
+        """Measure in all processes; what rank 0 finds holds, as the steps may wait for each other."""
+        found: Any
+        try:
+            found = self._in_this_process(num_used, measure)
+        except ValueError as error:
+            found = error
+        if self._trainer is not None and self._trainer.world_size > 1:
+            found = self._trainer.strategy.broadcast(found)
+        if isinstance(found, ValueError):
+            raise found
+        return found
 
-        probe = _Probe(measured, self._num_samples)
+    def _in_this_process(self, num_used: int, measure: Callable[[_Meter], Any]) -> Any:
+        def measured(model: nn.Module, loss: Loss, num_samples: int) -> Any:
+            used = min(num_used, num_samples)
+            meter = _Meter(model, loss, num_samples, self._config, used, self._gradient_squares)
+            return measure(meter)
+
+        probe = _Probe(measured, self._stays_whole)
         if not Trial(self._module, self._batch, self._trainer).run(probe):
             raise NoRoomError(f"`max_gradient_noise` needs memory for {num_used} samples without codes. {_REMEDY}")
         return probe.result
+
+
+def classes_in(module: nn.Module) -> dict[str, str]:
+    """Return the names of all modules, parents first, with those of their classes."""
+    return {name: type(each).__name__ for name, each in module.named_modules()}
 
 
 class NoRoomError(ValueError):
@@ -178,30 +195,46 @@ def _refuse(module: L.LightningModule) -> None:
 
 
 class _Probe(OneStep):
-    """Measures at the start of a fit, and ends it."""
+    """Measures where a fit calls `training_step` for the first time, and ends it.
 
-    def __init__(self, measure: Callable[[nn.Module, Loss], Any], num_samples: int) -> None:
+    Args:
+        measure: takes the model, its loss and the number of samples.
+        stays_whole: whether the batch is not to be cut.
+    """
+
+    def __init__(self, measure: Callable[[nn.Module, Loss, int], Any], stays_whole: bool) -> None:
         super().__init__(Recipe("measure"))
-        self._measure, self._num_samples = measure, num_samples
+        self._measure, self._stays_whole = measure, stays_whole
         self.result: Any = None
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
+        """Put the measurement in the place of the step."""
+        step, device_type = pl_module.training_step, trainer.strategy.root_device.type
         for name in ("log", "log_dict"):  # of this copy
             setattr(pl_module, name, lambda *_, **__: None)
 
-        def loss(start: int, stop: int) -> Tensor:
-            part = batch if stop - start == self._num_samples else take(batch, start, stop, self._num_samples)
-            with trainer.precision_plugin.train_step_context():
-                found: Any = pl_module.training_step(part, 0)
-            found = found.get("loss") if isinstance(found, dict) else found
-            if not isinstance(found, Tensor):
-                raise setting_error("max_gradient_noise", "needs a `training_step` with a loss", found, _REMEDY)
-            return found
+        @functools.wraps(step)  # Lightning looks at the arguments that it takes
+        def measured(batch: Batch, *others: Any) -> None:
+            num_samples = 1
+            with contextlib.suppress(UnsplittableBatchError):
+                num_samples = 1 if self._stays_whole else batch_size(batch)
 
-        self.result = self._measure(pl_module, loss)
-        raise DoneError
+            def loss(start: int, stop: int) -> Tensor:
+                part = batch if stop - start == num_samples else take(batch, start, stop, num_samples)
+                with trainer.precision_plugin.train_step_context():
+                    found: Any = step(part, *others)
+                found = found.get("loss") if isinstance(found, dict) else found
+                if not isinstance(found, Tensor):
+                    raise setting_error("max_gradient_noise", "needs a `training_step` with a loss", found, _REMEDY)
+                return found
+
+            with torch.autocast(device_type, enabled=False):  # in backward
+                self.result = self._measure(pl_module, loss, num_samples)
+            raise DoneError
+
+        setattr(pl_module, "training_step", measured)  # noqa: B010  # mypy takes it for a method
 
 
 class _Read(NamedTuple):
@@ -225,7 +258,7 @@ class _Meter:
         num_samples: of the batch.
         config: as for `CodeNoise`.
         num_used: samples of a step.
-        gradient_square: squared norm of the whole batch's gradient, where it is known.
+        gradient_squares: squared norms of the whole batch's gradient in steps of so many samples, as far as known.
     """
 
     def __init__(
@@ -235,9 +268,9 @@ class _Meter:
         num_samples: int,
         config: ActivationCompression,
         num_used: int,
-        gradient_square: float | None = None,
+        gradient_squares: dict[int, float],
     ) -> None:
-        self.gradient_square = gradient_square
+        self._gradient_squares = gradient_squares
         self._model, self._loss, self._num_samples, self._num_used = model, loss, num_samples, num_used
         lossiest = config.lossy.name.lower()
         self._codecs = (EXACT, "bf16") if lossiest == "bf16" else tuple(c for c in CODECS if c != "bf16")
@@ -246,10 +279,14 @@ class _Meter:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         self._random = Randomness({p.device for p in self._parameters})
-        self._names = [name for name, _ in model.named_modules()]
+        self._names = classes_in(model)
 
-    def sites(self) -> tuple[CodeSites, int]:
-        """Find the sites and measure the noise of each codec in each; returns the number of samples used besides."""
+    def sites(self) -> tuple[CodeSites, int, int]:
+        """Find the sites and measure the noise of each codec in each.
+
+        Returns:
+            The sites, the number of samples of the batch, and how many were used.
+        """
         found = self._found()
         measured = [codec for codec in self._codecs[1:] if codec != "int8" or "int4" not in self._codecs]
         least = _FEW if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self._model.modules()) else 1
@@ -265,7 +302,7 @@ class _Meter:
                 is_same = site.kept_bytes["int8"] == site.kept_bytes["int4"]  # attention takes 8 bits in any case
                 noise["int8"] = noise["int4"] * (1 if is_same else _INT8_OF_INT4)
             found[number] = replace(site, noise=noise)
-        return CodeSites(tuple(found)), self._num_used
+        return CodeSites(tuple(found)), self._num_samples, self._num_used
 
     def noise(self, sites: CodeSites, codecs: Codecs) -> float:
         """Return the mean square of the noise of all codes together, over that of the gradient."""
@@ -284,13 +321,16 @@ class _Meter:
         if _squared(few, self._gradients(nullcontext)) > _REPEATS**2 * _squared(few):
             rule = "needs a step that is the same when it is repeated with the same weights and random numbers"
             raise setting_error("max_gradient_noise", rule, type(self._model).__name__, _REMEDY)
-        if self.gradient_square is None:
+        if (square := self._gradient_squares.get(self._num_used)) is None:
             total = [torch.zeros_like(gradient) for gradient in few]
             sizes = even_sizes(self._num_samples, self._num_used)
             for stop, size in zip(itertools.accumulate(sizes), sizes, strict=True):
                 torch._foreach_add_(total, self._gradients(nullcontext, stop - size, size))
-            self.gradient_square = (_squared(total) or 1.0) / len(sizes) ** 2
-        return few, self.gradient_square * self._num_samples / self._num_used
+            square = self._gradient_squares[self._num_used] = _squared(total) / len(sizes) ** 2
+        if not 0 < square < math.inf:
+            rule = "needs a first batch whose gradient is finite and not zero"
+            raise setting_error("max_gradient_noise", rule, math.sqrt(square), _REMEDY)
+        return few, square * self._num_samples / self._num_used
 
     def _squared_distance(self, sites: CodeSites, codecs: Codecs, plain: list[Tensor], draw: int = 0) -> float:
         with self._opened(sites.as_config(codecs, self._config, self._names)) as store:
@@ -344,7 +384,8 @@ class _Meter:
     def _reads(self, codec: str) -> list[_Read]:
         """Return what one forward pass keeps, with all sites in one codec."""
         others = [each for each in self._config.written_out if each not in CODECS]
-        config = replace(self._config, codecs=tuple(dict.fromkeys([EXACT, *others, codec])), modules={})
+        codecs, operations = tuple(dict.fromkeys([EXACT, *others, codec])), self._config.all_operations
+        config = replace(self._config, codecs=codecs, modules={}, operations=operations)
         with self._opened(config) as store, _Readers(self._model, store) as readers:
             loss = self._forward(readers.scope, 0, self._num_used)
             found = {entry: set(names) for entry, names in readers.of.items()}
@@ -369,7 +410,7 @@ class _Readers:
     def __enter__(self) -> _Readers:
         self._hooks = []
         for name, module in self._model.named_modules():
-            if name:
+            if name and not is_scripted(module):  # which takes no hooks
                 enter, leave = self._entering(name), self._leaving
                 self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
                 self._hooks.append(module.register_forward_hook(leave, always_call=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -11,28 +13,24 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.prediction.code_noise import BoundedCodes, CodeNoise
-from lightning_memsave.prediction.peek_batch import first_batch
+from lightning_memsave.prediction.code_noise import BoundedCodes, CodeNoise, classes_in
+from lightning_memsave.prediction.peek_batch import first_batches
+from lightning_memsave.prediction.real_run import Trial
 from lightning_memsave.techniques.activation_compression import ActivationCompression
+from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.registry import Config
 
 
 class CodecChoice:
-    """Puts codecs by module in place of a bound of noise; with several processes those that rank 0 chooses.
+    """Puts codecs by module in place of a bound of noise.
 
     Args:
         noise: measures.
-        trainer: of the run, or `None`.
         unmeasured: what stands for a bound where noise cannot be measured; `None`: that is an error.
     """
 
-    def __init__(
-        self,
-        noise: CodeNoise,
-        trainer: L.Trainer | None = None,
-        unmeasured: Mapping[float, ActivationCompression] | None = None,
-    ) -> None:
-        self._noise, self._trainer, self._unmeasured = noise, trainer, unmeasured
+    def __init__(self, noise: CodeNoise, unmeasured: Mapping[float, ActivationCompression] | None = None) -> None:
+        self._noise, self._unmeasured = noise, unmeasured
         self._chosen: dict[float, BoundedCodes] = {}
         self.why_not = ""
         """Why noise could not be measured."""
@@ -46,24 +44,18 @@ class CodecChoice:
         bound = config.max_gradient_noise
         assert bound is not None, "it has one"
         if bound not in self._chosen:
-            self._chosen[bound] = self._agreed(bound)
+            self._chosen[bound] = self._within(bound)
         return self._chosen[bound]
 
-    def _agreed(self, bound: float) -> BoundedCodes:
-        found: BoundedCodes | ValueError
+    def _within(self, bound: float) -> BoundedCodes:
         try:
-            found = self._noise.within(bound)
+            return self._noise.within(bound)
         except ValueError as error:
-            found = error
-        if self._trainer is not None and self._trainer.world_size > 1:
-            found = self._trainer.strategy.broadcast(found)
-        if isinstance(found, ValueError):
             if self._unmeasured is None:
-                raise found
-            self.why_not = f"the noise of codes was not measured: {found}"
+                raise
+            self.why_not = f"the noise of codes was not measured: {error}"
             enough = max((each for each in self._unmeasured if each <= bound), default=min(self._unmeasured))
             return BoundedCodes(self._unmeasured[enough], None, "")
-        return found
 
     def settings(self, techniques: Sequence[Config]) -> tuple[Config, ...]:
         """Return the settings with codecs instead of a bound."""
@@ -89,6 +81,7 @@ class NoiseBoundedRun:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._codes: BoundedCodes | None = None
+        self._made_for: int | None = None  # as `_kind_of` tells it
 
     @property
     def gradient_noise(self) -> float | None:
@@ -102,9 +95,10 @@ class NoiseBoundedRun:
             ValueError: as `CodeNoise`, or the first batch cannot be read.
         """
         module = trainer.lightning_module
-        names = {name for name, _ in module.named_modules()}
-        if self._codes is None or not names >= self._codes.config.modules.keys():
-            self._codes = CodecChoice(self._noise_in(module, first_batch(trainer), trainer), trainer).of(self._config)
+        if self._codes is None or self._made_for != _kind_of(module):
+            batch = first_batches(trainer, 1, "max_gradient_noise", "Leave it out.")[0]
+            self._codes = self._codes_for(module, batch, trainer)
+            self._made_for = _kind_of(module)
             rank_zero_info(f"memsave: {self._codes}")
         return self._recipe_with(self._codes)
 
@@ -114,10 +108,11 @@ class NoiseBoundedRun:
         Raises:
             ValueError: as `CodeNoise`.
         """
-        return self._recipe_with(CodecChoice(self._noise_in(module, batch)).of(self._config))
+        return self._recipe_with(self._codes_for(module, batch))
 
-    def _noise_in(self, module: L.LightningModule, batch: Batch, trainer: L.Trainer | None = None) -> CodeNoise:
-        return CodeNoise(module, batch, self._config, trainer)
+    def _codes_for(self, module: L.LightningModule, batch: Batch, trainer: L.Trainer | None = None) -> BoundedCodes:
+        stays_whole = bool(Trial(module, batch, trainer).why_whole(Microbatching()))
+        return CodecChoice(CodeNoise(module, batch, self._config, trainer, stays_whole)).of(self._config)
 
     def _recipe_with(self, codes: BoundedCodes) -> Recipe:
         techniques = (codes.config if is_bounded(each) else each for each in self._recipe.techniques)
@@ -131,20 +126,36 @@ class NoiseBoundedRun:
         """Return whether a smaller microbatch is allowed when a step takes more than planned: there is no plan."""
         return True
 
+    @property
+    def _asked(self) -> str:
+        """What was set; the same in another process."""
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(self._config))
+
     def state_dict(self) -> dict[str, Any]:
         """Return the codecs, for a checkpoint: a resumed run trains on with the same."""
         if self._codes is None:
             return {}
         config = self._codes.config
         chosen = {"codecs": list(config.codecs), "modules": dict(config.modules), "sites": self._codes.codecs}
-        return {"chosen_codecs": {**chosen, "noise": self._codes.noise, "bound": self._config.max_gradient_noise}}
+        made = {"asked": self._asked, "made_for": self._made_for, "noise": self._codes.noise}
+        return {"chosen_codecs": {**chosen, **made}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Train on with the codecs of the run that is resumed, if it had the same bound."""
-        chosen, config = state.get("chosen_codecs"), self._config
-        if chosen is None or chosen["bound"] != config.max_gradient_noise:
+        """Train on with the codecs of the run that is resumed, if it had the same settings."""
+        chosen = state.get("chosen_codecs")
+        if chosen is None or chosen["asked"] != self._asked:
             return
-        codecs = replace(
-            config, codecs=tuple(chosen["codecs"]), modules=dict(chosen["modules"]), max_gradient_noise=None
+        config = replace(
+            self._config,
+            codecs=tuple(chosen["codecs"]),
+            modules=dict(chosen["modules"]),
+            operations=self._config.all_operations,
+            max_gradient_noise=None,
         )
-        self._codes = BoundedCodes(codecs, chosen["noise"], chosen["sites"])
+        self._codes, self._made_for = BoundedCodes(config, chosen["noise"], chosen["sites"]), chosen["made_for"]
+
+
+def _kind_of(module: L.LightningModule) -> int:
+    """Return what another module must have in common for its codecs to be taken again."""
+    shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
+    return zlib.crc32(repr((classes_in(module), shapes)).encode())

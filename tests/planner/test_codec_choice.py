@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from fnmatch import fnmatchcase
 
 import numpy as np
 import pytest
@@ -88,7 +89,7 @@ def test_what_cannot_be_met_is_met_as_far_as_it_goes():
 def test_without_sites_there_is_nothing_to_choose():
     nothing = CodeSites(())
     assert nothing.fewest_bytes(0.1) == nothing.least_noise(10) == ()
-    config = nothing.as_config((), ActivationCompression(codecs=("int4",)), ["", "net"])
+    config = nothing.as_config((), ActivationCompression(codecs=("int4",)), {"": "Net", "net": "Linear"})
     assert (config.codecs, config.modules) == (("exact",), {})
 
 
@@ -105,7 +106,9 @@ def test_each_module_has_the_codec_of_its_site(codecs, with_a_site):
         )
     )
     chosen = tuple(codec for name, codec in zip(NAMES, codecs, strict=True) if name in with_a_site)
-    config = sites.as_config(chosen, ActivationCompression(codecs=("int2",), max_gradient_noise=0.1), NAMES)
+    config = sites.as_config(
+        chosen, ActivationCompression(codecs=("int2",), max_gradient_noise=0.1), dict.fromkeys(NAMES, "Block")
+    )
     base = next((codec for codec in config.codecs if codec != "exact"), "exact")
 
     def holds_in(name):  # the innermost module that is named, else what holds everywhere
@@ -121,9 +124,27 @@ def test_each_module_has_the_codec_of_its_site(codecs, with_a_site):
 def test_other_codecs_and_settings_stay():
     config = ActivationCompression(codecs=("linear-cross-entropy", "int4"), seed=3, max_gradient_noise=0.1)
     site = CodeSite(modules=("a",), kept_bytes={"exact": 4, "int4": 1}, noise={"exact": 0.0, "int4": 0.01})
-    found = CodeSites((site,)).as_config(("int4",), config, ["", "a", "b"])
+    found = CodeSites((site,)).as_config(("int4",), config, dict.fromkeys(("", "a", "b"), "Block"))
     assert found.codecs == ("exact", "linear-cross-entropy", "int4")
     assert found.seed == 3
+
+
+def test_a_module_that_is_named_like_a_class_or_a_pattern_means_itself_alone():
+    classes = {"": "Net", "Linear": "Block", "Linear.up": "Linear", "a[0]": "Linear", "a0": "Linear", "last": "Linear"}
+    codecs = {"Linear": "int8", "Linear.up": "int4", "a[0]": "int8", "a0": "int4", "last": "int4"}
+    kept = dict.fromkeys(KEPT, 1)
+    sites = CodeSites(tuple(CodeSite(modules=(n,), kept_bytes=kept, noise={}) for n in codecs))
+    config = sites.as_config(tuple(codecs.values()), ActivationCompression(), classes)
+
+    def holds_in(name):  # as the technique matches them
+        while name:
+            for pattern, codec in config.modules.items():
+                if fnmatchcase(name, pattern) or fnmatchcase(classes[name], pattern):
+                    return codec
+            name = name.rpartition(".")[0]
+        return "int4"
+
+    assert {name: holds_in(name) for name in codecs} == codecs
 
 
 def test_codecs_are_in_the_order_of_their_faithfulness():

@@ -13,9 +13,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_memsave import ActivationCompression, MemSave, Plan, plan_training, verify
-from lightning_memsave.prediction.code_noise import CodeNoise
+from lightning_memsave.prediction.code_noise import CodeNoise, classes_in
 from lightning_memsave.techniques.activation_compression import open_store
-from tests.prediction.budget_runs import Net, data, train
+from tests.prediction.budget_runs import Net, Wide, data, train
 
 
 class Attention(nn.Module):
@@ -142,7 +142,7 @@ def test_bytes_of_sites_are_those_that_the_store_keeps(name):
     as_it_is = held(codes("int8"))
     for max_noise in (0.02, 0.1):
         codecs = sites.fewest_bytes(max_noise)
-        config = sites.as_config(codecs, codes(), [n for n, _ in module.named_modules()])
+        config = sites.as_config(codecs, codes(), classes_in(module))
         saved = sites.bytes_of(("int8",) * len(codecs)) - sites.bytes_of(codecs)
         assert as_it_is - held(config) == pytest.approx(saved, rel=0.02, abs=2048)
 
@@ -283,6 +283,110 @@ def test_another_bound_is_measured_anew():
     second.load_state_dict(first.state_dict())
     train(second, max_epochs=1)
     assert second.report.gradient_noise <= 0.01
+
+
+def test_another_model_is_measured_anew():
+    memsave = MemSave(activations=SMALL, max_gradient_noise=0.5)
+    train(memsave, max_epochs=1)
+    first = memsave.report.gradient_noise
+    train(memsave, Wide, max_epochs=1)
+    again = MemSave(activations=SMALL, max_gradient_noise=0.5)
+    train(again, Wide, max_epochs=1)
+    assert first != memsave.report.gradient_noise == again.report.gradient_noise
+
+
+def test_a_resumed_run_with_other_settings_is_measured_anew():
+    first = bounded(0.3)
+    train(first, max_epochs=1)
+    second = MemSave(activations=codes("int8"), max_gradient_noise=0.3)
+    second.load_state_dict(first.state_dict())
+    train(second, max_epochs=1)
+    assert "int4" not in second.state_dict()["chosen_codecs"]["codecs"]
+
+
+class Summed(Net):
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
+
+
+class InBatch(Net):
+    """A loss that relates the samples of a batch, which cannot be cut."""
+
+    def training_step(self, batch, batch_idx):
+        z = F.normalize(self.net(batch[0]), dim=1)
+        return F.cross_entropy(z @ z.T / 0.5, torch.arange(len(z)).roll(1))
+
+
+class Doubled(Net):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [torch.cat([each, each]) for each in batch] if len(batch[0]) == 96 else batch
+
+
+class Short(Net):
+    """Takes a batch alone, and reads what a hook of its own sets."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.weight_of_loss = 2.0
+
+    def training_step(self, batch):
+        return self.weight_of_loss * F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("kind", [Summed, InBatch])
+def test_the_noise_is_that_of_the_whole_batch_whatever_the_loss_does_with_samples(kind):
+    torch.manual_seed(0)
+    module, batch = kind().train(), next(iter(data(shuffle=False)))
+    noise = CodeNoise(module, batch, codes(), stays_whole=kind is InBatch)
+    everywhere = ("int4",) * len(noise.sites.sites)
+    expected = noise_of(module, batch, codes(), 8)
+    assert noise.sites.noise_of(everywhere) == pytest.approx(expected, rel=0.3)
+    assert noise.measured(everywhere) == pytest.approx(expected, rel=0.15)
+
+
+def test_samples_are_counted_where_the_step_gets_them():
+    torch.manual_seed(0)
+    module, batch = Doubled().train(), next(iter(data(shuffle=False)))
+    noise = CodeNoise(module, batch, codes())
+    everywhere = ("int4",) * len(noise.sites.sites)
+    assert noise.measured(everywhere) == pytest.approx(
+        noise_of(module, module.on_after_batch_transfer(batch, 0), codes(), 8), rel=0.15
+    )
+
+
+@pytest.mark.parametrize("kind", [Short, InBatch, Doubled])
+def test_steps_of_other_kinds_are_measured_in_a_run(kind):
+    memsave = bounded()
+    train(memsave, kind, max_epochs=1)
+    assert 0 < memsave.report.gradient_noise <= 0.03
+
+
+def test_a_gradient_of_zero_is_refused():
+    class Masked(Net):
+        def training_step(self, batch, batch_idx):
+            return 0 * super().training_step(batch, batch_idx)
+
+    with pytest.raises(ValueError, match=r"max_gradient_noise.*finite and not zero"):
+        train(bounded(), Masked)
+
+
+def test_scripted_modules_go_with_what_is_around_them():
+    module = Net()
+    module.net[1].up = torch.jit.script(module.net[1].up)
+    memsave = bounded()
+    train(memsave, module, max_epochs=1)
+    assert 0 < memsave.report.gradient_noise <= 0.03
+
+
+def test_operations_of_a_papers_name_stay():
+    module, batch = sequences()
+    chosen = CodeNoise(module, batch, ActivationCompression(codecs=("mesa",), min_numel=64)).within(0.5)
+    assert chosen.config.operations == {"softmax": "int8"}
+
+
+def test_a_bound_beside_a_plan_is_refused_by_its_name():
+    plan = plan_training(*images(), MemSave(budget="2GiB", **OTHERS))
+    with pytest.raises(ValueError, match="`max_gradient_noise` cannot be set beside a plan"):
+        MemSave(plan, max_gradient_noise=0.05)
 
 
 OTHERS = dict.fromkeys(("microbatch", "precision", "checkpointing", "optimizer_state", "sparsity", "tiling"), False)
