@@ -12,6 +12,8 @@ from typing import Any
 import lightning as L
 import torch
 
+from lightning_memsave.core.errors import setting_error
+from lightning_memsave.lightning_compat import callbacks_of
 from lightning_memsave.loops.compact_training import CompactTraining, refuse_averages
 from lightning_memsave.techniques.sparse_update import (
     SparseUpdate,
@@ -37,13 +39,14 @@ class PartialTraining(CompactTraining):
         saved: what `state_dict` said, of the run that is resumed.
 
     Raises:
-        ValueError: as `apply_sparse_update`; a callback that copies the dense model.
+        ValueError: as `apply_sparse_update`; a callback that copies the dense model, or that unfreezes parts of it.
     """
 
     technique = "sparse_update"
 
     def __init__(self, trainer: L.Trainer, config: SparseUpdate, saved: Mapping[str, Any] | None) -> None:
         refuse_averages(trainer, "sparse_update")
+        _refuse_finetuning(trainer)
         module = trainer.lightning_module
         found = with_channels(module, config)
         self._asked = _plain(config)
@@ -86,6 +89,18 @@ class PartialTraining(CompactTraining):
 
     def _now(self) -> dict[str, Any]:
         return {**self._trained, "asked": self._asked}
+
+
+def _refuse_finetuning(trainer: L.Trainer) -> None:
+    """Raise `ValueError` for a callback that would train what is frozen here."""
+    for callback in callbacks_of(trainer):
+        if "BaseFinetuning" in {cls.__name__ for cls in type(callback).__mro__}:
+            raise setting_error(
+                "sparse_update",
+                "cannot be combined with a callback that freezes and unfreezes parameters",
+                type(callback).__name__,
+                "Remove the callback, or set `sparse_update=False`.",
+            )
 
 
 def as_saved(saved: Mapping[str, Any]) -> SparseUpdate:

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -294,6 +294,15 @@ def test_a_learning_rate_is_found_and_the_model_is_as_before(tmp_path):
 def test_averages_of_dense_copies_are_refused(callback):
     with pytest.raises(ValueError, match=r"`sparse_update` cannot.*averages a copy of the dense model"):
         fit(MemSave(sparse_update=PARTS), callbacks=[callback()])
+
+
+def test_callbacks_that_unfreeze_parameters_are_refused():
+    class Finetuning(BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze(pl_module.body[0])
+
+    with pytest.raises(ValueError, match=r"`sparse_update` cannot.*freezes and unfreezes.*Finetuning"):
+        fit(MemSave(sparse_update=PARTS), callbacks=[Finetuning()])
 
 
 def test_optimizers_of_bitsandbytes_and_those_made_before_are_refused():

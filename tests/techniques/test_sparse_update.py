@@ -200,6 +200,30 @@ def test_layers_that_cannot_be_trained_in_part_stay_frozen_with_a_reason():
     assert not tied[0].weight.requires_grad
 
 
+def test_convolutions_that_compute_something_else_behind_the_plain_forward_are_left_alone():
+    class Standardised(nn.Conv2d):
+        def _conv_forward(self, x, weight, bias):
+            return super()._conv_forward(x, weight - weight.mean((1, 2, 3), keepdim=True), bias)
+
+    model, x = nn.Sequential(Standardised(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)), torch.randn(2, 3, 8, 8)
+    expected = model(x)
+    summary = apply_sparse_update(model, SparseUpdate(layers={"*": (0, 1)})).summary
+    assert summary.endswith("; frozen: 0 (its forward is not known)")
+    assert type(model[0]) is Standardised
+    assert torch.equal(model(x), expected)
+
+
+def test_a_frozen_convolution_that_is_unfrozen_later_has_the_gradients_of_a_plain_one():
+    model, plain, x = convolutions().double(), convolutions().double(), torch.randn(2, 1, 8, 8, dtype=torch.float64)
+    apply_sparse_update(model, SparseUpdate(layers={"14": 1.0}))
+    for each in (model, plain):
+        each.requires_grad_(True)
+        each(x).square().sum().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None, name
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+
+
 def test_modules_that_are_no_layers_are_trained_whole():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Embedding(3, 4))
     apply_sparse_update(model, SparseUpdate(layers={"LayerNorm": 1.0, "2": 1.0}))

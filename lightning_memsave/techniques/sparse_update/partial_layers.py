@@ -98,8 +98,11 @@ def operator_of(module: nn.Module) -> Operator | None:
         return _LINEAR
     if is_conv1d_of_transformers(module):
         return _LINEAR_OF_TRANSFORMERS
-    plain = next((each for each in _CONVOLUTIONS if isinstance(module, each)), None)
-    if plain is None or kind.forward is not plain.forward or getattr(module, "padding_mode", "zeros") != "zeros":
+    plain: Any = next((each for each in _CONVOLUTIONS if isinstance(module, each)), None)
+    own: Any = kind
+    if plain is None or own.forward is not plain.forward or own._conv_forward is not plain._conv_forward:
+        return None  # weight standardisation, for one, is in `_conv_forward`
+    if getattr(module, "padding_mode", "zeros") != "zeros":
         return None
     return None if _padding_of(module) is None else _operator_of_convolution(module)
 
@@ -253,7 +256,10 @@ class Channels(NamedTuple):
 
 
 class FrozenConvolution(CompactLayer):
-    """A convolution whose weight is frozen, and stays its parameter: it keeps nothing of its input."""
+    """A convolution whose weight is frozen, and stays its parameter: it keeps nothing of its input.
+
+    It computes as its own class does once somebody trains the weight.
+    """
 
     prefix, parameter_name = "Frozen", "weight"
 
@@ -265,6 +271,8 @@ class FrozenConvolution(CompactLayer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
     def forward(self, input: Tensor) -> Tensor:
         """Compute as the convolution does."""
+        if self.weight.requires_grad:
+            return cast("Tensor", super().forward(input))
         x, bias = _in_the_dtype_of_autocast(input), self._parameters["bias"]
         out: Tensor = _Partial.apply(x, None, bias, self.weight, _operator_with(self), None)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
