@@ -12,24 +12,33 @@ would find in plain torch. What goes around torch's functions (`autograd.Functio
 gradient that comes back takes the Linear's way.
 
 Limits: the weight must be as it was when the output is computed. Once an optimizer has changed it, nobody can say what
-the logits were, and reading them is an error.
+the logits were, and reading them is an error. A weight that is written through `.data` outside of a scope shows no change:
+logits that are read after it are those of the new weight.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.saved_tensors.call_site import Call
-from lightning_memsave.torch_internals.autograd_graph import is_inside_transform, storage_key, version_of
+from lightning_memsave.torch_internals.autograd_graph import (
+    innermost_hooks,
+    is_inside_transform,
+    storage_key,
+    unversioned,
+    unwatched,
+    version_of,
+)
 from lightning_memsave.torch_internals.fake_tensors import is_plain
 
 MIN_RATIO = 8
@@ -70,6 +79,8 @@ class HeadCall:
         self._made_of = self._versions()
         self.members: list[weakref.ref[DeferredLogits]] = []
         self.is_read = False
+        self._hooks = innermost_hooks()
+        _calls.add(self)
 
     def _versions(self) -> list[tuple[int, int]]:
         given = (self.rows, self.weight, self.bias)
@@ -102,17 +113,55 @@ class HeadCall:
         self._heads.setdefault(self.weight, False)
         token = _IS_READING.set(True)
         try:
-            with torch.enable_grad(), torch.autocast(self.rows.device.type, enabled=False):
-                for member in (reference() for reference in self.members):
-                    if member is not None:
-                        member.compute()
+            device = self.rows.device.type
+            with (
+                self._as_where_called(),
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                torch.autocast(device, enabled=False),
+            ):
+                for member in self._alive():
+                    member.compute()
+            self.follow()
         finally:
             _IS_READING.reset(token)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether others' hooks take saved tensors now: a checkpointed region's, which is repeated without it."""
+        pack = innermost_hooks()[0]
+        return pack is not None and pack != self._hooks[0]
+
+    def _as_where_called(self) -> AbstractContextManager[Any]:
+        is_elsewhere = self.is_elsewhere and self._hooks[0] is not None
+        return torch.autograd.graph.saved_tensors_hooks(*self._hooks) if is_elsewhere else nullcontext()
+
+    def _alive(self) -> Iterator[DeferredLogits]:
+        return (member for reference in self.members if (member := reference()) is not None)
+
+    def follow(self) -> None:
+        """Give all that is alive the place in the graph that its plain tensor has after edits."""
+        if is_inside_transform():  # which takes no such function; later is soon enough
+            return
+        with torch.inference_mode(False), torch.enable_grad(), unwatched():
+            for member in self._alive():
+                if not member.is_followed:
+                    with unversioned(member):
+                        _Follow.apply(member, member._found)  # type: ignore[no-untyped-call]
+                    member._followed = member._found.grad_fn
 
     def product(self) -> Tensor:
         """Return the Linear's output."""
         rows, bias = self.rows, self.bias
         return F.linear(rows, self.weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
+
+
+def _refuse_stale(ctx: Any) -> None:
+    if getattr(ctx, "is_stale", False):
+        raise RuntimeError(
+            'activations: "linear-cross-entropy" cannot tell an autograd function of your own how logits were edited '
+            'through a view. Pass it `logits.view_as(logits)`, or leave "linear-cross-entropy" out.'
+        )
 
 
 class _Stand(torch.autograd.Function):
@@ -126,6 +175,7 @@ class _Stand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_stale(ctx)
         given, needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
         is_twice = torch.is_grad_enabled()
         with torch.enable_grad(), torch.autocast(gradient.device.type, enabled=False):
@@ -136,6 +186,20 @@ class _Stand(torch.autograd.Function):
             asked = [each for each, need in zip(inputs, needs, strict=True) if need]
             found = iter(torch.autograd.grad(ctx.form.of(*inputs), asked, gradient, create_graph=is_twice))
         return *(next(found) if need else None for need in needs), None
+
+
+class _Follow(torch.autograd.Function):
+    """Logits whose plain tensor exists: their gradient goes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, found: Tensor) -> Tensor:
+        ctx.mark_dirty(logits)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        _refuse_stale(ctx)
+        return None, gradient
 
 
 class DeferredLogits(Tensor):
@@ -151,6 +215,7 @@ class DeferredLogits(Tensor):
     rows: Tensor
     form: Form
     _found: Tensor | None
+    _followed: Any
     _recipe: Callable[[], Tensor]
 
     @staticmethod
@@ -162,7 +227,7 @@ class DeferredLogits(Tensor):
         made: DeferredLogits = Tensor._make_wrapper_subclass(
             cls, shape, strides, dtype=form.dtype, device=rows.device, requires_grad=False
         )
-        made._found = None
+        made._found = made._followed = None
         return made
 
     def compute(self) -> None:
@@ -178,7 +243,18 @@ class DeferredLogits(Tensor):
         """
         self.call.begin_to_read()
         assert self._found is not None, "everything that is alive was computed"
+        if not self.is_followed:
+            if torch.is_grad_enabled():
+                self.call.follow()
+            else:  # perhaps inside of a function of the user's, which has its place in the graph already
+                with unwatched():
+                    self.grad_fn.is_stale = True  # type: ignore[union-attr]  # the context of one of ours
         return self._found
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether its place in the graph is that of its plain tensor."""
+        return self._found is None or self._found.grad_fn is self._followed
 
     @property
     def is_pending(self) -> bool:
@@ -193,8 +269,11 @@ class DeferredLogits(Tensor):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # untyped
         found = deferred(func, args, kwargs)
         if found is None:
+            given = calls_in(args, kwargs)
             args, kwargs = as_read(args, kwargs)
             found = func(*args, **kwargs)
+            for call in given:
+                call.follow()
         return found
 
     @classmethod
@@ -236,6 +315,7 @@ def defer(call: Call, heads: WeakIdKeyDictionary) -> DeferredLogits | None:
         or not (bias is None or is_plain(bias, nn.Parameter))
         or weight.dim() != 2
         or weight.shape[1] != rows.shape[-1]
+        or weight.shape[1] == 1  # of which views cannot tell whether the classes are left alone
         or len(weight) <= MIN_RATIO * rows.shape[-1]
         or not (bias is None or bias.shape == weight.shape[:1])
         or any(each.device != rows.device for each in (weight, bias) if each is not None)
@@ -279,6 +359,21 @@ def _is_pending(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(_is_pending, value))
 
 
+def calls_in(args: Any, kwargs: Any) -> set[HeadCall]:
+    """Return the calls whose logits a function is given."""
+    return {value.call for value in tree_leaves((args, kwargs)) if type(value) is DeferredLogits}
+
+
+def read_before_change(parameter: Any) -> None:
+    """Compute the logits that follow from `parameter`, of which somebody asks for `.data`, where no change shows."""
+    for call in list(_calls):
+        if not call.is_read and call.is_unchanged and (call.weight is parameter or call.bias is parameter):
+            call.begin_to_read()
+
+
+_calls: weakref.WeakSet[HeadCall] = weakref.WeakSet()
+
+
 def as_read(args: Any, kwargs: Any) -> Any:
     """Return arguments with plain tensors instead of deferred ones."""
     return tree_map(lambda value: value.read() if type(value) is DeferredLogits else value, (args, kwargs))
@@ -303,7 +398,7 @@ def deferred(func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
     rule = _RULES.get(func)
     if rule is None or not args or type(args[0]) is not DeferredLogits or not args[0].is_pending:
         return None
-    if not torch.is_grad_enabled() or holds_pending(args[1:], kwargs):
+    if not torch.is_grad_enabled() or args[0].call.is_elsewhere or holds_pending(args[1:], kwargs):
         return None
     found = rule(args[0], func, args[1:], kwargs)
     if found is None or isinstance(found, DeferredLogits):
