@@ -12,7 +12,7 @@ would find in plain torch. What goes around torch's functions (`autograd.Functio
 gradient that comes back takes the Linear's way.
 
 Limits: the weight must be as it was when the output is computed. Once an optimizer has changed it, nobody can say what
-the logits were, and reading them is an error. A weight that is written through `.data` outside of a scope shows no change:
+the logits were, and reading them is an error. A write to the weight through `.data` outside of a scope is not seen:
 logits that are read after it are those of the new weight.
 """
 
@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.saved_tensors.call_site import Call
+from lightning_memsave.saved_tensors.logits_form import Follow, Form, refuse_stale
 from lightning_memsave.torch_internals.autograd_graph import (
     innermost_hooks,
     is_inside_transform,
@@ -43,22 +44,6 @@ from lightning_memsave.torch_internals.fake_tensors import is_plain
 
 MIN_RATIO = 8
 """Outputs for each input of a Linear above which its output is deferred: a vocabulary; not an MLP's hidden layer."""
-
-
-class Form(NamedTuple):
-    """How logits follow from the rows of a Linear's input."""
-
-    class_dim: int
-    dtype: torch.dtype
-    is_log: bool
-    """Whether they are log-probabilities."""
-
-    def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the logits of `rows`, whose features are in `class_dim`."""
-        rows = rows.movedim(self.class_dim, -1)  # [..., D]
-        logits = F.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)).to(self.dtype)
-        logits = logits.movedim(-1, self.class_dim)
-        return logits.log_softmax(self.class_dim) if self.is_log else logits
 
 
 _IS_READING: ContextVar[bool] = ContextVar("deferred logits are being computed", default=False)
@@ -147,21 +132,13 @@ class HeadCall:
             for member in self._alive():
                 if not member.is_followed:
                     with unversioned(member):
-                        _Follow.apply(member, member._found)  # type: ignore[no-untyped-call]
-                    member._followed = member._found.grad_fn
+                        Follow.apply(member, member._found)  # type: ignore[no-untyped-call]
+                    member._followed = None if member._found is None else member._found.grad_fn
 
     def product(self) -> Tensor:
         """Return the Linear's output."""
         rows, bias = self.rows, self.bias
         return F.linear(rows, self.weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
-
-
-def _refuse_stale(ctx: Any) -> None:
-    if getattr(ctx, "is_stale", False):
-        raise RuntimeError(
-            'activations: "linear-cross-entropy" cannot tell an autograd function of your own how logits were edited '
-            'through a view. Pass it `logits.view_as(logits)`, or leave "linear-cross-entropy" out.'
-        )
 
 
 class _Stand(torch.autograd.Function):
@@ -175,7 +152,7 @@ class _Stand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_stale(ctx)
+        refuse_stale(ctx)
         given, needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
         is_twice = torch.is_grad_enabled()
         with torch.enable_grad(), torch.autocast(gradient.device.type, enabled=False):
@@ -186,20 +163,6 @@ class _Stand(torch.autograd.Function):
             asked = [each for each, need in zip(inputs, needs, strict=True) if need]
             found = iter(torch.autograd.grad(ctx.form.of(*inputs), asked, gradient, create_graph=is_twice))
         return *(next(found) if need else None for need in needs), None
-
-
-class _Follow(torch.autograd.Function):
-    """Logits whose plain tensor exists: their gradient goes to it."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, found: Tensor) -> Tensor:
-        ctx.mark_dirty(logits)
-        return logits
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        _refuse_stale(ctx)
-        return None, gradient
 
 
 class DeferredLogits(Tensor):
