@@ -116,7 +116,7 @@ def _check_targets(target: Tensor, counted: Tensor, num_classes: int) -> None:
     """Refuse targets that are no class, as torch does."""
     wrong = counted & ((target < 0) | (target >= num_classes))
     if target.device.type != "cpu":
-        torch._assert_async(~wrong.any(), "target out of bounds")  # type: ignore[no-untyped-call]  # without waiting
+        torch._assert_async(~wrong.any(), "target out of bounds")  # without waiting
     elif wrong.any():
         raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
 

@@ -39,10 +39,12 @@ class Follow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, found: Tensor) -> Tensor:
+        """Return the logits, now with the place of `found`."""
         ctx.mark_dirty(logits)
         return logits
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        """Return the gradient of `found`."""
         refuse_stale(ctx)
         return None, gradient

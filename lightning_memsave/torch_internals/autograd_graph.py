@@ -345,7 +345,7 @@ def watch_again(watched: Tensor, storage: torch.UntypedStorage) -> None:
 
 def unversioned(tensor: Tensor) -> AbstractContextManager[None]:
     """Count no change of `tensor` inside."""
-    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined, no-any-return]
+    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
 
 
 def unwatched() -> AbstractContextManager[None]:
