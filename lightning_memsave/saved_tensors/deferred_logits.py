@@ -12,44 +12,38 @@ would find in plain torch. What goes around torch's functions (`autograd.Functio
 gradient that comes back takes the Linear's way.
 
 Limits: the weight must be as it was when the output is computed. Once an optimizer has changed it, nobody can say what
-the logits were, and reading them is an error.
+the logits were, and reading them is an error. A write to the weight through `.data` outside of a scope is not seen:
+logits that are read after it are those of the new weight.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.saved_tensors.call_site import Call
-from lightning_memsave.torch_internals.autograd_graph import is_inside_transform, storage_key, version_of
+from lightning_memsave.saved_tensors.logits_form import Follow, Form, refuse_stale
+from lightning_memsave.torch_internals.autograd_graph import (
+    innermost_hooks,
+    is_inside_transform,
+    storage_key,
+    unversioned,
+    unwatched,
+    version_of,
+)
 from lightning_memsave.torch_internals.fake_tensors import is_plain
 
 MIN_RATIO = 8
 """Outputs for each input of a Linear above which its output is deferred: a vocabulary; not an MLP's hidden layer."""
-
-
-class Form(NamedTuple):
-    """How logits follow from the rows of a Linear's input."""
-
-    class_dim: int
-    dtype: torch.dtype
-    is_log: bool
-    """Whether they are log-probabilities."""
-
-    def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the logits of `rows`, whose features are in `class_dim`."""
-        rows = rows.movedim(self.class_dim, -1)  # [..., D]
-        logits = F.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)).to(self.dtype)
-        logits = logits.movedim(-1, self.class_dim)
-        return logits.log_softmax(self.class_dim) if self.is_log else logits
 
 
 _IS_READING: ContextVar[bool] = ContextVar("deferred logits are being computed", default=False)
@@ -70,6 +64,8 @@ class HeadCall:
         self._made_of = self._versions()
         self.members: list[weakref.ref[DeferredLogits]] = []
         self.is_read = False
+        self._hooks = innermost_hooks()
+        _calls.add(self)
 
     def _versions(self) -> list[tuple[int, int]]:
         given = (self.rows, self.weight, self.bias)
@@ -102,12 +98,42 @@ class HeadCall:
         self._heads.setdefault(self.weight, False)
         token = _IS_READING.set(True)
         try:
-            with torch.enable_grad(), torch.autocast(self.rows.device.type, enabled=False):
-                for member in (reference() for reference in self.members):
-                    if member is not None:
-                        member.compute()
+            device = self.rows.device.type
+            with (
+                self._as_where_called(),
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                torch.autocast(device, enabled=False),
+            ):
+                for member in self._alive():
+                    member.compute()
+            self.follow()
         finally:
             _IS_READING.reset(token)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether others' hooks take saved tensors now: a checkpointed region's, which is repeated without it."""
+        pack = innermost_hooks()[0]
+        return pack is not None and pack != self._hooks[0]
+
+    def _as_where_called(self) -> AbstractContextManager[Any]:
+        is_elsewhere = self.is_elsewhere and self._hooks[0] is not None
+        return torch.autograd.graph.saved_tensors_hooks(*self._hooks) if is_elsewhere else nullcontext()
+
+    def _alive(self) -> Iterator[DeferredLogits]:
+        return (member for reference in self.members if (member := reference()) is not None)
+
+    def follow(self) -> None:
+        """Give all that is alive the place in the graph that its plain tensor has after edits."""
+        if is_inside_transform():  # which takes no such function; later is soon enough
+            return
+        with torch.inference_mode(False), torch.enable_grad(), unwatched():
+            for member in self._alive():
+                if not member.is_followed:
+                    with unversioned(member):
+                        Follow.apply(member, member._found)  # type: ignore[no-untyped-call]
+                    member._followed = None if member._found is None else member._found.grad_fn
 
     def product(self) -> Tensor:
         """Return the Linear's output."""
@@ -126,6 +152,7 @@ class _Stand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_stale(ctx)
         given, needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
         is_twice = torch.is_grad_enabled()
         with torch.enable_grad(), torch.autocast(gradient.device.type, enabled=False):
@@ -151,6 +178,7 @@ class DeferredLogits(Tensor):
     rows: Tensor
     form: Form
     _found: Tensor | None
+    _followed: Any
     _recipe: Callable[[], Tensor]
 
     @staticmethod
@@ -162,7 +190,7 @@ class DeferredLogits(Tensor):
         made: DeferredLogits = Tensor._make_wrapper_subclass(
             cls, shape, strides, dtype=form.dtype, device=rows.device, requires_grad=False
         )
-        made._found = None
+        made._found = made._followed = None
         return made
 
     def compute(self) -> None:
@@ -178,7 +206,18 @@ class DeferredLogits(Tensor):
         """
         self.call.begin_to_read()
         assert self._found is not None, "everything that is alive was computed"
+        if not self.is_followed:
+            if torch.is_grad_enabled():
+                self.call.follow()
+            else:  # perhaps inside of a function of the user's, which has its place in the graph already
+                with unwatched():
+                    self.grad_fn.is_stale = True  # type: ignore[union-attr]  # the context of one of ours
         return self._found
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether its place in the graph is that of its plain tensor."""
+        return self._found is None or self._found.grad_fn is self._followed
 
     @property
     def is_pending(self) -> bool:
@@ -193,8 +232,11 @@ class DeferredLogits(Tensor):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # untyped
         found = deferred(func, args, kwargs)
         if found is None:
+            given = calls_in(args, kwargs)
             args, kwargs = as_read(args, kwargs)
             found = func(*args, **kwargs)
+            for call in given:
+                call.follow()
         return found
 
     @classmethod
@@ -236,6 +278,7 @@ def defer(call: Call, heads: WeakIdKeyDictionary) -> DeferredLogits | None:
         or not (bias is None or is_plain(bias, nn.Parameter))
         or weight.dim() != 2
         or weight.shape[1] != rows.shape[-1]
+        or weight.shape[1] == 1  # of which views cannot tell whether the classes are left alone
         or len(weight) <= MIN_RATIO * rows.shape[-1]
         or not (bias is None or bias.shape == weight.shape[:1])
         or any(each.device != rows.device for each in (weight, bias) if each is not None)
@@ -279,6 +322,21 @@ def _is_pending(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(_is_pending, value))
 
 
+def calls_in(args: Any, kwargs: Any) -> set[HeadCall]:
+    """Return the calls whose logits a function is given."""
+    return {value.call for value in tree_leaves((args, kwargs)) if type(value) is DeferredLogits}
+
+
+def read_before_change(parameter: Any) -> None:
+    """Compute the logits that follow from `parameter`, of which somebody asks for `.data`, where no change shows."""
+    for call in list(_calls):
+        if not call.is_read and call.is_unchanged and (call.weight is parameter or call.bias is parameter):
+            call.begin_to_read()
+
+
+_calls: weakref.WeakSet[HeadCall] = weakref.WeakSet()
+
+
 def as_read(args: Any, kwargs: Any) -> Any:
     """Return arguments with plain tensors instead of deferred ones."""
     return tree_map(lambda value: value.read() if type(value) is DeferredLogits else value, (args, kwargs))
@@ -303,7 +361,7 @@ def deferred(func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
     rule = _RULES.get(func)
     if rule is None or not args or type(args[0]) is not DeferredLogits or not args[0].is_pending:
         return None
-    if not torch.is_grad_enabled() or holds_pending(args[1:], kwargs):
+    if not torch.is_grad_enabled() or args[0].call.is_elsewhere or holds_pending(args[1:], kwargs):
         return None
     found = rule(args[0], func, args[1:], kwargs)
     if found is None or isinstance(found, DeferredLogits):

@@ -19,9 +19,11 @@ from lightning_memsave.saved_tensors.code_rows import covers_its_storage
 from lightning_memsave.saved_tensors.deferred_logits import (
     DeferredLogits,
     as_read,
+    calls_in,
     deferred,
     holds_pending,
     is_shown,
+    read_before_change,
 )
 from lightning_memsave.saved_tensors.encodings import Fidelity, WindowIndex
 from lightning_memsave.saved_tensors.norm_recompute import Statistics, statistics_of
@@ -140,6 +142,9 @@ class CallTracker(TorchFunctionMode):
             self._changed.update(_edges(kwargs["out"]))
         if traits.is_hooking:
             self._hooked.update(_edges(args[:1]))
+        if traits.is_data:
+            with self:  # which is off in here
+                read_before_change(args[0])
         self._num_calls += 1
         self.notes_statistics = False
         call = self.current = Call(traits.name, args, kwargs, self._num_calls)
@@ -170,8 +175,12 @@ class CallTracker(TorchFunctionMode):
             finally:
                 self.current = before
         with self:  # which is off in here
+            given = calls_in(args, kwargs)
             args, kwargs = as_read(args, kwargs)
-        return self.__torch_function__(func, types, args, kwargs)
+        found = self.__torch_function__(func, types, args, kwargs)
+        for head_call in given:
+            head_call.follow()
+        return found
 
     def _note(self, func: Any, note: Callable[[Call], Any] | None, call: Call, result: Tensor, node: Node) -> None:
         """Note what the graph leaves out of a call."""

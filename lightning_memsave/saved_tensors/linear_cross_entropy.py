@@ -71,6 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(rows.device.type, enabled=False):
             wide = torch.promote_types(dtype, torch.float32)
             counted = target != options.ignore_index
+            _check_targets(target, counted, len(weight))
             index = target.where(counted, 0)
             by_class = None if options.weight is None else options.weight.to(wide)
             head, smoothing = Head(rows, weight, bias), options.label_smoothing
@@ -109,6 +110,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 _NO_GRADIENT = (None, None, None, None)
 """Gradients of the arguments that have none: logits, target, options and lookup."""
+
+
+def _check_targets(target: Tensor, counted: Tensor, num_classes: int) -> None:
+    """Refuse targets that are no class, as torch does."""
+    wrong = counted & ((target < 0) | (target >= num_classes))
+    if target.device.type != "cpu":
+        torch._assert_async(~wrong.any(), "target out of bounds")  # without waiting
+    elif wrong.any():
+        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
 
 
 def _dtype_of_loss(dtype: torch.dtype, device: str) -> torch.dtype:

@@ -343,6 +343,11 @@ def watch_again(watched: Tensor, storage: torch.UntypedStorage) -> None:
     watched.data = watched.new_empty(0).set_(storage, 0, (size,), (1,))
 
 
+def unversioned(tensor: Tensor) -> AbstractContextManager[None]:
+    """Count no change of `tensor` inside."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
+
+
 def unwatched() -> AbstractContextManager[None]:
     """Hide from function modes what is read of tensors inside: for each of them that would take time."""
     return torch._C.DisableTorchFunction()

@@ -36,6 +36,7 @@ torch._C._functions.AccumulateGrad._input_metadata torch._C._functions.Accumulat
 torch._C._functorch.peek_interpreter_stack torch._C._functorch.is_functorch_wrapped_tensor
             torch._C._get_function_stack_at torch._C._len_torch_function_stack
 torch._C._storage_Use_Count torch._C._will_engine_execute_node torch._C.DisableTorchFunction
+torch.autograd._unsafe_preserve_version_counter
 torch.autograd.forward_ad._current_level torch.multiprocessing.reductions.StorageWeakRef
 torch._ops.OpOverload torch._ops.OpOverloadPacket torch.UntypedStorage._new_with_weak_ptr
 torch._C._dynamo.eval_frame.get_eval_frame_callback torch._C._dynamo.eval_frame.set_eval_frame

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from lightning_memsave import ActivationCompression, Ledger
@@ -128,7 +129,13 @@ def without_gradient(z):
         return z.argmax(-1)
 
 
+def in_inference_mode(z):
+    with torch.inference_mode():
+        return z.argmax(-1).clone()
+
+
 READERS = {
+    "in inference mode": in_inference_mode,
     "item": lambda z: z[0, 0, 0].item(),
     "argmax": lambda z: z.argmax(-1),
     "argmax without gradient": without_gradient,
@@ -217,6 +224,30 @@ def kept_gradient(z, y):
     return loss + of_z.square().sum()
 
 
+def edited_then_squared(z, y):
+    z.mul_(2)
+    first = Squared.apply(z).mean()
+    z[..., ::2] = -5
+    return first.detach() + Squared.apply(z).mean()
+
+
+def edited_sibling(z, y):
+    z.flatten(0, 1).tanh_()
+    return Squared.apply(z).mean()
+
+
+def read_in_inference_mode(z, y):
+    loss = F.cross_entropy(z.flatten(0, 1), y.flatten())
+    in_inference_mode(z)
+    return loss + z.logsumexp(-1).square().mean()
+
+
+def in_a_region(z, y):
+    loss = F.cross_entropy(z.flatten(0, 1), y.flatten())
+    rows = lambda: z.flatten(0, 1).sin()  # noqa: E731
+    return loss + checkpoint(lambda: F.cross_entropy(rows(), y.flatten()), use_reentrant=False)
+
+
 @torch.jit.script
 def scripted(z: torch.Tensor) -> torch.Tensor:
     return torch.logsumexp(z, -1).square().mean()
@@ -228,6 +259,10 @@ USES = {
         Squared.apply(z.transpose(1, 2)).mean() + F.cross_entropy(z.flatten(0, 1), y.flatten())
     ),
     "a function of log-probabilities": lambda z, y: Squared.apply(z.log_softmax(-1)).mean(),
+    "edited, then a function of the user's": edited_then_squared,
+    "edited sibling, then a function of the user's": edited_sibling,
+    "read in inference mode": read_in_inference_mode,
+    "in a checkpointed region": in_a_region,
     "hooked behind a view": hooked_later,
     "edited behind views": edited,
     "masked behind a view": masked,
@@ -439,3 +474,44 @@ def test_parameters_that_are_not_the_modules_own_are_left_alone():
     nn.utils.parametrizations.weight_norm(model.head)
     with store_of(model).scope():
         assert type(model(some_ids())) is torch.Tensor
+
+
+def test_an_edit_that_a_users_function_cannot_follow_is_an_error():
+    model = Scored()
+    with store_of(model).scope():
+        z = model(some_ids())
+        z.view_as(z)[0, 0, 0].item()
+        some = z[..., ::2]
+        some.mul_(3)
+        loss, right = Squared.apply(z).mean(), Squared.apply(z.view_as(z)).mean()
+    right.backward()
+    with pytest.raises(RuntimeError, match="edited through a view"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_logits_are_those_of_the_parameters_before_a_write_through_data(name):
+    model = Scored()
+    plain = model(some_ids()).detach()
+    with store_of(model).scope():
+        z = model(some_ids())
+        getattr(model.head, name).data.mul_(2)
+        assert torch.equal(z.detach(), plain)
+
+
+@pytest.mark.parametrize("target", [-1, CLASSES, CLASSES + 5])
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_target_that_is_no_class_is_torchs_error(target, is_read):
+    model, y = Scored(), torch.full((BATCH * TIME,), target)
+    with store_of(model).scope():
+        z = model(some_ids())
+        if is_read:
+            z.sum()
+        with pytest.raises(IndexError, match=f"Target {target} is out of bounds"):
+            F.cross_entropy(z.flatten(0, 1), y)
+
+
+def test_a_head_with_one_input_is_not_deferred():
+    head = nn.Linear(1, CLASSES)
+    with store_of(head).scope():
+        assert type(head(torch.randn(3, 4, 1))) is torch.Tensor
