@@ -16,7 +16,6 @@ Cost: some tens of microseconds for each operation, so callers measure some step
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -34,12 +33,7 @@ from lightning_memsave.measuring.source_lines import Line, Survivor, line_text, 
 from lightning_memsave.measuring.storage_resizing import resizes_seen
 from lightning_memsave.measuring.storages import storages, tensors_in
 from lightning_memsave.measuring.timeline import timeline
-from lightning_memsave.torch_internals.autograd_graph import (
-    WeakStorage,
-    accumulator_of,
-    autograd_is_running,
-    running_node,
-)
+from lightning_memsave.torch_internals.autograd_graph import WeakStorage, autograd_is_running, running_node
 from lightning_memsave.torch_internals.fake_tensors import is_fake
 
 
@@ -102,7 +96,6 @@ class Ledger(TorchDispatchMode):
         self._model: nn.Module | None = None
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._hooks: list[Any] = []
-        self._accumulators: list[Any] = []  # nodes, held for their hooks
         self._stance: Any = None
         self._resizes: Any = None
         self._ddp: list[nn.parallel.DistributedDataParallel] = []
@@ -290,7 +283,7 @@ class Ledger(TorchDispatchMode):
         self._has_buckets = True
         self._gradients_are_buckets = ddp.gradient_as_bucket_view
 
-    def _name_gradient(self, parameter: Tensor, *_: object) -> None:
+    def _name_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.hold("gradients", [parameter.grad])
 
@@ -299,13 +292,10 @@ class Ledger(TorchDispatchMode):
         # runs eagerly now and compiled afterwards.
         self._stance = torch.compiler.set_stance("force_eager")
         if self._model is not None:
-            # On nodes, which die with the step's graph: `register_post_accumulate_grad_hook` leaves something with the
-            # parameter that every later backward calls, also once the hook is removed.
-            trained = [p for p in self._model.parameters() if p.requires_grad and p.is_leaf]
-            self._accumulators = list(map(accumulator_of, trained))
             self._hooks = [
-                node.register_hook(functools.partial(self._name_gradient, p))
-                for node, p in zip(self._accumulators, trained, strict=True)
+                p.register_post_accumulate_grad_hook(self._name_gradient)
+                for p in self._model.parameters()
+                if p.requires_grad and p.is_leaf
             ]
         for ddp in self._ddp:  # from its own forward to that of what it wraps
             self._hooks += [
@@ -340,7 +330,7 @@ class Ledger(TorchDispatchMode):
         self._at_start.clear()
         self._events.clear()
         self._recorded.clear()
-        self._hooks, self._accumulators, self._model, self._optimizers, self._ddp = [], [], None, (), []
+        self._hooks, self._model, self._optimizers, self._ddp = [], None, (), []
 
     def _split_at_peak(self) -> tuple[dict[str, int], dict[str, int]]:
         split: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))

@@ -97,7 +97,7 @@ class BreakdownLedger(Ledger):
                 entry.place = where
                 self._owned.setdefault(entry, (tensor.shape, tensor.dtype))
 
-    def _name_gradient(self, parameter: Tensor, *_: object) -> None:
+    def _name_gradient(self, parameter: Tensor) -> None:
         super()._name_gradient(parameter)
         self._belongs(parameter.grad, self._owners.get(parameter, ELSEWHERE))
 

@@ -76,15 +76,10 @@ def will_run(node: Node) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
-def accumulator_of(leaf: Tensor) -> Node:
-    """Return the node that adds up the gradient of `leaf`, which all graphs share; it dies with the last of them."""
-    return torch.autograd.graph.get_gradient_edge(leaf).node
-
-
 def is_asked_for(leaf: Tensor) -> bool:
     """Return whether the backward pass that this thread executes wants the gradient of `leaf`."""
     try:
-        return will_run(accumulator_of(leaf))
+        return will_run(torch.autograd.graph.get_gradient_edge(leaf).node)
     except RuntimeError:  # torch's answer for leaves whose gradients are returned (`torch.autograd.grad`)
         return True
 

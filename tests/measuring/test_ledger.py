@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.measuring import Ledger
-from lightning_memsave.torch_internals.autograd_graph import accumulator_of, autograd_is_running
+from lightning_memsave.torch_internals.autograd_graph import autograd_is_running
 
 MIB = 2**20
 
@@ -466,32 +466,12 @@ def test_results_are_those_of_an_unmeasured_step():
 
 
 # ---------------------------------------------------------------------- private names of torch
-def test_hooks_of_the_node_run_with_the_gradient_in_place_and_die_with_the_graph():
+def test_post_accumulate_hooks_run_with_the_gradient_in_place():
     parameter, seen = nn.Parameter(torch.ones(3)), []
-    node = accumulator_of(parameter)
-    node.register_hook(lambda *_: seen.append(parameter.grad is not None))
+    handle = parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
     (parameter * 2).sum().backward()
+    handle.remove()
     assert seen == [True]
-    del node
-    (parameter * 2).sum().backward()
-    assert seen == [True]
-
-
-def test_a_measured_step_leaves_nothing_that_later_backward_passes_call():
-    model, x = nn.Linear(3, 3), torch.ones(2, 3)
-    with Ledger().watching(model, batch=x) as ledger:
-        model(x).sum().backward()
-    assert ledger.measurement.by_category["gradients"] == 4 * (9 + 3)
-    assert all(p._post_accumulate_grad_hooks is None for p in model.parameters())
-
-
-def test_the_nodes_that_a_ledger_hooks_die_with_it():
-    model, x = nn.Linear(3, 3), torch.ones(2, 3)
-    with Ledger().watching(model, batch=x):
-        for parameter in model.parameters():
-            accumulator_of(parameter).metadata["seen"] = True
-        model(x).sum().backward()
-    assert not any("seen" in accumulator_of(p).metadata for p in model.parameters())
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
