@@ -31,7 +31,7 @@ class SparseUpdate:
     are trained, those with the largest weights, or the channels as integers. The first pattern that matches counts;
     with 1.0 every parameter of a module is trained, also of one that is no layer."""
     biases: bool | tuple[str, ...] = True
-    """Whether biases are trained, from the earliest trained layer on; or patterns for modules whose bias is."""
+    """Whether biases are trained, from the earliest trained layer on; with `layers`, also patterns for modules."""
 
     def __post_init__(self) -> None:
         if self.layers is None:
@@ -49,6 +49,9 @@ class SparseUpdate:
                 rule = "must be `True`, `False` or patterns for modules"
                 raise setting_error("SparseUpdate.biases", rule, self.biases, 'For example ("blocks.3.*", "head").')
             object.__setattr__(self, "biases", tuple(self.biases))
+            if self.layers is None:
+                rule = "cannot be patterns beside a budget, which is made for the biases from the earliest layer on"
+                raise setting_error("SparseUpdate.biases", rule, self.biases, "Give `layers`, or `True` or `False`.")
 
     def _check_budget(self) -> None:
         if isinstance(self.budget, float):
