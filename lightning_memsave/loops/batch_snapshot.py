@@ -25,7 +25,12 @@ from lightning_memsave.saved_tensors.seeds import NoiseSeeds
 from lightning_memsave.techniques.sparsity.layers import SparseLayer
 from lightning_memsave.torch_internals.containers import CONTAINERS, nested, refill, values
 from lightning_memsave.torch_internals.module_tree import modules_by_name
-from lightning_memsave.torch_internals.sharded_parameters import written_part
+from lightning_memsave.torch_internals.sharded_parameters import (
+    frees_weights,
+    has_unreduced_gradients,
+    reduces_gradients,
+    written_part,
+)
 
 
 class BatchStart:
@@ -101,6 +106,8 @@ class BatchStart:
         own = [each for small, _ in inside.values() for each in small]
         self._containers = [(container, copy.copy(container)) for container in (*_containers(batch), *own)]
         self._num_collectives = num_collectives()
+        self._frees_weights = frees_weights(module)
+        self._has_unreduced = self._frees_weights and has_unreduced_gradients(module)
 
     def changed_buffers(self) -> set[str]:
         """The names of the buffers that have changed since, as far as their values were kept or their edits counted."""
@@ -120,6 +127,11 @@ class BatchStart:
 
     def what_stays(self) -> str | None:
         """Return what `restore` would not put back on this process; `None` for nothing."""
+        if self._has_unreduced or (self._frees_weights and not reduces_gradients(self._module)):
+            return (
+                "the step accumulates gradients that FSDP2 has not reduced, of which no copy is kept: leave out "
+                "`set_requires_gradient_sync(False)` and `set_requires_all_reduce(False)`"
+            )
         edited = next((what for tensor, version, what in self._watched if tensor._version != version), None)
         if any(p.grad is not gradient for p, gradient in self._summed):  # summed out of place, for higher derivatives
             edited = "gradients"

@@ -176,6 +176,27 @@ def reset_after_error(model: nn.Module) -> None:
                 gathered.grad = None
 
 
+def has_unreduced_gradients(model: nn.Module) -> bool:
+    """Return whether FSDP2 keeps gradients of whole parameters, which no process has averaged with others yet.
+
+    So it does after backward with `set_requires_gradient_sync(False)` or `set_requires_all_reduce(False)`.
+    """
+    return any(
+        group._partial_reduce_output is not None
+        or any(
+            each.unsharded_accumulated_grad is not None
+            or getattr(getattr(each, "_unsharded_param", None), "grad", None) is not None
+            for each in group.fsdp_params
+        )
+        for group in _groups(model)
+    )
+
+
+def reduces_gradients(model: nn.Module) -> bool:
+    """Return whether backward ends with gradients that FSDP2 has averaged over all processes."""
+    return all(group.reduce_grads and group.all_reduce_grads for group in _groups(model))
+
+
 def _groups(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):

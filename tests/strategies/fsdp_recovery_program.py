@@ -90,10 +90,12 @@ class Net(nn.Module):
 
 
 class Module(L.LightningModule):
-    def __init__(self, dropout=0.0, norm=nn.LayerNorm, exchanges=False, is_relational=False, norms_apart=False) -> None:
+    def __init__(
+        self, dropout=0.0, norm=nn.LayerNorm, exchanges=False, is_relational=False, norms_apart=False, late=()
+    ) -> None:
         super().__init__()
         self.net, self.hooks = Net(dropout, norm, exchanges).double(), 0
-        self.is_relational, self.norms_apart = is_relational, norms_apart
+        self.is_relational, self.norms_apart, self.late = is_relational, norms_apart, late
 
     def configure_model(self) -> None:
         if not isinstance(self.net, FSDPModule):
@@ -102,6 +104,8 @@ class Module(L.LightningModule):
                 fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch, batch_idx):
+        if self.late:
+            self.net.set_requires_gradient_sync(batch_idx not in self.late)
         z = self.net(batch[0])
         loss = F.cross_entropy(z @ z.T, torch.arange(len(z))) if self.is_relational else F.cross_entropy(z, batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
@@ -150,7 +154,7 @@ def data(num_samples=44):
     return TensorDataset(x, torch.randint(0, 3, (num_samples,), generator=generator))
 
 
-OF_MODULE = ("dropout", "norm", "exchanges", "is_relational", "norms_apart")
+OF_MODULE = ("dropout", "norm", "exchanges", "is_relational", "norms_apart", "late")
 
 
 def train(*callbacks, validates=False, **options):
@@ -269,6 +273,21 @@ def accumulation() -> None:
         train(MemSave(), Fail({1: ("backward", 1)}, batch_idx=1), accumulate_grad_batches=3)
 
 
+def late_reduction() -> None:
+    """Gradients that are not reduced yet cannot be put back; batches that go well are those of plain Lightning."""
+    options = {"late": (0, 2), "accumulate_grad_batches": 2}
+    plain, _ = train(strategy=ModelParallelStrategy(2, 1), **options)
+    got, _ = train(halves(), **options)
+    assert_close(plain, got, "late")
+    expected = r"cannot be run again in rank [01]: the step accumulates gradients that FSDP2 has not reduced"
+    for phase, ranks, batch_idx in itertools.product(("forward", "backward"), ((1,), (0, 1)), (0, 1)):
+        with pytest.raises(OutOfMemoryUnrecoverableError, match=expected):
+            train(halves(), Fail(dict.fromkeys(ranks, (phase, 1)), batch_idx), **options)
+    got, _ = train(halves(), Fail({1: ("forward", 1)}, batch_idx=2), late=(0,), accumulate_grad_batches=2)
+    cut, _ = train(halves(), Fail({0: ("forward", 0)}, batch_idx=2), accumulate_grad_batches=2)
+    assert_close(cut, got, "reduced since")
+
+
 def refused() -> None:
     with pytest.raises(ValueError, match=r"measured peaks cannot be combined with model parallel"):
         train(MemSave(microbatch="smallest"))
@@ -322,6 +341,7 @@ def main() -> None:
         several_measures(plain)
         other_steps()
         accumulation()
+        late_reduction()
         refused()
     if dist.get_rank() == 0:
         print("ok", file=sys.stderr)
