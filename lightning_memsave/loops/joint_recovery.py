@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_memsave.lightning_compat import Batch
-from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError
+from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError, is_out_of_memory
 from lightning_memsave.loops.recovery import smallest_size
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError
 from lightning_memsave.torch_internals.collectives import CatchingUp, groups_of, num_issued
@@ -152,7 +152,8 @@ class JointRecovery:
         except FailedTryError:
             return
         except Exception as error:
-            why = f"one sample did not go through either ({type(error).__name__}: {error})"
+            went = "did not go through either" if is_out_of_memory(error) else "could not be repeated on its own"
+            why = f"one sample {went} ({type(error).__name__}: {error})"
             raise self.given_up(failure, why) from error
         raise AssertionError("its try does not count")
 

@@ -31,7 +31,6 @@ class CodecChoice:
 
     def __init__(self, noise: CodeNoise, unmeasured: Mapping[float, ActivationCompression] | None = None) -> None:
         self._noise, self._unmeasured = noise, unmeasured
-        self._chosen: dict[float, BoundedCodes] = {}
         self.why_not = ""
         """Why noise could not be measured."""
 
@@ -43,11 +42,6 @@ class CodecChoice:
         """
         bound = config.max_gradient_noise
         assert bound is not None, "it has one"
-        if bound not in self._chosen:
-            self._chosen[bound] = self._within(bound)
-        return self._chosen[bound]
-
-    def _within(self, bound: float) -> BoundedCodes:
         try:
             return self._noise.within(bound)
         except ValueError as error:
@@ -60,10 +54,6 @@ class CodecChoice:
     def settings(self, techniques: Sequence[Config]) -> tuple[Config, ...]:
         """Return the settings with codecs instead of a bound."""
         return tuple(self.of(each).config if is_bounded(each) else each for each in techniques)
-
-    def noise_of(self, techniques: Sequence[Config]) -> float | None:
-        """Return the noise that was measured for settings with a bound; `None` where none was."""
-        return next((self.of(each).noise for each in techniques if is_bounded(each)), None)
 
 
 def is_bounded(config: Config | None) -> TypeGuard[ActivationCompression]:

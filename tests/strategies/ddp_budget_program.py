@@ -1,4 +1,4 @@
-"""Two processes of DDP on CPU (gloo) with a budget; run by `test_distributed.py`. Rank 0 prints `ok`."""
+"""Two processes of DDP on CPU (gloo) with a budget, and with a bound of noise; run by `test_distributed.py`; prints `ok`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memsave import MemSave
+from lightning_memsave import ActivationCompression, MemSave
 
 
 class Module(L.LightningModule):
@@ -66,6 +66,11 @@ def main():
     again = MemSave(memsave.plan)
     replayed = train(again)
     assert all(torch.equal(a, b) for a, b in zip(replayed.parameters(), planned.parameters(), strict=True))
+    bounded = MemSave(activations=ActivationCompression(codecs=("int4",), min_numel=64), max_gradient_noise=0.03)
+    train(bounded)  # each process measures on samples of its own; all take the same codecs
+    dist.all_gather_object(texts, bounded.state_dict()["chosen_codecs"])
+    assert texts[0] == texts[1]
+    assert 0 < bounded.report.gradient_noise <= 0.03
     if dist.get_rank() == 0:
         print("ok", file=sys.stderr)
 
