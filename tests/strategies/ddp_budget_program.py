@@ -1,4 +1,4 @@
-"""Two processes of DDP on CPU (gloo) with a budget, and with a bound of noise; run by `test_distributed.py`; prints `ok`."""
+"""Two processes of DDP on CPU (gloo) with a budget, then with a bound of noise; run by `test_distributed.py`."""
 
 from __future__ import annotations
 
