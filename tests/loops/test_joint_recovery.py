@@ -82,7 +82,9 @@ def test_what_ended_a_process_explains_the_errors_of_others_until_the_next_run(j
     joint.begin()
     joint.count()
     assert joint.explain(lost) is None
-    with pytest.raises(OutOfMemoryUnrecoverableError, match=r"rank 0, and one sample could not be repeated.*pass: full"):
+    with pytest.raises(
+        OutOfMemoryUnrecoverableError, match=r"rank 0, and one sample could not be repeated.*pass: full"
+    ):
         joint.catch_up("the forward pass: full", lambda: nn.Linear(2, 2)(torch.ones(3)))
     joint.phase = "the backward pass of part 1 of 2"
     with pytest.raises(OutOfMemoryUnrecoverableError, match=r"Rank 0 waited for it in the backward.*Connection closed"):
