@@ -13,6 +13,7 @@ from lightning_memsave.core.compatibility import COMPATIBILITY, SETTINGS, WAYS_O
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.techniques.registry import TECHNIQUES
 
+OLD_FSDP2 = ["FSDP2 before torch 2.13"] if torch.__version__ < (2, 13) else []
 STEMS = [technique.stem for technique in TECHNIQUES]
 REFUSED = [row for row in COMPATIBILITY if row.refused_because]
 
@@ -76,11 +77,11 @@ def trainer_of(module, **options):
             {"strategy": L.pytorch.strategies.DDPStrategy(static_graph=True)},
             ["DDP", "DDP with static_graph"],
         ),
-        (BoringModel(), {"strategy": "memsave_fsdp"}, ["model parallel (FSDP2)"]),
+        (BoringModel(), {"strategy": "memsave_fsdp"}, ["model parallel (FSDP2)", *OLD_FSDP2]),
         (
             BoringModel(),
             {"strategy": L.pytorch.strategies.ModelParallelStrategy(1, 2)},
-            ["model parallel (FSDP2)", "tensor parallelism"],
+            ["model parallel (FSDP2)", "tensor parallelism", *OLD_FSDP2],
         ),
         (
             BoringModel(),
