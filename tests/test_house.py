@@ -141,6 +141,20 @@ def test_no_function_is_long():
     assert found == []
 
 
+FACTORIES = {
+    *("arange", "empty", "empty_permuted", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint"),
+    *("randn", "randperm", "tensor", "tril_indices", "triu_indices", "zeros"),
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_every_tensor_that_is_made_says_where(path):
+    """Without `device=` it lies on the program's default device, and a C kernel would write there."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}:
+            assert {"device", None} & {keyword.arg for keyword in node.keywords}, f"{relative(path)}:{node.lineno}"
+
+
 def test_no_module_is_named_for_no_job():
     names = {"utils", "util", "helpers", "helper", "common", "misc"}
     assert [relative(path) for path in SOURCE.rglob("*") if path.stem.strip("_") in names] == []

@@ -162,7 +162,7 @@ class PlainGPT(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, num_tokens]."""
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         return self.head(self.norm(self.blocks(self.dropout(x))))
 
 

@@ -124,7 +124,7 @@ def noise_of(differences: Tensor, codecs: tuple[str, ...]) -> Noise:
     num = len(differences)
     products = differences @ differences.T
     squared_size, squared_mean = float(products.diagonal().mean()), float(products.mean().clamp(min=0))
-    first, second = torch.triu_indices(num, num, 1)
+    first, second = torch.triu_indices(num, num, 1, device="cpu")
     resemblance = float(products[first, second].square().mean())
     variance = (squared_size - squared_mean) * num / (num - 1)
     chance = 1.0
@@ -169,7 +169,7 @@ class _FirstStep(L.Callback):
         self.memsave, self._num_steps = memsave, num_steps
         self.gradients: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}
-        self.loss = torch.tensor(math.nan)
+        self.loss = torch.tensor(math.nan, device="cpu")
         self._hooks: list[RemovableHandle] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -259,7 +259,9 @@ def _by_module(ours: dict[str, Tensor], plain: dict[str, Tensor], is_exact: bool
 
 def _joined(tensors: list[Tensor | None]) -> Tensor:
     """Join tensors to one; infinity stands for a missing one, which is a difference of its own."""
-    return torch.cat([torch.full((1,), math.inf) if t is None else t.double().flatten().cpu() for t in tensors])
+    return torch.cat(
+        [torch.full((1,), math.inf, device="cpu") if t is None else t.double().flatten().cpu() for t in tensors]
+    )
 
 
 def _relative(ours: Tensor, plain: Tensor) -> float:

@@ -65,7 +65,7 @@ def _couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
 def random_matrices(count: int, seed: int) -> list[Tensor]:
     """Return float64 matrices, [4, 3], for a trial of an optimizer."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(count)]
+    return [torch.randn(4, 3, generator=generator, dtype=torch.float64, device="cpu") for _ in range(count)]
 
 
 def stepped_twin(

@@ -23,10 +23,10 @@ def load_digits_32(seed: int) -> tuple[TensorDataset, TensorDataset]:
     from sklearn.model_selection import train_test_split
 
     digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16.0  # [1797, 1, 8, 8] in [0, 1]
+    images = torch.tensor(digits.images, dtype=torch.float32, device="cpu")[:, None] / 16.0  # [1797, 1, 8, 8] in [0, 1]
     images = F.interpolate(images, size=(32, 32), mode="bilinear", align_corners=False).expand(-1, 3, -1, -1)
     images = (images - images.mean()) / images.std()
-    labels = torch.tensor(digits.target)
+    labels = torch.tensor(digits.target, device="cpu")
     train, test = train_test_split(range(len(labels)), test_size=0.2, stratify=digits.target, random_state=seed)
     return TensorDataset(images[train].contiguous(), labels[train]), TensorDataset(
         images[test].contiguous(), labels[test]

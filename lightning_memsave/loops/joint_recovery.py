@@ -117,7 +117,7 @@ class JointRecovery:
         """Return whether `flag` is true in all processes."""
         if self._flags is None:
             return flag
-        flags = torch.tensor(int(flag))
+        flags = torch.tensor(int(flag), device="cpu")
         dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=self._flags)
         return bool(flags)
 

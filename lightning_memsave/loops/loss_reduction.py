@@ -368,9 +368,9 @@ def _flip(values: Tensor, is_zero: bool) -> None:
     """Flip some bits in place, of zeros those of small numbers of either sign. Done twice, nothing has changed."""
     integers, leading = _SIGNIFICANDS[values.dtype]
     generator = torch.Generator().manual_seed(values.numel())
-    bits = torch.randint(leading + 1, values.shape, generator=generator, dtype=integers) & leading
+    bits = torch.randint(leading + 1, values.shape, generator=generator, dtype=integers, device="cpu") & leading
     if is_zero:
-        small = torch.randn(values.shape, generator=generator).to(values.dtype) * _SMALL
+        small = torch.randn(values.shape, generator=generator, device="cpu").to(values.dtype) * _SMALL
         bits = small.view(integers)
     values.view(integers).bitwise_xor_(bits.to(values.device))
 
@@ -407,7 +407,7 @@ def _loss_in(output: Any) -> Tensor:
     """Return the loss that `training_step` returned; not a number where Lightning skips the batch."""
     loss = output["loss"] if isinstance(output, dict) else output
     if loss is None:
-        return torch.tensor(math.nan)
+        return torch.tensor(math.nan, device="cpu")
     if not isinstance(loss, Tensor):
         raise TypeError("training_step returned no loss")
     return loss

@@ -70,7 +70,7 @@ class AllocationProfile:
 
     def _mark(self, change: int | None, _: object = None) -> None:
         self._marks.append(change)
-        torch.empty(_MARK_BYTES, dtype=torch.uint8)  # its two events are found again
+        torch.empty(_MARK_BYTES, dtype=torch.uint8, device="cpu")  # its two events are found again
 
     def __enter__(self) -> AllocationProfile:
         if gone := missing("allocation events"):

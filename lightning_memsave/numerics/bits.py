@@ -50,6 +50,21 @@ def unpack(packed: Tensor, bits: int, num_values: int) -> Tensor:
     return values.view(-1)[:num_values]
 
 
+def pack_mask(mask: Tensor) -> Tensor:
+    """Return one bit per element of a boolean mask, [n]."""
+    return pack(mask, 1)
+
+
+def pack_positive(flat: Tensor) -> Tensor:
+    """Return the mask of what is not <= 0 (NaN counts as positive), one bit per element."""
+    return pack(~(flat <= 0), 1)
+
+
+def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
+    """Return the boolean mask, [num_values]."""
+    return unpack(packed, 1, num_values).view(torch.bool)
+
+
 def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:
     """Return `values` times `scale` where the boolean mask holds, times 0 elsewhere.
 

@@ -185,7 +185,7 @@ def _signed_chunk(blocks: Tensor, bits: int, dither: Tensor | float) -> tuple[Te
     low_p, step_p = _side(magnitudes, is_positive, half)
     low = torch.where(is_positive, low_p[:, None], low_n[:, None])
     step = torch.where(is_positive, step_p[:, None], step_n[:, None])
-    code = _round(magnitudes, low, step, torch.tensor(half - 1.0), dither) + is_positive * half
+    code = _round(magnitudes, low, step, torch.tensor(half - 1.0, device="cpu"), dither) + is_positive * half
     return _pack(code.to(torch.uint8), bits), torch.stack([low_n, step_n, low_p, step_p], 1).bfloat16()
 
 

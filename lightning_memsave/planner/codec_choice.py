@@ -103,9 +103,9 @@ class CodeSites:
         [units], and for each site the numbers of its codecs, [units].
         """
         length = _NUM_UNITS + len(self.sites) + 1  # as bytes of each site are rounded up
-        least, chosen = torch.zeros(length, dtype=torch.float64), []
+        least, chosen = torch.zeros(length, dtype=torch.float64, device="cpu"), []
         for site in self.sites:
-            with_codec = torch.full((len(site.kept_bytes), length), math.inf, dtype=torch.float64)
+            with_codec = torch.full((len(site.kept_bytes), length), math.inf, dtype=torch.float64, device="cpu")
             for row, units, codec in zip(with_codec, self._units(site), site.kept_bytes, strict=True):
                 row[units:] = least[: length - units] + site.noise[codec]
             least, number = with_codec.min(0)

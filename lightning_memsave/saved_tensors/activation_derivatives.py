@@ -75,7 +75,7 @@ def _table(derivative: Derivative, device: torch.device) -> tuple[float, float, 
 
     def built() -> tuple[float, float, Tensor]:
         farthest = _FARTHEST / (derivative.settings[0] if derivative.name == "softplus" else 1.0)
-        x = torch.linspace(-farthest, farthest, 600_001, dtype=torch.float64)
+        x = torch.linspace(-farthest, farthest, 600_001, dtype=torch.float64, device="cpu")
         d = derivative(x)
         first, last = int(d.argmin()), int(d.argmax())
         low, high = float(d[first]), float(d[last])

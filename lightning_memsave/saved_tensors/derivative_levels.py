@@ -111,7 +111,7 @@ def _table(levels: Levels, dtype: torch.dtype, device: torch.device) -> tuple[Te
     """Return x* for each level, in `dtype`, and f' of these, in rising order and float32, both [2^k]."""
 
     def built() -> tuple[Tensor, Tensor]:
-        x = torch.linspace(-_FARTHEST, _FARTHEST, _NUM_SAMPLES, dtype=torch.float64)
+        x = torch.linspace(-_FARTHEST, _FARTHEST, _NUM_SAMPLES, dtype=torch.float64, device="cpu")
         weights = torch.exp(-x.square() / 2)
         chosen = best_levels(levels.derivative(x), weights, levels.derivative.ends, 2**levels.num_bits)
         inputs = levels.derivative.invert(chosen.float()).to(dtype)
@@ -132,7 +132,7 @@ def best_levels(derivatives: Tensor, weights: Tensor, ends: tuple[float, float],
         ends: the first and the last level, between which all derivatives lie.
         num: 2 or more.
     """
-    candidates = torch.linspace(*ends, _NUM_CANDIDATES, dtype=torch.float64)
+    candidates = torch.linspace(*ends, _NUM_CANDIDATES, dtype=torch.float64, device="cpu")
     place = torch.bucketize(derivatives, candidates).clamp_(max=_NUM_CANDIDATES - 1)
     powers = torch.stack([weights, weights * derivatives, weights * derivatives.square()])
     sums = powers.new_zeros(3, _NUM_CANDIDATES).index_add_(1, place, powers).cumsum(1)

@@ -149,7 +149,7 @@ class InFile:
 
     def get(self) -> Tensor:
         """Read it."""
-        out = torch.empty(self._shape, dtype=self._dtype)
+        out = torch.empty(self._shape, dtype=self._dtype, device="cpu")
         if self._offset is not None:
             self._file.read(self._offset, out)
         return out
@@ -183,7 +183,7 @@ class InHostMemory:
     def __init__(self, tensor: Tensor, stream: Stream) -> None:
         self._device, self._stream = tensor.device, stream
         self._fetched: Tensor | None = None
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         stream.side.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream.side):
             self._host.copy_(tensor, non_blocking=True)

@@ -42,7 +42,7 @@ def _with_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
     fewer = (num_steps,) if args[0].nbytes <= _LARGEST_BYTES or num_steps <= 2 * _STEPS else (_STEPS, 2 * _STEPS)
     found = [_workspace_bytes(func, shapes, plain, steps) for steps in fewer]
     num_bytes = found[0] + (num_steps - fewer[0]) * (found[-1] - found[0]) // _STEPS
-    workspace = torch.empty(num_bytes, dtype=torch.uint8)
+    workspace = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     return (*out[:_WORKSPACE], workspace, *out[_WORKSPACE + 1 :])
 
 
@@ -51,7 +51,7 @@ def _workspace_bytes(func: Any, shapes: Any, plain: Any, num_steps: int) -> int:
     args: dict[int, Any] = {index: list(a) if isinstance(a, tuple) else a for index, a in plain}
     with unset_fake_temporarily(), torch.enable_grad():
         for index, shape, dtype in shapes:
-            args[index] = torch.zeros((num_steps, *shape[1:]) if index == 0 else shape, dtype=dtype)
+            args[index] = torch.zeros((num_steps, *shape[1:]) if index == 0 else shape, dtype=dtype, device="cpu")
         out = func(*(args[index] for index in sorted(args)))
     return int(out[_WORKSPACE].nbytes)
 

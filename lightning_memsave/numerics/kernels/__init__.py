@@ -1,13 +1,14 @@
 """The fastest implementation of this package's other modules for a device; all are equal bit for bit.
 
-CPU: C, where a compiler is. CUDA: Triton for `kbit`, where it is installed (it comes with torch's CUDA builds). Else
-plain torch.
+CPU: C, where a compiler is. CUDA: Triton, where it is installed (it comes with torch's CUDA builds). Else plain torch.
 """
 
 from __future__ import annotations
 
 import functools
 from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,46 +36,39 @@ def dequantize(
 
 
 def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
-    """Round as `rounding.round_to_bfloat16` does."""
-    if _has_native(flat.device):
-        return native.round_to_bfloat16(flat, seed)
-    return rounding.round_to_bfloat16(flat, seed)
+    """Round as `rounding.round_to_bfloat16` does; on CUDA, what is not finite stays so, and nothing waits."""
+    return _elementwise(flat, rounding).round_to_bfloat16(flat, seed)  # type: ignore[no-any-return]
 
 
 def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift: int = 0) -> tuple[Tensor, Tensor]:
     """Quantize as `blockwise.quantize_to_map` does."""
-    function = native.quantize_to_map if _has_native(flat.device) else blockwise.quantize_to_map
-    return function(flat, code_map, bits, seed, shift)
+    return _elementwise(flat, blockwise).quantize_to_map(flat, code_map, bits, seed, shift)  # type: ignore[no-any-return]
 
 
 def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: int, num_values: int) -> Tensor:
     """Dequantize as `blockwise.dequantize_from_map` does."""
-    function = native.dequantize_from_map if _has_native(codes.device) else blockwise.dequantize_from_map
-    return function(codes, code_map, absmax, bits, num_values)
+    module = _elementwise(codes, blockwise)
+    return module.dequantize_from_map(codes, code_map, absmax, bits, num_values)  # type: ignore[no-any-return]
 
 
 def round_to_float16(flat: Tensor, seed: int) -> Tensor | None:
-    """Round as `rounding.round_to_float16` does."""
-    if _has_native(flat.device):
-        return native.round_to_float16(flat, seed)
-    return rounding.round_to_float16(flat, seed)
+    """Round as `rounding.round_to_float16` does; on CUDA as `round_to_bfloat16`."""
+    return _elementwise(flat, rounding).round_to_float16(flat, seed)  # type: ignore[no-any-return]
 
 
 def pack_mask(mask: Tensor) -> Tensor:
     """Return one bit per element of a boolean mask, [n]."""
-    return native.pack_mask(mask) if _has_native(mask.device) else bits.pack(mask, 1)
+    return _elementwise(mask, bits).pack_mask(mask)  # type: ignore[no-any-return]
 
 
 def pack_positive(flat: Tensor) -> Tensor:
     """Return the mask of what is not <= 0 (NaN counts as positive), one bit per element."""
-    return native.pack_positive(flat) if _has_native(flat.device) else bits.pack(~(flat <= 0), 1)
+    return _elementwise(flat, bits).pack_positive(flat)  # type: ignore[no-any-return]
 
 
 def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
     """Return the boolean mask, [num_values]."""
-    if _has_native(packed.device):
-        return native.unpack_mask(packed, num_values)
-    return bits.unpack(packed, 1, num_values).view(torch.bool)
+    return _elementwise(packed, bits).unpack_mask(packed, num_values)  # type: ignore[no-any-return]
 
 
 def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -85,8 +79,7 @@ def scale_where(mask: Tensor, values: Tensor, scale: float) -> Tensor:
 
 def look_up(values: Tensor, table: Tensor, scale: float, shift: float) -> Tensor:
     """Replace float32 `values` by the table's entries at `values * scale + shift`, cut off to one that exists."""
-    function = native.look_up if _has_native(values.device) else bits.look_up
-    return function(values, table, scale, shift)
+    return _elementwise(values, bits).look_up(values, table, scale, shift)  # type: ignore[no-any-return]
 
 
 def set_bits(packed: Tensor) -> Tensor:
@@ -124,13 +117,22 @@ def implementation(device: torch.device) -> str:
 def _kbit(coded: Tensor):  # type: ignore[no-untyped-def]  # one of three modules of the same functions
     if coded.is_cpu and native.library() is not None:
         return native
-    match implementation(coded.device):
-        case "triton":
-            from lightning_memsave.numerics.kernels import triton_kbit
+    if is_fake(coded) or implementation(coded.device) != "triton":
+        return kbit
+    from lightning_memsave.numerics.kernels import triton_kbit
 
-            return triton_kbit
-        case _:
-            return kbit
+    return triton_kbit
+
+
+def _elementwise(values: Tensor, reference: ModuleType) -> Any:
+    """Return the module whose functions of the reference's names are the fastest for `values`."""
+    if values.is_cpu and native.library() is not None:
+        return native
+    if is_fake(values) or implementation(values.device) != "triton":
+        return reference
+    from lightning_memsave.numerics.kernels import triton_elementwise
+
+    return triton_elementwise
 
 
 def _has_native(device: torch.device) -> bool:

@@ -95,8 +95,8 @@ def quantize(
     size = flat.numel()
     blocks = Blocks.of_rows(row or size)
     num_blocks, num_bytes, num_ends = blocks.count(size), blocks.num_bytes(bits), 4 if signed else 2
-    codes = torch.empty(num_blocks, num_bytes, dtype=torch.uint8)
-    ranges = torch.empty(num_blocks, num_ends, dtype=torch.bfloat16)
+    codes = torch.empty(num_blocks, num_bytes, dtype=torch.uint8, device=flat.device)
+    ranges = torch.empty(num_blocks, num_ends, dtype=torch.bfloat16, device=flat.device)
     is_coded = is_fake(flat) or run(
         "quantize",
         *(_pointer(flat, size), flat.dtype is torch.bfloat16),
@@ -112,7 +112,7 @@ def dequantize(
     codes: Tensor, ranges: Tensor, bits: int, out: Tensor, signed: bool = False, row: int | None = None
 ) -> Tensor:
     """Dequantize as `kbit.dequantize` does."""
-    target = out if out.dtype in _TYPES else torch.empty(out.shape, dtype=torch.float32)
+    target = out if out.dtype in _TYPES else torch.empty_like(out, dtype=torch.float32)
     size = out.numel()
     blocks = Blocks.of_rows(row or size)
     num_blocks = blocks.count(size)
@@ -144,7 +144,7 @@ def round_to_float16(flat: Tensor, seed: int) -> Tensor | None:
 
 def _rounded(name: str, dtype: torch.dtype, flat: Tensor, seed: int) -> Tensor | None:
     flat, size = flat.float(), flat.numel()
-    out = torch.empty(flat.shape, dtype=dtype)
+    out = torch.empty(flat.shape, dtype=dtype, device=flat.device)
     is_rounded = is_fake(flat) or run(
         *(name, _pointer(flat, size), _pointer(out, size), size, seed),
         num_units=-(-size // BLOCK_SIZE),
@@ -172,8 +172,8 @@ def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift:
     """Quantize as `blockwise.quantize_to_map` does."""
     flat, size = flat.float(), flat.numel()
     num_blocks, num_bytes = -(-size // BLOCK_SIZE), -(-size * bits // 8)
-    codes = torch.empty(num_bytes, dtype=torch.uint8)
-    absmax = torch.empty(num_blocks, dtype=torch.float32)
+    codes = torch.empty(num_bytes, dtype=torch.uint8, device=flat.device)
+    absmax = torch.empty(num_blocks, dtype=torch.float32, device=flat.device)
     if not is_fake(flat):
         run(
             "quantize_to_map",
@@ -187,7 +187,7 @@ def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift:
 
 def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: int, num_values: int) -> Tensor:
     """Dequantize as `blockwise.dequantize_from_map` does."""
-    out = torch.empty(num_values, dtype=torch.float32)
+    out = torch.empty(num_values, dtype=torch.float32, device=codes.device)
     num_blocks = -(-num_values // BLOCK_SIZE)
     if not is_fake(codes):
         run(
@@ -213,7 +213,7 @@ def pack_positive(flat: Tensor) -> Tensor:
 def _bytes_from(name: str, flat: Tensor) -> Tensor:
     size = flat.numel()
     num_bytes = -(-size // 8)
-    packed = torch.empty(num_bytes, dtype=torch.uint8)
+    packed = torch.empty(num_bytes, dtype=torch.uint8, device=flat.device)
     if not is_fake(flat):
         run(name, _pointer(flat, size), _pointer(packed, num_bytes), size, num_units=num_bytes, per_unit=8)
     return packed
@@ -221,7 +221,8 @@ def _bytes_from(name: str, flat: Tensor) -> Tensor:
 
 def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
     """Unpack a mask as `bits.unpack(packed, 1, num_values).bool()` does."""
-    mask, num_bytes = torch.empty(num_values, dtype=torch.bool), -(-num_values // 8)
+    mask = torch.empty(num_values, dtype=torch.bool, device=packed.device)
+    num_bytes = -(-num_values // 8)
     if not is_fake(packed):
         pointers = _pointer(packed, num_bytes), _pointer(mask, num_values)
         run("unpack_mask", *pointers, num_values, num_units=num_bytes, per_unit=8)
@@ -249,11 +250,11 @@ def look_up(values: Tensor, table: Tensor, scale: float, shift: float) -> Tensor
 def set_bits(packed: Tensor) -> Tensor:
     """Return the set bits, [k], as `bits.unpack(packed, 1, ...).nonzero()` does."""
     if is_fake(packed):
-        return torch.empty(num_set(packed), dtype=torch.int64)
+        return packed.new_empty(num_set(packed), dtype=torch.int64)
     lib, size = library(), packed.numel()
     assert lib is not None
     source = _pointer(packed, size)
-    positions = torch.empty(lib.set_bits(source, None, size), dtype=torch.int64)
+    positions = packed.new_empty(lib.set_bits(source, None, size), dtype=torch.int64)
     lib.set_bits(source, _pointer(positions, positions.numel()), size)
     return positions
 
@@ -263,7 +264,7 @@ def pack_two(flat: Tensor) -> tuple[Tensor, Tensor] | None:
     lib, size = library(), flat.numel()
     assert lib is not None
     num_bytes = -(-size // 8)
-    values, packed = flat.new_empty(2), torch.empty(num_bytes, dtype=torch.uint8)
+    values, packed = flat.new_empty(2), flat.new_empty(num_bytes, dtype=torch.uint8)
     if is_fake(flat):
         return (packed, values) if has_two_values(flat) else None
     source, found = _pointer(flat, size), _pointer(values, 2)

@@ -43,7 +43,7 @@ def solve(
     from scipy.sparse import csr_array
 
     rows, limits = _rows(replay, effects, moments, budget_bytes)
-    costs = torch.tensor([effect.seconds for effect in effects], dtype=torch.float64)
+    costs = torch.tensor([effect.seconds for effect in effects], dtype=torch.float64, device="cpu")
     if best_seconds is not None:
         rows.append(costs)
         limits.append(best_seconds)
@@ -106,7 +106,7 @@ def _exclusive(effects: Sequence[Effect]) -> torch.Tensor:
         )
         if len(there) > 1:
             rows[there] = None
-    matrix = torch.zeros(len(rows), len(effects), dtype=torch.float64)
+    matrix = torch.zeros(len(rows), len(effects), dtype=torch.float64, device="cpu")
     for row, there in enumerate(rows):
         matrix[row, list(there)] = 1.0
     return matrix

@@ -48,9 +48,11 @@ class Replay:
 
     def __init__(self, trace: Trace, extra_bytes: int = 0) -> None:
         self._trace = trace
-        changes = torch.tensor([change for change, _ in trace.events] or [0], dtype=torch.int64)
+        changes = torch.tensor([change for change, _ in trace.events] or [0], dtype=torch.int64, device="cpu")
         start = trace.start_bytes + extra_bytes
-        self._live = torch.cat([torch.tensor([start]), start + changes.cumsum(0)])  # [E + 1]: before each event, at end
+        self._live = torch.cat(
+            [torch.tensor([start], device="cpu"), start + changes.cumsum(0)]
+        )  # [E + 1]: before each event, at end
         self._scratch = torch.zeros_like(self._live)
         for op in trace.ops:
             if op.workspace_bytes > self._scratch[op.event]:
@@ -85,7 +87,7 @@ class Replay:
         changes = [change for effect in effects for change in effect.changes]
         adjustment = torch.zeros_like(self._live)
         if changes:
-            events, amounts = torch.tensor(changes, dtype=torch.int64).T
+            events, amounts = torch.tensor(changes, dtype=torch.int64, device="cpu").T
             adjustment.index_add_(0, events, amounts)
         return adjustment.cumsum(0)
 

@@ -99,7 +99,7 @@ class LossScaling:
         parameters = [p for p in parameters if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not gradients:
-            return torch.zeros(())
+            return torch.zeros((), device="cpu")
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         together = torch.stack([each.to(norms[0].device) for each in norms])
         norm: Tensor = torch.linalg.vector_norm(together) / self.of_gradients

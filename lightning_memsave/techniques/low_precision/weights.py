@@ -327,7 +327,7 @@ def _places(model: nn.Module, dtype: torch.dtype, kept: set[Tensor], lower_froze
 
 
 def _check_range(name: str, p: Tensor) -> None:
-    largest = torch.linalg.vector_norm(p.detach(), torch.inf) if p.numel() else torch.zeros(())
+    largest = torch.linalg.vector_norm(p.detach(), torch.inf) if p.numel() else p.new_zeros(())
     if not largest <= torch.finfo(torch.float16).max:
         raise setting_error(
             "precision",

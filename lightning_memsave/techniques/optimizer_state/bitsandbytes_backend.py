@@ -102,7 +102,7 @@ def become_8bit(
     class_name = mapping.paged_name if is_paged else mapping.class_name
     assert class_name is not None, "checked by `check_paged`"
     mapped_class = _class_8bit((class_name, type(optimizer).__name__))
-    placeholder = torch.nn.Parameter(torch.zeros(1))
+    placeholder = torch.nn.Parameter(torch.zeros(1, device="cpu"))
     arguments = {"momentum": 0.9} if mapping.class_name == "SGD8bit" else {}
     donor = mapped_class([placeholder], lr=1e-3, **arguments)
     if mapping.class_name == "LAMB8bit":  # for which CUDA has no kernel of 8 bits; what `lamb_step` takes is Adam's

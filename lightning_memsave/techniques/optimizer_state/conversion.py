@@ -24,7 +24,7 @@ _VERSION = 1
 def _plain_moments(state: Mapping[str, Any], mapping: OptimizerMapping, is_compact: bool = False) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     if mapping.has_step:
-        plain["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)
+        plain["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device="cpu")
     for number, name in enumerate(mapping.moments, start=1):
         moment = state[f"state{number}"]
         if moment.dtype == torch.uint8:

@@ -65,7 +65,7 @@ class Elsewhere:
 class _Pinned:
     def __init__(self, tensor: Tensor) -> None:
         self._device = tensor.device
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         self._ready = torch.cuda.Event()
         self.put(tensor)
 

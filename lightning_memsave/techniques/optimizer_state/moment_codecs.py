@@ -263,15 +263,17 @@ def _float_map(bits_of_exponent: int, bits_of_significand: int, largest: float) 
     bias, steps = 2 ** (bits_of_exponent - 1) - 1, 2**bits_of_significand
     subnormal = [i / steps * 2.0 ** (1 - bias) for i in range(1, steps)]
     normal = [(1 + i / steps) * 2.0 ** (e - bias) for e in range(1, 2**bits_of_exponent) for i in range(steps)]
-    return torch.tensor([v / largest for v in (*subnormal, *normal) if v <= largest], dtype=torch.float64).float()
+    return torch.tensor(
+        [v / largest for v in (*subnormal, *normal) if v <= largest], dtype=torch.float64, device="cpu"
+    ).float()
 
 
 def _both_signs(positive: Tensor) -> Tensor:
-    return torch.cat([-positive.flip(0), torch.zeros(1), positive])
+    return torch.cat([-positive.flip(0), positive.new_zeros(1), positive])
 
 
 def _powers(num: int, exponent: float) -> Tensor:
-    return (torch.arange(1, num + 1) / num) ** exponent
+    return (torch.arange(1, num + 1, device="cpu") / num) ** exponent
 
 
 _IN_4BIT = BlockMap(_both_signs(_powers(7, 2)), 4), BlockMap(_powers(16, 2), 4)

@@ -170,8 +170,9 @@ def decoded(value: Any) -> Any:
     shape = torch.Size(value["shape"])
     if value["layout"] == MEANS:
         return _MEANS.decode(Factored(value["rows"], value["columns"]), shape)
-    bits = (value["bits"], math.prod(shape))
-    return dequantize_from_map(value["codes"].reshape(-1), value["map"].float(), value["absmax"], *bits).view(shape)
+    codes, bits = value["codes"].reshape(-1), (value["bits"], math.prod(shape))
+    code_map = value["map"].to(codes.device, torch.float32)  # lies in host memory
+    return dequantize_from_map(codes, code_map, value["absmax"], *bits).view(shape)
 
 
 def second_betas(groups: Iterable[Mapping[str, Any]]) -> dict[Any, float]:

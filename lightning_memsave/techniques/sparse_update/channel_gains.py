@@ -109,7 +109,7 @@ class GainMeter:
         operator, weight = operator_of(module), module.get_parameter("weight")
         assert operator is not None, "it can be trained in part"
         num_channels = weight.shape[operator.weight_dim]
-        gains = torch.zeros(num_channels, dtype=torch.float64)
+        gains = torch.zeros(num_channels, dtype=torch.float64, device="cpu")
         self.layers.setdefault(name, LayerGain(gains, weight.numel() // num_channels, weight.element_size()))
         self.layers[name].kept_bytes = self.layers[name].position = 0
         self._watch(weight, functools.partial(self._note_weight, name, operator.weight_dim))

@@ -95,20 +95,20 @@ class _Candidates:
         self._meter, self._state_bytes, self._with_biases = meter, state_bytes, with_biases
         self._names = [name for name, layer in meter.layers.items() if layer.position]
         layers = [meter.layers[name] for name in self._names]
-        sizes = torch.tensor([len(layer.gains) for layer in layers], dtype=torch.long)
+        sizes = torch.tensor([len(layer.gains) for layer in layers], dtype=torch.long, device="cpu")
         # The values that are trained, their gradient, and their state.
         costs = [
             layer.kept_bytes / len(layer.gains) + layer.num_weights * (2 * layer.element_bytes + state_bytes)
             for layer in layers
         ]
-        owners = torch.arange(len(layers)).repeat_interleave(sizes)
-        numbers = torch.cat([torch.arange(len(layer.gains)) for layer in layers]) if layers else owners
+        owners = torch.arange(len(layers), device="cpu").repeat_interleave(sizes)
+        numbers = torch.cat([torch.arange(len(layer.gains), device="cpu") for layer in layers]) if layers else owners
         gains = torch.cat([layer.gains for layer in layers]) if layers else owners.double()
-        per_channel = torch.tensor(costs, dtype=torch.float64)[owners]
+        per_channel = torch.tensor(costs, dtype=torch.float64, device="cpu")[owners]
         order = (gains / per_channel).sort(descending=True, stable=True).indices
         self.gains, self._costs = gains[order], per_channel[order]
         self._owners, self._numbers = owners[order], numbers[order]
-        self._positions = torch.tensor([layer.position for layer in layers])[self._owners]
+        self._positions = torch.tensor([layer.position for layer in layers], device="cpu")[self._owners]
 
     def before_channels(self, first: int) -> tuple[float, float]:
         """Return the bytes of all but channels, where the layer at position `first` is the earliest, and their gain."""

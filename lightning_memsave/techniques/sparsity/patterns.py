@@ -46,7 +46,7 @@ def group_of(sparsity: float | str) -> Group | None:
 def drawn(size: int, device: torch.device, *key: object) -> Tensor:
     """Return uniform random numbers, [size]: the same ones for the same `key`, on every device and rank."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
-    return torch.rand(size, generator=generator).to(device)
+    return torch.rand(size, generator=generator, device="cpu").to(device)
 
 
 # ------------------------------------------------------------------------------- which layers

@@ -323,7 +323,7 @@ class _Trial:
         for number, gradient in enumerate(whole.of_weights):
             found = [part.of_weights[number] for part in slices]
             total = sum(part for part in found if part is not None)
-            expected = torch.zeros(()) if gradient is None else gradient
+            expected = torch.zeros((), device="cpu") if gradient is None else gradient
             fraction = self._rounding(expected)
             if not _are_near(torch.as_tensor(total).to(expected.device), expected, fraction, largest):
                 raise _DependsError("slices have other gradients of the weights")
