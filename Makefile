@@ -45,7 +45,7 @@ test-versions: $(READY)  ## every room on other versions of torch and Lightning:
 
 test-triton: $(READY)  ## the Triton kernels in interpreter mode, where no GPU is
 	$(BIN)/pip install --quiet --no-deps --target .venv/triton triton==3.9.0
-	PYTHONPATH=.venv/triton TRITON_INTERPRET=1 $(BIN)/pytest tests/numerics/test_triton_kbit.py
+	PYTHONPATH=.venv/triton TRITON_INTERPRET=1 $(BIN)/pytest tests/numerics -k triton
 
 browser:  ## Chromium from npm for the tests of the page, which are skipped without one
 	npm install --silent --no-save --prefix .browser @sparticuz/chromium@153

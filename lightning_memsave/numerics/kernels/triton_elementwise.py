@@ -144,9 +144,7 @@ def _round(x, out, size, seed, to_bfloat16: tl.constexpr, blocks: tl.constexpr):
     noise = _noise(block, element, seed)
     magnitude = value & _ALL_BUT_SIGN
     if to_bfloat16:
-        rounded = value + (noise & 0xFFFF).to(tl.int32)
-        code = tl.where((rounded & _EXPONENT) == _EXPONENT, value, rounded) >> 16
-        code = tl.where(magnitude > _EXPONENT, 0x7FC0, code)
+        code = rounded_to_bfloat16(value, noise)
     else:
         normal = tl.minimum((magnitude - _REBIAS + (noise & 0x1FFF).to(tl.int32)) >> 13, _LARGEST)
         # Below the smallest normal number the spacing is 2**-24, and the code is the multiple of it.
@@ -166,6 +164,27 @@ def _quantize_to_map(
     place = block * _SIZE + element
     exists = place < size
     value = tl.load(x + place, mask=exists, other=0.0)
+    noise = _noise(block, element, seed) + shift.to(tl.uint32)
+    encode_block(value, code_map, codes, absmax, block, place, size, num_blocks, num_entries, noise, per_byte, blocks)
+
+
+@triton.jit
+def encode_block(
+    value,
+    code_map,
+    codes,
+    absmax,
+    block,
+    place,
+    size,
+    num_blocks,
+    num_entries,
+    noise,
+    per_byte: tl.constexpr,
+    blocks: tl.constexpr,
+):
+    """Write codes and scales of values, [blocks, 256], that are 0 where they do not exist."""
+    exists = place < size
     largest = _from_bits(tl.max(_bits(value) & _ALL_BUT_SIGN, axis=1, keep_dims=True))  # [blocks, 1]; NaN if one is
     tl.store(absmax + block, largest, mask=block < num_blocks)
     unit = tl.math.div_rn(value, tl.broadcast_to(tl.maximum(largest, _TINY), value.shape))
@@ -177,8 +196,7 @@ def _quantize_to_map(
     below = tl.minimum(below, num_entries - 2)
     low, high = tl.load(code_map + below), tl.load(code_map + below + 1)
     fraction = tl.math.div_rn(unit - low, high - low)
-    noise = ((_noise(block, element, seed) + shift.to(tl.uint32)) >> 8).to(tl.int32).to(tl.float32)
-    code = below + (noise < fraction * 16777216.0).to(tl.int32)
+    code = below + ((noise >> 8).to(tl.int32).to(tl.float32) < fraction * 16777216.0).to(tl.int32)
     if per_byte == 2:
         first, second = tl.split(tl.reshape(tl.where(exists, code, 0), (blocks, _SIZE // 2, 2)))
         half = block * (_SIZE // 2) + tl.arange(0, _SIZE // 2)[None, :]
@@ -192,12 +210,27 @@ def _dequantize_from_map(codes, code_map, absmax, out, size, per_byte: tl.conste
     block, element = _places(blocks)
     place = block * _SIZE + element
     exists = place < size
+    tl.store(out + place, decode_block(codes, code_map, absmax, block, place, size, per_byte), mask=exists)
+
+
+@triton.jit
+def decode_block(codes, code_map, absmax, block, place, size, per_byte: tl.constexpr):
+    """Return the values of codes, [blocks, 256]."""
+    exists = place < size
     if per_byte == 2:
         code = (tl.load(codes + place // 2, mask=exists, other=0).to(tl.int32) >> (place % 2).to(tl.int32) * 4) & 15
     else:
         code = tl.load(codes + place, mask=exists, other=0).to(tl.int32)
     scale = tl.load(absmax + block, mask=block * _SIZE < size, other=0.0)
-    tl.store(out + place, tl.load(code_map + code) * scale, mask=exists)
+    return tl.load(code_map + code) * scale
+
+
+@triton.jit
+def rounded_to_bfloat16(pattern, noise):
+    """Return 16 bits of float32 patterns, rounded with the lower bits of `noise`."""
+    rounded = pattern + (noise & 0xFFFF).to(tl.int32)
+    code = tl.where((rounded & _EXPONENT) == _EXPONENT, pattern, rounded) >> 16
+    return tl.where((pattern & _ALL_BUT_SIGN) > _EXPONENT, 0x7FC0, code)
 
 
 @triton.jit

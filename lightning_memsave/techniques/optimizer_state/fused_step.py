@@ -1,8 +1,9 @@
-"""Steps of AdamW, Adam and SGD on coded moments in one call for many parameters, on a CPU.
+"""Steps of AdamW, Adam and SGD on coded moments in one kernel: on a CPU for many parameters, on CUDA for each.
 
 The general way (`quantized.py`) decodes a parameter's moments, lets the optimizer's own `step` run and codes them
 again: some thirty calls of torch for each parameter, and as many passes over its memory. Here one kernel does all of
-it, block by block (`numerics/kernels/coded_step.py`), with the same codes to the bit. What it does not know goes the
+it, block by block (`numerics/kernels/coded_step.py`, `triton_coded_step.py`), with the same codes: on a CPU to the bit,
+on CUDA but for the rounding of torch's own kernels, which multiply and add at once. What it does not know goes the
 general way: another optimizer or format, `maximize`, a learning rate that is a tensor, a gradient of another dtype or
 layout, and the first step of a parameter, which makes its state.
 """
@@ -10,13 +11,14 @@ layout, and the first step of a parameter, which makes its state.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from lightning_memsave.numerics import kernels
 from lightning_memsave.numerics.blockwise import num_blocks
 from lightning_memsave.numerics.kernels import native
 from lightning_memsave.numerics.kernels.coded_step import (
@@ -65,14 +67,17 @@ def step_fused(
     maps = [each for each in codecs[: len(names)] if isinstance(each, BlockMap)]
     if len(maps) < len(names) or not names or not _is_known(group) or not _is_torchs(memory.plain_class):
         return list(parameters)
-    if native.library() is None or len(set(parameters)) < len(parameters):
+    device = parameters[0].device if parameters else None
+    if device is None or not _has_kernel(device) or len(set(parameters)) < len(parameters):
         return list(parameters)
     ready: list[Tensor] = []
     others: list[Tensor] = []
     for p in parameters:
         state, own = optimizer.state.get(p, {}), short.get(p)
-        is_ready = _is_plain(p, p.grad, own) and all(
-            _is_of(state.get(n), m, p) for n, m in zip(names, maps, strict=True)
+        is_ready = (
+            p.device == device
+            and _is_plain(p, p.grad, own)
+            and all(_is_of(state.get(n), m, p) for n, m in zip(names, maps, strict=True))
         )
         (ready if is_ready else others).append(p)
     counts = [optimizer.state[p]["step"] for p in ready] if len(names) == 2 else []
@@ -82,16 +87,44 @@ def step_fused(
         return others
     shift = memory.noise_of(ready[0]).shift
     num_steps = [each.item() + 1 for each in counts] or [0.0] * len(ready)
-    rules = {each: _rule(group, maps, shift, each) for each in set(num_steps)}
-    parts = []
-    for p, count in zip(ready, num_steps, strict=True):
-        state, noise = optimizer.state[p], memory.noise_of(p)
-        parts.append(_part(rules[count], p, [_moment(state[n], noise.of(n).seed) for n in names], short.get(p)))
+    rules = {each: _rule(group, len(maps), shift, each) for each in set(num_steps)}
+    seeds = [[memory.noise_of(p).of(name).seed for name in names] for p in ready]
+    moments = [[optimizer.state[p][name] for name in names] for p in ready]
     if counts:
         torch._foreach_add_(counts, 1)
-    step_parts(parts, sum(p.numel() for p in ready))
+    given = zip([rules[count] for count in num_steps], ready, moments, seeds, strict=True)
+    if ready[0].is_cuda:
+        _step_on_cuda(given, maps, short)
+    else:
+        for rule in rules.values():
+            rule.first, rule.second = [*map(_address, maps), None][:2]
+        parts = [
+            _part(rule, p, [_moment(*each) for each in zip(coded, seed, strict=True)], short.get(p))
+            for rule, p, coded, seed in given
+        ]
+        step_parts(parts, sum(p.numel() for p in ready))
     torch.autograd.graph.increment_version(ready)
     return others
+
+
+def _has_kernel(device: torch.device) -> bool:
+    """Return whether a kernel steps parameters on that device."""
+    return kernels.implementation(device) != "torch"
+
+
+def _step_on_cuda(
+    given: Iterable[tuple[Rule, Tensor, Sequence[QuantizedMoment], Sequence[int]]],
+    maps: Sequence[BlockMap],
+    short: Mapping[Tensor, ShortWeights],
+) -> None:
+    from lightning_memsave.numerics.kernels import triton_coded_step as triton_step
+
+    for rule, p, coded, seeds in given:
+        moments = [
+            triton_step.CodedMoment(*moment, code.on_device(p.device), code.bits, seed)
+            for moment, code, seed in zip(coded, maps, seeds, strict=True)
+        ]
+        triton_step.step(rule, p, moments, short.get(p))
 
 
 def _is_torchs(plain_class: type[torch.optim.Optimizer]) -> bool:
@@ -121,14 +154,14 @@ def _is_plain(p: Tensor, gradient: Tensor | None, short: ShortWeights | None) ->
         and gradient.dtype in (torch.float32, p.dtype)
         and gradient.shape == p.shape
         and p.numel() > 0
-        and all(_lies_plain(each, p.numel()) for each in tensors)
+        and all(_lies_plain(each, p.numel(), p.device) for each in tensors)
     )
 
 
-def _lies_plain(tensor: Tensor, num_elements: int) -> bool:
+def _lies_plain(tensor: Tensor, num_elements: int, device: torch.device) -> bool:
     return (
         tensor.layout == torch.strided
-        and tensor.device.type == "cpu"
+        and tensor.device == device
         and tensor.is_contiguous()
         and tensor.numel() == num_elements
         and not tensor.is_neg()
@@ -140,17 +173,19 @@ def _is_of(moment: Any, code: BlockMap, p: Tensor) -> bool:
     if not isinstance(moment, QuantizedMoment):
         return False
     num_bytes = -(-p.numel() * code.bits // 8)
-    return _lies_plain(moment.codes, num_bytes) and _lies_plain(moment.absmax, num_blocks(p.numel()))
+    return _lies_plain(moment.codes, num_bytes, p.device) and _lies_plain(
+        moment.absmax, num_blocks(p.numel()), p.device
+    )
 
 
-def _rule(group: Mapping[str, Any], maps: Sequence[BlockMap], shift: int, num_steps: float) -> Rule:
-    rule = Rule(first=_address(maps[0]), shift=shift, shrink=1.0, decay=group["weight_decay"], step=-group["lr"])
-    if len(maps) == 1:
+def _rule(group: Mapping[str, Any], num_moments: int, shift: int, num_steps: float) -> Rule:
+    rule = Rule(shift=shift, shrink=1.0, decay=group["weight_decay"], step=-group["lr"])
+    if num_moments == 1:
         rule.keep, rule.take = group["momentum"], 1 - group["dampening"]
         rule.has_nesterov = group["nesterov"]
         return rule
     beta1, beta2 = group["betas"]
-    rule.second, rule.eps = _address(maps[1]), group["eps"]
+    rule.eps = group["eps"]
     rule.take, rule.keep_second, rule.take_second = 1 - beta1, beta2, 1 - beta2
     rule.step = -(group["lr"] / (1 - beta1**num_steps))
     rule.root_correction = (1 - beta2**num_steps) ** 0.5

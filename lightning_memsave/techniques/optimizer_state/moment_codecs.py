@@ -148,7 +148,7 @@ class BlockMap:
 
     def encode(self, value: Tensor, noise: RoundingNoise | None) -> QuantizedMoment:
         """Return codes and scales."""
-        flat, code_map = value.detach().reshape(-1), self._map(value.device)
+        flat, code_map = value.detach().reshape(-1), self.on_device(value.device)
         if noise is not None:
             return QuantizedMoment(*quantize_to_map(flat, code_map, self.bits, *noise))
         codes, absmax = quantize_blockwise(flat, code_map)
@@ -156,7 +156,7 @@ class BlockMap:
 
     def decode(self, stored: QuantizedMoment, shape: torch.Size) -> Tensor:
         """Return `map[code]` times the scale of its block."""
-        code_map = self._map(stored.codes.device)
+        code_map = self.on_device(stored.codes.device)
         return dequantize_from_map(stored.codes, code_map, stored.absmax, self.bits, math.prod(shape)).view(shape)
 
     def num_bytes(self, shape: torch.Size) -> int:
@@ -168,7 +168,8 @@ class BlockMap:
         """Return the number of elements in a block."""
         return BLOCK_SIZE
 
-    def _map(self, device: torch.device) -> Tensor:
+    def on_device(self, device: torch.device) -> Tensor:
+        """Return the map there."""
         return _on_device(self.code_map, device)
 
 
