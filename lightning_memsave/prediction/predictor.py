@@ -39,6 +39,7 @@ from lightning_memsave.prediction.microbatch_extrapolation import few_of_many
 from lightning_memsave.prediction.simulated_process_group import num_processes_of
 from lightning_memsave.prediction.update_plan import needs_a_plan, with_layers
 from lightning_memsave.saved_tensors.randomness import Randomness
+from lightning_memsave.simulation.cuda_autocast import CudaAutocast
 from lightning_memsave.simulation.fake_model import Copying, fake_copy, fakes_of, hidden_from_transformers, unlogged
 from lightning_memsave.simulation.global_state_guard import names_kept, outside_kept
 from lightning_memsave.simulation.predicted_step import Prediction, prediction_of
@@ -274,7 +275,7 @@ class Predictor:
         if watch.is_cut and not is_measured:
             flags = (*flags, "whether the loss of a batch is the mean over its parts is not known: taken to be")
         if self._target == "cuda":
-            flags = (*flags, "CUDA: reserved bytes are a replay that no device has confirmed")
+            flags = (*flags, "CUDA: reserved bytes are a replay")
             if self._num_processes > 1:
                 flags = (*flags, "CUDA: NCCL's buffers, and pools of streams that only collectives use, come on top")
         step, rest = (found.allocations, found) if isinstance(found, Breakdown) else (found, None)
@@ -290,7 +291,7 @@ class Predictor:
 
     @contextlib.contextmanager
     def _as_on_target(self) -> Iterator[None]:
-        """Let dropout keep what it keeps on the target: a byte per element on CUDA, a float on CPU."""
+        """Keep what is kept on the target: CUDA's autocast is another, and its dropout keeps a byte, not a float."""
         if self._target == "cpu":
             yield
             return
@@ -303,7 +304,8 @@ class Predictor:
 
         F.dropout = dropout
         try:
-            yield
+            with CudaAutocast():
+                yield
         finally:
             F.dropout = before
 

@@ -12,18 +12,29 @@ from torch.nn.parameter import is_lazy
 
 from lightning_memsave.saved_tensors.object_state import ObjectState, Stub, is_immutable, state_of
 from lightning_memsave.saved_tensors.randomness import PARTS_OF_TORCH
-from lightning_memsave.torch_internals.autograd_graph import check_version, compiler_callback, compiling, version_of
+from lightning_memsave.torch_internals.autograd_graph import (
+    check_version,
+    compiler_callback,
+    compiling,
+    function_modes,
+    version_of,
+)
+
+HOLDS_IN_BACKWARD = "holds_in_backward"
+"""Attribute of a function mode that is entered again when a forward pass is repeated."""
 
 
 class Surroundings:
     """Autocast, the default device, the kernels allowed, and Dynamo's callback, as they are now; entered, they hold.
 
-    Without the callback, what was compiled in a compiled module's region would be eager in its repetition.
+    Without the callback, what was compiled in a compiled module's region would be eager in its repetition. Of function
+    modes, which torch leaves for backward, those hold that say so (`HOLDS_IN_BACKWARD`).
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._device, self._compiler = torch.get_default_device(), compiler_callback()
         self._allowed = _allowed()
+        self._modes = [mode for mode in function_modes() if getattr(mode, HOLDS_IN_BACKWARD, False)]
         kinds = {"cpu", *(device.type for device in devices)}
         self._autocast = [_autocast_of(kind) for kind in kinds if torch.amp.is_autocast_available(kind)]
 
@@ -33,6 +44,9 @@ class Surroundings:
         with contextlib.ExitStack() as stack:
             if torch.get_default_device() != self._device:
                 stack.enter_context(self._device)
+            for mode in self._modes:
+                if mode not in function_modes():
+                    stack.enter_context(mode)
             for settings in self._autocast:
                 if settings != _autocast_of(settings[0]):
                     stack.enter_context(torch.autocast(*settings))

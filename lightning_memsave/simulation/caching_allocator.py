@@ -12,9 +12,13 @@ device yet, so a prediction for CUDA says so.
 from __future__ import annotations
 
 import bisect
+import os
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from lightning_memsave.core.units import MIB
 from lightning_memsave.measuring.allocation_trace import Allocations
@@ -119,13 +123,34 @@ class CachingAllocator:
         self._put_back(block)
 
 
-def replay(step: Allocations, num_steps: int = 3) -> AllocatorBytes:
+def cublas_workspaces() -> tuple[int, int]:
+    """Return the bytes that cuBLAS keeps from torch's allocator: for the thread of forward, and for autograd's.
+
+    Each is 32 MiB on Hopper and later GPUs, which are assumed where there is none, and 8.1 MiB on earlier ones;
+    `CUBLAS_WORKSPACE_CONFIG` sets another size (https://docs.nvidia.com/cuda/cublas/#results-reproducibility).
+    """
+    pairs = [each.split(":") for each in re.findall(r":(\d+:\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))]
+    size = sum(1024 * int(kibibytes) * int(count) for kibibytes, count in pairs)
+    if not size:
+        is_early = torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0)
+        size = 1024 * (2 * 4096 + 8 * 16) if is_early else 32 * MIB
+    return size, size
+
+
+def replay(step: Allocations, num_steps: int = 3, lasting: Sequence[int] = ()) -> AllocatorBytes:
     """Return the peaks of some equal steps: what one gives back, the next one finds.
+
+    Args:
+        step: its allocations.
+        num_steps: how many.
+        lasting: sizes that are there from beginning to end, besides.
 
     >>> replay(Allocations((2**20,), ((2**21, 1), (-(2**21), 1))))
     AllocatorBytes(allocated_bytes=3145728, reserved_bytes=23068672)
     """
     allocator = CachingAllocator()
+    for size in lasting:
+        allocator.allocate(size)
     live = {number: allocator.allocate(size) for number, size in enumerate(step.held)}
     for _ in range(num_steps):
         sizes: dict[int, int] = dict(enumerate(step.held))

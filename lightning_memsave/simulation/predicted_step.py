@@ -12,7 +12,7 @@ from lightning_memsave.core.plain_data import from_data
 from lightning_memsave.core.report import Timeline
 from lightning_memsave.measuring.allocation_trace import Allocations
 from lightning_memsave.measuring.module_attribution import TopTensor
-from lightning_memsave.simulation.caching_allocator import CONTEXT_BYTES, replay
+from lightning_memsave.simulation.caching_allocator import CONTEXT_BYTES, cublas_workspaces, replay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ combined, or a technique refuses the model.
 
 def on_cuda(step: Allocations) -> CudaBytes:
     """Return what a CUDA device would hold in such steps."""
-    found = replay(step)
+    found = replay(step, lasting=cublas_workspaces())
     return CudaBytes(allocated_bytes=found.allocated_bytes, reserved_bytes=found.reserved_bytes)
 
 

@@ -311,8 +311,12 @@ def compiling(callback: Any) -> Iterator[None]:
 
 def is_innermost(mode: TorchFunctionMode) -> bool:
     """Return whether `mode` is the function mode that sees a call first."""
-    depth = torch._C._len_torch_function_stack()
-    return depth > 0 and torch._C._get_function_stack_at(depth - 1) is mode
+    return function_modes()[-1:] == [mode]
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Return the function modes that are entered, the outermost first."""
+    return [torch._C._get_function_stack_at(depth) for depth in range(torch._C._len_torch_function_stack())]
 
 
 # ------------------------------------------------------------------------------- in-place changes

@@ -22,8 +22,8 @@ from lightning_memsave.numerics.kernels.triton_elementwise import (
     _ALL_BUT_SIGN,
     _BLOCKS,
     _EXPONENT,
-    _OPTIONS,
     _SIZE,
+    OPTIONS,
     _noise,
     _places,
     _signed,
@@ -65,7 +65,7 @@ def step(rule: Rule, p: Tensor, moments: Sequence[CodedMoment], short: ShortWeig
             *(rule.root_correction, rule.eps, rule.step),
             *(8 // first.bits, 8 // second.bits, kind, len(moments) == 2, rule.decay != 0, bool(rule.has_nesterov)),
             _BLOCKS,
-            **_OPTIONS,
+            **OPTIONS,
         )
 
 

@@ -17,7 +17,7 @@ from lightning_memsave.numerics.blockwise import BLOCK_SIZE
 from lightning_memsave.numerics.kernels.triton_kbit import _OPTIONS, _bits, _from_bits, _mix
 
 _BLOCKS = 4  # of 256 elements, for a program
-_OPTIONS = {**_OPTIONS, "num_warps": 4}
+OPTIONS = {**_OPTIONS, "num_warps": 4}
 _ALL_BUT_SIGN = tl.constexpr(0x7FFFFFFF)
 _EXPONENT = tl.constexpr(0x7F800000)
 _SMALLEST_NORMAL = tl.constexpr(0x38800000)  # float16's, as a float32
@@ -45,7 +45,7 @@ def _rounded(flat: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
     out, size = torch.empty_like(flat, dtype=dtype), flat.numel()
     with torch.cuda.device_of(flat):  # Triton launches on the current device
         _round[(triton.cdiv(size, _BLOCKS * BLOCK_SIZE),)](
-            *(flat, out.view(torch.int16), size, _signed(seed), dtype == torch.bfloat16, _BLOCKS), **_OPTIONS
+            *(flat, out.view(torch.int16), size, _signed(seed), dtype == torch.bfloat16, _BLOCKS), **OPTIONS
         )
     return out
 
@@ -60,7 +60,7 @@ def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift:
         _quantize_to_map[(triton.cdiv(num_blocks, _BLOCKS),)](
             *(flat.float(), code_map, codes, absmax, size, num_blocks, code_map.numel(), _signed(seed), _signed(shift)),
             *(per_byte, _BLOCKS),
-            **_OPTIONS,
+            **OPTIONS,
         )
     return (reference.pack(codes, bits) if bits == 5 else codes), absmax
 
@@ -72,7 +72,7 @@ def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: i
         codes = reference.unpack(codes, bits, num_values)
     with torch.cuda.device_of(codes):
         _dequantize_from_map[(triton.cdiv(num_values, _BLOCKS * BLOCK_SIZE),)](
-            *(codes, code_map, absmax, out, num_values, 2 if bits == 4 else 1, _BLOCKS), **_OPTIONS
+            *(codes, code_map, absmax, out, num_values, 2 if bits == 4 else 1, _BLOCKS), **OPTIONS
         )
     return out
 
@@ -95,7 +95,7 @@ def _packed(patterns: Tensor, infinity: int) -> Tensor:
     packed = patterns.new_empty(num_bytes, dtype=torch.uint8)
     with torch.cuda.device_of(patterns):
         most = torch.iinfo(patterns.dtype).max
-        _pack[(triton.cdiv(num_bytes, _BYTES),)](patterns, packed, size, infinity, most, _BYTES, **_OPTIONS)
+        _pack[(triton.cdiv(num_bytes, _BYTES),)](patterns, packed, size, infinity, most, _BYTES, **OPTIONS)
     return packed
 
 
@@ -103,7 +103,7 @@ def unpack_mask(packed: Tensor, num_values: int) -> Tensor:
     """Unpack a mask as `bits.unpack(packed, 1, num_values).bool()` does."""
     mask = packed.new_empty(num_values, dtype=torch.bool)
     with torch.cuda.device_of(packed):
-        _unpack[(triton.cdiv(num_values, 8 * _BYTES),)](packed, mask.view(torch.uint8), num_values, _BYTES, **_OPTIONS)
+        _unpack[(triton.cdiv(num_values, 8 * _BYTES),)](packed, mask.view(torch.uint8), num_values, _BYTES, **OPTIONS)
     return mask
 
 
@@ -112,7 +112,7 @@ def look_up(values: Tensor, table: Tensor, scale: float, shift: float) -> Tensor
     size = values.numel()
     with torch.cuda.device_of(values):
         _look_up[(triton.cdiv(size, _BLOCKS * BLOCK_SIZE),)](
-            *(values, table, size, table.numel(), scale, shift, _BLOCKS * BLOCK_SIZE), **_OPTIONS
+            *(values, table, size, table.numel(), scale, shift, _BLOCKS * BLOCK_SIZE), **OPTIONS
         )
     return values
 
