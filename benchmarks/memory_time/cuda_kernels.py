@@ -6,6 +6,7 @@ parameters are wall time, since the thread that launches them decides.
 
 from __future__ import annotations
 
+import argparse
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -153,8 +154,11 @@ def optimizer_rows() -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--optimizers", action="store_true", help="these alone")
+    is_short = parser.parse_args().optimizers
     warnings.simplefilter("ignore")
-    for rows in (kernel_rows, optimizer_rows):
+    for rows in (optimizer_rows,) if is_short else (kernel_rows, optimizer_rows):
         try:
             for row in rows():
                 put_row("cuda_kernels", {"benchmark": "cuda_kernels", **row, **environment()}, ("model", "case"))

@@ -210,6 +210,7 @@ def settings_of(model: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="", help="those whose name holds this")
+    parser.add_argument("--settings", nargs="*", help="these alone; the first is the baseline")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so many")
     parser.add_argument("--predict", action="store_true", help="predict instead; needs no device")
     options = parser.parse_args()
@@ -218,7 +219,7 @@ def main() -> None:
     name = "cuda_predictions" if options.predict else "cuda_steps"
     for model in (model for model in MODELS if options.models in model):
         baseline: dict[str, Any] = {}
-        for setting in settings_of(model):
+        for setting in options.settings or settings_of(model):
             if time.monotonic() - start > options.seconds:
                 return
             try:
