@@ -9,7 +9,14 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.harness.rows import ROOT
-from benchmarks.tables import compatibility_tables, method_tables, planner_tables, record_tables, technique_tables
+from benchmarks.tables import (
+    compatibility_tables,
+    cuda_tables,
+    method_tables,
+    planner_tables,
+    record_tables,
+    technique_tables,
+)
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"recipes": technique_tables.recipes, "record": record_tables.headline},
@@ -74,6 +81,12 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "fragmentation": method_tables.fragmentation,
     },
     "docs/prediction.md": {"large": planner_tables.large, "prediction": planner_tables.prediction},
+    "docs/gpu.md": {
+        "steps": cuda_tables.steps,
+        "predictions": cuda_tables.predictions,
+        "kernels": cuda_tables.kernels,
+        "optimizers": cuda_tables.optimizers,
+    },
     "docs/planning.md": {"budgets": planner_tables.planner},
     "docs/compatibility.md": {
         "techniques": compatibility_tables.techniques,

@@ -14,11 +14,21 @@ from lightning_memsave.torch_internals.fake_tensors import is_fake, is_plain
 _PIECE = 2**14  # elements that are turned into float64 at once
 _ROW = 2**12  # elements that are added in float32, whose longer sums err by more than rounding does
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.complex128: 1e-10, torch.complex64: 1e-4}
+_MOST_SEEDS = 2
 _COARSE = 2e-2  # 16 bits; masks, of which rounding flips a few entries
 
 
 def _is_of_bytes(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 1 and dtype is not torch.bool
+
+
+def _is_seed(tensor: Tensor) -> bool:
+    """Return whether a tensor may be the seed or offset of a CUDA kernel, which nobody writes where nothing is drawn.
+
+    Fused attention keeps them with `dropout_p=0` as well.
+    """
+    is_long = tensor.dtype in (torch.int64, torch.uint64)
+    return is_long and tensor.numel() <= _MOST_SEEDS and torch.cuda.is_initialized()
 
 
 Fingerprint = tuple[float, float]
@@ -27,13 +37,15 @@ Fingerprint = tuple[float, float]
 def fingerprint(tensor: Tensor) -> Fingerprint | None:
     """Return the sum of the elements and of their magnitudes.
 
-    `None` for fake tensors, subclasses, and dtypes of 8 bits but bool: kernels keep work space as bytes, parts of which
-    nobody has written.
+    `None` for fake tensors, subclasses, and what kernels keep without having written it: dtypes of 8 bits but bool (work
+    space), on CUDA one or two integers of 64 bits (seeds).
 
     >>> fingerprint(torch.tensor([[1.0, -2.0]]))
     (-1.0, 3.0)
     """
-    if is_fake(tensor) or not is_plain(tensor) or tensor.layout is not torch.strided or _is_of_bytes(tensor.dtype):
+    if is_fake(tensor) or not is_plain(tensor) or tensor.layout is not torch.strided:
+        return None
+    if _is_of_bytes(tensor.dtype) or _is_seed(tensor):
         return None
     with torch.no_grad(), unwatched(), _disable_current_modes():  # the memory of a few numbers is not the step's
         values = tensor.detach()

@@ -5,8 +5,8 @@ and larger ones from segments of their own, rounded up to 2 MiB. A free block th
 the rest is worth keeping; neighbours that are free become one again; segments are not given back. One stream, the
 default settings.
 
-Source: torch's `c10/cuda/CUDACachingAllocator.cpp`, its documented constants. The replay has not been held against a
-device yet, so a prediction for CUDA says so.
+Source: torch's `c10/cuda/CUDACachingAllocator.cpp`, its documented constants. Held against an H100 (`docs/gpu.md`):
+allocated bytes within 0.2 %, reserved bytes between 0.87 and 1.17 of the device's.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _IN_FLOAT32 = (
     *("pdist", "cdist", "renorm", "logsumexp", "cross_entropy"),
 )
 _TO_FLOAT32 = ("softmax", "log_softmax", "cumsum", "cumprod", "prod", "sum")
-"""Whose result is float32, unless a dtype is given."""
+"""Functions whose result is float32, unless a dtype is given."""
 
 
 def _functions(names: Sequence[str]) -> frozenset[Any]:
@@ -57,7 +57,7 @@ class CudaAutocast(TorchFunctionMode):
             return func(*map(_long, args), **{name: _long(value) for name, value in kwargs.items()})
         if func in self._results and not any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
             is_half = any(each.dtype in _HALVES for each in _tensors(args, kwargs))
-            return func(*args, **kwargs, **({"dtype": torch.float32} if is_half else {}))
+            return func(*args, **{**kwargs, "dtype": torch.float32} if is_half else kwargs)
         return func(*args, **kwargs)
 
 

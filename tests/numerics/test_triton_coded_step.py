@@ -41,7 +41,9 @@ def in_torch(rule, p, gradient, moments):
         gradient = gradient + rule.decay * p if rule.decay else gradient
         first = first + rule.take * (gradient - first)
         second = second[0] * rule.keep_second + rule.take_second * gradient * gradient
-        p = p + rule.step * first / (second.double().sqrt().float() / rule.root_correction + rule.eps)
+        # On CUDA torch multiplies by the reciprocal of a number that it divides by, but not of a tensor.
+        root_correction = torch.full((1,), rule.root_correction, device=DEVICE)
+        p = p + rule.step * first / (second.double().sqrt().float() / root_correction + rule.eps)
         found = [first, second]
     else:
         gradient = gradient + rule.decay * p if rule.decay else gradient
@@ -115,7 +117,11 @@ def test_an_optimizer_uses_it_and_is_near_the_general_way(state, precision, monk
         torch.manual_seed(0)
         model = nn.ParameterList(nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((300, 17), (64, 64)))
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
-        apply_optimizer_state(optimizer, OptimizerState(first_moment=state, min_size=0, backend="own"), model)
+        apply_optimizer_state(
+            optimizer,
+            OptimizerState(first_moment=state, min_size=0, **{"backend": "own"} if state == "8bit" else {}),
+            model,
+        )
         if precision is not None:
             apply_low_precision(model, optimizer, LowPrecision(format=precision))
         with monkeypatch.context() as patch:

@@ -113,3 +113,12 @@ def test_no_mode_sees_a_fingerprint_being_taken():
     with Counting() as mode:
         fingerprint(x)
     assert mode.num_calls == 0
+
+
+@pytest.mark.parametrize("is_on_cuda", [True, False])
+def test_seeds_that_no_kernel_has_written_are_not_compared(is_on_cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_on_cuda)
+    for seeds in (torch.tensor(5), torch.tensor([5, 7]), torch.tensor([1, 2], dtype=torch.uint64)):
+        assert (fingerprint(seeds) is None) == is_on_cuda
+    assert fingerprint(torch.arange(3)) == (3.0, 3.0)
+    assert fingerprint(torch.tensor(2.0)) == (2.0, 2.0)

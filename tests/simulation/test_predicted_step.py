@@ -11,6 +11,7 @@ from lightning_memsave.core.report import CATEGORIES, Timeline
 from lightning_memsave.core.units import GIB, MIB
 from lightning_memsave.measuring.allocation_trace import Allocations
 from lightning_memsave.measuring.module_attribution import TopTensor
+from lightning_memsave.simulation import predicted_step
 from lightning_memsave.simulation.predicted_step import CudaBytes, Prediction, on_cuda, prediction_of
 
 TOP = TopTensor(
@@ -104,7 +105,8 @@ def test_a_step_amounts_to_its_highest_moment():
     assert sum(made.by_module.values()) == sum(made.by_category.values()) == made.peak_bytes
 
 
-def test_on_cuda_small_blocks_are_rounded_to_512_and_taken_from_one_segment():
+def test_on_cuda_small_blocks_are_rounded_to_512_and_taken_from_one_segment(monkeypatch):
+    monkeypatch.setattr(predicted_step, "cublas_workspaces", lambda: ())
     made = prediction_of(STEP, has_cuda=True)
     assert made.cuda == on_cuda(STEP)
     assert made.cuda.allocated_bytes == 4 * 512
