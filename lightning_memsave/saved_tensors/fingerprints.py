@@ -37,8 +37,8 @@ Fingerprint = tuple[float, float]
 def fingerprint(tensor: Tensor) -> Fingerprint | None:
     """Return the sum of the elements and of their magnitudes.
 
-    `None` for fake tensors, subclasses, and what kernels keep without having written it: dtypes of 8 bits but bool (work
-    space), on CUDA one or two integers of 64 bits (seeds).
+    `None` for fake tensors, subclasses, and what kernels keep without having written it: dtypes of 8 bits but bool
+    (work space), on CUDA one or two integers of 64 bits (seeds).
 
     >>> fingerprint(torch.tensor([[1.0, -2.0]]))
     (-1.0, 3.0)
