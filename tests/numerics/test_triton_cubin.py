@@ -34,7 +34,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from lightning_memsave.numerics.kernels import triton_kbit  # noqa: E402
+from lightning_memsave.numerics.kernels import triton_coded_step, triton_elementwise, triton_kbit  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {"A100": 80, "H100": 90, "B200": 100}
@@ -67,13 +67,19 @@ def arguments(kernel: str, bits: int, signed: bool, dtype: torch.dtype) -> tuple
 
 def machine_code(kernel: str, bits: int, signed: bool, dtype: torch.dtype, target: int, folder: Path):
     """Return the operations, by name, and the resources of a compiled kernel."""
-    function = getattr(triton_kbit, f"_{kernel}")
     types, known = arguments(kernel, bits, signed, dtype)
+    return compiled(getattr(triton_kbit, f"_{kernel}"), types, known, triton_kbit._OPTIONS, target, folder)
+
+
+def compiled(function, types, known, options, target: int, folder: Path):
     names = function.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
-    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in types if n != "seed"}
+    is_aligned = {
+        n for n, kind in types.items() if kind.startswith("*") or n in ("num_blocks", "row", "per_row", "size")
+    }
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in is_aligned}
     source = ASTSource(function, signature, {(names.index(n),): value for n, value in known.items()}, aligned)
-    built = triton.compile(source, target=GPUTarget("cuda", target, 32), options=dict(triton_kbit._OPTIONS))
+    built = triton.compile(source, target=GPUTarget("cuda", target, 32), options=dict(options))
     (file := folder / "kernel.cubin").write_bytes(built.asm["cubin"])
     text, resources = (
         subprocess.run([TOOLS / tool, option, file], check=True, capture_output=True, text=True).stdout
@@ -100,3 +106,57 @@ def test_kernels_spill_nothing_and_keep_to_their_instructions(kernel, bits, sign
     widths = {name for name in operations if name.startswith(values)}
     assert widths == {f"{values}.E.128"}, "values go through 128 bits at a time"
     assert operations[f"{values}.E.128"] == lanes * dtype.itemsize / 16
+
+
+VALUES, CODED = {"x": "*fp32", "size": "i32"}, {"codes": "*u8", "code_map": "*fp32", "absmax": "*fp32", "size": "i32"}
+ROUNDED, NOISE = {**VALUES, "out": "*i16", "seed": "i32"}, dict.fromkeys(("seed", "shift"), "i32")
+ENCODED, DECODED = {**VALUES, **CODED, **NOISE, "num_blocks": "i32", "num_entries": "i32"}, {**CODED, "out": "*fp32"}
+PACKED = {"patterns": "*i32", "packed": "*u8", "size": "i32"}, {"infinity": 0x7F800000, "all_but_sign": 2**31 - 1}
+LOOKED_UP = {"values": "*fp32", "table": "*fp32", "size": "i32", "num_entries": "i32", "scale": "fp32", "shift": "fp32"}
+MOMENT = {"": "*u8", "_absmax": "*fp32", "_map": "*fp32"}
+MOMENTS = {f"{name}{part}": kind for name in ("first", "second") for part, kind in MOMENT.items()}
+NUMBERS = ("shrink", "decay", "keep", "take", "keep_second", "take_second", "root_correction", "eps", "step")
+BLOCKS, BYTES = {"blocks": 4}, {"num_bytes": 512}
+ELEMENTWISE = {
+    "round to bfloat16": ("_round", ROUNDED, {"to_bfloat16": True, **BLOCKS}, 1024),
+    "round to float16": ("_round", ROUNDED, {"to_bfloat16": False, **BLOCKS}, 1024),
+    **{f"map of {n} bits": ("_quantize_to_map", ENCODED, {"bits": n, **BLOCKS}, 1024) for n in (4, 5, 8)},
+    **{f"from a map of {n} bits": ("_dequantize_from_map", DECODED, {"bits": n, **BLOCKS}, 1024) for n in (4, 5, 8)},
+    "mask of positives": ("_pack", PACKED[0], {**PACKED[1], **BYTES}, 4096),
+    "mask": ("_unpack", {"packed": "*u8", "mask": "*u8", "size": "i32"}, BYTES, 4096),
+    "table": ("_look_up", LOOKED_UP, {"per_program": 1024}, 1024),
+}
+"""Function, types, what is known, and elements of a program."""
+MOST_ELSEWHERE = {"map": 135, "from": 45}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_kernels_spill_nothing(name, target, tmp_path):
+    function, types, known, num_elements = ELEMENTWISE[name]
+    options = triton_elementwise.OPTIONS
+    operations, resources = compiled(
+        getattr(triton_elementwise, function), types, known, options, TARGETS[target], tmp_path
+    )
+    assert resources["STACK"] == resources["LOCAL"] == "0"
+    assert int(resources["REG"]) <= 96
+    per_element = (operations.total() - operations["NOP"]) * 32 * options["num_warps"] / num_elements
+    print(f"{name}, {target}: {per_element:.1f} per element, {resources['REG']} registers")
+    assert per_element <= MOST_ELSEWHERE.get(name.split()[0], 40)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("is_adam", [True, False])
+def test_a_step_on_codes_spills_nothing(is_adam, kind, target, tmp_path):
+    weights = "*i16" if kind else "*fp32"
+    types = {"weights": weights, "correction": "*i8" if kind == 2 else weights, "gradient": "*fp32", **MOMENTS}
+    types |= dict.fromkeys(("size", "num_blocks", "first_entries", "second_entries"), "i32")
+    types |= dict.fromkeys(("first_seed", "second_seed", "seed", "shift"), "i32") | dict.fromkeys(NUMBERS, "fp32")
+    known = {"first_bits": 8, "second_bits": 8, "kind": kind, "is_adam": is_adam, "has_decay": True}
+    known |= {"has_nesterov": False, "blocks": 4}
+    _, resources = compiled(
+        *(triton_coded_step._step, types, known, triton_elementwise.OPTIONS, TARGETS[target], tmp_path)
+    )
+    assert resources["STACK"] == resources["LOCAL"] == "0"
+    assert int(resources["REG"]) <= 160

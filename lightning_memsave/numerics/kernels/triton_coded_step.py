@@ -37,7 +37,7 @@ _FLOAT32, _ROUNDED, _CORRECTED = map(tl.constexpr, (FLOAT32, ROUNDED, CORRECTED)
 
 
 class CodedMoment(NamedTuple):
-    """A moment with what codes it: a map, on the same device, of 4 or 8 bits, and the seed of the rounding."""
+    """A moment with what codes it: a map, on the same device, of 4, 5 or 8 bits, and the seed of the rounding."""
 
     codes: Tensor
     absmax: Tensor
@@ -63,7 +63,7 @@ def step(rule: Rule, p: Tensor, moments: Sequence[CodedMoment], short: ShortWeig
             *map(_signed, (first.seed, second.seed, seed, rule.shift)),
             *(rule.shrink, rule.decay, rule.keep, rule.take, rule.keep_second, rule.take_second),
             *(rule.root_correction, rule.eps, rule.step),
-            *(8 // first.bits, 8 // second.bits, kind, len(moments) == 2, rule.decay != 0, bool(rule.has_nesterov)),
+            *(first.bits, second.bits, kind, len(moments) == 2, rule.decay != 0, bool(rule.has_nesterov)),
             _BLOCKS,
             **OPTIONS,
         )
@@ -97,8 +97,8 @@ def _step(
     root_correction,
     eps,
     step,
-    first_per_byte: tl.constexpr,
-    second_per_byte: tl.constexpr,
+    first_bits: tl.constexpr,
+    second_bits: tl.constexpr,
     kind: tl.constexpr,
     is_adam: tl.constexpr,
     has_decay: tl.constexpr,
@@ -110,12 +110,12 @@ def _step(
     exists = place < size
     p = _weights(weights, correction, place, exists, kind)
     g = tl.load(gradient + place, mask=exists, other=0.0).to(tl.float32)
-    m = decode_block(first, first_map, first_absmax, block, place, size, first_per_byte)
+    m = decode_block(first, first_map, first_absmax, block, place, size, first_bits)
     if is_adam:
         p *= shrink
         g = g + decay * p if has_decay else g
         m = m + take * (g - m)
-        v = decode_block(second, second_map, second_absmax, block, place, size, second_per_byte)
+        v = decode_block(second, second_map, second_absmax, block, place, size, second_bits)
         v = v * keep_second + take_second * g * g
         root = tl.math.sqrt_rn(v)
         denominator = tl.math.div_rn(root, tl.full(root.shape, 0.0, tl.float32) + root_correction) + eps
@@ -133,7 +133,7 @@ def _step(
             num_blocks,
             second_entries,
             noise,
-            second_per_byte,
+            second_bits,
             blocks,
         )
     else:
@@ -144,7 +144,7 @@ def _step(
     noise = _noise(block, element, first_seed) + shift.to(tl.uint32)
     m = tl.where(exists, m, 0.0)
     encode_block(
-        m, first_map, first, first_absmax, block, place, size, num_blocks, first_entries, noise, first_per_byte, blocks
+        m, first_map, first, first_absmax, block, place, size, num_blocks, first_entries, noise, first_bits, blocks
     )
 
 

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_memsave.numerics import bits as reference
 from lightning_memsave.numerics.blockwise import BLOCK_SIZE
 from lightning_memsave.numerics.kernels.triton_kbit import _OPTIONS, _bits, _from_bits, _mix
 
@@ -53,26 +52,24 @@ def _rounded(flat: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
 def quantize_to_map(flat: Tensor, code_map: Tensor, bits: int, seed: int, shift: int = 0) -> tuple[Tensor, Tensor]:
     """Quantize as `blockwise.quantize_to_map` does."""
     size = flat.numel()
-    num_blocks, per_byte = triton.cdiv(size, BLOCK_SIZE), 2 if bits == 4 else 1
-    codes = flat.new_empty(triton.cdiv(size, per_byte), dtype=torch.uint8)
+    num_blocks = triton.cdiv(size, BLOCK_SIZE)
+    codes = flat.new_empty(triton.cdiv(size * bits, 8), dtype=torch.uint8)
     absmax = flat.new_empty(num_blocks, dtype=torch.float32)
     with torch.cuda.device_of(flat):
         _quantize_to_map[(triton.cdiv(num_blocks, _BLOCKS),)](
             *(flat.float(), code_map, codes, absmax, size, num_blocks, code_map.numel(), _signed(seed), _signed(shift)),
-            *(per_byte, _BLOCKS),
+            *(bits, _BLOCKS),
             **OPTIONS,
         )
-    return (reference.pack(codes, bits) if bits == 5 else codes), absmax
+    return codes, absmax
 
 
 def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: int, num_values: int) -> Tensor:
     """Dequantize as `blockwise.dequantize_from_map` does."""
     out = absmax.new_empty(num_values)
-    if bits == 5:
-        codes = reference.unpack(codes, bits, num_values)
     with torch.cuda.device_of(codes):
         _dequantize_from_map[(triton.cdiv(num_values, _BLOCKS * BLOCK_SIZE),)](
-            *(codes, code_map, absmax, out, num_values, 2 if bits == 4 else 1, _BLOCKS), **OPTIONS
+            *(codes, code_map, absmax, out, num_values, bits, _BLOCKS), **OPTIONS
         )
     return out
 
@@ -158,14 +155,14 @@ def _round(x, out, size, seed, to_bfloat16: tl.constexpr, blocks: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed", "shift"])
 def _quantize_to_map(
-    x, code_map, codes, absmax, size, num_blocks, num_entries, seed, shift, per_byte: tl.constexpr, blocks: tl.constexpr
+    x, code_map, codes, absmax, size, num_blocks, num_entries, seed, shift, bits: tl.constexpr, blocks: tl.constexpr
 ):
     block, element = _places(blocks)
     place = block * _SIZE + element
     exists = place < size
     value = tl.load(x + place, mask=exists, other=0.0)
     noise = _noise(block, element, seed) + shift.to(tl.uint32)
-    encode_block(value, code_map, codes, absmax, block, place, size, num_blocks, num_entries, noise, per_byte, blocks)
+    encode_block(value, code_map, codes, absmax, block, place, size, num_blocks, num_entries, noise, bits, blocks)
 
 
 @triton.jit
@@ -180,7 +177,7 @@ def encode_block(
     num_blocks,
     num_entries,
     noise,
-    per_byte: tl.constexpr,
+    bits: tl.constexpr,
     blocks: tl.constexpr,
 ):
     """Write codes and scales of values, [blocks, 256], that are 0 where they do not exist."""
@@ -197,30 +194,43 @@ def encode_block(
     low, high = tl.load(code_map + below), tl.load(code_map + below + 1)
     fraction = tl.math.div_rn(unit - low, high - low)
     code = below + ((noise >> 8).to(tl.int32).to(tl.float32) < fraction * 16777216.0).to(tl.int32)
-    if per_byte == 2:
-        first, second = tl.split(tl.reshape(tl.where(exists, code, 0), (blocks, _SIZE // 2, 2)))
+    code = tl.where(exists, code, 0)
+    if bits == 8:
+        tl.store(codes + place, code.to(tl.uint8), mask=exists)
+    elif bits == 4:
+        first, second = tl.split(tl.reshape(code, (blocks, _SIZE // 2, 2)))
         half = block * (_SIZE // 2) + tl.arange(0, _SIZE // 2)[None, :]
         tl.store(codes + half, (first | (second << 4)).to(tl.uint8), mask=2 * half < size)
-    else:
-        tl.store(codes + place, code.to(tl.uint8), mask=exists)
+    else:  # eight codes are so many bytes
+        lane = tl.arange(0, 8)[None, None, :]
+        word = tl.sum(tl.reshape(code, (blocks, _SIZE // 8, 8)).to(tl.int64) << (bits * lane), axis=2)
+        group = block * (_SIZE // 8) + tl.arange(0, _SIZE // 8)[None, :]
+        byte = group[:, :, None] * bits + lane
+        value = (word[:, :, None] >> (8 * lane)) & 255
+        tl.store(codes + byte, value.to(tl.uint8), mask=(lane < bits) & (8 * byte < bits * size))
 
 
 @triton.jit
-def _dequantize_from_map(codes, code_map, absmax, out, size, per_byte: tl.constexpr, blocks: tl.constexpr):
+def _dequantize_from_map(codes, code_map, absmax, out, size, bits: tl.constexpr, blocks: tl.constexpr):
     block, element = _places(blocks)
     place = block * _SIZE + element
     exists = place < size
-    tl.store(out + place, decode_block(codes, code_map, absmax, block, place, size, per_byte), mask=exists)
+    tl.store(out + place, decode_block(codes, code_map, absmax, block, place, size, bits), mask=exists)
 
 
 @triton.jit
-def decode_block(codes, code_map, absmax, block, place, size, per_byte: tl.constexpr):
+def decode_block(codes, code_map, absmax, block, place, size, bits: tl.constexpr):
     """Return the values of codes, [blocks, 256]."""
     exists = place < size
-    if per_byte == 2:
+    if bits == 8:
+        code = tl.load(codes + place, mask=exists, other=0).to(tl.int32)
+    elif bits == 4:
         code = (tl.load(codes + place // 2, mask=exists, other=0).to(tl.int32) >> (place % 2).to(tl.int32) * 4) & 15
     else:
-        code = tl.load(codes + place, mask=exists, other=0).to(tl.int32)
+        byte, shift = place * bits // 8, (place * bits % 8).to(tl.int32)
+        lower = tl.load(codes + byte, mask=exists, other=0).to(tl.int32)
+        upper = tl.load(codes + byte + 1, mask=exists & (8 * byte + 8 < bits * size), other=0).to(tl.int32)
+        code = ((lower | (upper << 8)) >> shift) & (2**bits - 1)
     scale = tl.load(absmax + block, mask=block * _SIZE < size, other=0.0)
     return tl.load(code_map + code) * scale
 
