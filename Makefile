@@ -79,7 +79,7 @@ bench-quality: $(READY)  ## the next runs of each study of quality; again and ag
 	$(BIN)/python -m benchmarks.run quality
 	$(BIN)/python -m benchmarks.tables.write
 
-bench-gpu: $(READY)  ## what says something new on CUDA
+bench-gpu: $(PEERS)  ## what says something new on CUDA
 	$(BIN)/python -m benchmarks.run gpu
 
 docs: $(READY)  ## the site, in site/; fails on a link that leads nowhere

@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.harness.measurement import TURNS
 
 HERE = Path(__file__).parent
-FOLDERS = {"bench": "memory_time", "quality": "quality"}
+FOLDERS = {"bench": "memory_time", "cuda": "memory_time", "quality": "quality"}
 """Folders of scripts, by the first word of their name."""
 FIRST = (
     *("bench_dynamicconv", "bench_activation_compression", "bench_wrn", "bench_checkpointing"),
@@ -42,7 +42,7 @@ PARTS = {
 """What `bench` runs of those that take longest."""
 STUDIES = {"quality_wrn": ("--size", "large"), "quality_dynamicconv": ()}
 """In parts; the other `quality_*.py`, and other sizes, are run by name, from minutes to an hour each."""
-GPU = ("bench_wrn", "bench_dynamicconv")
+GPU = ("cuda_kernels", "cuda_steps", "bench_wrn", "bench_dynamicconv")
 KEY = (
     *("case", "model", "setting", "implementation", "sparsity", "microbatch", "seed"),
     *("n", "budget", "budget_bytes", "pixels", "num_train", "epochs", "num_checkpoints"),
