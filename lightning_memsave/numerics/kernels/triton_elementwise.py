@@ -25,7 +25,13 @@ _LARGEST = tl.constexpr(0x7BFF)  # float16's
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 _SIZE = tl.constexpr(BLOCK_SIZE)
 _BYTES = 512  # packed, for a program
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.float64: (torch.int64, 0x7FF0 << 48),
+}
+"""The integers of a dtype's size, and infinity as one."""
 _NO_NAN = torch.iinfo(torch.int8).max
 
 
@@ -81,9 +87,8 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 def pack_positive(flat: Tensor) -> Tensor:
     """Pack the signs as `bits.pack(~(flat <= 0), 1)` does."""
-    integers = _INTEGERS[flat.element_size()]
-    infinity = torch.tensor(torch.inf, dtype=flat.dtype, device="cpu").view(integers)
-    return _packed(flat.view(integers), int(infinity))
+    integers, infinity = _INTEGERS[flat.dtype]
+    return _packed(flat.view(integers), infinity)
 
 
 def _packed(patterns: Tensor, infinity: int) -> Tensor:
@@ -207,7 +212,7 @@ def encode_block(
         group = block * (_SIZE // 8) + tl.arange(0, _SIZE // 8)[None, :]
         byte = group[:, :, None] * bits + lane
         value = (word[:, :, None] >> (8 * lane)) & 255
-        tl.store(codes + byte, value.to(tl.uint8), mask=(lane < bits) & (8 * byte < bits * size))
+        tl.store(codes + byte, value.to(tl.uint8), mask=(lane < bits) & (8 * byte // bits < size))
 
 
 @triton.jit
@@ -229,7 +234,7 @@ def decode_block(codes, code_map, absmax, block, place, size, bits: tl.constexpr
     else:
         byte, shift = place * bits // 8, (place * bits % 8).to(tl.int32)
         lower = tl.load(codes + byte, mask=exists, other=0).to(tl.int32)
-        upper = tl.load(codes + byte + 1, mask=exists & (8 * byte + 8 < bits * size), other=0).to(tl.int32)
+        upper = tl.load(codes + byte + 1, mask=exists & ((8 * byte + 8) // bits < size), other=0).to(tl.int32)
         code = ((lower | (upper << 8)) >> shift) & (2**bits - 1)
     scale = tl.load(absmax + block, mask=block * _SIZE < size, other=0.0)
     return tl.load(code_map + code) * scale
