@@ -7,6 +7,7 @@ parameters are wall time, since the thread that launches them decides.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -158,13 +159,16 @@ def main() -> None:
     parser.add_argument("--optimizers", action="store_true", help="these alone")
     is_short = parser.parse_args().optimizers
     warnings.simplefilter("ignore")
+    has_failed = False
     for rows in (optimizer_rows,) if is_short else (kernel_rows, optimizer_rows):
         try:
             for row in rows():
                 put_row("cuda_kernels", {"benchmark": "cuda_kernels", **row, **environment()}, ("model", "case"))
                 print(*(f"{v:.4g}" if isinstance(v, float) else v for v in row.values()), sep=" | ", flush=True)
-        except Exception as error:
+        except Exception as error:  # the other rows are worth having
             print(f"{rows.__name__}: {type(error).__name__}: {error}", flush=True)
+            has_failed = True
+    sys.exit(has_failed)
 
 
 if __name__ == "__main__":

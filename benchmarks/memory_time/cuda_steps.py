@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import gc
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -215,17 +216,18 @@ def main() -> None:
     parser.add_argument("--predict", action="store_true", help="predict instead; needs no device")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    start = time.monotonic()
+    start, has_failed = time.monotonic(), False
     name = "cuda_predictions" if options.predict else "cuda_steps"
     for model in (model for model in MODELS if options.models in model):
         baseline: dict[str, Any] = {}
         for setting in options.settings or settings_of(model):
             if time.monotonic() - start > options.seconds:
-                return
+                sys.exit(has_failed)
             try:
                 found = predicted(model, setting) if options.predict else measure(model, setting)
             except Exception as error:  # the other rows are worth having
                 print(f"{model}, {setting}: {type(error).__name__}: {str(error)[:600]}", flush=True)
+                has_failed = True
                 continue
             finally:
                 gc.collect()
@@ -240,6 +242,7 @@ def main() -> None:
             row = {"benchmark": name, "model": model, "setting": setting, **found, **environment()}
             put_row(name, row, ("model", "setting"))
             print(model, setting, *(f"{k}={found[k]}" for k in list(found)[:12]), sep=" | ", flush=True)
+    sys.exit(has_failed)
 
 
 if __name__ == "__main__":
