@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.lightning_compat import Batch, namespace_of
@@ -291,7 +292,11 @@ class Predictor:
 
     @contextlib.contextmanager
     def _as_on_target(self) -> Iterator[None]:
-        """Keep what is kept on the target: CUDA's autocast is another, and its dropout keeps a byte, not a float."""
+        """Allocate as on the target.
+
+        On CUDA autocast is another, dropout keeps a byte and not a float, and torch's optimizers step all parameters
+        together.
+        """
         if self._target == "cpu":
             yield
             return
@@ -303,11 +308,20 @@ class Predictor:
             return torch.native_dropout(input, p, training)[0]
 
         F.dropout = dropout
+        together = register_optimizer_step_pre_hook(_step_together)
         try:
             with CudaAutocast():
                 yield
         finally:
+            together.remove()
             F.dropout = before
+
+
+def _step_together(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Let an optimizer take torch's `foreach` step, as it does on CUDA where nobody has chosen."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
 
 
 def _check_size(num_bytes: int, why: str | None) -> None:

@@ -164,7 +164,7 @@ def test_many_microbatches_on_cuda_take_what_a_few_show_but_for_a_kib_each(monke
     monkeypatch.setattr("lightning_memsave.prediction.predictor.few_of_many", lambda sizes: None)
     whole = predictor(recipe)
     assert found.by_category == whole.by_category
-    assert 0 <= whole.cuda.allocated_bytes - found.cuda.allocated_bytes <= 16 * 1024
+    assert 0 <= whole.cuda.allocated_bytes - found.cuda.allocated_bytes <= 1024 * (20 - 3)  # of 20, three are run
     assert whole.cuda.reserved_bytes == found.cuda.reserved_bytes
 
 
@@ -440,3 +440,25 @@ def test_a_run_is_held_against_its_prediction(info):
     assert report.baseline_source == "predicted"
     assert report.factor == 1
     assert "too little activations predicted" in info.text
+
+
+def test_on_cuda_torchs_optimizers_step_all_parameters_together():
+    """Which takes the size of all of them besides; a choice of the user stays."""
+
+    class Wide(L.LightningModule):
+        def __init__(self, foreach):
+            super().__init__()
+            self.layers, self.foreach = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), foreach
+
+        def training_step(self, x):
+            return self.layers(x).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), foreach=self.foreach)
+
+    size = 4 * 4 * (512 * 512 + 512)  # of all parameters
+    peaks = {
+        f: predict(Wide(f), torch.ones(2, 512), MemSave("measure"), target="cuda").peak_bytes for f in (None, False)
+    }
+    assert peaks[None] >= peaks[False] + size // 2
+    assert peaks[None] >= 5 * size  # weights, gradients, two moments, and one more
