@@ -12,7 +12,7 @@ from lightning_memsave.core.units import format_bytes
 from lightning_memsave.planner.memory_budget import MEANINGS, Budget, needed_bytes
 from lightning_memsave.planner.plan import Plan, PlanStep
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.planner.search import Choice, Found, Search, SearchWatch, in_order
+from lightning_memsave.planner.search import SCATTER, Choice, Found, Search, SearchWatch, in_order
 from lightning_memsave.planner.search_space import MANY_BLOCKS, OVERHEAD, TIERS, Dimension, Option, describe, dimensions
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.activation_compression import ActivationCompression
@@ -23,7 +23,9 @@ from lightning_memsave.techniques.registry import Config, technique_of
 
 Predict = Callable[[Sequence[Config]], Prediction]
 _MAX_CONFIRMATIONS = 4
-_MOST_TRIED = 3  # settings that may have been next
+_MOST_TRIED = 2  # settings that may have been next
+_SHORT_SECONDS = 0.05
+"""Of a step: shorter ones are mostly starting operations, which the model of time knows less of."""
 _MARGIN = 200  # of a budget, one part is left free: what kernels take differs from step to step
 _BEYOND = {
     "activations": "shorter samples or fewer of them",
@@ -172,8 +174,7 @@ def _fit(search: Search, budget_bytes: int, confirm: Predict | None) -> tuple[Fo
         if (real := _confirmed(search, found.choice, confirm)) is not None:
             over = needed_bytes(real) - budget_bytes
             if over <= 0:
-                prediction, beyond = _with_flags(real, found.prediction), _beyond(real, found.prediction)
-                return dataclasses.replace(found, prediction=prediction, beyond_bytes=beyond), None
+                return _fastest(search, _as_confirmed(search, found, real), budget_bytes, confirm), None
             limit = min(limit, needed_bytes(found.prediction)) - over
         found = search.cheapest(limit) if limit > 0 else None
     for _ in range(_MAX_CONFIRMATIONS):
@@ -183,6 +184,25 @@ def _fit(search: Search, budget_bytes: int, confirm: Predict | None) -> tuple[Fo
             last = Found(smallest, real, budget_bytes, search.why_ended, beyond)
             return (last, None) if needed_bytes(real) <= budget_bytes else (None, last)
     return None, None
+
+
+def _as_confirmed(search: Search, found: Found, real: Prediction) -> Found:
+    predicted = search.predict(found.choice)
+    prediction, beyond = real if predicted is None else _with_flags(real, predicted), _beyond(real, predicted)
+    return dataclasses.replace(found, prediction=prediction, beyond_bytes=beyond)
+
+
+def _fastest(search: Search, found: Found, budget_bytes: int, confirm: Predict) -> Found:
+    """Return the faster one of what was confirmed and its rival, where steps are timed and time is left."""
+    if not found.prediction.measured_seconds < _SHORT_SECONDS or search.is_late:
+        return found
+    rival = search.rival(found.choice, found.limit_bytes)
+    real = None if rival is None else _confirmed(search, rival, confirm)
+    if rival is None or real is None or needed_bytes(real) > budget_bytes:
+        return found
+    if (1 + SCATTER) * real.measured_seconds >= found.prediction.measured_seconds:
+        return found
+    return _as_confirmed(search, dataclasses.replace(found, choice=rival), real)
 
 
 def _confirmed(search: Search, choice: Choice, confirm: Predict) -> Prediction | None:
@@ -279,6 +299,7 @@ def _next_step(search: Search, found: Found, free_bytes: int) -> str:
     later = [o for o in left if o.level > max(c.level for c in found.choice)] or left
     if not later:
         return f"nothing is left to be taken; {free}"
+    later = [o for o in later if o.noise_bound is None and search.may_lower(found.choice, o)]  # no noise for a sentence
     for option in sorted(later, key=lambda o: (o.level, o.time_factor))[:_MOST_TRIED]:
         if search.peak(search.changed(found.choice, option)) < search.peak(found.choice):
             return f"{option.text} ({option.loss_class}, time about x{option.time_factor:.2f}) was not needed: {free}"

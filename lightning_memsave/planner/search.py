@@ -1,46 +1,42 @@
-"""The search: the cheapest settings with which a step fits, from predictions of some of them.
+"""The search: the cheapest settings with which a step fits, from predictions of a few of them.
 
 Level by level (`search_space`), so that a result is never changed where an exact setting would do; within a level, the
-least time. For each choice of the other dimensions, in the order of their time, the fewest microbatches that fit are
-found by bisection; the search ends at the first choice that could no longer beat the best one. Predictions are kept;
-what is weaker in every dimension than a choice that did not fit is not asked for. Where predictions are real steps on
+least time. Each prediction bounds from below what all other choices need (`lower_bounds`), so the search asks for the
+cheapest choice that no bound rules out, until one fits. The smallest peak is found by asking for the lowest bound,
+until no bound lies more than half a percent below the best peak. Predictions are kept. Where they are real steps on
 CPU, they were timed as well, and the fastest of all that fit is taken.
-
-The smallest peak of a level is found by coordinate descent from strong settings, once with microbatches chosen first
-and once last, until a step gains less than half a percent, or nothing at all where the peak is close to the limit. That
-is exact, up to about a percent, where the best setting of a dimension does not hang on two others at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from lightning_memsave.core.compatibility import check_compatibility
 from lightning_memsave.core.errors import BudgetTooSmallError
 from lightning_memsave.core.report import LOSS_CLASSES, LossClass
+from lightning_memsave.planner.lower_bounds import LowerBounds
 from lightning_memsave.planner.memory_budget import needed_bytes
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.planner.search_space import Dimension, Option, describe, levels, time_factor, with_regions_for
 from lightning_memsave.simulation.predicted_step import Prediction
-from lightning_memsave.techniques.activation_compression import ActivationCompression
-from lightning_memsave.techniques.checkpointing import Checkpointing
-from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.registry import TECHNIQUES, Config
 
 MAX_PREDICTIONS = 100
 """More are not made; then the best choice that is known is taken, and the plan says so."""
 
-_MAX_LEAST = 3  # budgets of regions, each of which the one before has named
 _LEAST_GAIN = 0.005
 """Fraction of a peak: the search for the smallest one ends where a step of it gains less."""
 _CLOSE = 1.05
 """Peaks up to this factor above a limit are lowered by whatever there is."""
-_SCATTER = 0.05
+SCATTER = 0.05
 """Fraction of measured times: what is faster by less is not known to be."""
 _MODEL_SCATTER = 0.1
 """Fraction of the model's times: what is slower by less may be faster."""
@@ -49,8 +45,6 @@ _NUM_BISECTIONS, _LOWEST_BOUND = 3, 10.0
 
 Choice = tuple[Option, ...]
 """A setting for each dimension."""
-Peak = Callable[[Choice], float]
-"""The bytes that a choice needs."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +108,22 @@ class Search:
         self._kinds, self._dimensions = tuple(table), tuple(table.values())
         self._levels = levels(table)
         self._predict, self._fixed, self._ways = predict, tuple(fixed), tuple(ways)
+        self._choices: list[Choice] = sorted(
+            filter(self._is_compatible(), itertools.product(*self._dimensions)), key=_order
+        )
+        ranks = [self._levels.index(max(option.level for option in choice)) for choice in self._choices]
+        self._ranks = torch.tensor(ranks, device="cpu")
+        self._bounds, self._num_learned = LowerBounds(self._kinds, self._choices), 0
         self._max_predictions, self._watch = max_predictions, watch or SearchWatch()
         self._limit_bytes = -1  # nothing fits
         self._ended = ""  # why something was not asked
         self._known: dict[str, tuple[Choice, Prediction | None]] = {}
+        self._news: list[tuple[Choice, Prediction | None]] = []  # in the order in which it became known
         self.refusals: dict[str, str] = {}
         """Why settings could not be used, by their text."""
         self._least_budgets: dict[str, int] = {}
         """Least budgets that regions can meet where they cannot meet this one, by the text of the settings."""
+        self._coded = set[str]()  # choices whose codecs have been predicted without a bound of noise
         self._all = [self]  # of those that share what is known
         self.num_predictions = 0
         """How many have been made, those that ended in a refusal among them."""
@@ -129,7 +131,8 @@ class Search:
     def among(self, table: Mapping[type[Config], Dimension]) -> Search:
         """Return a search among other settings of the same dimensions, which shares all predictions with this one."""
         other = Search(table, self._predict, self._fixed, self._ways, self._max_predictions, self._watch)
-        other._known, other.refusals, other._least_budgets = self._known, self.refusals, self._least_budgets
+        other._known, other._news, other._coded = self._known, self._news, self._coded
+        other.refusals, other._least_budgets = self.refusals, self._least_budgets
         other._all = self._all
         self._all.append(other)
         return other
@@ -154,6 +157,22 @@ class Search:
 
     def _needed(self) -> list[int]:
         return [needed_bytes(prediction) for _, prediction in self._known.values() if prediction is not None]
+
+    def _is_compatible(self) -> Callable[[Choice], bool]:
+        """Return whether settings work together, of each choice; with all of them off, there is one in any case."""
+        always = (*Recipe("planned", self._fixed).rows(), *self._ways)
+
+        @functools.cache
+        def works(rows: tuple[str, ...]) -> bool:
+            try:
+                check_compatibility([*always, *rows])
+            except ValueError:
+                return not rows
+            return True
+
+        options = itertools.chain(*self._dimensions)
+        rows = {o.text: Recipe("planned", (o.config,)).rows() for o in options if o.config is not None}
+        return lambda choice: works(tuple(row for option in choice for row in rows.get(option.text, ())))
 
     @property
     def fixed_kinds(self) -> set[type[Config]]:
@@ -190,18 +209,32 @@ class Search:
             self._ended = why
             return None
         try:
-            self._known[key] = choice, self._predict_new(self.techniques(choice))
+            self._note(choice, self._predict_new(self.techniques(choice)))
         except ValueError as error:
             self.refuse(choice, error)
+            if not isinstance(error, BudgetTooSmallError):
+                self._find_what_is_refused(choice)
         self._watch.tell(sum(each.num_predictions for each in self._all), min(self._needed(), default=None))
         return self._known[key][1]
+
+    def _find_what_is_refused(self, choice: Choice) -> None:
+        """Ask for each setting alone that has never worked: what is refused alone is refused beside others."""
+        worked = {option.text for seen, prediction in self._known.values() if prediction is not None for option in seen}
+        for option in choice:
+            if option.config is not None and option.text not in worked:
+                self.predict(self.changed(self.nothing, option))
 
     def refuse(self, choice: Choice, error: ValueError) -> None:
         """Take note that these settings cannot be used after all."""
         key = describe(choice)
-        self._known[key], self.refusals[key] = (choice, None), str(error)
+        self.refusals[key] = str(error)
         if isinstance(error, BudgetTooSmallError):
             self._least_budgets[key] = error.lowest_bytes
+        self._note(choice, None)
+
+    def _note(self, choice: Choice, prediction: Prediction | None) -> None:
+        self._known[describe(choice)] = choice, prediction
+        self._news.append((choice, prediction))
 
     def _predict_new(self, techniques: tuple[Config, ...]) -> Prediction:
         check_compatibility([*Recipe("planned", techniques).rows(), *self._ways])
@@ -213,31 +246,75 @@ class Search:
         prediction = self.predict(choice)
         return math.inf if prediction is None else needed_bytes(prediction)
 
-    def _fits(self, choice: Choice, limit_bytes: int) -> bool:
-        if describe(choice) not in self._known and any(
-            prediction is not None and needed_bytes(prediction) > limit_bytes and self._is_weaker(choice, other)
-            for other, prediction in self._known.values()
-        ):
-            return False
-        return self.peak(choice) <= limit_bytes
-
-    @staticmethod
-    def _is_weaker(choice: Choice, other: Choice) -> bool:
-        """Return whether `choice` is no stronger than `other` in any dimension, as far as that is known."""
-        settings = zip(choice, other, strict=True)
-        return all(mine == theirs or mine.is_no_stronger_than(theirs) for mine, theirs in settings)
+    def _learn(self) -> LowerBounds:
+        """Return bounds from all that is known by now."""
+        for choice, prediction in self._news[self._num_learned :]:
+            if prediction is not None:
+                self._bounds.learn(choice, prediction)
+            else:
+                self._bounds.learn_refusal(choice, self._least_budgets.get(describe(choice)))
+        self._num_learned = len(self._news)
+        return self._bounds
 
     # ------------------------------------------------------------------ the search
     def cheapest(self, limit_bytes: int) -> Found | None:
         """Return the cheapest choice within `limit_bytes`; `None` when there is none."""
         self._limit_bytes, self._ended = limit_bytes, ""
-        if self._fits(self.nothing, limit_bytes):
+        if self.peak(self.nothing) <= limit_bytes:
             return self._found(self.nothing, limit_bytes)
-        for level in self._levels:
-            start = self._lowest(level, self.peak, limit_bytes)
-            if self.peak(start) <= limit_bytes:
-                best = self._fastest(level, self._cheapest(level, start, limit_bytes), limit_bytes)
+        for rank, level in enumerate(self._levels):
+            if (best := self._first_that_fits(rank, limit_bytes)) is not None:
+                best = self._fastest(level, best, limit_bytes)
                 return self._found(self._quietest(best, limit_bytes), limit_bytes)
+        return None
+
+    def _first_that_fits(self, rank: int, limit_bytes: int) -> Choice | None:
+        """Ask for the cheapest choice of a level that may fit, until one does; once time is over, for any."""
+        while True:
+            bounds = self._learn()
+            may_fit = ((bounds.bytes <= limit_bytes) & (self._ranks <= rank)).nonzero().flatten()
+            if not len(may_fit):
+                return None
+            number = int(may_fit[0])
+            if self._ended or self.is_late:
+                known = may_fit[bounds.is_known[may_fit]]
+                number = int(known[0] if len(known) else may_fit[bounds.bytes[may_fit].argmin()])
+            if bounds.is_known[number]:
+                self._ended = self._ended or (self.why_ended if number != may_fit[0] else "")
+                return self._choices[number]
+            if self._ended:
+                return None
+            self._ask(self._choices[number])
+
+    def _ask(self, choice: Choice) -> None:
+        """Predict a choice; before noise is measured for it, what its codecs take where all of them are used."""
+        coded = tuple(option.without_noise_bound() for option in choice)
+        if coded == choice or describe(coded) in self._coded or self.is_exhausted:
+            self.predict(choice)
+            return
+        self._coded.add(describe(coded))
+        with contextlib.suppress(ValueError):
+            self._news.append((coded, self._predict_new(self.techniques(coded))))
+
+    def may_lower(self, choice: Choice, option: Option) -> bool:
+        """Return whether a setting may take less than the one that a choice has, as far as bounds tell."""
+        return self._learn().of(self.changed(choice, option)) < self.peak(choice)
+
+    def rival(self, best: Choice, limit_bytes: int) -> Choice | None:
+        """Return the first choice of the same level that fits and is by the model of time only a little slower.
+
+        One that only adds settings to `best` is none, nor is one whose noise would have to be measured.
+        """
+        bounds, level = self._learn(), max(option.level for option in best)
+        for number in (bounds.bytes <= limit_bytes).nonzero().flatten():
+            choice = self._choices[int(number)]
+            if time_factor(choice) > (1 + _MODEL_SCATTER) * time_factor(best):
+                break
+            if any(option.level > level or option.noise_bound is not None for option in choice):
+                continue
+            has_more = all(old in (new, off) for new, old, off in zip(choice, best, self.nothing, strict=True))
+            if not has_more and self.peak(choice) <= limit_bytes:
+                return choice
         return None
 
     def _quietest(self, best: Choice, limit_bytes: int) -> Choice:
@@ -268,10 +345,12 @@ class Search:
 
         The least of many times is often the least by chance, so both it and the model's choice are timed again.
         """
+        if self._seconds(best) < math.inf:
+            self.rival(best, limit_bytes)  # which times it
         again: set[str] = set()
         while (own := self._seconds(best)) < math.inf:
             fastest = min(self._useful(level, limit_bytes), key=self._seconds, default=best)
-            if self.peak(best) <= limit_bytes and own <= (1 + _SCATTER) * self._seconds(fastest):
+            if self.peak(best) <= limit_bytes and own <= (1 + SCATTER) * self._seconds(fastest):
                 break
             if describe(fastest) in again:
                 return fastest
@@ -308,7 +387,7 @@ class Search:
         again = dataclasses.replace(prediction, seconds=None)
         with contextlib.suppress(ValueError):
             again = self._predict_new(self.techniques(choice))
-        self._known[describe(choice)] = choice, again
+        self._note(choice, again)
 
     def _found(self, choice: Choice, limit_bytes: int) -> Found:
         prediction = self.predict(choice)
@@ -317,160 +396,37 @@ class Search:
 
     def lowest(self, enough_bytes: int = 0) -> Choice:
         """Return the choice with the smallest peak of all levels, or the first that is found with `enough_bytes`."""
-        return self._least(self._lowest(self._levels[-1], self._peak_of_least, enough_bytes))
-
-    def _peak_of_least(self, choice: Choice) -> float:
-        return self.peak(self._least(choice))
-
-    def _least(self, choice: Choice) -> Choice:
-        """Replace the budget of regions by the smallest one that they can meet, where they cannot meet theirs."""
-        for _ in range(_MAX_LEAST):
-            if self.predict(choice) is None and (least := self._least_budgets.get(describe(choice))) is not None:
-                choice = with_regions_for(choice, least)
-        return choice
-
-    @property
-    def _position(self) -> int | None:
-        """Return the position of microbatches among the dimensions."""
-        return self._kinds.index(Microbatching) if Microbatching in self._kinds else None
-
-    def _allowed(self, level: tuple[int, int]) -> list[Dimension]:
-        return [tuple(option for option in dimension if option.level <= level) for dimension in self._dimensions]
-
-    def _lowest(self, level: tuple[int, int], peak: Peak, enough_bytes: int = 0) -> Choice:
-        """Return the choice with the smallest peak, from two starts, or the first that needs at most `enough_bytes`."""
-        allowed, best = self._allowed(level), self.nothing
-        for order in self._orders():
-            found = self._descend(self._strongest(allowed, order, peak, enough_bytes), allowed, peak, enough_bytes)
-            if peak(found) < peak(best):
-                best = found
-            if peak(best) <= enough_bytes:
-                break
-        return best
-
-    def _orders(self) -> Iterator[list[int]]:
-        """Yield the orders to try: microbatches first, then microbatches last, because some settings exclude them."""
-        position = self._position
-        others = [number for number in range(len(self._dimensions)) if number != position]
-        yield [*([] if position is None else [position]), *others]
-        if position is not None:
-            yield [*reversed(others), position]
-
-    def _strongest(
-        self, allowed: Sequence[Dimension], order: Sequence[int], peak: Peak, enough_bytes: int = 0
-    ) -> Choice:
-        """Return the strongest setting of each dimension in turn that works beside the ones before."""
-        best = self.nothing
-        for number in order:
-            if peak(best) <= enough_bytes:
-                break
-            if self._is_useless(number, best):
-                continue
-            for option in reversed(allowed[number][1:]):
-                tried = _with(best, number, option)
-                if peak(tried) < peak(best):
-                    best = tried
-                    break
-        return best
-
-    def _descend(self, best: Choice, allowed: Sequence[Dimension], peak: Peak, enough_bytes: int) -> Choice:
-        """Lower one dimension after the other, until a round lowers the peak by next to nothing."""
         while True:
-            before = peak(best)
-            for number, dimension in enumerate(allowed):
-                if number == self._position:
-                    best = self._best_size(best, number, dimension, peak, enough_bytes)
-                elif not self._is_useless(number, best):
-                    best = self._best_option(best, number, dimension, peak, enough_bytes)
-            if not _goes_on(before, peak(best), enough_bytes):
+            best, bounds = self._best_known(), self._learn()
+            peak, left = self.peak(best), torch.where(bounds.is_known, math.inf, bounds.bytes)
+            least_gain = 0 if peak < _CLOSE * enough_bytes else _LEAST_GAIN
+            goal = (1 - least_gain) * peak
+            if peak <= enough_bytes or self._ended or (peak < math.inf and self.is_late):
                 return best
+            if (choice := self._with_room(goal)) is None and left.min() < goal:
+                choice = self._choices[int(left.argmin())]
+            if choice is None:
+                return best
+            self._ask(choice)
 
-    @staticmethod
-    def _best_option(best: Choice, number: int, dimension: Dimension, peak: Peak, enough_bytes: int) -> Choice:
-        """Return the choice with the option of a dimension that has the smallest peak, or the first that is enough."""
-        for option in dimension:
-            if peak(best) <= enough_bytes:
-                break
-            tried = _with(best, number, option)
-            if not option.is_no_stronger_than(best[number]) and peak(tried) < peak(best):
-                best = tried
-        return best
+    def _with_room(self, goal_bytes: float) -> Choice | None:
+        """Return settings whose regions could not meet their budget, with the least budget that they can meet.
 
-    def _is_useless(self, number: int, choice: Choice) -> bool:
-        """Return whether a dimension that is off can save next to nothing, as the peak has hardly any activations.
-
-        With reserved bytes of CUDA this is not told, because they come from more moments than the peak.
+        `None` where that has been tried, or is not below the goal.
         """
-        is_of_activations = self._kinds[number] in (ActivationCompression, Checkpointing)
-        if not is_of_activations or choice[number].config is not None or (found := self.predict(choice)) is None:
-            return False
-        return (
-            found.cuda is None
-            and found.by_category.get("activations", found.peak_bytes) < _LEAST_GAIN * found.peak_bytes
-        )
+        for key, least in sorted(self._least_budgets.items(), key=lambda item: item[1]):
+            choice = with_regions_for(self._known[key][0], least)
+            if least < goal_bytes and self._is_allowed(choice) and describe(choice) not in self._known:
+                return choice
+        return None
 
-    def _best_size(self, best: Choice, number: int, sizes: Dimension, peak: Peak, enough_bytes: int) -> Choice:
-        """Return the microbatches with the smallest peak: from the present size on, while the peak falls.
+    def _is_allowed(self, choice: Choice) -> bool:
+        return all(option.level <= self._levels[-1] for option in choice)
 
-        Smaller ones keep less, but something is noted of each, so the peak falls towards one size from both sides.
-        """
-        off, start = sizes[0], sizes.index(best[number])
-        for path in (sizes[start + 1 :], sizes[1:start][::-1]) if start else (sizes[:0:-1],):
-            for size in path:
-                if (before := peak(best)) <= enough_bytes:
-                    return best
-                was_off = best[number] == off
-                best = min(best, tried := _with(best, number, size), key=peak)
-                if not was_off and peak(tried) < math.inf and not _goes_on(before, peak(tried), enough_bytes):
-                    break
-        return min(best, _with(best, number, off), key=peak)
-
-    def _cheapest(self, level: tuple[int, int], start: Choice, limit_bytes: int) -> Choice:
-        allowed = self._allowed(level)
-        position = self._position
-        parts = allowed[position] if position is not None else (None,)
-        others = [dimension if number != position else dimension[:1] for number, dimension in enumerate(allowed)]
-        best = start
-        for other in sorted(itertools.product(*others), key=_cost):
-            if not self._is_worth_asking(other, best):
-                break
-            tries = [other if part is None else _with(other, position, part) for part in parts]
-            tries = [choice for choice in tries if self._is_worth_asking(choice, best)]
-            fewest = self._first_that_fits(tries, limit_bytes)
-            if fewest is not None and _cost(fewest) < _cost(best):
-                best = fewest
-        return best
-
-    def _is_worth_asking(self, choice: Choice, best: Choice) -> bool:
-        """Return whether it may be faster; with real steps, also where the model has it a little slower."""
-        if _cost(choice) < _cost(best):
-            return True
-        plain = self.predict(self.nothing)
-        return plain is not None and plain.is_timed and time_factor(choice) < (1 + _MODEL_SCATTER) * time_factor(best)
-
-    def _first_that_fits(self, tries: Sequence[Choice], limit_bytes: int) -> Choice | None:
-        """Find the fewest microbatches: none, else by bisection.
-
-        More microbatches need no more memory than two, which hold gradients.
-        """
-        if not tries:
-            return None
-        if self._fits(tries[0], limit_bytes):
-            return tries[0]
-        tries = tries[1:]
-        if not tries or not self._fits(tries[-1], limit_bytes):
-            return None
-        low, high = 0, len(tries) - 1
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._fits(tries[middle], limit_bytes) else (middle + 1, high)
-        return tries[high]
-
-
-def _goes_on(before: float, after: float, enough_bytes: int) -> bool:
-    """Return whether a search goes on: a step of it gained something, and not next to nothing far from the goal."""
-    least_gain = 0 if after < _CLOSE * enough_bytes else _LEAST_GAIN
-    return after < (1 - least_gain) * before
+    def _best_known(self) -> Choice:
+        """Return what needs least of what has been predicted and this search may use."""
+        known = [choice for choice, _ in self._known.values() if self._is_allowed(choice)]
+        return min(known, key=self.peak, default=self.nothing)
 
 
 def in_order(techniques: Sequence[Config]) -> tuple[Config, ...]:
@@ -484,6 +440,7 @@ def _with(choice: Choice, position: int | None, option: Option) -> Choice:
     return (*choice[:position], option, *choice[position + 1 :])
 
 
-def _cost(choice: Sequence[Option]) -> tuple[float, int]:
-    """Return the modelled time against the plain step, then the number of settings."""
-    return round(time_factor(choice), 6), sum(option.config is not None for option in choice)
+def _order(choice: Choice) -> tuple[float, int, float]:
+    """Return the modelled time, then the number of settings; of bounds of noise the highest first."""
+    noise = sum(option.noise_bound or 0.0 for option in choice)
+    return round(time_factor(choice), 6), sum(option.config is not None for option in choice), -noise

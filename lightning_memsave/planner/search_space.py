@@ -56,6 +56,14 @@ class Option:
         config = replace(self.config, max_gradient_noise=bound)
         return replace(self, text=f"max_gradient_noise={bound:g}", config=config, strength=None)
 
+    def without_noise_bound(self) -> Option:
+        """Return the setting with its codecs used wherever they can be, which takes least; others as they are."""
+        if self.noise_bound is None:
+            return self
+        assert isinstance(self.config, ActivationCompression), "it has a bound"
+        config = replace(self.config, max_gradient_noise=None)
+        return replace(self, text=f"activations={list(config.codecs)}", config=config, strength=_STRONGEST)
+
     @property
     def level(self) -> tuple[int, int]:
         """Its loss class, then the recipe that may use it."""
@@ -69,6 +77,7 @@ class Option:
 
 
 Dimension = tuple[Option, ...]
+_STRONGEST = 1000
 OVERHEAD = 0.006
 """What starting operations takes of a step's time, where nothing else is known (WideResNet-28-2, batch 100)."""
 _OPERATION_SECONDS = 3.5e-6

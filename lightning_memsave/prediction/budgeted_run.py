@@ -240,7 +240,9 @@ def plan_for(
             "Make them in `__init__` or `configure_model`, or let the run plan: `MemSave(budget=...)`.",
         )
     situation = _situation(module, batch, recipe, trainer)
-    on_paper, by_trial = _predictors(module, batch, trainer, bool(situation.why_whole))
+    trial = Trial(module, batch, trainer)
+    on_paper: Predict = _predictor(module, batch, trainer, bool(situation.why_whole))
+    by_trial: Predict = trial
     if (codecs := _codec_choice(module, batch, recipe, trainer, bool(situation.why_whole))) is not None:
         situation = replace(situation, can_bound_noise=True)
         on_paper, by_trial = _resolved(on_paper, codecs), _resolved(by_trial, codecs)
@@ -248,10 +250,11 @@ def plan_for(
         on_paper, by_trial = _agreed(trainer, on_paper), _agreed(trainer, by_trial)
     try:
         plain = on_paper(())
-        if situation.device_type != "cpu" or plain.peak_bytes > SMALL_BYTES:
-            real, predict, confirm = plain, on_paper, by_trial
-        else:
-            real, predict, confirm = by_trial(()), by_trial, None
+        is_small = situation.device_type == "cpu" and plain.peak_bytes <= SMALL_BYTES
+        trial.times_steps = is_small
+        real = by_trial(()) if is_small else plain
+        by_steps = is_small and plain.source == "measured"  # which are more than those of a trial
+        predict, confirm = (by_trial, None) if by_steps else (on_paper, by_trial)
         situation = replace(situation, overhead=overhead_of(plain.num_operations, real.seconds))
         watch = PlanningWatch(seconds or _seconds_allowed(trainer, real), needed_bytes(real), trainer)
         with watch.interruptible():
@@ -338,10 +341,8 @@ def _with_all_layers(module: L.LightningModule) -> Any:
     return module
 
 
-def _predictors(
-    module: L.LightningModule, batch: Batch, trainer: L.Trainer | None, stays_whole: bool
-) -> tuple[Predict, Predict]:
-    """Return what predicts, for shapes alone where that is possible; and what confirms a choice, by real steps.
+def _predictor(module: L.LightningModule, batch: Batch, trainer: L.Trainer | None, stays_whole: bool) -> Predict:
+    """Return what predicts, for shapes alone where that is possible.
 
     Args:
         module: the LightningModule.
@@ -367,7 +368,7 @@ def _predictors(
             raise StepFailedError(f"{type(error).__name__}: {error}") from error
         return found.with_bytes("data", missing_bytes)
 
-    return predict, Trial(module, batch, trainer)
+    return predict
 
 
 def _agreed(trainer: L.Trainer, predict: Predict) -> Predict:

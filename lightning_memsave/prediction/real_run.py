@@ -66,6 +66,8 @@ class Trial:
 
     def __init__(self, module: L.LightningModule, batch: Batch, trainer: L.Trainer | None = None) -> None:
         self._module, self._batch, self._trainer = module, batch, trainer
+        self.times_steps = True
+        """Whether further steps are taken on CPU for their time."""
 
     def __call__(self, techniques: Sequence[Config]) -> Prediction:
         """Return the peak under these settings."""
@@ -78,7 +80,7 @@ class Trial:
         batch, missing_bytes, whole = self._as_much_as_shows(techniques)
 
         def stepped(techniques: Sequence[Config], batch: Batch, whole: float) -> _Steps | None:
-            steps = _Steps(Recipe("trial", tuple(techniques)), self._num_batches, whole)
+            steps = _Steps(Recipe("trial", tuple(techniques)), self._num_batches, whole, self.times_steps)
             return steps if self._has_room(steps, batch) else None
 
         steps = as_if_whole(lambda part: stepped(part, batch, whole), techniques, missing_bytes)
@@ -210,10 +212,10 @@ class OneStep(pl.Callback):
 class _Steps(OneStep):
     """Measures some steps."""
 
-    def __init__(self, recipe: Recipe, num_batches: int, whole: float) -> None:
+    def __init__(self, recipe: Recipe, num_batches: int, whole: float, is_timed: bool) -> None:
         super().__init__(recipe)
         require("allocation events", "budget")
-        self._num_batches = num_batches
+        self._num_batches, self._is_timed = num_batches, is_timed
         self._whole = whole  # times as many samples as are used
         self._began_seconds = self._updates_seconds = 0.0
         self._seconds: list[float] = []
@@ -265,6 +267,8 @@ class _Steps(OneStep):
             assert self._profile is not None, "it was opened a step before"
             self._profile.__exit__(None, None, None)
             self._profiled_bytes, self._profile = self._profile.peak_bytes, None
+            if not self._is_timed:
+                raise DoneError
         if step >= 4:
             return
         assert self._ledger is not None, "it was opened at the start of the step"

@@ -98,15 +98,15 @@ def test_few_predictions_are_enough(seed):
     search = Search(table("extreme"), model, [EarlyZeroGrad()])
     plain = search.peak(search.nothing)
     assert search.cheapest(int(0.6 * plain)) is not None
-    assert search.num_predictions <= 60
+    assert search.num_predictions <= 4
     assert model.num_calls == search.num_predictions
 
 
 def test_no_more_than_the_allowed_predictions_are_made_and_the_search_says_so():
     model = Model(3)
-    search = Search(table("extreme"), model, [EarlyZeroGrad()], max_predictions=5)
-    search.cheapest(1)
-    assert model.num_calls == 5
+    search = Search(table("extreme"), model, [EarlyZeroGrad()], max_predictions=2)
+    search.lowest()
+    assert model.num_calls == 2
     assert search.is_exhausted
 
 
@@ -124,8 +124,8 @@ class Ends(SearchWatch):
 
 
 def test_a_search_that_is_ended_gives_the_best_so_far_and_one_without_a_plan_goes_on():
-    model, plain = Model(3), Search(table("extreme"), Model(3), [EarlyZeroGrad()])
-    limit = int(0.3 * plain.peak(plain.nothing))
+    model, plain = Model(0), Search(table("extreme"), Model(0), [EarlyZeroGrad()])
+    limit = int(0.2 * plain.peak(plain.nothing))
     whole = plain.cheapest(limit)
     assert whole.why_ended == ""
     watch = Ends(after=1)
@@ -187,7 +187,7 @@ def test_what_is_faster_by_no_more_than_times_scatter_is_not():
 
 def test_a_time_that_was_short_once_does_not_choose():
     """The least of many is one by chance; so both are timed again."""
-    by_the_model, _ = chosen({})
+    by_the_model, modelled = chosen({})
     asked = []
 
     class Lucky(Timed):
@@ -195,7 +195,7 @@ def test_a_time_that_was_short_once_does_not_choose():
             found = super().__call__(techniques)
             is_first = techniques not in asked
             asked.append(techniques)
-            is_lucky = is_first and any(isinstance(t, ActivationCompression) for t in techniques)
+            is_lucky = is_first and repr(techniques) != describe_techniques(modelled, by_the_model)
             return dataclasses.replace(found, seconds=0.1 * found.seconds) if is_lucky else found
 
     search = Search(table("balanced"), Lucky(1, {}), [EarlyZeroGrad()])
@@ -299,19 +299,20 @@ def test_the_smallest_peak_is_that_of_regions_with_room_where_the_budget_leaves_
         regions = next((t for t in techniques if isinstance(t, Checkpointing)), None)
         parts = next((t.size for t in techniques if isinstance(t, Microbatching)), 64)
         if regions is None or regions.budget is None:
-            return Prediction(peak_bytes=1000 + parts)
+            return Prediction(peak_bytes=1000 + parts, by_category={"activations": 1000 + parts})
         if regions.budget < 400 + parts:
             error = BudgetTooSmallError("too small")
             error.lowest_bytes = 400 + parts
             raise error
-        return Prediction(peak_bytes=400 + parts)
+        return Prediction(peak_bytes=400 + parts, by_category={"activations": 400 + parts})
 
     only = {kind: dimension for kind, dimension in table("lossless").items() if kind in (Checkpointing, Microbatching)}
     small = {**only, Checkpointing: (only[Checkpointing][0], regions_for(200, 1.2), *only[Checkpointing][2:])}
     search = Search(small, predict)
     assert search.cheapest(200) is None
-    assert search.peak(search.lowest()) == 400 + 1
-    assert Checkpointing(budget=401) in search.techniques(search.lowest())
+    least = search.peak(search.lowest())
+    assert 400 + 1 <= least <= 1.005 * (400 + 1)
+    assert Checkpointing(budget=least) in search.techniques(search.lowest())
 
 
 def test_modelled_times_do_not_choose():

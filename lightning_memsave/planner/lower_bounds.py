@@ -1,0 +1,220 @@
+"""What settings need at least, told from steps that were predicted under other settings.
+
+A prediction says what is alive at each moment of a step, by category. Another setting leaves at least a part of each
+category: microbatches of half the samples half of the activations, 8-bit state a quarter of the state. So every
+prediction bounds what every other choice of settings needs, and the highest bound counts. What activations keep under
+codecs and regions hangs on the model: there the part is a guess from below, until two predictions that differ in
+nothing else have shown it. A search then asks only about choices whose bound does not rule them out.
+
+Bounds are good, not proven: a choice may be ruled out that would have fitted by a little.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.report import CATEGORIES
+from lightning_memsave.planner.memory_budget import needed_bytes
+from lightning_memsave.planner.search_space import Option
+from lightning_memsave.simulation.predicted_step import Prediction
+from lightning_memsave.techniques.activation_compression import ActivationCompression
+from lightning_memsave.techniques.checkpointing import Checkpointing
+from lightning_memsave.techniques.low_precision import LowPrecision
+from lightning_memsave.techniques.microbatching import Microbatching
+from lightning_memsave.techniques.optimizer_state import OptimizerState
+from lightning_memsave.techniques.registry import Config
+from lightning_memsave.techniques.sparsity import Sparsity
+
+_ROWS = (*CATEGORIES, "update", "rest")
+"""Categories of bytes; temporaries of the optimizer's update, and what a timeline does not show, apart."""
+_GRADIENTS, _ACTIVATIONS, _TEMPORARY = (_ROWS.index(name) for name in ("gradients", "activations", "temporary"))
+_STATE_PARTS = {"32bit": 1.0, "8bit": 0.25, "4bit": 0.125}
+_LEARNED_KINDS = (ActivationCompression, Checkpointing)
+_SLACK, _NO_EFFECT = 0.8, 0.99
+"""Of what a codec or regions left of activations in one step, the part that they leave at least in another; above this
+part they leave all."""
+
+Choice = tuple[Option, ...]
+
+
+class LowerBounds:
+    """Bounds from below of what each choice needs.
+
+    Args:
+        kinds: of the dimensions.
+        choices: to be bounded, each with a setting for every dimension; the one with all of them off among them.
+    """
+
+    def __init__(self, kinds: Sequence[type[Config]], choices: Sequence[Choice]) -> None:
+        self._kinds, self._choices = tuple(kinds), choices
+        self._numbers = {_key(choice): number for number, choice in enumerate(choices)}
+        self._steps: list[tuple[Choice, _Step]] = []
+        self._learned: dict[tuple[str, str], float] = {}
+        columns = [*zip(*choices, strict=True)]
+        self._options = [{option.text: option for option in column} for column in columns]
+        self._places = [_places(column, options) for column, options in zip(columns, self._options, strict=True)]
+        self.bytes = torch.zeros(len(choices), dtype=torch.float64, device="cpu")
+        """The bound of each choice; what it needs where that is known; infinite where it cannot be used."""
+        self.is_known = torch.zeros(len(choices), dtype=torch.bool, device="cpu")
+
+    def of(self, choice: Choice) -> float:
+        """Return the bound of a choice; 0 where it is none of those that are bounded."""
+        number = self._numbers.get(_key(choice))
+        return 0.0 if number is None else float(self.bytes[number])
+
+    def learn(self, choice: Choice, prediction: Prediction) -> None:
+        """Take note of what a choice needs, and raise the bounds of the others."""
+        self._set(choice, needed_bytes(prediction))
+        self._take(choice, _Step(prediction))
+
+    def learn_refusal(self, choice: Choice, lowest_bytes: int | None = None) -> None:
+        """Take note that a choice cannot be used; a setting that is refused alone is ruled out everywhere.
+
+        Args:
+            choice: the settings.
+            lowest_bytes: what regions for a budget would come to, where that was the reason.
+        """
+        self._set(choice, math.inf)
+        on = [number for number, option in enumerate(choice) if option.config is not None]
+        if lowest_bytes is None and len(on) == 1:
+            place = list(self._options[on[0]]).index(choice[on[0]].text)
+            has_it = self._places[on[0]] == place
+            self.bytes[has_it & ~self.is_known] = math.inf
+            self.is_known |= has_it
+        if lowest_bytes is not None and self._steps:
+            first, plain = self._steps[0]
+            self._take(choice, plain.with_total(lowest_bytes, self._parts_of(first, choice)))
+
+    def _set(self, choice: Choice, num_bytes: float) -> None:
+        if (number := self._numbers.get(_key(choice))) is not None:
+            self.bytes[number], self.is_known[number] = num_bytes, True
+
+    def _take(self, choice: Choice, step: _Step) -> None:
+        has_learned = [self._compare(choice, step, *each) for each in self._steps]
+        self._steps.append((choice, step))
+        for each in self._steps if any(has_learned) else self._steps[-1:]:  # what was learned raises all bounds
+            self._raise(*each)
+
+    def _compare(self, choice: Choice, step: _Step, other: Choice, seen: _Step) -> bool:
+        """Note which part of activations a setting has left, if two steps differ in that alone."""
+        pairs = zip(self._kinds, choice, other, strict=True)
+        differ = [(kind, a, b) for kind, a, b in pairs if a.text != b.text]
+        if len(differ) != 1 or differ[0][0] not in _LEARNED_KINDS:
+            return False
+        _, one, two = differ[0]
+        for old, new, before, after in ((one, two, step, seen), (two, one, seen, step)):
+            part = after.for_samples / max(1.0, before.for_samples)
+            part = 1.0 if part > _NO_EFFECT else _SLACK * part
+            self._learned[old.text, new.text] = min(part, self._learned.get((old.text, new.text), 1.0))
+        return True
+
+    def _parts_of(self, old: Choice, new: Choice) -> Tensor:
+        rows = [self._part(*each) for each in zip(self._kinds, old, new, strict=True)]
+        return torch.tensor(rows, dtype=torch.float64, device="cpu").prod(0)
+
+    def _raise(self, choice: Choice, step: _Step) -> None:
+        """Raise the bounds of all choices to what one step tells of them."""
+        parts = torch.ones(len(self._choices), len(_ROWS), dtype=torch.float64, device="cpu")
+        holds = torch.zeros(len(self._choices), dtype=torch.bool, device="cpu")
+        for number, (kind, options) in enumerate(zip(self._kinds, self._options, strict=True)):
+            old, place = choice[number], self._places[number]
+            rows = [self._part(kind, old, new) for new in options.values()]
+            parts *= torch.tensor(rows, dtype=torch.float64, device="cpu")[place]
+            if kind is Microbatching and old.config is None:
+                holds = torch.tensor([new.config is not None for new in options.values()], device="cpu")[place]
+        bound = step.bound(parts)
+        bound = torch.where(holds, torch.maximum(bound, step.holding_gradients().bound(parts)), bound)
+        self.bytes = torch.where(self.is_known, self.bytes, torch.maximum(self.bytes, bound))
+
+    def _part(self, kind: type[Config], old: Option, new: Option) -> list[float]:
+        """Return the part of each row of bytes that `new` leaves at least where `old` was before."""
+        part = dict.fromkeys(_ROWS, 1.0)
+        if kind is Microbatching:
+            part["activations"] = part["temporary"] = min(1.0, (old.strength or 1) / (new.strength or 1))
+            if new.config is None:  # the whole batch's backward makes them one after the other
+                part["gradients"] = 0.0 if old.config is not None else 1.0
+        elif new.text != old.text and not new.is_no_stronger_than(old):
+            part |= _least_part(new.config, old.config)
+            if kind in _LEARNED_KINDS:
+                part["activations"] = max(part["activations"], self._learned.get((old.text, new.text), 0.0))
+        return list(part.values())
+
+
+def _key(choice: Choice) -> tuple[str, ...]:
+    return tuple(option.text for option in choice)
+
+
+def _places(column: Sequence[Option], options: Mapping[str, Option]) -> Tensor:
+    """Return the place of each choice's setting among those of its dimension."""
+    places = {text: place for place, text in enumerate(options)}
+    return torch.tensor([places[option.text] for option in column], device="cpu")
+
+
+def _least_part(new: Config | None, old: Config | None) -> dict[str, float]:
+    """Return the parts of rows that a setting leaves at least."""
+    if isinstance(new, Sparsity):
+        return dict.fromkeys(("weights", "gradients", "optimizer_state", "temporary", "update"), 0.1)
+    if isinstance(new, LowPrecision):
+        return dict.fromkeys(_ROWS[:5], 0.5)
+    if isinstance(new, ActivationCompression):
+        return {"activations": 0.2 if new.codecs == ("exact",) else 0.05}
+    if isinstance(new, Checkpointing):
+        return {"activations": 0.02}
+    if isinstance(new, OptimizerState):
+        before = _STATE_PARTS[old.format] if isinstance(old, OptimizerState) else 1.0
+        left = {"optimizer_state": min(1.0, _STATE_PARTS[new.format] / before), "update": 0.0}
+        return left | ({"gradients": 0.0} if new.gradients == "release" else {})
+    return {}
+
+
+class _Step:
+    """Bytes of each row at some moments of a predicted step; without a timeline, at its peak alone."""
+
+    def __init__(self, prediction: Prediction) -> None:
+        line = prediction.timeline
+        peak = {name: [size] for name, size in prediction.by_category.items()}
+        moments = peak if line is None else line.by_category
+        columns = torch.tensor([moments.get(name, [0]) for name in CATEGORIES], dtype=torch.float64, device="cpu")
+        rest = torch.zeros(2, columns.shape[1], dtype=torch.float64, device="cpu")
+        self._rows = torch.cat([columns, rest])
+        with_samples = self._rows[_ACTIVATIONS].nonzero()
+        begin = int(with_samples[-1]) + 1 if len(with_samples) else 0
+        self._rows[-2, begin:] = self._rows[_TEMPORARY, begin:]
+        self._rows[_TEMPORARY, begin:] = 0
+        self._rows[-1] = max(0.0, prediction.peak_bytes - float(columns.sum(0).max()))
+        if prediction.cuda is not None:  # of what lies between tensors, other steps may have less
+            self._rows[-1] += max(0, needed_bytes(prediction) - prediction.peak_bytes) / 2
+
+    @property
+    def for_samples(self) -> float:
+        """The most that activations and temporaries of forward and backward take together."""
+        return float(self._rows[[_ACTIVATIONS, _TEMPORARY]].sum(0).max())
+
+    def bound(self, parts: Tensor) -> Tensor:
+        """Return the highest total if parts of each row are left, [num_choices]."""
+        return torch.amax(parts @ self._rows, dim=1)
+
+    def with_total(self, num_bytes: float, parts: Tensor) -> _Step:
+        """Return one moment of a step whose total is known: with parts of what is here, and activations for the rest.
+
+        Args:
+            num_bytes: the total.
+            parts: of each row, [num_rows].
+        """
+        other = copy.copy(self)
+        other._rows = (parts[:, None] * self._rows)[:, :1].clone()
+        other._rows[_ACTIVATIONS] = 0
+        other._rows[_ACTIVATIONS] = max(0.0, num_bytes - float(other._rows.sum()))
+        return other
+
+    def holding_gradients(self) -> _Step:
+        """Return the same step with all gradients alive throughout, as they are from the second microbatch on."""
+        other = copy.copy(self)
+        other._rows = self._rows.clone()
+        other._rows[_GRADIENTS] = self._rows[_GRADIENTS].max()
+        return other
