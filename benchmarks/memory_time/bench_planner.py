@@ -39,7 +39,6 @@ from lightning_memsave.demo.model import WideResNet
 from lightning_memsave.planner.memory_budget import Budget
 from lightning_memsave.planner.recipes import RECIPES
 from lightning_memsave.planner.search_space import TIERS, dimensions
-from lightning_memsave.prediction import budgeted_run
 from lightning_memsave.prediction.budgeted_run import plan_for
 from lightning_memsave.techniques.microbatching import why_not_exact
 
@@ -175,31 +174,6 @@ def trained(make: Callable[[], Step], batch: Any, memsave: MemSave, *callbacks: 
     trainer = L.Trainer(max_steps=steps, callbacks=[memsave, monitor, *callbacks], **QUIET)
     trainer.fit(made(make), DataLoader([batch] * steps, batch_size=None))
     return memsave.report
-
-
-def kept(predictors: Callable[..., Any]) -> Callable[..., Any]:
-    """Predictions of one model are made once for all its budgets; what a plan asks for twice is to be timed again."""
-    known: dict[str, Any] = {}
-
-    def once(predict: Callable[[Any], Any], which: int) -> Callable[[Any], Any]:
-        asked: set[str] = set()
-
-        def predicted(techniques: Any) -> Any:
-            key = f"{which} {techniques!r}"
-            is_again = key in asked
-            asked.add(key)
-            if is_again or key not in known:
-                try:
-                    known[key] = predict(techniques)
-                except ValueError as error:
-                    known[key] = error
-            if isinstance(known[key], ValueError):
-                raise known[key]
-            return known[key]
-
-        return predicted
-
-    return lambda *given: tuple(once(predict, which) for which, predict in enumerate(predictors(*given)))
 
 
 # ---------------------------------------------------------------------------------------------------- honesty
@@ -374,10 +348,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of models, in this order")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    predictors = budgeted_run._predictors
     chosen = {name: each for part in options.only for name, each in subjects().items() if part in name}
     for name, (make, batch) in chosen.items():
-        budgeted_run._predictors = kept(predictors)
         for recipe in ("lossless", "balanced"):
             for budget in (f"{fraction}x" for fraction in FRACTIONS):
                 has_times = options.times and recipe == "lossless"

@@ -81,9 +81,9 @@ class LowerBounds:
         """
         self._set(choice, math.inf)
         on = [number for number, option in enumerate(choice) if option.config is not None]
-        if lowest_bytes is None and len(on) == 1:
-            place = list(self._options[on[0]]).index(choice[on[0]].text)
-            has_it = self._places[on[0]] == place
+        if lowest_bytes is None and len(on) == 1 and _key(choice) in self._numbers:
+            place = self._places[on[0]]
+            has_it = place == place[self._numbers[_key(choice)]]
             self.bytes[has_it & ~self.is_known] = math.inf
             self.is_known |= has_it
         if lowest_bytes is not None and self._steps:

@@ -118,7 +118,7 @@ class Search:
         self._limit_bytes = -1  # nothing fits
         self._ended = ""  # why something was not asked
         self._known: dict[str, tuple[Choice, Prediction | None]] = {}
-        self._news: list[tuple[Choice, Prediction | None]] = []  # in the order in which it became known
+        self._news: list[tuple[Choice, Prediction | ValueError]] = []  # in the order in which it became known
         self.refusals: dict[str, str] = {}
         """Why settings could not be used, by their text."""
         self._least_budgets: dict[str, int] = {}
@@ -230,11 +230,11 @@ class Search:
         self.refusals[key] = str(error)
         if isinstance(error, BudgetTooSmallError):
             self._least_budgets[key] = error.lowest_bytes
-        self._note(choice, None)
+        self._note(choice, error)
 
-    def _note(self, choice: Choice, prediction: Prediction | None) -> None:
-        self._known[describe(choice)] = choice, prediction
-        self._news.append((choice, prediction))
+    def _note(self, choice: Choice, found: Prediction | ValueError) -> None:
+        self._known[describe(choice)] = choice, found if isinstance(found, Prediction) else None
+        self._news.append((choice, found))
 
     def _predict_new(self, techniques: tuple[Config, ...]) -> Prediction:
         check_compatibility([*Recipe("planned", techniques).rows(), *self._ways])
@@ -248,11 +248,11 @@ class Search:
 
     def _learn(self) -> LowerBounds:
         """Return bounds from all that is known by now."""
-        for choice, prediction in self._news[self._num_learned :]:
-            if prediction is not None:
-                self._bounds.learn(choice, prediction)
+        for choice, found in self._news[self._num_learned :]:
+            if isinstance(found, Prediction):
+                self._bounds.learn(choice, found)
             else:
-                self._bounds.learn_refusal(choice, self._least_budgets.get(describe(choice)))
+                self._bounds.learn_refusal(choice, getattr(found, "lowest_bytes", None))
         self._num_learned = len(self._news)
         return self._bounds
 
@@ -293,8 +293,10 @@ class Search:
             self.predict(choice)
             return
         self._coded.add(describe(coded))
-        with contextlib.suppress(ValueError):
+        try:
             self._news.append((coded, self._predict_new(self.techniques(coded))))
+        except ValueError as error:
+            self._news.append((coded, error))
 
     def may_lower(self, choice: Choice, option: Option) -> bool:
         """Return whether a setting may take less than the one that a choice has, as far as bounds tell."""
