@@ -94,7 +94,7 @@ def plain_seconds(step: Step, batch: Any) -> float:
 def measure(pipe: Connection, make: Callable[[], tuple[Step, Any]], budget: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    plan_training(Step(nn.Linear(4, 4), lambda model, x: model(x).sum()), torch.ones(2, 4), MemSave(budget="1x"))
+    plan_training(Step(nn.Linear(4, 4), lambda model, x: model(x).sum()), torch.ones(2, 4), MemSave(budget="1GiB"))
     step, batch = make()
     row: dict[str, Any] = {"plain_cpu_seconds": plain_seconds(step, batch)}
     start = time.process_time()

@@ -53,7 +53,7 @@ class LowerBounds:
     def __init__(self, kinds: Sequence[type[Config]], choices: Sequence[Choice]) -> None:
         self._kinds, self._choices = tuple(kinds), choices
         self._numbers = {_key(choice): number for number, choice in enumerate(choices)}
-        self._steps: list[tuple[Choice, _Step]] = []
+        self._steps: list[tuple[Choice, _Step, bool]] = []  # the last: whether it shows what settings leave at least
         self._learned: dict[tuple[str, str], float] = {}
         columns = [*zip(*choices, strict=True)]
         self._options = [{option.text: option for option in column} for column in columns]
@@ -70,7 +70,8 @@ class LowerBounds:
     def learn(self, choice: Choice, prediction: Prediction) -> None:
         """Take note of what a choice needs, and raise the bounds of the others."""
         self._set(choice, needed_bytes(prediction))
-        self._take(choice, _Step(prediction))
+        has_budget = any(isinstance(o.config, Checkpointing) and o.config.budget is not None for o in choice)
+        self._take(choice, _Step(prediction), not has_budget)  # which regions use up
 
     def learn_refusal(self, choice: Choice, lowest_bytes: int | None = None) -> None:
         """Take note that a choice cannot be used; a setting that is refused alone is ruled out everywhere.
@@ -87,18 +88,19 @@ class LowerBounds:
             self.bytes[has_it & ~self.is_known] = math.inf
             self.is_known |= has_it
         if lowest_bytes is not None and self._steps:
-            first, plain = self._steps[0]
-            self._take(choice, plain.with_total(lowest_bytes, self._parts_of(first, choice)))
+            first, plain, _ = self._steps[0]
+            self._take(choice, plain.with_total(lowest_bytes, self._parts_of(first, choice)), True)
 
     def _set(self, choice: Choice, num_bytes: float) -> None:
         if (number := self._numbers.get(_key(choice))) is not None:
             self.bytes[number], self.is_known[number] = num_bytes, True
 
-    def _take(self, choice: Choice, step: _Step) -> None:
-        has_learned = [self._compare(choice, step, *each) for each in self._steps]
-        self._steps.append((choice, step))
-        for each in self._steps if any(has_learned) else self._steps[-1:]:  # what was learned raises all bounds
-            self._raise(*each)
+    def _take(self, choice: Choice, step: _Step, is_least: bool) -> None:
+        others = [(other, seen) for other, seen, too in self._steps if is_least and too]
+        has_learned = [self._compare(choice, step, other, seen) for other, seen in others]
+        self._steps.append((choice, step, is_least))
+        for each, seen, _ in self._steps if any(has_learned) else self._steps[-1:]:  # what was learned raises all
+            self._raise(each, seen)
 
     def _compare(self, choice: Choice, step: _Step, other: Choice, seen: _Step) -> bool:
         """Note which part of activations a setting has left, if two steps differ in that alone."""
@@ -135,7 +137,9 @@ class LowerBounds:
         """Return the part of each row of bytes that `new` leaves at least where `old` was before."""
         part = dict.fromkeys(_ROWS, 1.0)
         if kind is Microbatching:
-            part["activations"] = part["temporary"] = min(1.0, (old.strength or 1) / (new.strength or 1))
+            before, after = old.strength or 1, new.strength or 1
+            part["activations"] = part["temporary"] = min(1.0, before / after)
+            part["data"] = 1.0 if after >= before else 0.0  # with what is noted of each microbatch
             if new.config is None:  # the whole batch's backward makes them one after the other
                 part["gradients"] = 0.0 if old.config is not None else 1.0
         elif new.text != old.text and not new.is_no_stronger_than(old):

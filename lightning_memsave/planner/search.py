@@ -221,8 +221,9 @@ class Search:
         """Ask for each setting alone that has never worked: what is refused alone is refused beside others."""
         worked = {option.text for seen, prediction in self._known.values() if prediction is not None for option in seen}
         for option in choice:
-            if option.config is not None and option.text not in worked:
-                self.predict(self.changed(self.nothing, option))
+            is_new = option.config is not None and option.text not in worked
+            if is_new and self.predict(self.changed(self.nothing, option)) is None:
+                break
 
     def refuse(self, choice: Choice, error: ValueError) -> None:
         """Take note that these settings cannot be used after all."""
@@ -269,7 +270,11 @@ class Search:
         return None
 
     def _first_that_fits(self, rank: int, limit_bytes: int) -> Choice | None:
-        """Ask for the cheapest choice of a level that may fit, until one does; once time is over, for any."""
+        """Ask for the cheapest choice of a level that may fit, until one does.
+
+        Once time is over, for the cheapest whose bound leaves room, each time twice as much.
+        """
+        room = 1.0
         while True:
             bounds = self._learn()
             may_fit = ((bounds.bytes <= limit_bytes) & (self._ranks <= rank)).nonzero().flatten()
@@ -277,8 +282,10 @@ class Search:
                 return None
             number = int(may_fit[0])
             if self._ended or self.is_late:
-                known = may_fit[bounds.is_known[may_fit]]
-                number = int(known[0] if len(known) else may_fit[bounds.bytes[may_fit].argmin()])
+                room /= 2
+                known, far = may_fit[bounds.is_known[may_fit]], may_fit[bounds.bytes[may_fit] <= room * limit_bytes]
+                lowest = may_fit[bounds.bytes[may_fit].argmin()]
+                number = int(known[0] if len(known) else far[0] if len(far) else lowest)
             if bounds.is_known[number]:
                 self._ended = self._ended or (self.why_ended if number != may_fit[0] else "")
                 return self._choices[number]

@@ -52,7 +52,10 @@ from lightning_memsave.torch_internals.model_copies import copied
 from lightning_memsave.torch_internals.private_names import require
 
 SMALL_BYTES = 64 * 2**20
-"""A plain step of a smaller peak on CPU is run for real: that takes less time than running it for its shapes alone."""
+"""Plain steps on CPU that have a smaller peak are timed."""
+_TINY_BYTES = 16 * 2**20
+"""Steps of models whose plain step has a smaller peak on CPU are run for real: that takes less time than running them
+for their shapes alone."""
 
 STEPS_DEPEND_ON = (
     "precision",
@@ -245,7 +248,7 @@ def plan_for(
     by_trial: Predict = trial
     if (codecs := _codec_choice(module, batch, recipe, trainer, bool(situation.why_whole))) is not None:
         situation = replace(situation, can_bound_noise=True)
-        on_paper, by_trial = _resolved(on_paper, codecs), _resolved(by_trial, codecs)
+        on_paper, by_trial = _resolved(on_paper, codecs, False), _resolved(by_trial, codecs, True)
     if trainer is not None and trainer.world_size > 1:
         on_paper, by_trial = _agreed(trainer, on_paper), _agreed(trainer, by_trial)
     try:
@@ -253,7 +256,7 @@ def plan_for(
         is_small = situation.device_type == "cpu" and plain.peak_bytes <= SMALL_BYTES
         trial.times_steps = is_small
         real = by_trial(()) if is_small else plain
-        by_steps = is_small and plain.source == "measured"  # which are more than those of a trial
+        by_steps = is_small and (plain.source == "measured" or plain.peak_bytes <= _TINY_BYTES)
         predict, confirm = (by_trial, None) if by_steps else (on_paper, by_trial)
         situation = replace(situation, overhead=overhead_of(plain.num_operations, real.seconds))
         watch = PlanningWatch(seconds or _seconds_allowed(trainer, real), needed_bytes(real), trainer)
@@ -294,8 +297,8 @@ def _codec_choice(
         return None
 
 
-def _resolved(predict: Predict, codecs: CodecChoice) -> Predict:
-    return lambda techniques: predict(codecs.settings(techniques))
+def _resolved(predict: Predict, codecs: CodecChoice, is_measured: bool) -> Predict:
+    return lambda techniques: predict(codecs.settings(techniques, is_measured=is_measured))
 
 
 def _with_codecs(plan: Plan, codecs: CodecChoice) -> Plan:

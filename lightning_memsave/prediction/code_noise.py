@@ -121,14 +121,26 @@ class CodeNoise:
             self._within[max_noise] = self._found_within(max_noise)
         return self._within[max_noise]
 
+    def expected_within(self, max_noise: float) -> ActivationCompression:
+        """Return the same settings as far as the sites alone tell: the noise of all together is not measured.
+
+        Raises:
+            ValueError: as `CodeNoise`.
+        """
+        if max_noise in self._within:
+            return self._within[max_noise].config
+        return self._as_config(self.sites.fewest_bytes(max_noise))
+
+    def _as_config(self, codecs: Codecs) -> ActivationCompression:
+        return self.sites.as_config(codecs, self._config, classes_in(self._module))
+
     def _found_within(self, max_noise: float) -> BoundedCodes:
         allowed = max_noise
         for _ in range(_MOST_TRIED):
             codecs = self.sites.fewest_bytes(allowed)
             noise = self.measured(codecs)
             if noise <= max_noise:
-                config = self.sites.as_config(codecs, self._config, classes_in(self._module))
-                return BoundedCodes(config, noise, in_words(codecs))
+                return BoundedCodes(self._as_config(codecs), noise, in_words(codecs))
             allowed *= _LESS * max_noise / noise
         rule = f"is exceeded by codes that should keep it: {noise:.3g} was measured"
         raise setting_error("max_gradient_noise", rule, max_noise, 'Name a codec: `activations=["exact", "int8"]`.')
@@ -171,9 +183,9 @@ class BoundedCodes(NamedTuple):
     """Codecs by module, chosen for a bound of noise."""
 
     config: ActivationCompression
-    noise: float | None
-    """Root mean square of a gradient's noise, over the gradient's norm; `None` where it could not be measured."""
-    codecs: str
+    noise: float | None = None
+    """Root mean square of a gradient's noise, over the gradient's norm; `None` where it was not measured."""
+    codecs: str = ""
     """How many sites have which codec."""
 
     def __str__(self) -> str:

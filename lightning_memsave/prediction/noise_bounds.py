@@ -34,8 +34,12 @@ class CodecChoice:
         self.why_not = ""
         """Why noise could not be measured."""
 
-    def of(self, config: ActivationCompression) -> BoundedCodes:
+    def of(self, config: ActivationCompression, *, is_measured: bool = True) -> BoundedCodes:
         """Return the codecs for the bound that settings have.
+
+        Args:
+            config: with a bound.
+            is_measured: whether the noise of all codes together is measured; else the sites alone tell.
 
         Raises:
             ValueError: as `CodeNoise`.
@@ -43,17 +47,17 @@ class CodecChoice:
         bound = config.max_gradient_noise
         assert bound is not None, "it has one"
         try:
-            return self._noise.within(bound)
+            return self._noise.within(bound) if is_measured else BoundedCodes(self._noise.expected_within(bound))
         except ValueError as error:
             if self._unmeasured is None:
                 raise
             self.why_not = f"the noise of codes was not measured: {error}"
             enough = max((each for each in self._unmeasured if each <= bound), default=min(self._unmeasured))
-            return BoundedCodes(self._unmeasured[enough], None, "")
+            return BoundedCodes(self._unmeasured[enough])
 
-    def settings(self, techniques: Sequence[Config]) -> tuple[Config, ...]:
-        """Return the settings with codecs instead of a bound."""
-        return tuple(self.of(each).config if is_bounded(each) else each for each in techniques)
+    def settings(self, techniques: Sequence[Config], *, is_measured: bool = True) -> tuple[Config, ...]:
+        """Return the settings with codecs instead of a bound, as `of`."""
+        return tuple(self.of(t, is_measured=is_measured).config if is_bounded(t) else t for t in techniques)
 
 
 def is_bounded(config: Config | None) -> TypeGuard[ActivationCompression]:
