@@ -186,10 +186,11 @@ class _Step:
         columns = torch.tensor([moments.get(name, [0]) for name in CATEGORIES], dtype=torch.float64, device="cpu")
         rest = torch.zeros(2, columns.shape[1], dtype=torch.float64, device="cpu")
         self._rows = torch.cat([columns, rest])
-        with_samples = self._rows[_ACTIVATIONS].nonzero()
-        begin = int(with_samples[-1]) + 1 if len(with_samples) else 0
-        self._rows[-2, begin:] = self._rows[_TEMPORARY, begin:]
-        self._rows[_TEMPORARY, begin:] = 0
+        if line is not None:  # after the last activations comes the update
+            with_samples = self._rows[_ACTIVATIONS].nonzero()
+            begin = int(with_samples[-1]) + 1 if len(with_samples) else 0
+            self._rows[-2, begin:] = self._rows[_TEMPORARY, begin:]
+            self._rows[_TEMPORARY, begin:] = 0
         self._rows[-1] = max(0.0, prediction.peak_bytes - float(columns.sum(0).max()))
         if prediction.cuda is not None:  # of what lies between tensors, other steps may have less
             self._rows[-1] += max(0, needed_bytes(prediction) - prediction.peak_bytes) / 2
