@@ -156,6 +156,27 @@ def _error(row: Row | None) -> str:
     return text + "*" * (row["source"] == "measured")
 
 
+def planning_time() -> str:
+    """CPU seconds of plans beside those of ten plain steps and five seconds more."""
+    head = ("model", "budget", "plan", "predictions", "plain step s", "planning s", "ten steps and 5 s")
+    lines, model = [], ""
+    for row in rows("planning_time"):
+        is_made, plain = row["feasible"] == "True", float(row["plain_cpu_seconds"])
+        lines.append(
+            (
+                row["model"] if row["model"] != model else "",
+                row["setting"],
+                row["plan"].replace("|", "") if is_made else "refused",
+                row["num_predictions"] if is_made else "",
+                f"{plain:.2f}",
+                f"{float(row['plan_cpu_seconds']):.1f}",
+                f"{10 * plain + 5:.1f}",
+            )
+        )
+        model = row["model"]
+    return markdown(head, lines, num_text=3)
+
+
 def planner() -> str:
     """Budgets kept and refused, and time against other settings that fit, for each model and recipe."""
     head = (

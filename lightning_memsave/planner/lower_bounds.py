@@ -36,8 +36,8 @@ _GRADIENTS, _ACTIVATIONS, _TEMPORARY = (_ROWS.index(name) for name in ("gradient
 _STATE_PARTS = {"32bit": 1.0, "8bit": 0.25, "4bit": 0.125}
 _LEARNED_KINDS = (ActivationCompression, Checkpointing)
 _SLACK, _NO_EFFECT = 0.8, 0.99
-"""Of what a codec or regions left of activations in one step, the part that they leave at least in another; above this
-part they leave all."""
+"""Part of what a codec or regions left of activations in one step that they leave at least in another; the part from
+which on they leave all."""
 
 Choice = tuple[Option, ...]
 
@@ -89,6 +89,8 @@ class LowerBounds:
             self.is_known |= has_it
         if lowest_bytes is not None and self._steps:
             first, plain, _ = self._steps[0]
+            if any(isinstance(option.config, Microbatching) for option in choice):
+                plain = plain.holding_gradients()
             self._take(choice, plain.with_total(lowest_bytes, self._parts_of(first, choice)), True)
 
     def _set(self, choice: Choice, num_bytes: float) -> None:
@@ -144,8 +146,8 @@ class LowerBounds:
                 part["gradients"] = 0.0 if old.config is not None else 1.0
         elif new.text != old.text and not new.is_no_stronger_than(old):
             part |= _least_part(new.config, old.config)
-            if kind in _LEARNED_KINDS:
-                part["activations"] = max(part["activations"], self._learned.get((old.text, new.text), 0.0))
+            if kind in _LEARNED_KINDS and (learned := self._learned.get((old.text, new.text))) is not None:
+                part["activations"] = part["temporary"] = learned  # of both together
         return list(part.values())
 
 
@@ -168,7 +170,7 @@ def _least_part(new: Config | None, old: Config | None) -> dict[str, float]:
     if isinstance(new, ActivationCompression):
         return {"activations": 0.2 if new.codecs == ("exact",) else 0.05}
     if isinstance(new, Checkpointing):
-        return {"activations": 0.02}
+        return {"activations": 0.02, "temporary": 0.5}
     if isinstance(new, OptimizerState):
         before = _STATE_PARTS[old.format] if isinstance(old, OptimizerState) else 1.0
         left = {"optimizer_state": min(1.0, _STATE_PARTS[new.format] / before), "update": 0.0}

@@ -25,7 +25,7 @@ Predict = Callable[[Sequence[Config]], Prediction]
 _MAX_CONFIRMATIONS = 4
 _MOST_TRIED = 2  # settings that may have been next
 _SHORT_SECONDS = 0.05
-"""Of a step: shorter ones are mostly starting operations, which the model of time knows less of."""
+"""Length of a step below which it is mostly starting operations, which the model of time knows less of."""
 _MARGIN = 200  # of a budget, one part is left free: what kernels take differs from step to step
 _BEYOND = {
     "activations": "shorter samples or fewer of them",

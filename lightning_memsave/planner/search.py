@@ -404,7 +404,10 @@ class Search:
         return Found(choice, prediction, limit_bytes, self._ended)
 
     def lowest(self, enough_bytes: int = 0) -> Choice:
-        """Return the choice with the smallest peak of all levels, or the first that is found with `enough_bytes`."""
+        """Return the choice with the smallest peak of all levels, or the first that is found with `enough_bytes`.
+
+        Of the smallest, settings are left out that save next to nothing.
+        """
         while True:
             best, bounds = self._best_known(), self._learn()
             peak, left = self.peak(best), torch.where(bounds.is_known, math.inf, bounds.bytes)
@@ -415,8 +418,16 @@ class Search:
             if (choice := self._with_room(goal)) is None and left.min() < goal:
                 choice = self._choices[int(left.argmin())]
             if choice is None:
-                return best
+                return self._simpler(best)
             self._ask(choice)
+
+    def _simpler(self, best: Choice) -> Choice:
+        most = (1 + _LEAST_GAIN) * self.peak(best)
+        for number, off in enumerate(self.nothing):
+            tried = _with(best, number, off)
+            if tried != best and self._learn().of(tried) <= most and self.peak(tried) <= most:
+                best = tried
+        return best
 
     def _with_room(self, goal_bytes: float) -> Choice | None:
         """Return settings whose regions could not meet their budget, with the least budget that they can meet.

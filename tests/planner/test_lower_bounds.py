@@ -119,6 +119,12 @@ def test_regions_that_could_not_meet_their_budget_bound_what_is_weaker(bounds):
     assert bounds.of(choice(Checkpointing="checkpointing=Checkpointing(budget=")) >= 700
 
 
+def test_gradients_that_microbatches_hold_are_not_taken_for_activations(bounds):
+    regions = {"Checkpointing": "checkpointing=Checkpointing(budget="}
+    bounds.learn_refusal(choice(Microbatching="microbatch=32", **regions), 700)
+    assert bounds.of(choice(**regions)) <= 700 - 100
+
+
 def test_what_is_refused_alone_is_ruled_out_and_what_is_known_stays(bounds):
     regions = choice(Checkpointing='checkpointing="blocks"')
     both = choice(ActivationCompression='activations="exact"', Checkpointing='checkpointing="blocks"')
