@@ -36,7 +36,8 @@ from lightning_memsave.torch_internals.fake_tensors import is_plain
 from lightning_memsave.torch_internals.sharded_parameters import free_gathered, has_fake_parameters
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}
-_FEWEST_SAMPLES = 5  # a part of two and one of three
+FEWEST_SAMPLES = 5
+"""Number of samples whose losses are compared: a part of two and one of three."""
 _WITH_LESS_MEMORY = 3  # a part of one and one of two
 _SMALL = 0.02  # what parameters of zeros become, the standard deviation
 _MOST_COUNTED = 128  # samples whose labels are counted one by one
@@ -96,13 +97,13 @@ def ask(
         return Answer((ReductionRule("mean", config.weight_fn),))
     if agreed is None and config.split_fn is None:
         try:
-            return _asked(trainer, kwargs, num_samples, config, _FEWEST_SAMPLES)
+            return _asked(trainer, kwargs, num_samples, config, FEWEST_SAMPLES)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         free_memory()
         return _asked(trainer, kwargs, num_samples, config, _WITH_LESS_MEMORY)
-    return _asked(trainer, kwargs, num_samples, config, _FEWEST_SAMPLES, agreed)
+    return _asked(trainer, kwargs, num_samples, config, FEWEST_SAMPLES, agreed)
 
 
 def _asked(
@@ -161,7 +162,7 @@ class _Subject(NamedTuple):
         rules = rules_for(batch) if config.weight_fn is None else []
         rows = _spread(_telling(batch, num_samples, rules)[: num_used // 2], num_used, num_samples)
         whole = pick(batch, rows, num_samples)
-        cut = max(2 if num_used >= _FEWEST_SAMPLES else 1, num_used // 3)
+        cut = max(2 if num_used >= FEWEST_SAMPLES else 1, num_used // 3)
         spans = ((0, cut), (cut, num_used))
         return cls(whole, [(take(whole, first, last, num_used), last - first) for first, last in spans])
 

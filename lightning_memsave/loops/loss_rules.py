@@ -43,6 +43,10 @@ class LossRules:
         self._paths: set[int] = set()
         self._is_due = self._is_noted = self._hold_here_alone = False
 
+    def ask_next(self) -> None:
+        """Let the next batch that is cut ask, whether that is due or not."""
+        self._is_due = True
+
     def is_due(self, batch: Batch, epoch: int) -> bool:
         """Return whether to ask, now that another batch is to be cut.
 

@@ -36,7 +36,7 @@ from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.planner.search_space import MANY_BLOCKS, overhead_of
 from lightning_memsave.prediction.code_noise import CodeNoise
-from lightning_memsave.prediction.microbatch_extrapolation import as_if_whole, rest_bytes, two_microbatches
+from lightning_memsave.prediction.microbatch_extrapolation import as_if_whole, first_microbatches, rest_bytes
 from lightning_memsave.prediction.noise_bounds import CodecChoice, is_bounded
 from lightning_memsave.prediction.peek_batch import estimated_batches, first_batch, samples_of, samples_per_batch
 from lightning_memsave.prediction.planning_watch import LEAST_SECONDS, SHARE, PlanningWatch
@@ -361,8 +361,8 @@ def _predictor(module: L.LightningModule, batch: Batch, trainer: L.Trainer | Non
     def predict(techniques: Sequence[Config]) -> Prediction:
         if stays_whole:
             techniques = [config for config in techniques if not isinstance(config, Microbatching)]
-        used = two_microbatches(techniques, batch)
-        missing_bytes = 0 if used is None else rest_bytes(batch, used)
+        shown = first_microbatches(techniques, batch)
+        used, missing_bytes = (None, 0) if shown is None else (shown.num_samples, rest_bytes(batch, shown))
         try:
             found = as_if_whole(lambda part: predictor(part, num_samples=used), techniques, missing_bytes)
         except ValueError:

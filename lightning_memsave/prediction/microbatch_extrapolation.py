@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -20,10 +21,24 @@ T = TypeVar("T")
 _NOTED_BYTES = 64  # losses and logs of a microbatch, more than they are
 
 
-def two_microbatches(techniques: Sequence[Config], batch: Batch) -> int | None:
-    """Return how many samples show the peak of a cut batch.
+class Shown(NamedTuple):
+    """The first microbatches of a batch."""
 
-    Later microbatches meet what the second meets. `None`: all.
+    num_samples: int
+    num_left_out: int
+    """Number of microbatches that are not among them."""
+
+
+def first_microbatches(techniques: Sequence[Config], batch: Batch, least: int = 0) -> Shown | None:
+    """Return the microbatches that show the peak of a cut batch: two, as later ones meet what the second meets.
+
+    Args:
+        techniques: that are on.
+        batch: all of it.
+        least: number of samples, for which there may be more of them.
+
+    Returns:
+        `None`: all.
     """
     config = next((t for t in techniques if isinstance(t, Microbatching)), None)
     if config is None or config.size == "auto" or config.split_fn is not None:
@@ -33,22 +48,22 @@ def two_microbatches(techniques: Sequence[Config], batch: Batch) -> int | None:
     except UnsplittableBatchError:
         return None
     sizes = even_sizes(num_samples, config.size) if num_samples else []
-    return sum(sizes[:2]) if len(sizes) > 2 else None
+    sums = list(itertools.accumulate(sizes))
+    num_used = next((number for number in range(2, len(sizes)) if sums[number - 1] >= least), None)
+    return None if num_used is None else Shown(sums[num_used - 1], len(sizes) - num_used)
 
 
-def rest_bytes(batch: Batch, num_used: int) -> int:
+def rest_bytes(batch: Batch, shown: Shown) -> int:
     """Return what the samples of a batch that are not used would add.
 
     Their bytes, and what is noted of their microbatches.
 
     Args:
         batch: all of it.
-        num_used: samples, in two microbatches.
+        shown: what is used.
     """
-    num_samples = batch_size(batch)
     total = sum(tensor.nbytes for tensor in tensors_in(batch))
-    num_left_out = -(-num_samples // -(-num_used // 2)) - 2  # the first of two is the larger
-    return total - total * num_used // num_samples + _NOTED_BYTES * num_left_out
+    return total - total * shown.num_samples // batch_size(batch) + _NOTED_BYTES * shown.num_left_out
 
 
 class Few(NamedTuple):

@@ -4,7 +4,8 @@ Lightning's own loop trains the copy, so that whatever a run does is in the figu
 and its temporaries, gradients that are held through the next forward pass, regions that are planned from the first
 batch. As in a run, the first step creates state and is not measured, the second and the third are; on CPU the fifth is
 profiled for what kernels take inside, and further ones are timed. Of a batch that is cut, two microbatches are enough,
-as later ones meet what the second meets; their time is extended by the number of samples.
+as later ones meet what the second meets; their time is extended by the number of samples. The profiled step also asks
+how the loss depends on the batch, as some steps of a run do, so there are at least as many samples as that takes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.lightning_compat import Batch, data_module_of, namespace_of
+from lightning_memsave.loops.loss_reduction import FEWEST_SAMPLES
 from lightning_memsave.loops.optimizer_changes import most_accumulated
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.loops.session import Session
@@ -33,7 +35,7 @@ from lightning_memsave.measuring.ledger import Ledger, Measurement
 from lightning_memsave.measuring.profiler_peak import AllocationProfile
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.prediction.dry_run import DoneError, enough_steps, fit, nothing_around, silence
-from lightning_memsave.prediction.microbatch_extrapolation import as_if_whole, rest_bytes, two_microbatches
+from lightning_memsave.prediction.microbatch_extrapolation import as_if_whole, first_microbatches, rest_bytes
 from lightning_memsave.saved_tensors.randomness import Randomness
 from lightning_memsave.simulation.global_state_guard import names_kept
 from lightning_memsave.simulation.predicted_step import Prediction
@@ -141,12 +143,15 @@ class Trial:
         return 1 if self._trainer is None else most_accumulated(self._trainer)
 
     def _as_much_as_shows(self, techniques: Sequence[Config]) -> tuple[Any, int, float]:
-        """Return two microbatches of the batch, the bytes of the rest, and how many times as many samples there are."""
-        used = two_microbatches(techniques, self._batch)
-        if used is None:
+        """Return some microbatches of the batch, the bytes of the rest, and how many times as many samples there are.
+
+        There are enough samples to ask how the loss depends on the batch.
+        """
+        shown = first_microbatches(techniques, self._batch, FEWEST_SAMPLES)
+        if shown is None:
             return self._batch, 0, 1.0
-        num_samples = batch_size(self._batch)
-        return take(self._batch, 0, used, num_samples), rest_bytes(self._batch, used), num_samples / used
+        num_samples, num_used = batch_size(self._batch), shown.num_samples
+        return take(self._batch, 0, num_used, num_samples), rest_bytes(self._batch, shown), num_samples / num_used
 
     @property
     def _device(self) -> torch.device:
@@ -232,6 +237,8 @@ class _Steps(OneStep):
         step, position = divmod(batch_idx, self._num_batches)
         device = trainer.strategy.root_device
         if position == 0 and step in (1, 2):
+            if step == 2 and device.type != "cpu":
+                self.state.cutter.rules.ask_next()
             allocator.reset_peak(device)
             assert trainer.strategy.model is not None, "it trains"
             self._ledger = Ledger(device).watching(trainer.strategy.model, trainer.optimizers, batch)
@@ -241,6 +248,7 @@ class _Steps(OneStep):
             self._profile.__enter__()
         elif position == 0 and step == 4:
             assert self._profile is not None, "it was opened a step before"
+            self.state.cutter.rules.ask_next()  # how the loss depends on the batch, as some steps of the run do
             self._profile.mark()
         elif position == 0:
             self._began_seconds = self._updates_seconds = time.thread_time()  # the latter where nothing is updated

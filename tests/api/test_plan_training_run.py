@@ -14,7 +14,7 @@ from tests.prediction.budget_runs import ONLY_PARTS, Net, Wide, data, train
 
 
 def batch():
-    return torch.linspace(-1, 1, 512 * 32).reshape(512, 32)
+    return torch.linspace(-1, 1, 8192 * 32).reshape(8192, 32)
 
 
 def test_each_module_has_a_plan_of_its_own():

@@ -91,7 +91,7 @@ def test_a_cuda_target_has_bounds_above_what_tensors_take():
 
 
 def test_a_prediction_under_a_budget_is_of_its_plan():
-    memsave, batch = MemSave(budget="0.9x", **ONLY_PARTS), torch.ones(512, 32)
+    memsave, batch = MemSave(budget="0.9x", **ONLY_PARTS), torch.ones(8192, 32)
     with pytest.raises(ValueError, match=r"`budget` needs a plan first, got '0\.9x'"):
         predict(BoringModel(), batch, memsave)
     made = plan_training(BoringModel(), batch, memsave)

@@ -7,7 +7,7 @@ import torch
 
 from lightning_memsave import Checkpointing, MemSave, Microbatching, Recipe
 from lightning_memsave.core.errors import BudgetTooSmallError
-from lightning_memsave.prediction.microbatch_extrapolation import as_if_whole, rest_bytes, two_microbatches
+from lightning_memsave.prediction.microbatch_extrapolation import Shown, as_if_whole, first_microbatches, rest_bytes
 from lightning_memsave.prediction.real_run import Trial
 from tests.prediction.budget_runs import Net, data, train
 
@@ -20,6 +20,23 @@ def test_a_trial_of_microbatches_has_the_peak_of_the_run_also_where_they_are_une
     found = Trial(Net(), next(iter(data(shuffle=False))))(recipe.techniques)
     num_left_out = -(-96 // size) - 2
     assert 0 <= found.peak_bytes - memsave.report.peak_bytes <= 64 * num_left_out  # what is noted of each
+
+
+def test_more_than_two_are_taken_where_so_many_samples_are_needed():
+    single = [Microbatching(size=1)]
+    assert first_microbatches(single, samples(16), 5) == (5, 11)
+    assert first_microbatches([Microbatching(size=3)], samples(16), 5) == (6, 4)
+    assert first_microbatches(single, samples(5), 5) is None
+
+
+def test_a_trial_counts_asking_how_the_loss_depends_on_the_batch(monkeypatch):
+    """The run asks in some of its steps, with more samples than a microbatch has."""
+    asked = []
+    monkeypatch.setattr(
+        "lightning_memsave.loops.loss_rules.LossRules.ask_next", lambda rules: asked.append(rules._num_cut)
+    )
+    Trial(Net(), next(iter(data(shuffle=False))))([Microbatching(size=1)])
+    assert asked == [4], "in the step that is profiled"
 
 
 def test_regions_of_a_part_get_the_budget_of_the_run_less_what_is_missing():
@@ -46,10 +63,10 @@ def samples(num):
 @pytest.mark.parametrize(
     ("num_samples", "size", "expected"),
     [
-        (10, 3, 6),  # 3, 3, 2, 2
-        (9, 4, 6),  # 3, 3, 3
-        (7, 3, 5),  # 3, 2, 2
-        (5, 1, 2),
+        (10, 3, (6, 2)),  # 3, 3, 2, 2
+        (9, 4, (6, 1)),  # 3, 3, 3
+        (7, 3, (5, 1)),  # 3, 2, 2
+        (5, 1, (2, 3)),
         (8, 4, None),  # both are all
         (8, 8, None),
         (8, 100, None),
@@ -58,7 +75,7 @@ def samples(num):
 )
 def test_the_first_two_microbatches_stand_for_all(num_samples, size, expected):
     techniques = [Checkpointing(method="blocks"), Microbatching(size=size)]
-    assert two_microbatches(techniques, samples(num_samples)) == expected
+    assert first_microbatches(techniques, samples(num_samples)) == expected
 
 
 @pytest.mark.parametrize(
@@ -73,14 +90,14 @@ def test_the_first_two_microbatches_stand_for_all(num_samples, size, expected):
     ],
 )
 def test_what_is_not_cut_by_a_size_needs_all_its_samples(techniques, batch):
-    assert two_microbatches(techniques, batch) is None
+    assert first_microbatches(techniques, batch) is None
 
 
 def test_the_rest_is_bytes_of_the_samples_and_a_note_of_each_microbatch():
     bytes_per_sample = 5 * 4 + 8
-    assert rest_bytes(samples(10), 6) == 4 * bytes_per_sample + 2 * 64  # 3, 3, and two of 2
-    assert rest_bytes(samples(7), 5) == 2 * bytes_per_sample + 64  # 3, 2, and one of 2
-    assert rest_bytes(samples(5), 2) == 3 * bytes_per_sample + 3 * 64
+    assert rest_bytes(samples(10), Shown(6, 2)) == 4 * bytes_per_sample + 2 * 64  # 3, 3, and two of 2
+    assert rest_bytes(samples(7), Shown(5, 1)) == 2 * bytes_per_sample + 64  # 3, 2, and one of 2
+    assert rest_bytes(samples(5), Shown(2, 3)) == 3 * bytes_per_sample + 3 * 64
 
 
 def test_settings_of_a_part_are_those_of_the_whole_but_for_bytes():
