@@ -24,7 +24,7 @@ def plan_training(module: L.LightningModule, batch: Batch, memsave: MemSave) -> 
     Example:
         >>> import torch
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
-        >>> plan = plan_training(BoringModel(), torch.ones(512, 32), MemSave(budget="0.9x"))
+        >>> plan = plan_training(BoringModel(), torch.ones(8192, 32), MemSave(budget="0.9x"))
         >>> plan.needed_bytes <= plan.budget_bytes < plan.baseline_bytes
         True
         >>> MemSave(plan).recipe.stems()
