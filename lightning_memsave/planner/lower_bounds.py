@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.planner.memory_budget import needed_bytes
-from lightning_memsave.planner.search_space import Option
+from lightning_memsave.planner.search_space import Choice, Option
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
@@ -38,8 +38,6 @@ _LEARNED_KINDS = (ActivationCompression, Checkpointing)
 _SLACK, _NO_EFFECT = 0.8, 0.99
 """Part of what a codec or regions left of activations in one step that they leave at least in another; the part from
 which on they leave all."""
-
-Choice = tuple[Option, ...]
 
 
 class LowerBounds:

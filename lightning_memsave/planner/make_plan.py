@@ -12,8 +12,17 @@ from lightning_memsave.core.units import format_bytes
 from lightning_memsave.planner.memory_budget import MEANINGS, Budget, needed_bytes
 from lightning_memsave.planner.plan import Plan, PlanStep
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.planner.search import SCATTER, Choice, Found, Search, SearchWatch, in_order
-from lightning_memsave.planner.search_space import MANY_BLOCKS, OVERHEAD, TIERS, Dimension, Option, describe, dimensions
+from lightning_memsave.planner.search import SCATTER, Found, Search, SearchWatch, in_order
+from lightning_memsave.planner.search_space import (
+    MANY_BLOCKS,
+    OVERHEAD,
+    TIERS,
+    Choice,
+    Dimension,
+    Option,
+    describe,
+    dimensions,
+)
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing

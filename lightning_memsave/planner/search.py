@@ -25,7 +25,15 @@ from lightning_memsave.core.report import LOSS_CLASSES, LossClass
 from lightning_memsave.planner.lower_bounds import LowerBounds
 from lightning_memsave.planner.memory_budget import needed_bytes
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.planner.search_space import Dimension, Option, describe, levels, time_factor, with_regions_for
+from lightning_memsave.planner.search_space import (
+    Choice,
+    Dimension,
+    Option,
+    describe,
+    levels,
+    time_factor,
+    with_regions_for,
+)
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.registry import TECHNIQUES, Config
 
@@ -42,9 +50,6 @@ _MODEL_SCATTER = 0.1
 """Fraction of the model's times: what is slower by less may be faster."""
 _NUM_BISECTIONS, _LOWEST_BOUND = 3, 10.0
 """Predictions for a lower bound of noise; part of the lowest bound of the table that they go down to."""
-
-Choice = tuple[Option, ...]
-"""A setting for each dimension."""
 
 
 @dataclass(frozen=True)

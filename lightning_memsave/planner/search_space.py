@@ -77,6 +77,8 @@ class Option:
 
 
 Dimension = tuple[Option, ...]
+Choice = tuple[Option, ...]
+"""A setting for each dimension."""
 _STRONGEST = 1000
 OVERHEAD = 0.006
 """What starting operations takes of a step's time, where nothing else is known (WideResNet-28-2, batch 100)."""
