@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import re
+import sys
 import tempfile
 import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import lightning as L
 import torch
@@ -85,10 +89,22 @@ def compare() -> None:
         main(["compare", *(f"{name}={folder}/{name}" for name in settings)])
 
 
+def plan_int4() -> None:
+    """Predict a step with 4-bit activations, beside the plain one."""
+    here = SimpleNamespace(Blocks=Blocks, batch=batch)
+    with patch.dict(sys.modules, my_module=here), patch.dict(os.environ, COLUMNS="100"):  # as wide as the page
+        main(["plan", "my_module:Blocks", "--batch", "my_module:batch", "--activations", "int4"])
+
+
+def batch() -> torch.Tensor:
+    """Return the batch."""
+    return torch.randn(512, 256)
+
+
 def verify_int4() -> None:
     """Compare a step with 4-bit activations to a plain one."""
     console = Console(width=100, color_system=None)
-    print_verification(verify(Blocks(), torch.randn(512, 256), MemSave(activations="int4")), console, num_shown=1)
+    print_verification(verify(Blocks(), batch(), MemSave(activations="int4")), console, num_shown=1)
 
 
 RECORDINGS: dict[str, tuple[str, Callable[[], None]]] = {
@@ -98,6 +114,10 @@ RECORDINGS: dict[str, tuple[str, Callable[[], None]]] = {
     "A budget": ('MemSave(budget="60MiB")', lambda: within("60MiB")),
     "A budget that is too small for 6 blocks": ('MemSave(budget="6MiB")', lambda: within("6MiB", num_blocks=6)),
     "Runs compared": ("lightning-memsave compare plain=logs/plain exact=logs/exact int4=logs/int4", compare),
+    "A plan without a run": (
+        "lightning-memsave plan my_module:Blocks --batch my_module:batch --activations int4",
+        plan_int4,
+    ),
     "A step verified": (
         "lightning-memsave verify my_module:Blocks --batch my_module:batch --activations int4",
         verify_int4,

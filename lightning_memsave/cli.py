@@ -110,6 +110,7 @@ def _plan(
     from rich.console import Console
 
     from lightning_memsave.core.units import parse_bytes
+    from lightning_memsave.planner.recipes import RECIPES
     from lightning_memsave.prediction.predictor import Predictor, largest_batch, largest_value
     from lightning_memsave.reporting.prediction_page import print_prediction, write_figure
 
@@ -119,11 +120,14 @@ def _plan(
     given = {"precision": trainer_precision, "strategy": strategy, "devices": devices, "num_nodes": num_nodes}
     given = {"target": target, **{name: value for name, value in given.items() if value is not None}}
     slots = {"budget": budget, **_values(slots)}
-    model, samples, first, settings, techniques = _subject(module, batch, config, recipe, slots, given)
+    model, samples, first, settings, techniques, budget_bytes = _subject(module, batch, config, recipe, slots, given)
     predictor = Predictor(model, first, **settings)
     prediction = predictor(techniques)
+    plain = None if techniques.techniques in ((), RECIPES["lossless"].techniques) else predictor()
     fits = None if device_bytes is None else prediction.fits(device_bytes)
     data = {**prediction.as_dict(), "device_bytes": device_bytes, "fits": fits}
+    if plain is not None:
+        data["plain"] = plain.as_dict()
     if largest is not None and device_bytes is not None:
         data[f"largest_{largest}"] = (
             largest_batch(predictor, device_bytes, techniques)
@@ -136,9 +140,10 @@ def _plan(
         if largest is not None:
             unit = " samples" if largest == "batch" else ""
             print(f"largest {largest} that fits: {data[f'largest_{largest}']}{unit}")
-        print_prediction(prediction, Console(), device_bytes)
+        print_prediction(prediction, Console(), device_bytes, plain=plain, budget_bytes=budget_bytes)
     if figure is not None:
-        print(f"Figure: {write_figure(prediction, figure).resolve()}", file=sys.stderr)
+        written = write_figure(prediction, figure, plain=plain, budget_bytes=budget_bytes)
+        print(f"Figure: {written.resolve()}", file=sys.stderr)
     return 1 if device_bytes is not None and fits is not True else 0
 
 
@@ -149,8 +154,8 @@ def _subject(
     recipe: str | None,
     slots: dict[str, Any],
     given: dict[str, Any],
-) -> tuple[Any, Any, Any, dict[str, Any], Any]:
-    """Return the model or what makes it, the same of the batch, a batch, settings, and what is switched on.
+) -> tuple[Any, Any, Any, dict[str, Any], Any, int | None]:
+    """Return the model or what makes it, the same of the batch, a batch, settings, what is switched on, and a budget.
 
     The settings are those of the predictor: arguments of `Trainer`, and the data module.
     """
@@ -176,9 +181,9 @@ def _subject(
     settings.setdefault("data_module", data_module)
     memsave = MemSave(recipe or "lossless", **slots) if memsave is None or recipe else _besides(memsave, slots)
     if memsave.noise_bounded is not None:
-        return model, samples, first, settings, memsave.noise_bounded.recipe_for(_made(model), first)
+        return model, samples, first, settings, memsave.noise_bounded.recipe_for(_made(model), first), None
     if memsave.budgeted is None:
-        return model, samples, first, settings, memsave.recipe
+        return model, samples, first, settings, memsave.recipe, None
     for name, plain in _PLANNED_FOR.items():
         if (value := settings.get(name)) is not None and value not in plain:
             rule = f"is planned here for a CPU in the module's own precision, not with another {name}"
@@ -189,7 +194,7 @@ def _subject(
         raise setting_error("devices", "must be 1 where a budget is to be planned before the run", num, remedy)
     plan = plan_training(_made(model), first, memsave)
     print(plan, file=sys.stderr)
-    return model, samples, first, settings, plan.as_recipe()
+    return model, samples, first, settings, plan.as_recipe(), plan.budget_bytes
 
 
 def _besides(memsave: Any, slots: dict[str, Any]) -> Any:

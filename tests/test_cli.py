@@ -8,6 +8,7 @@ import pytest
 
 import lightning_memsave_cli as cli
 from lightning_memsave.core.report import CATEGORIES, MemoryReport
+from lightning_memsave.core.units import format_bytes
 from lightning_memsave.reporting.runs import Run
 
 
@@ -268,6 +269,24 @@ def test_plan_as_data_and_as_a_picture(users_module, capsys, tmp_path):
     assert sum(found["by_category"].values()) == found["peak_bytes"] == sum(found["by_module"].values())
     assert found["source"] == "fake"
     assert "predicted training step" in page.read_text()
+    assert "plain" not in found, "nothing was set"
+
+
+def test_settings_are_shown_beside_the_plain_step(users_module, capsys, tmp_path):
+    pytest.importorskip("plotly")
+    page = tmp_path / "steps.html"
+    subject = ["plan", "users:Wide", "--batch", "users:wide"]
+    assert cli.main([*subject, "--recipe", "measure", "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert cli.main([*subject, "--activations", "int4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["plain"]["peak_bytes"] == plain["peak_bytes"] > found["peak_bytes"]
+    assert cli.main([*subject, "--budget", "0.9x", "--figure", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert f"plain step, {format_bytes(plain['peak_bytes'])}" in out
+    assert re.search(r"^with the settings, \d", out, re.MULTILINE)
+    assert "- the budget" in out
+    assert "what the peaks hold" in page.read_text()
 
 
 CONFIGURED = """

@@ -20,6 +20,8 @@ class Peak(NamedTuple):
     peak_bytes: int
     by_category: dict[str, int]
     by_module: dict[str, int]
+    by_place: dict[str, dict[str, int]]
+    """Bytes by module, and there by category."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,15 @@ class Allocations:
         (12, {'body': 8, 'head': 4})
         """
         by_category, by_module = Counter(dict.fromkeys(CATEGORIES, 0)), Counter[str]()
+        by_place: dict[str, Counter[str]] = {}
         for number, size in self.alive_at_peak().items():
             category, module = self.labels[number]
             by_category[category] += size
             by_module[module] += size
+            by_place.setdefault(module, Counter())[category] += size
         largest_first = {name: size for name, size in by_module.most_common() if size}
-        return Peak(by_category.total(), dict(by_category), largest_first)
+        places = {name: dict(by_place[name]) for name in largest_first}
+        return Peak(by_category.total(), dict(by_category), largest_first, places)
 
     def alive_at_peak(self) -> dict[int, int]:
         """Return the bytes of each storage when the total is highest, by its number.

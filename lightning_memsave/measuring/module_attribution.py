@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_memsave.measuring.storages import storages, tensors_in
 from lightning_memsave.torch_internals.autograd_graph import autograd_is_running
 from lightning_memsave.torch_internals.fake_tensors import num_alike
 
-_NUM_SHOWN = 10
+_NUM_KINDS = 50
 BACKWARD, BATCH, ELSEWHERE = "(backward)", "(batch)", "(outside of modules)"
 """Places of what no module owns."""
 
@@ -40,7 +40,25 @@ class TopTensor:
     line: str
     """The line of code that made them; empty for what was there before the step."""
     module: str
-    """The innermost module that ran, or that owns them."""
+    """The innermost module that ran, or that owns them, by the name that it shares with its repetitions."""
+
+
+def shared_names(model: nn.Module) -> dict[str, str]:
+    """Return for each module's name the one that it shares with its repetitions: in a list of one class of modules.
+
+    >>> import copy
+    >>> block = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> shared_names(nn.ModuleDict({"blocks": nn.ModuleList([block, copy.deepcopy(block)])}))["blocks.1.0"]
+    'blocks.*.0'
+    """
+    found = {"": ""}
+    for prefix, parent in model.named_modules():
+        numbered = [type(child) for name, child in parent.named_children() if name.isdecimal()]
+        is_repeated = len(numbered) > 1 and len(set(numbered)) == 1
+        for name, _ in parent.named_children():
+            shared = "*" if is_repeated and name.isdecimal() else name
+            found[f"{prefix}.{name}" if prefix else name] = f"{found[prefix]}.{shared}" if prefix else shared
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +66,15 @@ class Breakdown:
     """What a peak consists of."""
 
     top: tuple[TopTensor, ...]
-    """The largest kinds of tensors."""
+    """The fifty largest kinds of tensors."""
     seconds: float
     """Seconds of the whole step, modelled (`measuring.operation_cost`)."""
     num_operations: int
     """Number of operations of modules and of backward, without views: each microbatch has as many."""
     allocations: Allocations
     """All of the step."""
+    shared_names: Mapping[str, str]
+    """The names that modules share with their repetitions."""
 
 
 class BreakdownLedger(Ledger):
@@ -64,6 +84,7 @@ class BreakdownLedger(Ledger):
         super().__init__(device, fake=fake)
         self.breakdown: Breakdown | None = None
         self._running: list[str] = []
+        self._shared_names: dict[str, str] = {}
         self._owners: dict[Tensor, str] = {}
         self._owned: dict[LedgerEntry, tuple[torch.Size, torch.dtype]] = {}
         self._seconds, self._num_operations = 0.0, 0
@@ -73,6 +94,7 @@ class BreakdownLedger(Ledger):
     ) -> Ledger:
         """Watch as the ledger does; modules are told by their names in `model`."""
         super().watching(model, optimizers, batch)
+        self._shared_names = shared_names(model)
         for name, module in model.named_modules():
             where = name or type(module).__name__
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -138,27 +160,17 @@ class BreakdownLedger(Ledger):
         alive: Counter[LedgerEntry] = Counter()
         for num_bytes, entry in (*self._at_start, *self._events[: self._peak_event]):
             alive[entry] += num_bytes
-        kinds: dict[tuple[Any, ...], list[int]] = {}
+        kinds: dict[tuple[Any, ...], list[LedgerEntry]] = {}
         for entry, num_bytes in alive.items():
             if num_bytes:
-                kinds.setdefault(self._kind(entry), []).append(num_bytes)
-        largest = sorted(kinds.items(), key=lambda kind: -sum(kind[1]))[:_NUM_SHOWN]
+                kinds.setdefault(self._kind(entry), []).append(entry)
+        found = [self._top_tensor(entries, sum(alive[entry] for entry in entries)) for entries in kinds.values()]
         self.breakdown = Breakdown(
-            top=tuple(
-                TopTensor(
-                    num_bytes=sum(sizes),
-                    count=len(sizes),
-                    shape=tuple(shape),
-                    dtype=str(dtype).removeprefix("torch."),
-                    category=category,
-                    line=line,
-                    module=module,
-                )
-                for (category, module, shape, dtype, line), sizes in largest
-            ),
+            top=tuple(sorted(found, key=lambda each: -each.num_bytes)[:_NUM_KINDS]),
             seconds=self._seconds,
             num_operations=self._num_operations,
             allocations=self._allocations(),
+            shared_names=self._shared_names,
         )
         self._owners.clear()
         self._owned.clear()
@@ -173,4 +185,17 @@ class BreakdownLedger(Ledger):
     def _kind(self, entry: LedgerEntry) -> tuple[Any, ...]:
         shape, dtype = self._owned.get(entry) or (entry.made or ((), ""))[:2]
         line = "" if entry.made is None else line_text(entry.made[2])
-        return entry.category or "temporary", entry.place, shape, dtype, line
+        return entry.category or "temporary", self._shared_names.get(entry.place, entry.place), shape, dtype, line
+
+    def _top_tensor(self, entries: Sequence[LedgerEntry], num_bytes: int) -> TopTensor:
+        """Return what tensors of one kind are, which are alive at the peak."""
+        category, module, shape, dtype, line = self._kind(entries[0])
+        return TopTensor(
+            num_bytes=num_bytes,
+            count=len(entries),
+            shape=tuple(shape),
+            dtype=str(dtype).removeprefix("torch."),
+            category=category,
+            line=line,
+            module=module,
+        )

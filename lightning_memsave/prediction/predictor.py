@@ -282,6 +282,7 @@ class Predictor:
         step, rest = (found.allocations, found) if isinstance(found, Breakdown) else (found, None)
         return prediction_of(
             step,
+            watch.breakdown.shared_names,
             has_cuda=self._target == "cuda",
             top=rest.top if rest else (),
             seconds=rest.seconds if rest else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -46,9 +47,11 @@ class Prediction:
     by_category: Mapping[str, int] = field(default_factory=dict)
     by_module: Mapping[str, int] = field(default_factory=dict)
     """Bytes by the innermost module that made or owns what is alive at the peak; largest first."""
+    by_place: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """The same bytes by module and category; modules that repeat each other are counted together (`layers.*.mlp`)."""
     timeline: Timeline | None = None
     top: tuple[TopTensor, ...] = ()
-    """The largest kinds of tensors at the peak."""
+    """The fifty largest kinds of tensors at the peak; empty where the step was extended from smaller ones."""
     source: Literal["fake", "measured"] = "fake"
     """`"fake"`: the step was run for its shapes alone. `"measured"`: it reads values, so real ones were run."""
     flags: tuple[str, ...] = ()
@@ -122,19 +125,26 @@ def on_cuda(step: Allocations) -> CudaBytes:
     return CudaBytes(allocated_bytes=found.allocated_bytes, reserved_bytes=found.reserved_bytes)
 
 
-def prediction_of(step: Allocations, *, has_cuda: bool = False, **details: Any) -> Prediction:
+def prediction_of(
+    step: Allocations, shared_names: Mapping[str, str], *, has_cuda: bool = False, **details: Any
+) -> Prediction:
     """Return what a step amounts to.
 
     Args:
         step: all of it.
+        shared_names: the names that modules share with their repetitions.
         has_cuda: whether to say what a CUDA device would hold.
         details: the fields of `Prediction` that the allocations do not tell.
     """
     peak = step.peak()
+    by_place: dict[str, Counter[str]] = {}
+    for module, by_category in peak.by_place.items():
+        by_place.setdefault(shared_names.get(module, module), Counter()).update(by_category)
     return Prediction(
         peak_bytes=peak.peak_bytes,
         by_category=peak.by_category,
         by_module=peak.by_module,
+        by_place={name: dict(split) for name, split in by_place.items()},
         timeline=step.timeline(),
         cuda=on_cuda(step) if has_cuda else None,
         **details,

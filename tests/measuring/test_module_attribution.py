@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from lightning_memsave.measuring import Ledger
-from lightning_memsave.measuring.module_attribution import BACKWARD, BATCH, ELSEWHERE, BreakdownLedger
+from lightning_memsave.measuring.module_attribution import (
+    BACKWARD,
+    BATCH,
+    ELSEWHERE,
+    BreakdownLedger,
+    shared_names,
+)
 from tests.steps import STEPS, mlp
 
 
@@ -28,6 +34,7 @@ def test_the_measurement_is_the_plain_ledgers_and_the_breakdown_adds_up_to_it(na
     peak = breakdown.allocations.peak()
     assert (peak.peak_bytes, peak.by_category) == (plain.peak_bytes, plain.by_category)
     assert sum(peak.by_module.values()) == plain.peak_bytes
+    assert {name: sum(split.values()) for name, split in peak.by_place.items()} == peak.by_module
     assert breakdown.allocations.timeline() == plain.timeline
     sizes = [each.num_bytes for each in breakdown.top]
     assert sizes == sorted(sizes, reverse=True)
@@ -73,12 +80,34 @@ def test_what_is_made_belongs_to_the_innermost_module_that_runs():
     assert measured.peak_bytes == 2 * 8 * 8 * 4 + 128 + 2 * 2 * 128 + 5 * 128
     inside = {each.module: each for each in breakdown.top if each.line}
     assert {module: (each.count, each.num_bytes) for module, each in inside.items()} == {
-        "0": (2, 256),  # what the product keeps, and exp
-        "1": (2, 256),
+        "*": (4, 512),  # what the product keeps, and exp, in modules that repeat each other
         ELSEWHERE: (1, 640),
     }
-    assert inside["0"].shape == (4, 8)
-    assert inside["0"].dtype == "float32"
+    assert inside["*"].shape == (4, 8)
+    assert inside["*"].dtype == "float32"
+    assert breakdown.allocations.peak().by_place == {
+        "0": {"temporary": 2 * 128},
+        "1": {"temporary": 2 * 128},
+        "0.inner": {"weights": 256},
+        "1.inner": {"weights": 256},
+        ELSEWHERE: {"temporary": 640},
+        BATCH: {"data": 128},
+    }
+
+
+def test_modules_repeat_each_other_where_a_list_is_of_one_class():
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))
+    model = nn.ModuleDict({"layers": layers, "one": nn.Sequential(nn.Linear(2, 2)), "7": nn.ReLU()})
+    assert shared_names(model) == {
+        "": "",
+        "layers": "layers",
+        "layers.0": "layers.*",
+        "layers.1": "layers.*",
+        **{f"layers.{i}.{j}": f"layers.*.{j}" for i in range(2) for j in range(2)},
+        "one": "one",
+        "one.0": "one.0",
+        "7": "7",
+    }
 
 
 def test_backward_and_the_model_itself_have_names():

@@ -14,7 +14,7 @@ from lightning_memsave.core.report import CATEGORIES, Timeline
 from lightning_memsave.core.units import GIB, MIB, format_bytes
 from lightning_memsave.measuring.module_attribution import TopTensor
 from lightning_memsave.measuring.timeline import timeline
-from lightning_memsave.reporting.prediction_page import print_prediction, timeline_lines, write_figure
+from lightning_memsave.reporting.prediction_page import Place, places_of, print_prediction, timeline_lines, write_figure
 from lightning_memsave.simulation.predicted_step import CudaBytes, Prediction
 
 LETTERS = dict(zip(CATEGORIES, "WGOAT.", strict=True))
@@ -40,10 +40,80 @@ def prediction(**changes):
     return Prediction(**{**fields, **changes})
 
 
-def printed(made, device_bytes=None, width=100):
+PLAIN = Prediction(
+    peak_bytes=9 * MIB,
+    by_category={**dict.fromkeys(CATEGORIES, 0), "activations": 8 * MIB, "weights": MIB},
+    by_place={"blocks.*": {"activations": 8 * MIB, "weights": MIB}},
+    timeline=timeline([(MIB, "weights")], [(4 * MIB, "activations"), (4 * MIB, "activations")]),
+    top=(
+        TopTensor(
+            num_bytes=8 * MIB, count=2, shape=(1024, 1024), dtype="float32", category="activations", line="",
+            module="blocks.*",
+        ),
+    ),
+)  # fmt: skip
+CODED = Prediction(
+    peak_bytes=4 * MIB,
+    by_category={**dict.fromkeys(CATEGORIES, 0), "activations": 2 * MIB, "weights": MIB, "temporary": MIB},
+    by_place={"blocks.*": {"activations": 2 * MIB, "weights": MIB}, "head": {"temporary": MIB}},
+    timeline=timeline([(MIB, "weights")], [(2 * MIB, "activations"), (MIB, "temporary")]),
+    top=(
+        TopTensor(
+            num_bytes=2 * MIB, count=1, shape=(2048, 1024), dtype="uint8", category="activations", line="",
+            module="blocks.*",
+        ),
+    ),
+)  # fmt: skip
+
+
+def printed(made, device_bytes=None, width=100, **options):
     console = Console(file=io.StringIO(), width=width)
-    print_prediction(made, console, device_bytes)
+    print_prediction(made, console, device_bytes, **options)
     return console.file.getvalue()
+
+
+def test_what_the_plain_peak_holds_is_told_beside_what_is_left_of_it():
+    assert places_of(PLAIN, CODED) == [
+        Place("blocks.*", "activations", 8 * MIB, 2 * MIB, "2 x [1024, 1024] float32", "1 x [2048, 1024] uint8"),
+        Place("blocks.*", "weights", MIB, MIB, "", ""),
+        Place("head", "temporary", 0, MIB, "", ""),
+    ]
+    text = printed(CODED, plain=PLAIN)
+    assert re.search(r"blocks\.\* +│ +8\.0 MiB │ +2\.0 MiB", text)
+    assert re.search(r"activations │ 2 x \[1024, 1024\] float32 │ 1 x \[2048, 1024\] uint8", text)
+    assert re.search(r"all +│ +9\.0 MiB │ +4\.0 MiB", text)
+    assert "by module" not in text
+    few = Prediction(peak_bytes=66, by_place={f"layer{i}": {"weights": i} for i in range(12)})
+    assert re.search(r"and 2 others +│ +1 B │ +1 B", printed(few, plain=few))
+
+
+def test_two_steps_are_drawn_to_one_scale_with_the_budget_as_a_line():
+    lines = printed(CODED, plain=PLAIN, budget_bytes=5 * MIB).splitlines()
+    start = lines.index("plain step, 9.0 MiB")
+    assert lines[start + 1 :] == [
+        "  9.0 MiB |" + " " * 42 + "A" * 22,
+        *["          |" + " " * 42 + "A" * 22] * 2,
+        "  5.0 MiB |" + "-" * 42 + "A" * 22,
+        "  4.5 MiB |" + " " * 21 + "A" * 43,
+        *["          |" + " " * 21 + "A" * 43] * 2,
+        "          |" + "W" * 64,
+        "          +" + "-" * 42 + "^" + "-" * 21,
+        "with the settings, 4.0 MiB",
+        "  5.0 MiB |" + "-" * 64,
+        "  4.5 MiB |" + " " * 42 + "T" * 22,
+        *["          |" + " " * 21 + "A" * 43] * 2,
+        "          |" + "W" * 64,
+        "          +" + "-" * 42 + "^" + "-" * 21,
+        "W weights, G gradients, O optimizer state, A activations, T temporary, . data",
+        "^ the peak, - the budget",
+    ]
+
+
+def test_the_page_of_two_steps_has_both_the_budget_and_what_is_left(tmp_path):
+    text = write_figure(CODED, tmp_path / "page.html", plain=PLAIN, budget_bytes=5 * MIB).read_text("utf-8")
+    assert all(each in text for each in ("peak 9.0 MiB", "peak 4.0 MiB", "plain step", "with the settings", "budget"))
+    assert "1 x [2048, 1024] uint8" in text
+    assert text.count('"stackgroup":"live 1"') == text.count('"stackgroup":"live 2"') == len(CATEGORIES)
 
 
 def test_every_figure_is_printed():
@@ -58,6 +128,7 @@ def test_every_figure_is_printed():
     assert re.search(r"2 x \[4, 8\] bfloat16 +│ 3\.0 MiB │ optimizer state +│ blocks\.0", text)
     assert "a/b.py:7 forward" in text
     assert "fit" not in text
+    assert all(f"{letter} {name.replace('_', ' ')}" in text for name, letter in LETTERS.items())
 
 
 def test_what_was_measured_says_so_and_what_is_not_there_is_left_out():
@@ -100,7 +171,7 @@ CHANGES = st.lists(st.tuples(st.integers(0, 50), st.sampled_from(CATEGORIES)), m
 def test_each_column_is_a_stack_as_high_as_its_bytes(allocations):
     changes = [change for size, name in allocations for change in ((size, name), (-(size // 2), name))]
     line = timeline([(1, "weights")], changes)
-    *rows, axis, legend = timeline_lines(line)
+    *rows, axis = timeline_lines(line)
     peak = max(line.total_bytes)
     drawn = [row.partition("|")[2].ljust(64) for row in rows]
     assert len(rows) == 8
@@ -116,7 +187,6 @@ def test_each_column_is_a_stack_as_high_as_its_bytes(allocations):
         round(8 * total / peak - 1e-9) for total in line.total_bytes
     }
     assert set(heights) <= possible
-    assert all(f"{letter} {name.replace('_', ' ')}" in legend for name, letter in LETTERS.items())
 
 
 def test_letters_stand_where_their_bytes_are():
@@ -124,7 +194,7 @@ def test_letters_stand_where_their_bytes_are():
         events=(0, 1),
         by_category={name: {"weights": (2, 2), "activations": (0, 6)}.get(name, (0, 0)) for name in CATEGORIES},
     )
-    *rows, axis, _ = timeline_lines(line)
+    *rows, axis = timeline_lines(line)
     columns = [row.partition("|")[2] for row in rows]
     assert columns[:6] == [" " * 32 + "A" * 32] * 6
     assert columns[6:] == ["W" * 64] * 2

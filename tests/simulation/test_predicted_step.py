@@ -90,7 +90,7 @@ STEP = Allocations(
 
 
 def test_a_step_amounts_to_its_highest_moment():
-    made = prediction_of(STEP, seconds=2.0, flags=("x",))
+    made = prediction_of(STEP, {}, seconds=2.0, flags=("x",))
     assert made.peak_bytes == 100 + 30 + 40 + 500
     assert made.by_category == {
         **dict.fromkeys(CATEGORIES, 0),
@@ -105,9 +105,16 @@ def test_a_step_amounts_to_its_highest_moment():
     assert sum(made.by_module.values()) == sum(made.by_category.values()) == made.peak_bytes
 
 
+def test_modules_that_repeat_each_other_are_counted_together():
+    labels = (("weights", "a.0"), ("weights", "a.1"), ("activations", "a.1"), ("data", "(batch)"))
+    made = prediction_of(Allocations((1, 2, 4, 8), (), labels), {"a.0": "a.*", "a.1": "a.*"})
+    assert made.by_place == {"(batch)": {"data": 8}, "a.*": {"weights": 3, "activations": 4}}
+    assert made.by_module == {"(batch)": 8, "a.1": 6, "a.0": 1}
+
+
 def test_on_cuda_small_blocks_are_rounded_to_512_and_taken_from_one_segment(monkeypatch):
     monkeypatch.setattr(predicted_step, "cublas_workspaces", lambda: ())
-    made = prediction_of(STEP, has_cuda=True)
+    made = prediction_of(STEP, {}, has_cuda=True)
     assert made.cuda == on_cuda(STEP)
     assert made.cuda.allocated_bytes == 4 * 512
     assert made.cuda.reserved_bytes == 2 * MIB
