@@ -38,7 +38,7 @@ class BatchCutter:
         self.rules = LossRules()
         self.why_whole = ""
         """Why the loss does not allow batches to be cut; empty until that is known."""
-        self._given_up = self._has_tried = False
+        self._given_up = self._has_tried = self._is_undecided = False
 
     @property
     def applied(self) -> Applied | None:
@@ -73,9 +73,11 @@ class BatchCutter:
                 self.record.ran_whole(f"A batch is run whole: {error}")
         if self.recovery is None or self.recovery.size is not None:  # else it is whole in all processes
             self._check_agreed(trainer, len(parts))
+        self._is_undecided = False
         if parts is whole:
             return whole
         if len(parts) > 1 and not self._knows_rule(trainer, kwargs, config, parts):
+            self._is_undecided = True
             return [(batch, 0)]
         if self.runs_in_parts(parts):
             self.record.begin(trainer.lightning_module, "batches run")
@@ -133,7 +135,7 @@ class BatchCutter:
 
     def can_cut(self, batch: Batch) -> bool:
         """Return whether smaller microbatches of this batch are possible, as far as is known."""
-        return not self._given_up and self.has_samples(batch)
+        return not self._given_up and not self._is_undecided and self.has_samples(batch)
 
     def has_samples(self, batch: Batch) -> bool:
         """Return whether a batch has more than one sample, and tells which they are."""
@@ -169,9 +171,13 @@ class BatchCutter:
             return False
         if not self._in_any_process(trainer, rules.weights(parts) is None):
             return True
+        means = [rule for rule in rules.known if rule.reduction == "mean"]
+        why = "its loss is zero, not finite, none, or the same for all samples, which does not show how the losses of "
+        why += "microbatches add up"
+        if len(means) > 1:
+            why = f"its loss is a {means[0]} or a {means[-1]}, and these weigh its parts differently"
         self.record.ran_whole(
-            "A batch is run whole: its loss is zero, not finite, none, or the same for all samples, which does not "
-            'show how the losses of microbatches add up. Set `Microbatching(reduction="mean")` or `"sum"`.'
+            f'A batch is run whole: {why}. Set `Microbatching(reduction="mean")`, `"sum"`, or `weight_fn`.'
         )
         return False
 

@@ -183,7 +183,9 @@ class Region(Keeper):
         """Keep what the coming call needs to be made again."""
         is_equal = self.store is None or self.store.lossy is Fidelity.EXACT  # codes are not
         self._fingerprints = call.fingerprints if is_equal else None
-        arguments = [self._kept(leaf) if isinstance(leaf, Tensor) else leaf for leaf in call.given.leaves]
+        given = {id(tensor): tensor for tensor in call.given.tensors}  # one may be given several times
+        kept = {key: self._kept(tensor) for key, tensor in given.items()}
+        arguments = [kept[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in call.given.leaves]
         place = None if self.store is None else self.store.place
         self._parts.append(_Part(call, inner, arguments, place))
         for parameter in call.weights if _USERS else ():
@@ -263,7 +265,7 @@ class Region(Keeper):
         is_random = bool(self._randomness)
         with Randomness.untouched(devices, private.values()) if is_random else contextlib.nullcontext():
             for number, (call, inner, arguments, place) in enumerate(self._parts):
-                leaves = [_given(a, outputs) for a in arguments]
+                leaves = _all_given(arguments, outputs)
                 args, kwargs = call.given.again(leaves)
                 outputs = {key: tensor for key, tensor in outputs.items() if last_use[key] > number}
                 del leaves
@@ -274,6 +276,15 @@ class Region(Keeper):
                     found = leaves_of(run(inner, call.member, call.module, args, kwargs))
                 outputs |= {key: found[key.leaf] for key in last_use if key.call == number}
                 del args, kwargs, found
+
+
+def _all_given(arguments: Sequence[Any], outputs: dict[_Output, Tensor]) -> list[Any]:
+    """Return the leaves of a call; what was one object is one again, as attention asks whether query and key are."""
+    found: dict[int, Any] = {}
+    for argument in arguments:
+        if id(argument) not in found:
+            found[id(argument)] = _given(argument, outputs)
+    return [found[id(argument)] for argument in arguments]
 
 
 def _given(argument: Any, outputs: dict[_Output, Tensor]) -> Any:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_memsave import ActivationCompression, MemSave, Microbatching
+from lightning_memsave import ActivationCompression, MemSave, Microbatching, MicrobatchWarning
 from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError, is_out_of_memory
 from lightning_memsave.loops.recovery import RecoveryPolicy
 from tests.strategies.record import Record
@@ -390,3 +390,21 @@ def test_the_smallest_microbatches_end_at_the_whole_batch():
     assert policy.measured(None, batch, measured(1, 100))
     assert policy.size_for(batch) == 2
     assert not policy.measured(None, batch, measured(2, 100))
+
+
+def test_a_batch_whose_loss_does_not_tell_is_not_said_to_be_cut(lines):
+    """Its rows have no labels that count: nobody knows how losses of microbatches would add up."""
+
+    class Silent(Net):
+        def training_step(self, batch, batch_idx):
+            return self.last(self.hungry(self.norm(self.first(batch[0])))).square().mean() * 0.0
+
+    torch.manual_seed(0)
+    module = Silent()
+    module.hungry.limit = 2
+    with (
+        pytest.warns(MicrobatchWarning, match="its loss is zero, not finite, none, or the same for all samples"),
+        pytest.raises(OutOfMemoryUnrecoverableError, match="and this batch cannot be cut into microbatches"),
+    ):
+        L.Trainer(**QUIET, max_epochs=1, callbacks=[MemSave()]).fit(module, data())
+    assert sum("microbatches of at most" in line for line in lines) == 1, "after which it is known"

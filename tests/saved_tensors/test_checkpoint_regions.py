@@ -303,3 +303,35 @@ def test_each_thing_that_is_put_back_is_needed(broken, monkeypatch):
     plain = Loop(lambda: nn.Sequential(Kinds.BatchNorm(), Block(0.3)), between=BETWEEN["dropout"])
     with pytest.raises((AssertionError, RuntimeError)):
         assert_same_steps(plain, with_regions(plain, [names(4)]), samples(), autocast=broken == "autocast")
+
+
+class Twofold(nn.Module):
+    """Takes one tensor as three arguments and asks whether they are one, as torch's attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, query, key, value):
+        return (self.one(query) if query is key is value else self.other(key)).relu()
+
+
+class Attending(nn.Module):
+    """Calls blocks with one tensor three times."""
+
+    def __init__(self, make) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            out = block(x, x, x)
+            x = x + (out[0] if isinstance(out, tuple) else out)
+        return x
+
+
+@pytest.mark.parametrize("groups", [[["blocks.0"], ["blocks.1"], ["blocks.2"]], [["blocks.0", "blocks.1"]], [names(3)]])
+@pytest.mark.parametrize("make", [Twofold, lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True)])
+def test_one_tensor_that_is_given_several_times_is_one_again(make, groups):
+    plain = Attending(make)
+    assert_same_steps(plain, with_regions(plain, groups), samples().unsqueeze(0))

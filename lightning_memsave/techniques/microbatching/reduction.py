@@ -149,7 +149,8 @@ class Losses:
     tolerance: float | None
 
     @property
-    def _size(self) -> float:
+    def size(self) -> float:
+        """The largest magnitude among them."""
         return max(abs(self.whole), *map(abs, self.parts), 1e-30)
 
     @property
@@ -159,8 +160,8 @@ class Losses:
     @property
     def _rounding(self) -> float:
         if self.tolerance is not None:
-            return self.tolerance * self._size
-        return min(_COARSE_SHARE * self._spread, _COARSE * self._size)
+            return self.tolerance * self.size
+        return min(_COARSE_SHARE * self._spread, _COARSE * self.size)
 
     @property
     def are_finite(self) -> bool:
@@ -170,7 +171,7 @@ class Losses:
     @property
     def lie_apart(self) -> bool:
         """Whether the parts differ clearly, so that wrong weights are seen."""
-        limit = _CLEARLY * self._rounding if self.tolerance is not None else _COARSE_SPREAD * self._size
+        limit = _CLEARLY * self._rounding if self.tolerance is not None else _COARSE_SPREAD * self.size
         return self._spread > limit
 
     def off_mean(self, shares: Sequence[float]) -> float:
@@ -185,7 +186,7 @@ class Losses:
 
     def fit_sum(self) -> bool:
         """Return whether the parts add up to the whole."""
-        rounding = _COARSE * self._size if self.tolerance is None else self._rounding
+        rounding = _COARSE * self.size if self.tolerance is None else self._rounding
         return abs(self.whole - sum(self.parts)) <= rounding
 
     def best(
@@ -197,7 +198,7 @@ class Losses:
         """
         off = {rule: self.off_mean(shares(rule)) for rule in rules if rule.reduction == "mean"}
         fitting = {rule: distance for rule, distance in off.items() if distance <= self._rounding}
-        limit = max(_CLEARLY * min(fitting.values(), default=0.0), 1e-6 * self._size)
+        limit = max(_CLEARLY * min(fitting.values(), default=0.0), 1e-6 * self.size)
         return [rule for rule, distance in fitting.items() if self.tolerance is not None or distance <= limit]
 
 

@@ -1,0 +1,157 @@
+"""The terms of a loss and the labels that it counts, against the numbers that made it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from lightning_memsave.loops.loss_terms import LossTerms
+from tests.loops.loss_runs import CLASSES, Base, applied, batches, compare
+from tests.loops.test_loss_reduction import Hugging
+
+
+def number(value):
+    return torch.tensor([value], requires_grad=True).sum()
+
+
+def in_place(a, b):
+    a = a.clone()
+    a += 0.5 * b
+    return a
+
+
+FORMS = {
+    "a sum": (lambda a, b: a + b, (2, 3)),
+    "a weight before and behind": (lambda a, b: 0.5 * a + b * 4, (1, 12)),
+    "in place": (in_place, (2, 1.5)),
+    "a difference": (lambda a, b: 1 - a - b, (1, -2, -3)),
+    "python's sum": (lambda a, b: sum([a, b]), (2, 0, 3)),
+    "divided": (lambda a, b: (a + b) / 2, (1, 1.5)),
+    "the same number": (lambda a, b: (a.float().clone() + b.mean()).squeeze(), (2, 3)),
+    "a product of two": (lambda a, b: a * b + a, (6, 2)),
+    "a quotient of two": (lambda a, b: a / b + a, (2 / 3, 2)),
+    "one term": (lambda a, b: (a * b).exp(), (math.exp(6),)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loss_has_the_terms_that_were_added(form):
+    make, expected = FORMS[form]
+    with LossTerms() as terms:
+        loss = make(number(2.0), number(3.0))
+    found = terms.of(loss)
+    assert found == pytest.approx(expected)
+    assert sum(found) == pytest.approx(loss.item())
+
+
+def test_labels_are_counted_where_a_plain_mean_is_taken_of_them():
+    logits, labels = torch.randn(6, 4), torch.tensor([0, 1, -100, 2, 3, 3])
+    ways = {
+        "plain": (lambda: F.cross_entropy(logits, labels), 5),
+        "another index": (lambda: F.cross_entropy(logits, labels.clamp(min=0), ignore_index=3), 4),
+        "logarithms": (lambda: F.nll_loss(logits.log_softmax(1), labels), 5),
+        "a sum": (lambda: F.cross_entropy(logits, labels, reduction="sum"), None),
+        "weights": (lambda: F.cross_entropy(logits, labels, torch.ones(4)), None),
+        "probabilities": (lambda: F.cross_entropy(logits, logits.softmax(1)), None),
+        "twice": (lambda: F.cross_entropy(logits, labels) + F.cross_entropy(logits, labels), None),
+        "never": (lambda: logits.mean(), None),
+    }
+    terms = LossTerms()
+    for name, (way, expected) in ways.items():
+        terms.begin()
+        with terms:
+            way()
+        assert terms.num_labels == expected, name
+    assert terms.ignored == {-100, 3}
+
+
+class SlightBalance(Base):
+    """A balance of load so small that rounding of the whole loss hides it."""
+
+    def loss(self, z, y):
+        load = z.softmax(-1).mean(0)
+        return F.cross_entropy(z, y) + 1e-5 * CLASSES * load.square().sum()
+
+
+class SlightMean(Base):
+    """As small a term that is a mean over samples, and one that is the same for all."""
+
+    def loss(self, z, y):
+        return F.cross_entropy(z, y) + 1e-5 * z.square().mean() + 1e-5 * self.head.weight.square().sum()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_small_term_is_held_against_its_own_size(precision):
+    report, apart, _ = compare(SlightBalance(), batches(), precision=precision)
+    assert applied(report) is None
+    assert apart == 0
+    report, apart, _ = compare(SlightMean(), batches(), precision=precision)
+    assert applied(report).loss_class == "exact"
+    assert apart < (1e-4 if precision == "32-true" else 0.1)
+
+
+SIZES = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+TOKENS = {"num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def mixtral():
+    return MixtralForCausalLM(
+        MixtralConfig(**SIZES, **TOKENS, num_hidden_layers=2, num_local_experts=4, output_router_logits=True)
+    )
+
+
+def test_experts_whose_load_is_balanced_are_run_whole():
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 100, (3, 4, 24))]
+    report, apart, _ = compare(Hugging(mixtral), data, size=2)
+    assert applied(report) is None
+    assert apart == 0
+
+
+@pytest.mark.parametrize("length", [24, 512])
+def test_padded_batches_of_a_model_that_has_not_learned_are_cut_by_shifted_labels(length):
+    """Its losses hardly differ between samples, nor do the two counts."""
+
+    def llama():
+        return LlamaForCausalLM(LlamaConfig(**SIZES, **TOKENS, num_hidden_layers=2, max_position_embeddings=512))
+
+    ids, num_read = torch.randint(3, 100, (3, 8, length)), torch.randint(length // 2, length + 1, (3, 8, 1))
+    is_padding = torch.arange(length) >= num_read
+    data = [
+        {"input_ids": x.masked_fill(pad, 0), "labels": x.masked_fill(pad, -100)}
+        for x, pad in zip(ids, is_padding, strict=True)
+    ]
+    report, apart, _ = compare(Hugging(llama), data, size=2)
+    assert "mean over `LabelCount(shifted=True)`" in applied(report).summary
+    assert applied(report).loss_class == "exact"
+    assert apart < 1e-3
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loss_that_one_sample_does_not_have_is_noticed_when_it_sets_in(size):
+    class Spread(Base):
+        def loss(self, z, y):
+            mean = F.cross_entropy(z, y)
+            return mean + z.mean(1).var() if self.batch_idx >= 3 else mean
+
+    data = [(x[:4], y[:4]) for x, y in batches(8)]
+    report, apart, messages = compare(Spread(), data, size=size)
+    assert applied(report).loss_class == "changed"
+    assert any("the loss of some of its samples is not finite" in message for message in messages)
+    assert apart < 1e-4, "asked again in that batch, which is run whole, as are later ones"
+
+
+def test_terms_of_other_numbers_in_transforms_are_left_alone():
+    net = nn.Linear(3, 1)
+
+    def loss(weight, x):
+        return F.linear(x, weight).square().mean() + weight.sum() * 0.1
+
+    with LossTerms() as terms:
+        each = torch.func.vmap(loss, (None, 0))(net.weight, torch.randn(4, 2, 3))
+        whole = each.mean() + 1.0
+    assert terms.of(whole) == pytest.approx((each.mean().item(), 1.0))
