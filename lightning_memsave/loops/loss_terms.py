@@ -1,4 +1,4 @@
-"""Of which terms a loss is the sum, and how many labels its mean is over: noted while a step computes it.
+"""Terms that a loss is the sum of, and how many labels its mean is over: noted while a step computes it.
 
 A small term can relate samples and be lost in the rounding of the whole loss, while most of a weight's gradient comes
 from it: the load of a mixture's experts is balanced by a thousandth of the loss, and by half of a router's gradient. So

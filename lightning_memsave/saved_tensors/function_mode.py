@@ -83,17 +83,26 @@ class CallTracker(TorchFunctionMode):
     Args:
         answer: asked before each call of `linear`, `cross_entropy`, `nll_loss` or `dropout`; what it returns, unless
             `None`, is the result.
+        before_edit: told of a tensor before a call edits it in place.
         notes_heads: whether linears and embeddings are noted.
     """
 
-    def __init__(self, answer: Callable[[Call], Tensor | None], notes_heads: bool = False) -> None:
+    def __init__(
+        self,
+        answer: Callable[[Call], Tensor | None],
+        before_edit: Callable[[Tensor], None],
+        notes_heads: bool = False,
+    ) -> None:
         super().__init__()
+        self._before_edit = weakref.WeakMethod(before_edit)
         self._notes_heads = notes_heads
         self._answer = weakref.WeakMethod(answer)  # whoever answers owns this object
         self.current = NO_CALL
         """The outermost function that is running."""
         self.unseen_as: str | None = None
         """What calls are taken for that are not looked at now."""
+        self.edited: int | None = None
+        """The storage that the call edits which is running."""
         self.operands: dict[int, Any] = {}
         """What a recomputation needs and no node keeps, by the number of the node."""
         self.linears: dict[int, Seen] = {}
@@ -148,16 +157,24 @@ class CallTracker(TorchFunctionMode):
         self._num_calls += 1
         self.notes_statistics = False
         call = self.current = Call(traits.name, args, kwargs, self._num_calls)
+        if traits.is_in_place or call.argument(_INPLACE.get(traits.name, _NEVER), "inplace") is True:
+            self._note_edit(call.argument(0, "input"))
         try:
             answer = self._ask(call) if traits.name in _ANSWERED else None
             result = func(*args, **kwargs) if answer is None else answer
         finally:
-            self.current = before
+            self.current, self.edited = before, None
         if type(result) is DeferredLogits:
             return result
         if isinstance(result, Tensor) and torch.is_grad_enabled() and (node := result.grad_fn) is not None:
             self._note(func, traits.note, call, result, node)
         return result
+
+    def _note_edit(self, edited: Any) -> None:
+        before_edit = self._before_edit()
+        if before_edit is not None and isinstance(edited, Tensor) and is_plain(edited):
+            self.edited = storage_key(edited)
+            before_edit(edited)
 
     def _with_pending(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run a function of logits that nobody has computed: deferred, answered, or on the plain tensors."""
@@ -263,6 +280,16 @@ def _edges(changed: Any) -> Iterator[Edge]:
         if (edge := edge_of(base)) is not None:
             yield edge
 
+
+_NEVER = 99  # no function has as many arguments
+_INPLACE = {
+    **dict.fromkeys(("relu", "relu6", "selu", "silu", "mish", "hardswish", "hardsigmoid"), 1),
+    **dict.fromkeys(("elu", "celu", "leaky_relu"), 2),
+    **dict.fromkeys(("hardtanh", "threshold", "dropout", "dropout1d", "dropout2d", "dropout3d"), 3),
+    **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout"), 3),
+    "rrelu": 4,
+}
+"""Functions that may edit their input, and the place of the argument that says so."""
 
 _ANSWERED = frozenset(("linear", "cross_entropy", "nll_loss", "dropout"))
 _DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]  # a descriptor

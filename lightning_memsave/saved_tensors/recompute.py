@@ -12,7 +12,7 @@ activation and keep convolutions. Here it is done per tensor instead of per segm
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -52,6 +52,8 @@ class Source:
     depth: int = 0
 
 
+Storages = Set[int | None]
+"""Storages that no source may be in."""
 Handles = Mapping[Edge, "weakref.ref[SavedTensor]"]
 
 
@@ -77,11 +79,11 @@ class Derivation:
         node = tensor.grad_fn
         if node is None or self._calls.has_changed_itself(tensor):
             return None
-        own = storage_key(tensor)
+        own = {storage_key(tensor), self._calls.edited}  # as it will be another one when the call has ended
         found = self._repeat(node, tensor.output_nr, own, MAX_DEPTH)
         return found if found is not None and found.fidelity >= wanted and found.needs else None
 
-    def _behind(self, node: Node | None, output_nr: int, own: int, budget: int) -> Source | None:
+    def _behind(self, node: Node | None, output_nr: int, own: Storages, budget: int) -> Source | None:
         """Return a source for one output of `node`: kept by somebody, a parameter, or repeatable."""
         if node is None:
             return None
@@ -92,7 +94,7 @@ class Derivation:
             handle = None
         return _kept(handle, own, budget) or self._repeat(node, output_nr, own, budget)
 
-    def _repeat(self, node: Node, output_nr: int, own: int, budget: int) -> Source | None:
+    def _repeat(self, node: Node, output_nr: int, own: Storages, budget: int) -> Source | None:
         make_rule = RULES.get(node.name())
         if make_rule is None or budget <= 0 or self._calls.has_changed(node, output_nr):
             return None
@@ -102,7 +104,7 @@ class Derivation:
         except UnreadableError:
             return None
 
-    def _follow(self, node: Node, rule: Rule, own: int, budget: int) -> Source | None:
+    def _follow(self, node: Node, rule: Rule, own: Storages, budget: int) -> Source | None:
         edges = inputs_of(node)
         sources = []
         for index in rule.inputs:
@@ -164,13 +166,13 @@ def _share_noise(sources: Sequence[Source]) -> bool:
     return False
 
 
-def _kept(handle: Kept | Tensor | None, own: int, budget: int) -> Source | None:
+def _kept(handle: Kept | Tensor | None, own: Storages, budget: int) -> Source | None:
     """Return a source for what somebody else keeps; `None` where it cannot serve as one."""
     if isinstance(handle, Passed):
         return Source(handle.get, Fidelity.EXACT)
     if isinstance(handle, Tensor):  # a number, which torch keeps without hooks
         return Source(lambda: handle, Fidelity.EXACT)
-    if not isinstance(handle, SavedTensor) or handle.entry.storage_key == own or not handle.entry.is_unchanged:
+    if not isinstance(handle, SavedTensor) or handle.entry.storage_key in own or not handle.entry.is_unchanged:
         return None
     entry = handle.entry
     depth = getattr(entry.encoding, "depth", 0)

@@ -134,7 +134,7 @@ class SavedTensorStore:
             weakref.WeakValueDictionary()
         )
         self._handles: dict[Edge, weakref.ref[SavedTensor]] = {}
-        self._calls = CallTracker(self._answer, notes_heads=self.chunk_loss)
+        self._calls = CallTracker(self._answer, self._before_edit, notes_heads=self.chunk_loss)
         self._waiting: deque[weakref.ref[SavedStorage]] = deque()
         self._derivation = Derivation(self._handles, self._calls)
         self._head_calls: list[weakref.ref[HeadCall]] = []
@@ -301,6 +301,17 @@ class SavedTensorStore:
         for need in source.needs:
             if isinstance(need, SavedTensor):
                 need.entry.need = need.entry.need_of_values
+
+    def _before_edit(self, edited: Tensor) -> None:
+        """Hold what would be computed again from a tensor that is about to be edited in place.
+
+        Its own keeper may be a graph that no backward runs, of a value that is only logged.
+        """
+        key = storage_key(edited)
+        for entry in self.entries():
+            needs = entry.encoding.needs if isinstance(entry.encoding, encodings.Recompute) else ()
+            if any(isinstance(n, SavedTensor) and n.entry.is_raw and n.entry.storage_key == key for n in needs):
+                entry.become_raw(entry.encoding.flat().untyped_storage())
 
     def _note_rows(self, entry: SavedStorage, tensor: Tensor) -> bool:
         call, num_before = self._calls.current, len(entry.normalised_by)

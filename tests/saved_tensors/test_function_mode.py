@@ -153,8 +153,11 @@ class Owner:
     """Answers a loss with its number, as a store does, and notes what it was asked."""
 
     def __init__(self, answer=None, **options):
-        self.asked, self.result = [], answer
-        self.calls = CallTracker(self.answer, **options)
+        self.asked, self.result, self.edited = [], answer, []
+        self.calls = CallTracker(self.answer, self.edited_next, **options)
+
+    def edited_next(self, tensor):
+        self.edited.append((tensor, tensor._version))
 
     def answer(self, call):
         self.asked.append((self.calls.current.name, call.name))
@@ -169,6 +172,29 @@ def test_only_heads_losses_and_dropouts_are_asked_about_and_an_answer_takes_thei
         assert owner.calls.current == NO_CALL
     assert float(loss) == 7.0
     assert owner.asked == [("linear", "linear"), ("cross_entropy", "cross_entropy")]
+
+
+EDITS = {
+    "relu_": lambda h: h.relu_(),
+    "silu": lambda h: F.silu(h, inplace=True),
+    "by position": lambda h: F.elu(h, 1.0, True),
+    "a module": lambda h: nn.Dropout(0.5, inplace=True)(h),
+    "an operator": lambda h: h.__iadd__(1),
+    "an item": lambda h: h.__setitem__(0, 0.0),
+    "nothing": lambda h: F.relu(h),
+    "a mode that is no edit": lambda h: F.dropout(h, 0.5, True),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_tensor_is_told_of_before_it_is_edited(name):
+    owner, h = Owner(None), torch.randn(3, 4)
+    with owner.calls:
+        EDITS[name](h)
+        assert owner.calls.edited is None
+    edits = name not in ("nothing", "a mode that is no edit")
+    assert [(tensor is h, version) for tensor, version in owner.edited] == [(True, 0)] * edits
+    assert h._version > 0 or not edits
 
 
 def test_a_call_without_an_answer_is_torchs_own():
