@@ -6,7 +6,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from lightning_memsave.torch_internals.autograd_graph import (
     Edge,
     Node,
     edge_of,
-    is_innermost,
+    function_modes,
     is_operator,
     sequence_nr_of,
     storage_key,
@@ -226,9 +226,14 @@ class CallTracker(TorchFunctionMode):
 
     @contextmanager
     def unseen(self, name: str) -> Iterator[None]:
-        """Look at no call inside: what they keep is kept for one function of that `name`."""
-        if not is_innermost(self):
-            yield
+        """Look at no call inside: what they keep is kept for one function of that `name`.
+
+        In a region that is repeated, the tracker of that repetition looks away.
+        """
+        innermost = next(reversed(function_modes()), None)
+        if innermost is not self:
+            with innermost.unseen(name) if isinstance(innermost, CallTracker) else nullcontext():
+                yield
             return
         before, self.current, self.unseen_as = self.current, Call(name, (), {}), name
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]

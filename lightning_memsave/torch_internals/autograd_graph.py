@@ -309,11 +309,6 @@ def compiling(callback: Any) -> Iterator[None]:
         torch._C._dynamo.eval_frame.set_eval_frame(before)
 
 
-def is_innermost(mode: TorchFunctionMode) -> bool:
-    """Return whether `mode` is the function mode that sees a call first."""
-    return function_modes()[-1:] == [mode]
-
-
 def function_modes() -> list[TorchFunctionMode]:
     """Return the function modes that are entered, the outermost first."""
     return [torch._C._get_function_stack_at(depth) for depth in range(torch._C._len_torch_function_stack())]

@@ -20,12 +20,12 @@ from lightning_memsave.torch_internals.autograd_graph import (
     autograd_is_running,
     check_version,
     edge_of,
+    function_modes,
     has_hooks,
     innermost_hooks,
     inputs_of,
     is_asked_for,
     is_held_elsewhere,
-    is_innermost,
     is_inside_transform,
     is_made_of_weights,
     is_operator,
@@ -314,16 +314,12 @@ class Mode(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_the_innermost_mode_is_told():
+def test_modes_are_told_the_outermost_first():
     outer, inner = Mode(), Mode()
-    assert not is_innermost(outer)
-    with outer:
-        assert is_innermost(outer)
-        with inner:
-            assert is_innermost(inner)
-            assert not is_innermost(outer)
-        assert is_innermost(outer)
-    assert not is_innermost(outer)
+    before = function_modes()
+    with outer, inner:
+        assert function_modes() == [*before, outer, inner]
+    assert function_modes() == before
 
 
 def test_transforms_are_told_and_their_refusal_of_hooks():
