@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memsave.numerics.sparse_index import gather, scatter
+from lightning_memsave.numerics.sparse_index import gather, scatter, unpack_positions
 from lightning_memsave.saved_tensors.recompute_rules import RULES, Rule
 from lightning_memsave.saved_tensors.saved_storage import Passed
 from lightning_memsave.torch_internals.autograd_graph import (
@@ -25,6 +25,8 @@ from lightning_memsave.torch_internals.autograd_graph import (
     check_version,
     innermost_hooks,
     inputs_of,
+    is_inside_transform,
+    is_wrapped,
 )
 from lightning_memsave.torch_internals.fake_tensors import note_num_set
 
@@ -38,8 +40,20 @@ def densify(values: Tensor, index: Tensor, shape: torch.Size, watch: Watch | Non
         values: [k].
         index: where they are (`numerics.sparse_index`).
         shape: of the dense weight.
-        watch: called with the dense gradient, which nobody keeps.
+        watch: called with the dense gradient, which nobody keeps; not inside of `vmap`, where autograd keeps the dense
+            weight.
+
+    Raises:
+        RuntimeError: it runs inside of a transform of torch.func that differentiates.
     """
+    if is_inside_transform():
+        if is_wrapped(values.new_empty(0)):
+            raise RuntimeError(
+                "Sparse weights cannot be differentiated by torch.func (grad, jvp, ...), only by autograd, also inside "
+                "of `vmap`. Leave out the modules that are called there: `Sparsity(modules=...)`."
+            )
+        positions = unpack_positions(index, shape.numel())
+        return values.new_zeros(shape.numel()).index_copy(0, positions, values).view(shape)
     return _Densify.apply(values, index, shape, watch)  # type: ignore[no-any-return,no-untyped-call]  # untyped in torch
 
 
@@ -143,8 +157,11 @@ class _Foreign:
 
 @contextmanager
 def rebuilding_weights() -> Iterator[None]:
-    """Keep no dense weight for backward while entered; what else is kept goes where it would have gone."""
-    if not torch.is_grad_enabled():
+    """Keep no dense weight for backward while entered; what else is kept goes where it would have gone.
+
+    Transforms of torch.func bear no hooks, and keep it.
+    """
+    if not torch.is_grad_enabled() or is_inside_transform():
         yield
         return
     around, unpack_around = innermost_hooks()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from lightning_memsave import Checkpointing, apply_checkpointing
+from lightning_memsave import Checkpointing, MemSave, NoEffectWarning, Sparsity, apply_checkpointing, apply_sparsity
+from lightning_memsave.measuring.storages import storages
 from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore
+from tests.harness import assert_same_run, fit
 
 
 def jvp(net, x):
@@ -69,3 +72,53 @@ def test_regions_are_called_as_usual(name):
     plain = gradients(USES[name], contextlib.nullcontext())
     found = gradients(USES[name], contextlib.nullcontext(), change)
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+class Mapped(L.LightningModule):
+    """Calls its blocks under `vmap`."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
+
+    def body(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+    def training_step(self, batch, batch_idx):
+        return torch.func.vmap(self.body)(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("method", ["sqrt", "recursive", "blocks"])
+def test_regions_are_left_alone_as_well(method):
+    data = [torch.randn(8, 16, 32) for _ in range(3)]
+    plain = fit(Mapped(), data)
+    says = contextlib.nullcontext() if method == "blocks" else pytest.warns(NoEffectWarning, match="had no effect")
+    with says:  # calls in a transform are no candidates for a plan
+        ours = fit(Mapped(), data, MemSave(checkpointing=method, summary=False))
+    assert_same_run(plain, ours, 0)
+
+
+def test_storages_of_what_a_transform_has_wrapped_are_not_told():
+    found = []
+    torch.func.vmap(lambda row: found.append(list(storages(row))) or row)(torch.randn(2, 3))
+    assert found == [[]]
+
+
+def test_sparse_weights_are_dense_ones_under_vmap_and_a_clear_error_where_they_are_differentiated():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(32, 64), torch.randn(5, 32)
+    model = nn.Sequential(layer)
+    apply_sparsity(model, Sparsity(sparsity=0.5, min_size=1))
+    torch.func.vmap(model)(x).square().sum().backward()
+    weight = layer.layout.dense(layer.values.detach()).requires_grad_()
+    plain = nn.functional.linear(x, weight, layer.bias.detach()).square().sum()
+    expected = layer.layout.compact(torch.autograd.grad(plain, weight)[0])
+    assert torch.allclose(layer.values.grad, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(RuntimeError, match=r"Sparse weights cannot be differentiated by torch\.func"):
+        torch.func.grad(lambda given: model(given).square().sum())(x)

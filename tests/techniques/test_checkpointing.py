@@ -340,3 +340,12 @@ def test_double_backward_through_a_region():
         return torch.autograd.grad(first.square().sum(), x)[0]
 
     torch.testing.assert_close(second(model), second(plain), rtol=1e-12, atol=0)
+
+
+def test_several_selectors_name_modules():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)), nn.Tanh())
+    applied = apply_checkpointing(model, Checkpointing(modules=["1", nn.Tanh]))
+    assert applied.summary == "2 regions: 1 x Sequential, 1 x Tanh"
+    assert Checkpointing(modules=["1"]) == Checkpointing(modules="1")
+    with pytest.raises(ValueError, match=r"`Checkpointing.modules` must be patterns, classes of modules"):
+        Checkpointing(modules=[nn.Linear, 3])

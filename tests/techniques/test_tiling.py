@@ -446,6 +446,27 @@ def test_tiles_are_made_once():
         apply_tiling(model, Tiling(modules="MLP"))
 
 
+def test_scripted_modules_and_16_bits_are_no_obstacle():
+    """A scripted class has no `forward` of its own to be looked at; 16 bits do not hold the values that are tried."""
+
+    class Scripted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp, self.scripted = MLP(), torch.jit.script(nn.Sequential(nn.Linear(D, D), nn.GELU()))
+
+        def forward(self, x):
+            return self.scripted(self.mlp(x))
+
+    model, x = Scripted(), torch.randn(64, D)
+    applied = apply_tiling(model, Tiling(dim=0, size=16))
+    model(x).sum().backward()
+    assert applied.summary == "1 module in tiles: 1 x MLP, at most 16 samples"
+    half = nn.Sequential(MLP()).half()
+    applied = apply_tiling(half, Tiling(dim=0, size=16))
+    half(x.half()).sum().backward()
+    assert "16 samples" in applied.summary or "no module in tiles" in applied.summary
+
+
 def test_a_scripted_module_is_refused():
     model = nn.Sequential(nn.Sequential(torch.jit.script(nn.Linear(D, D))))
     with pytest.raises(ValueError, match="TorchScript"):

@@ -30,7 +30,7 @@ from torch import nn
 
 from lightning_memsave.core.errors import RefusedRegionError, setting_error
 from lightning_memsave.core.report import Applied
-from lightning_memsave.core.selection import scripted_in
+from lightning_memsave.core.selection import Selector, as_selectors, scripted_in
 from lightning_memsave.core.units import counted, parse_bytes
 from lightning_memsave.saved_tensors.checkpoint_regions import run
 from lightning_memsave.saved_tensors.offload import Offloader
@@ -59,9 +59,9 @@ class Checkpointing:
     method: Literal["blocks", "sqrt", "recursive"] | None = None
     """`"blocks"` (default): each selected module is a region of its own. `"sqrt"`: the groups of consecutive
     calls whose predicted peak is the lowest. `"recursive"`: groups inside of groups."""
-    modules: str | type[nn.Module] | Callable[[str, nn.Module], bool] | None = None
+    modules: Selector | Sequence[Selector] | None = None
     """Modules for `"blocks"`: a class, a pattern (`*`, `?`) for class names or qualified names, a function of
-    (name, module), or `None` for the model's own repeated blocks."""
+    (name, module), several of these, or `None` for the model's own repeated blocks."""
     budget: int | float | str | None = None
     """The cheapest regions with which the whole step fits: bytes (`"2GiB"`, an integer), or a fraction of the
     activations that are kept without regions (a float between 0 and 1)."""
@@ -94,6 +94,9 @@ class Checkpointing:
                 "Keep one of `method`, `modules` (with the method 'blocks'), `budget` and `regions`.",
             )
         self._check_budget()
+        if self.modules is not None:
+            selectors = as_selectors("Checkpointing.modules", self.modules)
+            object.__setattr__(self, "modules", selectors[0] if len(selectors) == 1 else selectors)
         if not chosen or self.modules is not None:
             object.__setattr__(self, "method", "blocks")  # so that both ways to say so are equal
         if self.regions is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.core.selection import is_scripted, is_selected, scripted_in
+from lightning_memsave.core.selection import Selector, as_selectors, is_scripted, is_selected, scripted_in
 
 Region = tuple[str, ...]
 """Names of modules that are called one after the other."""
@@ -21,7 +21,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 def select_regions(
     model: nn.Module,
-    wanted: str | type[nn.Module] | Callable[[str, nn.Module], bool] | None,
+    wanted: Selector | Sequence[Selector] | None,
     explicit: Sequence[Region] | None = None,
 ) -> list[Region]:
     """Return the regions of `model`.
@@ -46,7 +46,12 @@ def select_regions(
         if not found:
             _refuse_scripted(model, "checkpointing", [name for name, _ in repeated])
     else:
-        matching = [(n, m) for n, m in model.named_modules() if n and is_selected(wanted, n, m)]
+        selectors = as_selectors("Checkpointing.modules", wanted)
+        matching = [
+            (name, module)
+            for name, module in model.named_modules()
+            if name and any(is_selected(each, name, module) for each in selectors)
+        ]
         found = _outermost([called for name, module in matching for called in _called(name, module)])
         _refuse_scripted(model, "Checkpointing.modules", [name for name, _ in found])
     if not found:

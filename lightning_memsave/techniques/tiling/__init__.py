@@ -217,7 +217,7 @@ def _selected(model: nn.Module, config: Tiling) -> Iterator[tuple[str, nn.Module
     inside: set[nn.Module] = set()
     num_found = 0
     for name, module in model.named_modules():
-        if not name or type(module).forward is nn.Module.forward:  # a `ModuleList` is never called
+        if not name or getattr(type(module), "forward", None) is nn.Module.forward:  # a `ModuleList` is never called
             continue
         if config.modules is None:
             if any(module.children()) and scripted_in(module) is None and not has_shards_inside(module):

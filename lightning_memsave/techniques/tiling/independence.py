@@ -446,7 +446,9 @@ class _Trial:
                 ]
                 for leaf in self._tensors():
                     if leaf.is_floating_point():
-                        leaf.select(self._dim, place).fill_(value)
+                        most = torch.finfo(leaf.dtype).max
+                        fitting = max(-most, min(most, value)) if math.isfinite(value) else value
+                        leaf.select(self._dim, place).fill_(fitting)
                 with torch.no_grad():
                     outputs = self._call(0, self._num).outputs
                 for output, plain in zip(outputs, whole.outputs, strict=True):
