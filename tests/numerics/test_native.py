@@ -270,3 +270,20 @@ def test_fake_tensors_have_the_shapes_of_real_ones():
     with FakeTensorMode():
         fake = all_of(torch.empty(1000), torch.empty(1000, dtype=torch.bool))
     assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in real]
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 4095, 4096, 4097, 3 * 4096 + 17, 1 << 20])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_sums_are_those_of_float64_up_to_rounding(size, num_threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    x = torch.randn(size)
+    total, magnitude = native.sums(x)
+    exact = x.double()
+    assert magnitude == pytest.approx(float(exact.abs().sum()), rel=1e-6)
+    assert total == pytest.approx(float(exact.sum()), abs=1e-6 * magnitude)
+    assert native.sums(x.flip(0).contiguous()) == pytest.approx((total, magnitude), rel=1e-6, abs=1e-6 * magnitude)
+
+
+def test_a_sum_over_what_is_not_a_number_is_none():
+    assert all(math.isnan(each) for each in native.sums(torch.tensor([1.0, math.nan])))
+    assert native.sums(torch.tensor([1.0, math.inf])) == (math.inf, math.inf)

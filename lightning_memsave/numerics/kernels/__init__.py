@@ -56,6 +56,15 @@ def round_to_float16(flat: Tensor, seed: int) -> Tensor | None:
     return _elementwise(flat, rounding).round_to_float16(flat, seed)  # type: ignore[no-any-return]
 
 
+def sums(flat: Tensor) -> tuple[float, float] | None:
+    """Return the sum of float32 elements, [n], and that of their magnitudes; `None` where there is no kernel.
+
+    Added in an order of its own: equal to any other sum up to rounding.
+    """
+    is_native = _has_native(flat.device) and flat.dtype == torch.float32 and not is_fake(flat)
+    return native.sums(flat) if is_native else None
+
+
 def pack_mask(mask: Tensor) -> Tensor:
     """Return one bit per element of a boolean mask, [n]."""
     return _elementwise(mask, bits).pack_mask(mask)  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@
 
 #define BLOCK 256
 #define LANES 16
+#define SUMMED 4096
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 #define SMALLEST_STEP 0x1p-126f
 #define SMALLEST_POSITIVE 1e-38f
@@ -321,6 +322,32 @@ int round_to_float16(const uint32_t *x, uint16_t *out, long n, uint32_t seed, lo
         }
     }
     return !bad;
+}
+
+/* Sums of the elements and of their magnitudes, of each block of 4096: [blocks, 2]. 64 elements to each of 64 sums in
+ * float32, which vectorises, and these in float64. */
+void block_sums(const float *x, double *sums, long n, long first, long last) {
+    for (long b = first; b < last; b++) {
+        float sum[64] = {0}, magnitude[64] = {0};
+        const float *from = x + b * SUMMED;
+        long left = n - b * SUMMED < SUMMED ? n - b * SUMMED : SUMMED;
+        for (long i = 0; i + 64 <= left; i += 64)
+            for (int lane = 0; lane < 64; lane++) {
+                sum[lane] += from[i + lane];
+                magnitude[lane] += fabsf(from[i + lane]);
+            }
+        for (long i = left / 64 * 64, lane = 0; i < left; i++, lane++) {
+            sum[lane] += from[i];
+            magnitude[lane] += fabsf(from[i]);
+        }
+        double total = 0, all = 0;
+        for (int lane = 0; lane < 64; lane++) {
+            total += sum[lane];
+            all += magnitude[lane];
+        }
+        sums[2 * b] = total;
+        sums[2 * b + 1] = all;
+    }
 }
 
 /* Bit masks: bit i of byte j is element 8 j + i. `first` and `last` count bytes. Elements are compared into bytes 0 or

@@ -25,6 +25,7 @@ from lightning_memsave.torch_internals.fake_tensors import has_two_values, is_fa
 _SOURCE = Path(__file__).with_name("native.c")
 _TYPES = (torch.float32, torch.bfloat16)  # others are converted
 _MIN_PER_THREAD = 1 << 18  # elements; below that a thread costs more than it brings
+_SUMMED = 1 << 12  # elements of a block whose sum is kept apart
 
 _INT, _LONG, _SEED, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_long, ctypes.c_uint32, ctypes.c_float, ctypes.c_void_p
 _RANGE = (_LONG, _LONG)
@@ -38,6 +39,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "scale_where": (None, (*(_POINTER,) * 3, _FLOAT, *_RANGE)),
     "look_up": (None, (_POINTER, _POINTER, _INT, _FLOAT, _FLOAT, *_RANGE)),
     "set_bits": (_LONG, (_POINTER, _POINTER, _LONG)),
+    "block_sums": (None, (_POINTER, _POINTER, _LONG, *_RANGE)),
     "pack_positive": (None, (_POINTER, _POINTER, _LONG, *_RANGE)),
     "find_two": (None, (_POINTER, _POINTER, _LONG)),
     "pack_two": (_INT, (*(_POINTER,) * 3, _LONG, *_RANGE)),
@@ -130,6 +132,16 @@ def dequantize(
         return out
     limit = torch.finfo(out.dtype).max
     return out.copy_(target.clamp_(-limit, limit) if out.dtype == torch.float16 else target)
+
+
+def sums(flat: Tensor) -> tuple[float, float]:
+    """Return the sum of float32 elements, [n], and that of their magnitudes."""
+    num_blocks = -(-flat.numel() // _SUMMED)
+    found = torch.empty(num_blocks, 2, dtype=torch.float64, device=flat.device)
+    pointers = _pointer(flat, flat.numel()), _pointer(found, 2 * num_blocks)
+    run("block_sums", *pointers, flat.numel(), num_units=num_blocks, per_unit=_SUMMED)
+    total, magnitude = found.sum(0).tolist()
+    return total, magnitude
 
 
 def round_to_bfloat16(flat: Tensor, seed: int) -> Tensor | None:
