@@ -6,6 +6,7 @@ Private names of torch (seen in 2.13): `_optimizer_step_pre_hooks`, `_optimizer_
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -20,11 +21,17 @@ from lightning_memsave.core.errors import setting_error
 def check_steps_parameters_alone(optimizer: torch.optim.Optimizer, name: str) -> None:
     """Refuse optimizers that look at all parameters at once, or step by another one, which has groups of its own.
 
+    So are those that cannot step without a closure.
+
     Raises:
         ValueError: it is one of those.
     """
     delegates = any(isinstance(each, torch.optim.Optimizer) for each in vars(optimizer).values())
-    if delegates or isinstance(optimizer, torch.optim.LBFGS) or _couples_parameters(optimizer):
+    needs_closure = any(
+        each.name == "closure" and each.default is each.empty
+        for each in inspect.signature(optimizer.step).parameters.values()
+    )
+    if delegates or needs_closure or isinstance(optimizer, torch.optim.LBFGS) or _couples_parameters(optimizer):
         raise setting_error(
             name,
             "needs an optimizer that steps each parameter by itself",

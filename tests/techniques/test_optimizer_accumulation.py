@@ -569,6 +569,13 @@ def test_an_optimizer_dies_without_the_garbage_collector():
         gc.enable()
 
 
+class Closes(torch.optim.SGD):
+    """Cannot step without computing the loss again."""
+
+    def step(self, closure):
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("build", "word"),
     [
@@ -578,6 +585,7 @@ def test_an_optimizer_dies_without_the_garbage_collector():
         (lambda p: torch.optim.RMSprop(p), "needs one of SGD, Adam, AdamW"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad"),
         (lambda p: torch.optim.LBFGS(p), "steps each parameter by itself"),
+        (lambda p: Closes(p, 0.1, momentum=0.9), "steps each parameter by itself, got 'Closes'"),
     ],
 )
 def test_what_needs_the_gradient_is_refused(build, word):
