@@ -8,7 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    JetMoeConfig,
+    JetMoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from lightning_memsave.loops.loss_terms import LossTerms
 from tests.loops.loss_runs import CLASSES, Base, applied, batches, compare
@@ -101,13 +108,23 @@ TOKENS = {"num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2, "pad_t
 
 def mixtral():
     return MixtralForCausalLM(
-        MixtralConfig(**SIZES, **TOKENS, num_hidden_layers=2, num_local_experts=4, output_router_logits=True)
+        MixtralConfig(
+            **SIZES, **TOKENS, num_hidden_layers=2, num_local_experts=4, use_cache=False, output_router_logits=True
+        )
     )
 
 
-def test_experts_whose_load_is_balanced_are_run_whole():
+def jetmoe():
+    sizes = {**SIZES, "kv_channels": 8, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return JetMoeForCausalLM(
+        JetMoeConfig(**{**TOKENS, **sizes}, num_hidden_layers=2, output_router_logits=True, use_cache=False)
+    )
+
+
+@pytest.mark.parametrize("mixture", [mixtral, jetmoe])
+def test_experts_whose_load_is_balanced_are_run_whole(mixture):
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 100, (3, 4, 24))]
-    report, apart, _ = compare(Hugging(mixtral), data, size=2)
+    report, apart, _ = compare(Hugging(mixture), data, size=2)
     assert applied(report) is None
     assert apart == 0
 
