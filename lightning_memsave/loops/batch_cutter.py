@@ -164,6 +164,9 @@ class BatchCutter:
             return self._takes_given(answer, config, is_first=not before)
         if before and not answer.has_failed:
             self._compare(before, answer, trainer.fit_loop.batch_idx)
+        if answer.is_of_this_batch:
+            self.record.ran_whole(f"A batch is run whole: {answer.why_not} {_WAYS_OUT}")
+            return False
         if answer.why_not and not (answer.has_failed and before):
             self._given_up = True  # no other batch would tell
             self.why_whole = "" if answer.has_failed else answer.why_not

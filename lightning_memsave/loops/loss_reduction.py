@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.loops.batch_snapshot import BatchStart
-from lightning_memsave.loops.loss_terms import LossTerms
+from lightning_memsave.loops.loss_terms import LossTerms, Term
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.loops.sample_noise import SampleNoise
 from lightning_memsave.loops.side_effect_free import ParametersKept, without_a_trace
@@ -46,7 +46,6 @@ _ELSEWHERE = 10.0  # times as much on other devices, whose kernels may round oth
 FEWEST_SAMPLES = 5
 """Number of samples whose losses are compared: a part of two and one of three."""
 _WITH_LESS_MEMORY = 3  # a part of one and one of two
-_NOTHING = 1e-6  # of the loss: a term that is no more than its rounding
 _SMALL = 0.02  # what parameters of zeros become, the standard deviation
 _MOST_COUNTED = 128  # samples whose labels are counted one by one
 _MOST_MOVED = 2**12  # elements of each parameter
@@ -60,6 +59,10 @@ class Answer:
     why_not: str = ""
     has_failed: bool = False
     """Whether the loss could not be evaluated, which says nothing about other samples."""
+    is_of_this_batch: bool = False
+    """Whether another batch may have a rule."""
+    explained_by: tuple[ReductionRule, ...] = ()
+    """Rules under which the loss of a part has no value."""
     holds_here_alone: bool = False
     """Whether all samples are the same one, of which any weights make the mean: another batch may have other rules."""
 
@@ -147,10 +150,12 @@ def _found(evaluation: _Evaluation, subject: _Subject, config: Microbatching, nu
     rules, tolerance = evaluation.rules(batch, config), evaluation.tolerance
     losses = Losses(whole.loss, tuple(part.loss for part in parts), tolerance)
     if not losses.are_finite:
-        if math.isfinite(whole.loss) and all(_counts_all(rule, subject) for rule in rules):
-            why_not = "the loss of some of its samples is not finite, where that of all is."
-            return Answer(why_not=why_not), evaluation.is_sure or not mode.is_training
-        return Answer(), False
+        if not math.isfinite(whole.loss) or evaluation.has_skipped:
+            return Answer(), False
+        why_not = "the loss of some of its samples is not finite, where that of all is."
+        explaining = tuple(rule for rule in rules if not all(subject.weights(rule)))  # a mean over nothing
+        answer = Answer(why_not=why_not, is_of_this_batch=True, explained_by=explaining)
+        return answer, evaluation.is_sure or not mode.is_training
     answer = _judge(losses, _terms(whole, parts, losses), subject, rules, mode)
     answer = dataclasses.replace(answer, rules=tuple(_as_counted(list(answer.rules), subject, parts)))
     if not answer.rules and not answer.why_not and losses.fit_mean([n for _, n in subject.parts]):
@@ -212,36 +217,37 @@ class _Evaluated(NamedTuple):
     """What a step has computed."""
 
     loss: float
-    terms: tuple[float, ...]
+    terms: tuple[Term, ...]
     """Terms that the loss is the sum of."""
     num_labels: int | None
-    """Number of labels that it is a mean over, as far as that is known."""
-
-
-def _counts_all(rule: ReductionRule, subject: _Subject) -> bool:
-    """Return whether something counts in each part: a mean over nothing is not finite."""
-    return all(weight > 0 for weight in subject.weights(rule))
+    """Number of labels that the loss has a mean over, as far as that is known."""
 
 
 def _terms(whole: _Evaluated, parts: Sequence[_Evaluated], losses: Losses) -> list[Losses]:
-    """Return the terms of a loss apart, where it has several; not those of 16 bits, whose rounding hides them."""
-    numbers = {len(each.terms) for each in (whole, *parts)}
-    if losses.tolerance is None or len(numbers) > 1 or numbers <= {0, 1}:
+    """Return the terms of a loss apart, where it has several; not those of 16 bits, whose rounding hides them.
+
+    Each as its function made it, before it was scaled: numbers in there are taken to be of order 1.
+    """
+    kinds = {tuple(term.function for term in each.terms) for each in (whole, *parts)}
+    if losses.tolerance is None or len(kinds) > 1 or len(whole.terms) < 2:
         return []
-    columns = zip(*(each.terms for each in (whole, *parts)), strict=True)
-    found = [Losses(first, tuple(rest), losses.tolerance) for first, *rest in columns]
-    return [each for each in found if each.are_finite and each.size > _NOTHING * losses.size]
+    found = []
+    for number, term in enumerate(whole.terms):
+        first, *rest = (each.terms[number].value / (term.scale or 1.0) for each in (whole, *parts))
+        scale = max(1.0, abs(first), *map(abs, rest)) / max(abs(first), *map(abs, rest), 1e-30)
+        found.append(Losses(first, tuple(rest), losses.tolerance * scale))
+    return [each for each in found if each.are_finite]
 
 
-def _as_counted(means: list[ReductionRule], subject: _Subject, parts: Sequence[_Evaluated]) -> list[ReductionRule]:
+def _as_counted(rules: list[ReductionRule], subject: _Subject, parts: Sequence[_Evaluated]) -> list[ReductionRule]:
     """Return those that weigh parts as the loss function has counted their labels; all where none do.
 
     Losses that are nearly equal hardly tell shifted labels from others.
     """
     counts = [part.num_labels for part in parts]
     if None in counts:
-        return means
-    return [rule for rule in means if _shares(subject.weights(rule)) == _shares(counts)] or means
+        return rules
+    return [rule for rule in rules if _shares(subject.weights(rule)) == _shares(counts)] or rules
 
 
 def _shares(weights: Sequence[Any]) -> list[Fraction]:
@@ -287,6 +293,8 @@ class _Evaluation:
         """Whether all that computes may do so with 32 bits or more."""
         self._dtypes = weights
         self._seen = LossTerms()
+        self.has_skipped = False
+        """Whether the step has returned no loss, as Lightning allows."""
         self.is_sure = True
         """Whether all random numbers were told to be a sample's own."""
 
@@ -334,10 +342,12 @@ class _Evaluation:
             # Not through DDP, whose forward exchanges buffers; shards need their strategy.
             wrapped = trainer.strategy.model
             direct = wrapped is module or isinstance(wrapped, nn.parallel.DistributedDataParallel)
-            loss = _loss_in((module if direct else trainer.strategy).training_step(*arguments))
+            output = (module if direct else trainer.strategy).training_step(*arguments)
+        loss = _loss_in(output)
+        self.has_skipped |= output is None
         self.is_sure &= noise.is_sure
         self._dtypes.add(loss.dtype)
-        found = _Evaluated(float(loss.detach()), self._seen.of(loss), self._seen.num_labels)
+        found = _Evaluated(float(loss.detach()), self._seen.of(loss), self._seen.num_labels(loss))
         self._seen.begin()
         return found
 

@@ -84,6 +84,10 @@ class LossRules:
         start = time.perf_counter()
         answer = asked()
         self.seconds += time.perf_counter() - start
+        if answer.is_of_this_batch:
+            if not set(self.known).isdisjoint(answer.explained_by):
+                return Answer()  # nothing counts in one of the parts, as the rules have it
+            self.known = ()  # the next batch is asked
         if answer.rules:
             was_alone, self._hold_here_alone = self._hold_here_alone, answer.holds_here_alone
             if was_alone:

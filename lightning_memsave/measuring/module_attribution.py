@@ -44,7 +44,9 @@ class TopTensor:
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:
-    """Return for each module's name the one that it shares with its repetitions: in a list of one class of modules.
+    """Return for each module's name the one that it shares with its repetitions.
+
+    Those are members of one list, of one class, whose parameters have the same shapes.
 
     >>> import copy
     >>> block = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -53,12 +55,15 @@ def shared_names(model: nn.Module) -> dict[str, str]:
     """
     found = {"": ""}
     for prefix, parent in model.named_modules():
-        numbered = [type(child) for name, child in parent.named_children() if name.isdecimal()]
-        is_repeated = len(numbered) > 1 and len(set(numbered)) == 1
-        for name, _ in parent.named_children():
-            shared = "*" if is_repeated and name.isdecimal() else name
+        numbered = Counter(_make_of(child) for name, child in parent.named_children() if name.isdecimal())
+        for name, child in parent.named_children():
+            shared = "*" if name.isdecimal() and numbered[_make_of(child)] > 1 else name
             found[f"{prefix}.{name}" if prefix else name] = f"{found[prefix]}.{shared}" if prefix else shared
     return found
+
+
+def _make_of(module: nn.Module) -> tuple[Any, ...]:
+    return type(module), *(p.shape for p in module.parameters())
 
 
 @dataclass(frozen=True, kw_only=True)

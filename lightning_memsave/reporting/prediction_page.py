@@ -189,13 +189,16 @@ def _pictures(prediction: Prediction, plain: Prediction | None, budget_bytes: in
     """Yield the lines of a picture, or of two to one scale."""
     if prediction.timeline is None:
         return
-    if plain is None or plain.timeline is None:
-        yield from timeline_lines(prediction.timeline, budget_bytes=budget_bytes)
-    else:
-        scale = max(*plain.timeline.total_bytes, *prediction.timeline.total_bytes, budget_bytes or 0)
-        for title, line in zip(_HOLD_HEADINGS[1:], (plain.timeline, prediction.timeline), strict=True):
+    steps = {"": prediction.timeline}
+    if plain is not None and plain.timeline is not None:
+        steps = dict(zip(_HOLD_HEADINGS[1:], (plain.timeline, prediction.timeline), strict=True))
+    scale = max(max(line.total_bytes) for line in steps.values())
+    if budget_bytes is not None and budget_bytes > scale:
+        budget_bytes = None  # a line far above says nothing
+    for title, line in steps.items():
+        if title:
             yield f"{title}, {format_bytes(max(line.total_bytes))}"
-            yield from timeline_lines(line, scale, budget_bytes)
+        yield from timeline_lines(line, scale, budget_bytes)
     yield ", ".join(f"{_LETTERS[c]} {c}" for c in CATEGORIES).replace("_", " ")
     yield f"^ the peak{', - the budget' if budget_bytes else ''}"
 

@@ -35,6 +35,7 @@ from lightning_memsave.torch_internals.autograd_graph import (
     edge_of,
     function_modes,
     is_operator,
+    is_wrapped,
     sequence_nr_of,
     storage_key,
     version_of,
@@ -101,8 +102,8 @@ class CallTracker(TorchFunctionMode):
         """The outermost function that is running."""
         self.unseen_as: str | None = None
         """What calls are taken for that are not looked at now."""
-        self.edited: int | None = None
-        """The storage that the call edits which is running."""
+        self.edited: set[int] = set()
+        """The storages that the running call edits."""
         self.operands: dict[int, Any] = {}
         """What a recomputation needs and no node keeps, by the number of the node."""
         self.linears: dict[int, Seen] = {}
@@ -157,24 +158,26 @@ class CallTracker(TorchFunctionMode):
         self._num_calls += 1
         self.notes_statistics = False
         call = self.current = Call(traits.name, args, kwargs, self._num_calls)
-        if traits.is_in_place or call.argument(_INPLACE.get(traits.name, _NEVER), "inplace") is True:
-            self._note_edit(call.argument(0, "input"))
+        if traits.is_in_place or "out" in kwargs or _is_told_to_edit(call):
+            self._note_edits(kwargs["out"] if "out" in kwargs else call.argument(0, "input"))
         try:
             answer = self._ask(call) if traits.name in _ANSWERED else None
             result = func(*args, **kwargs) if answer is None else answer
         finally:
-            self.current, self.edited = before, None
+            self.current, self.edited = before, set()
         if type(result) is DeferredLogits:
             return result
         if isinstance(result, Tensor) and torch.is_grad_enabled() and (node := result.grad_fn) is not None:
             self._note(func, traits.note, call, result, node)
         return result
 
-    def _note_edit(self, edited: Any) -> None:
+    def _note_edits(self, edited: Any) -> None:
+        """Tell of tensors that the call is about to edit."""
         before_edit = self._before_edit()
-        if before_edit is not None and isinstance(edited, Tensor) and is_plain(edited):
-            self.edited = storage_key(edited)
-            before_edit(edited)
+        for tensor in edited if isinstance(edited, (list, tuple)) else (edited,):
+            if before_edit is not None and isinstance(tensor, Tensor) and _has_storage(tensor):
+                self.edited.add(storage_key(tensor))
+                before_edit(tensor)
 
     def _with_pending(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run a function of logits that nobody has computed: deferred, answered, or on the plain tensors."""
@@ -267,7 +270,8 @@ def _traits_of(func: Any) -> _Traits:
 
 def _find_traits(func: Any) -> _Traits:
     name = str(func) if is_operator(func) else getattr(func, "__name__", "")
-    is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    plain = name.split(".")[1] if is_operator(func) and "." in name else name  # of "aten.mul_.Tensor"
+    is_in_place = name == "__setitem__" or (plain.endswith("_") and not plain.endswith("__"))
     is_in_place = is_in_place or name in _IN_PLACE_OPERATORS
     return _Traits(name, is_in_place, func in _DATA, func in _HOOKING, _NOTED.get(func))
 
@@ -286,7 +290,16 @@ def _edges(changed: Any) -> Iterator[Edge]:
             yield edge
 
 
-_NEVER = 99  # no function has as many arguments
+def _has_storage(tensor: Tensor) -> bool:
+    return is_plain(tensor) and tensor.layout is torch.strided and not is_wrapped(tensor)
+
+
+def _is_told_to_edit(call: Call) -> bool:
+    """Return whether an argument says so."""
+    place = _INPLACE.get(call.name)
+    return place is not None and call.argument(place, "inplace") is True
+
+
 _INPLACE = {
     **dict.fromkeys(("relu", "relu6", "selu", "silu", "mish", "hardswish", "hardsigmoid"), 1),
     **dict.fromkeys(("elu", "celu", "leaky_relu"), 2),

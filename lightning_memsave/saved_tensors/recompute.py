@@ -52,7 +52,7 @@ class Source:
     depth: int = 0
 
 
-Storages = Set[int | None]
+Storages = Set[int]
 """Storages that no source may be in."""
 Handles = Mapping[Edge, "weakref.ref[SavedTensor]"]
 
@@ -79,40 +79,42 @@ class Derivation:
         node = tensor.grad_fn
         if node is None or self._calls.has_changed_itself(tensor):
             return None
-        own = {storage_key(tensor), self._calls.edited}  # as it will be another one when the call has ended
-        found = self._repeat(node, tensor.output_nr, own, MAX_DEPTH)
+        excluded = {storage_key(tensor), *self._calls.edited}  # the latter will be others when the call has ended
+        found = self._repeat(node, tensor.output_nr, excluded, MAX_DEPTH)
         return found if found is not None and found.fidelity >= wanted and found.needs else None
 
-    def _behind(self, node: Node | None, output_nr: int, own: Storages, budget: int) -> Source | None:
+    def _behind(self, node: Node | None, output_nr: int, excluded: Storages, budget: int) -> Source | None:
         """Return a source for one output of `node`: kept by somebody, a parameter, or repeatable."""
         if node is None:
             return None
         if (leaf := getattr(node, "variable", None)) is not None:
             return _parameter(leaf)
+        if self._calls.has_changed(node, output_nr):  # what is kept of it may be from before or after
+            return None
         handle = kept_of(self._handles, Edge(sequence_nr_of(node), output_nr))
         if handle is not None and handle.producer != node.name():  # the same number in another thread
             handle = None
-        return _kept(handle, own, budget) or self._repeat(node, output_nr, own, budget)
+        return _kept(handle, excluded, budget) or self._repeat(node, output_nr, excluded, budget)
 
-    def _repeat(self, node: Node, output_nr: int, own: Storages, budget: int) -> Source | None:
+    def _repeat(self, node: Node, output_nr: int, excluded: Storages, budget: int) -> Source | None:
         make_rule = RULES.get(node.name())
         if make_rule is None or budget <= 0 or self._calls.has_changed(node, output_nr):
             return None
         try:
             rule = make_rule(node, output_nr, self._operands)
-            return None if rule is None else self._follow(node, rule, own, budget)
+            return None if rule is None else self._follow(node, rule, excluded, budget)
         except UnreadableError:
             return None
 
-    def _follow(self, node: Node, rule: Rule, own: Storages, budget: int) -> Source | None:
+    def _follow(self, node: Node, rule: Rule, excluded: Storages, budget: int) -> Source | None:
         edges = inputs_of(node)
         sources = []
         for index in rule.inputs:
             producer, producer_nr = edges[index]
             if producer is None and rule.kept is not None:
-                source = _kept(packed(node, rule.kept), own, budget - 1)
+                source = _kept(packed(node, rule.kept), excluded, budget - 1)
             else:
-                source = self._behind(producer, producer_nr, own, budget - 1)
+                source = self._behind(producer, producer_nr, excluded, budget - 1)
             if source is None:
                 return None
             if source.fidelity < Fidelity.EXACT and not rule.is_linear:
@@ -166,13 +168,13 @@ def _share_noise(sources: Sequence[Source]) -> bool:
     return False
 
 
-def _kept(handle: Kept | Tensor | None, own: Storages, budget: int) -> Source | None:
+def _kept(handle: Kept | Tensor | None, excluded: Storages, budget: int) -> Source | None:
     """Return a source for what somebody else keeps; `None` where it cannot serve as one."""
     if isinstance(handle, Passed):
         return Source(handle.get, Fidelity.EXACT)
     if isinstance(handle, Tensor):  # a number, which torch keeps without hooks
         return Source(lambda: handle, Fidelity.EXACT)
-    if not isinstance(handle, SavedTensor) or handle.entry.storage_key in own or not handle.entry.is_unchanged:
+    if not isinstance(handle, SavedTensor) or handle.entry.storage_key in excluded or not handle.entry.is_unchanged:
         return None
     entry = handle.entry
     depth = getattr(entry.encoding, "depth", 0)

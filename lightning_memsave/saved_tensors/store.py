@@ -249,7 +249,8 @@ class SavedTensorStore:
             entry = self._entries[key] = SavedStorage(tensor, self._recent)
             self._waiting.append(weakref.ref(entry))
         handle = SavedTensor(entry, tensor)
-        if (edge := edge_of(tensor)) is not None:
+        # What its node made is another tensor where somebody has edited it since without autograd.
+        if (edge := edge_of(tensor)) is not None and not self._calls.has_changed_itself(tensor):
             # Under `create_graph` backward keeps what it has unpacked or decoded under its old edge: the first stands.
             first = kept_of(self._handles, edge)
             if first is None or first.entry is entry:
@@ -310,7 +311,7 @@ class SavedTensorStore:
         key = storage_key(edited)
         for entry in self.entries():
             needs = entry.encoding.needs if isinstance(entry.encoding, encodings.Recompute) else ()
-            if any(isinstance(n, SavedTensor) and n.entry.is_raw and n.entry.storage_key == key for n in needs):
+            if any(isinstance(need, SavedTensor) and need.entry.storage_key == key for need in needs):
                 entry.become_raw(entry.encoding.flat().untyped_storage())
 
     def _note_rows(self, entry: SavedStorage, tensor: Tensor) -> bool:

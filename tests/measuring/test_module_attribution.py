@@ -95,9 +95,10 @@ def test_what_is_made_belongs_to_the_innermost_module_that_runs():
     }
 
 
-def test_modules_repeat_each_other_where_a_list_is_of_one_class():
+def test_members_of_a_list_repeat_each_other_where_class_and_shapes_are_the_same():
     layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))
-    model = nn.ModuleDict({"layers": layers, "one": nn.Sequential(nn.Linear(2, 2)), "7": nn.ReLU()})
+    mlp = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2), nn.Linear(4, 2))
+    model = nn.ModuleDict({"layers": layers, "one": nn.Sequential(nn.Linear(2, 2)), "7": nn.ReLU(), "mlp": mlp})
     assert shared_names(model) == {
         "": "",
         "layers": "layers",
@@ -107,6 +108,10 @@ def test_modules_repeat_each_other_where_a_list_is_of_one_class():
         "one": "one",
         "one.0": "one.0",
         "7": "7",
+        "mlp": "mlp",
+        "mlp.0": "mlp.0",  # another shape
+        "mlp.1": "mlp.*",
+        "mlp.2": "mlp.*",
     }
 
 

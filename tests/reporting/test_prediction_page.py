@@ -109,6 +109,13 @@ def test_two_steps_are_drawn_to_one_scale_with_the_budget_as_a_line():
     ]
 
 
+def test_a_budget_above_all_steps_is_no_line():
+    assert "the budget" not in printed(CODED, plain=PLAIN, budget_bytes=GIB)
+    alone = printed(CODED, budget_bytes=3 * MIB)
+    assert "  3.0 MiB |" in alone
+    assert "- the budget" in alone
+
+
 def test_the_page_of_two_steps_has_both_the_budget_and_what_is_left(tmp_path):
     text = write_figure(CODED, tmp_path / "page.html", plain=PLAIN, budget_bytes=5 * MIB).read_text("utf-8")
     assert all(each in text for each in ("peak 9.0 MiB", "peak 4.0 MiB", "plain step", "with the settings", "budget"))

@@ -335,3 +335,22 @@ class Attending(nn.Module):
 def test_one_tensor_that_is_given_several_times_is_one_again(make, groups):
     plain = Attending(make)
     assert_same_steps(plain, with_regions(plain, groups), samples().unsqueeze(0))
+
+
+class Interleaved(nn.Module):
+    """Keeps every other element, as rotary positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.layer(x)
+        even, odd = y[..., ::2], y[..., 1::2]
+        return torch.stack([even * odd, odd.sin() * even], -1).flatten(-2)
+
+
+@pytest.mark.parametrize("groups", [[names(1)], [names(3)]])
+def test_strided_views_are_compared_as_well(groups):
+    plain = Loop(Interleaved)
+    assert_same_steps(plain, with_regions(plain, groups), samples())

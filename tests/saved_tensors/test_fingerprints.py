@@ -21,6 +21,8 @@ MADE = {
     "bool": lambda: torch.rand(300) < 0.3,
     "transposed": lambda: torch.randn(30, 40).t(),
     "a slice": lambda: torch.randn(30, 40)[::3, 1:5],
+    "every other element": lambda: torch.randn(30, 40)[:, ::2],
+    "every other of one row": lambda: torch.randn(64)[::2],
     "expanded": lambda: torch.randn(5, 1).expand(5, 6),
     "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
     "a scalar": lambda: torch.tensor(-2.5),

@@ -191,7 +191,7 @@ def test_a_tensor_is_told_of_before_it_is_edited(name):
     owner, h = Owner(None), torch.randn(3, 4)
     with owner.calls:
         EDITS[name](h)
-        assert owner.calls.edited is None
+        assert owner.calls.edited == set()
     edits = name not in ("nothing", "a mode that is no edit")
     assert [(tensor is h, version) for tensor, version in owner.edited] == [(True, 0)] * edits
     assert h._version > 0 or not edits

@@ -233,3 +233,80 @@ def test_what_is_only_logged_may_keep_a_tensor_that_is_edited(edit, dead, before
         assert torch.equal(gradient, plain)
     else:
         assert (gradient - plain).norm() < 0.05 * plain.norm()
+
+
+@torch.no_grad()
+def clamp(h):
+    h.clamp_(min=0)
+
+
+@torch.no_grad()
+def into(h):
+    torch.mul(h, 2, out=h)
+
+
+UNSEEN = {
+    "without gradients": clamp,
+    "into it": into,
+    "detached": lambda h: h.detach().mul_(2),
+    "an initialiser": lambda h: nn.init.ones_(h.detach()),
+}
+
+
+@pytest.mark.parametrize("derived", [lambda h: h * 2, torch.relu, torch.tanh])
+@pytest.mark.parametrize("edit", UNSEEN)
+def test_what_was_computed_before_an_edit_is_not_computed_again_from_what_is_kept_after_it(edit, derived):
+    torch.manual_seed(0)
+    first, last, x = nn.Linear(64, 64), nn.Linear(64, 64), torch.randn(32, 64)
+
+    def loss_of():
+        h = first(x)
+        k = derived(h)
+        UNSEEN[edit](h)
+        return (last(h) + last(k)).square().mean()
+
+    try:
+        (plain,) = torch.autograd.grad(loss_of(), last.weight)
+    except RuntimeError:
+        pytest.skip("plain torch refuses it")
+    with exact().scope():
+        loss = loss_of()
+    assert torch.equal(torch.autograd.grad(loss, last.weight)[0], plain)
+
+
+LATER = {
+    "an item": lambda h: h.__setitem__(0, 0.0),
+    "several": lambda h: torch._foreach_mul_([h], 2.0),
+    "an operator": lambda h: torch.ops.aten.mul_.Scalar(h, 2.0),
+}
+
+
+@pytest.mark.parametrize("edit", LATER)
+def test_what_is_computed_again_is_held_before_its_source_is_edited(edit):
+    """The source is computed again itself, and kept by what is only logged."""
+    torch.manual_seed(0)
+    first, last, x = nn.Linear(64, 64), nn.Linear(64, 64), torch.randn(32, 64)
+
+    def loss_of():
+        h = F.gelu(first(x))
+        logged = h.square().mean()
+        loss = last(h * 2).square().mean()
+        LATER[edit](h)
+        return loss, logged
+
+    (plain,) = torch.autograd.grad(loss_of()[0], last.weight)
+    with exact().scope():
+        loss, logged = loss_of()
+    assert torch.equal(torch.autograd.grad(loss, last.weight)[0], plain)
+    del logged
+
+
+def test_tensors_without_storage_are_edited_as_ever():
+    weight = torch.randn(8, 8, requires_grad=True)
+    adjacency = torch.eye(8).to_sparse()
+    with exact().scope():
+        adjacency *= 0.5
+        mapped = torch.func.vmap(lambda row: row.clone().add_(1))(torch.randn(4, 8))
+        loss = (torch.sparse.mm(adjacency, weight) @ mapped.T).sum()
+    loss.backward()
+    assert torch.allclose(weight.grad, 0.5 * mapped.sum(0).expand(8, 8))

@@ -349,3 +349,7 @@ def test_several_selectors_name_modules():
     assert Checkpointing(modules=["1"]) == Checkpointing(modules="1")
     with pytest.raises(ValueError, match=r"`Checkpointing.modules` must be patterns, classes of modules"):
         Checkpointing(modules=[nn.Linear, 3])
+    with pytest.raises(ValueError, match=r"`Checkpointing.modules` must name modules"):
+        Checkpointing(modules=[])
+    with pytest.raises(ValueError, match=r"must match at least one module, got 'nothing'"):
+        apply_checkpointing(nn.Sequential(nn.Linear(8, 8)), Checkpointing(modules=["Linear", "nothing"]))

@@ -57,12 +57,14 @@ def round_to_float16(flat: Tensor, seed: int) -> Tensor | None:
 
 
 def sums(flat: Tensor) -> tuple[float, float] | None:
-    """Return the sum of float32 elements, [n], and that of their magnitudes; `None` where there is no kernel.
+    """Return the sum of float32 elements, [n], and that of their magnitudes.
+
+    `None` where there is no kernel, or they do not lie together.
 
     Added in an order of its own: equal to any other sum up to rounding.
     """
-    is_native = _has_native(flat.device) and flat.dtype == torch.float32 and not is_fake(flat)
-    return native.sums(flat) if is_native else None
+    is_native = _has_native(flat.device) and flat.dtype == torch.float32 and flat.is_contiguous()
+    return native.sums(flat) if is_native and not is_fake(flat) else None
 
 
 def pack_mask(mask: Tensor) -> Tensor:

@@ -96,6 +96,9 @@ class Checkpointing:
         self._check_budget()
         if self.modules is not None:
             selectors = as_selectors("Checkpointing.modules", self.modules)
+            if not selectors:
+                rule = "must name modules"
+                raise setting_error("Checkpointing.modules", rule, self.modules, "Leave it out for repeated blocks.")
             object.__setattr__(self, "modules", selectors[0] if len(selectors) == 1 else selectors)
         if not chosen or self.modules is not None:
             object.__setattr__(self, "method", "blocks")  # so that both ways to say so are equal

@@ -52,7 +52,9 @@ def select_regions(
             for name, module in model.named_modules()
             if name and any(is_selected(each, name, module) for each in selectors)
         ]
-        found = _outermost([called for name, module in matching for called in _called(name, module)])
+        unused = [each for each in selectors if not any(is_selected(each, name, module) for name, module in matching)]
+        wanted = unused[0] if unused else wanted
+        found = [] if unused else _outermost([each for name, module in matching for each in _called(name, module)])
         _refuse_scripted(model, "Checkpointing.modules", [name for name, _ in found])
     if not found:
         called = (m for n, m in model.named_modules() if n and any(m.children()) and _is_called(m))
