@@ -344,7 +344,7 @@ class _Evaluation:
             direct = wrapped is module or isinstance(wrapped, nn.parallel.DistributedDataParallel)
             output = (module if direct else trainer.strategy).training_step(*arguments)
         loss = _loss_in(output)
-        self.has_skipped |= output is None
+        self.has_skipped |= (output.get("loss") if isinstance(output, dict) else output) is None
         self.is_sure &= noise.is_sure
         self._dtypes.add(loss.dtype)
         found = _Evaluated(float(loss.detach()), self._seen.of(loss), self._seen.num_labels(loss))

@@ -109,6 +109,7 @@ class LossTerms(TorchFunctionMode):
         )
         if is_loss:
             args, kwargs = tuple(map(_wide, args)), {key: _wide(value) for key, value in kwargs.items()}
+        num_labels = self._labels_of(args, kwargs) if is_loss and name in _IGNORING else None
         total = self._combined(name, args, kwargs)  # before it may edit one
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.dim() == 0 and not result.is_complex():
@@ -116,7 +117,7 @@ class LossTerms(TorchFunctionMode):
                 self._made[id(result)] = result, name, float(result.detach())
                 total = _Sum({id(result): 1.0})
                 if name in _IGNORING and is_loss:
-                    self._counts[id(result)] = self._labels_of(args, kwargs)
+                    self._counts[id(result)] = num_labels
             self._sums[id(result)] = result, total
         return result
 

@@ -100,6 +100,12 @@ def test_labels_are_counted_where_a_plain_mean_is_taken_of_them():
     assert terms.ignored == {-100, 3}
 
 
+def test_labels_that_are_ignored_are_noted_where_each_has_a_loss_of_its_own():
+    with LossTerms() as terms:
+        F.cross_entropy(torch.randn(6, 4), torch.tensor([0, 1, 2, 2, 3, 3]), ignore_index=2, reduction="none")
+    assert terms.ignored == {2}
+
+
 def test_labels_of_what_is_only_logged_do_not_count():
     logits, labels = torch.randn(6, 4), torch.tensor([0, 1, -100, 2, 3, 3])
     with LossTerms() as terms:
