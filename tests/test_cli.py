@@ -275,7 +275,7 @@ def test_plan_as_data_and_as_a_picture(users_module, capsys, tmp_path):
 def test_settings_are_shown_beside_the_plain_step(users_module, capsys, tmp_path):
     pytest.importorskip("plotly")
     page = tmp_path / "steps.html"
-    subject = ["plan", "users:Wide", "--batch", "users:wide"]
+    subject = ["plan", "users:Rectified", "--batch", "users:wide"]
     assert cli.main([*subject, "--recipe", "measure", "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert cli.main([*subject, "--activations", "int4", "--json"]) == 0

@@ -46,7 +46,8 @@ class TopTensor:
 def shared_names(model: nn.Module) -> dict[str, str]:
     """Return for each module's name the one that it shares with its repetitions.
 
-    Those are members of one list, of one class, whose parameters have the same shapes.
+    Those are members of one list, of one class, whose parameters have the same shapes: modules with children, as the
+    blocks of a network, or all members of the list. Two linear layers among others of one block are no repetitions.
 
     >>> import copy
     >>> block = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -57,7 +58,8 @@ def shared_names(model: nn.Module) -> dict[str, str]:
     for prefix, parent in model.named_modules():
         numbered = Counter(_make_of(child) for name, child in parent.named_children() if name.isdecimal())
         for name, child in parent.named_children():
-            shared = "*" if name.isdecimal() and numbered[_make_of(child)] > 1 else name
+            is_block = len(numbered) == 1 or next(child.children(), None) is not None
+            shared = "*" if name.isdecimal() and is_block and numbered[_make_of(child)] > 1 else name
             found[f"{prefix}.{name}" if prefix else name] = f"{found[prefix]}.{shared}" if prefix else shared
     return found
 

@@ -97,8 +97,13 @@ def test_what_is_made_belongs_to_the_innermost_module_that_runs():
 
 def test_members_of_a_list_repeat_each_other_where_class_and_shapes_are_the_same():
     layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))
-    mlp = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2), nn.Linear(4, 2))
-    model = nn.ModuleDict({"layers": layers, "one": nn.Sequential(nn.Linear(2, 2)), "7": nn.ReLU(), "mlp": mlp})
+    stages = nn.ModuleList(nn.Sequential(nn.Linear(2, width)) for width in (2, 4, 4))
+    parts = {
+        "one": nn.Sequential(nn.Linear(2, 2)),
+        "7": nn.ReLU(),
+        "mlp": nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Tanh()),
+    }
+    model = nn.ModuleDict({"layers": layers, "stages": stages, **parts})
     assert shared_names(model) == {
         "": "",
         "layers": "layers",
@@ -108,10 +113,13 @@ def test_members_of_a_list_repeat_each_other_where_class_and_shapes_are_the_same
         "one": "one",
         "one.0": "one.0",
         "7": "7",
+        "stages": "stages",
+        "stages.0": "stages.0",  # of another shape
+        "stages.0.0": "stages.0.0",
+        **{f"stages.{i}": "stages.*" for i in (1, 2)},
+        **{f"stages.{i}.0": "stages.*.0" for i in (1, 2)},
         "mlp": "mlp",
-        "mlp.0": "mlp.0",  # another shape
-        "mlp.1": "mlp.*",
-        "mlp.2": "mlp.*",
+        **{f"mlp.{i}": f"mlp.{i}" for i in range(3)},  # parts of one block
     }
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from torch import nn
 
 from lightning_memsave import Checkpointing, EarlyZeroGrad, Microbatching, OptimizerState, Recipe
 from lightning_memsave.planner.recipes import RECIPES, resolve
@@ -35,16 +36,16 @@ def test_as_dict_is_plain_and_names_functions_and_classes():
         (
             EarlyZeroGrad(),
             Microbatching(size=2, weight_fn=tokens),
-            Checkpointing(modules=Microbatching),
+            Checkpointing(modules=nn.Linear),
             OptimizerState(),
         ),
     )
     plain = json.loads(json.dumps(recipe.as_dict()))
     assert plain["microbatching"]["size"] == 2
     assert plain["microbatching"]["weight_fn"].endswith("tokens")
-    assert plain["checkpointing"]["modules"] == "Microbatching"
+    assert plain["checkpointing"]["modules"] == "Linear"
     assert plain["recipe"].startswith("mine, microbatch=Microbatching(size=2, weight_fn=")
-    assert plain["recipe"].endswith(", checkpointing=Checkpointing(modules=Microbatching), optimizer_state=8bit")
+    assert plain["recipe"].endswith(", checkpointing=Checkpointing(modules=Linear), optimizer_state=8bit")
 
 
 def test_unknown_recipes_list_what_there_is():
