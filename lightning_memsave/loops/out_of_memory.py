@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-from lightning.pytorch.utilities.memory import is_oom_error
 
 from lightning_memsave.core.remedies import remedies_for
 from lightning_memsave.core.units import format_bytes
@@ -25,6 +24,7 @@ _MESSAGES = (
     "cannot allocate memory",
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
+    "cudnn error: cudnn_status_not_supported.",  # of an input too large for its kernels
     "device_allocation_failed",
     "ur_result_error_out_of_device_memory",
     "ur_result_error_out_of_host_memory",
@@ -43,10 +43,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    text = str(error).lower()
     if not isinstance(error, RuntimeError):
         return False
-    return is_oom_error(error) or any(m in text for m in _MESSAGES) or (_NO_ENGINE in text and _is_nearly_full())
+    text = str(error).lower()
+    return any(m in text for m in _MESSAGES) or (_NO_ENGINE in text and _is_nearly_full())
 
 
 def _is_nearly_full() -> bool:

@@ -43,8 +43,9 @@ from lightning_memsave.saved_tensors.randomness import Randomness
 from lightning_memsave.simulation.cuda_autocast import CudaAutocast
 from lightning_memsave.simulation.fake_model import Copying, fake_copy, fakes_of, hidden_from_transformers, unlogged
 from lightning_memsave.simulation.global_state_guard import names_kept, outside_kept
+from lightning_memsave.simulation.known_sizes import ReadsValueError
 from lightning_memsave.simulation.predicted_step import Prediction, prediction_of
-from lightning_memsave.simulation.value_propagation import FactsMode, ReadsValueError
+from lightning_memsave.simulation.value_propagation import FactsMode
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
 from lightning_memsave.techniques.microbatching.split import cloned, even_sizes, resized, take

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_memsave.simulation.known_sizes import pad_packed_sequence
 from lightning_memsave.simulation.value_propagation import FactsMode, forget_values, note_values
 from lightning_memsave.torch_internals.containers import nested, refill
 from lightning_memsave.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
@@ -275,12 +276,14 @@ class Copying(TorchFunctionMode):
         self._copied = copied or _copied
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `copied` for copies, forget values after conversions, and run any other function as it is."""
+        """Run `copied` for copies, forget values after conversions, and run nearly any other function as it is."""
         if func in (Tensor.__deepcopy__, nn.Parameter.__deepcopy__):
             tensor, memo = args
             if id(tensor) not in memo:
                 memo[id(tensor)] = self._copied(tensor)
             return memo[id(tensor)]
+        if func is torch._VF._pad_packed_sequence:
+            return pad_packed_sequence(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if func in _CONVERSIONS and isinstance(out, FakeTensor):
             out.fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()

@@ -29,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.measuring.source_lines import line_text, user_line
 from lightning_memsave.simulation.kernel_outputs import CORRECTIONS
+from lightning_memsave.simulation.known_sizes import ReadsValueError, sized_by_values
 from lightning_memsave.torch_internals.fake_tensors import (
     UNKNOWN,
     DataDependentOutputException,
@@ -54,10 +55,6 @@ _lost: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 _MODES = ("lightning_memsave.measuring.", "lightning_memsave.simulation.")
 
 
-class ReadsValueError(RuntimeError):
-    """A step reads a value that is not known; the text tells the line."""
-
-
 class FactsMode(TorchDispatchMode):
     """Follows facts while it is entered; above the fake mode, below whoever counts."""
 
@@ -66,13 +63,14 @@ class FactsMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is aten._local_scalar_dense.default:
-            return _read(func, args[0])
-        if func is aten.set_.source_Storage_storage_offset:
-            return _uncached(func, args, kwargs)
-        if func is aten.equal.default:
-            return _equals(func, *args)
-        out = func(*args, **kwargs)
+        if (answer := _ANSWERS.get(func)) is not None:
+            return answer(func, args, kwargs)
+        if func is aten.detach.default and not is_fake(args[0]):  # what is read in C++ stays real
+            with unset_fake_temporarily():
+                return func(*args)
+        out = sized_by_values(func, args, kwargs, _values_of)
+        if out is None:
+            out = func(*args, **kwargs)
         if (correct := CORRECTIONS.get(func)) is not None:
             return correct(func, args, kwargs, out)
         if _follow(func, args, kwargs, out):
@@ -189,7 +187,8 @@ def _facts_in(values: Tensor) -> Facts:
     return Facts(low, high, 1 if low == high else None)
 
 
-def _read(func: Any, tensor: Tensor) -> Any:
+def _read(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor: Tensor = args[0]
     if (values := _values_of(tensor)) is not None:
         with unset_fake_temporarily():
             return values.item()
@@ -216,7 +215,8 @@ def _is_library(frame: FrameType | None) -> bool:
     return False
 
 
-def _equals(func: Any, first: Tensor, second: Tensor) -> bool:
+def _equals(func: Any, args: Any, kwargs: Any) -> bool:
+    first, second = args
     one, other = _values_of(first), _values_of(second)
     if one is not None and other is not None:
         with unset_fake_temporarily():
@@ -224,6 +224,13 @@ def _equals(func: Any, first: Tensor, second: Tensor) -> bool:
     if _is_library(sys._getframe(2)):
         return False
     raise ReadsValueError(f"read at {line_text(user_line(2))}")
+
+
+_ANSWERS: Mapping[Any, Callable[[Any, Any, Any], Any]] = {
+    aten._local_scalar_dense.default: _read,
+    aten.equal.default: _equals,
+    aten.set_.source_Storage_storage_offset: _uncached,
+}
 
 
 # ------------------------------------------------------------------------------- rules: (args, kwargs) -> facts

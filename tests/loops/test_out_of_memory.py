@@ -48,6 +48,12 @@ def test_what_is_raised_under_a_limit_of_addresses_is_memory_that_ran_out(text):
     assert not is_out_of_memory(ValueError(text))
 
 
+def test_an_error_of_the_users_without_a_text_is_another_error():
+    assert not is_out_of_memory(RuntimeError(5))
+    assert not is_out_of_memory(RuntimeError())
+    assert not is_out_of_memory(RuntimeError({"CUDA": "out"}))
+
+
 ADVICE = {
     "optimizer_state": 'optimizer_state="8bit"',
     "activations": 'activations="exact"',

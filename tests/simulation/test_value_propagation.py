@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from lightning_memsave.simulation import value_propagation
 from lightning_memsave.simulation.fake_model import fake_tensors
-from lightning_memsave.simulation.value_propagation import ReadsValueError, note_values
+from lightning_memsave.simulation.known_sizes import ReadsValueError
+from lightning_memsave.simulation.value_propagation import note_values
 from lightning_memsave.torch_internals.fake_tensors import facts_of, has_two_values, integer_range, is_fake
 
 
@@ -110,6 +111,7 @@ def test_large_tensors_are_not_followed(monkeypatch):
 
 
 def test_nothing_of_the_values_lives_on():
+    gc.collect()  # of tests that ended with an error
     before, real = len(value_propagation._values), ids()
     with fake_tensors(nn.Identity()) as fake:
         x = fake(real)
