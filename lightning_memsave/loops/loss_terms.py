@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -26,12 +26,16 @@ _FROM = frozenset(("rsub", "__rsub__"))
 _TIMES = frozenset(("mul", "mul_", "__mul__", "__rmul__", "__imul__"))
 _OVER = frozenset(("div", "div_", "true_divide", "__truediv__", "__itruediv__"))
 _NEGATIVE = frozenset(("neg", "negative", "__neg__"))
-_OF_TWO = _PLUS | _MINUS | _FROM | _TIMES | _OVER
-_SAME_NUMBER = frozenset(
+_PRODUCTS = frozenset(("dot", "matmul", "__matmul__", "inner"))
+_OF_TWO = _PLUS | _MINUS | _FROM | _TIMES | _OVER | _PRODUCTS
+_SAME_NUMBERS = frozenset(
     ("to", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "clone", "contiguous")  # another tensor
-) | frozenset(("squeeze", "view", "reshape", "mean", "sum", "detach"))
-"""Functions that return the number that they are given, where that is a tensor of no dimension."""
+) | frozenset(("squeeze", "unsqueeze", "view", "reshape", "flatten", "ravel", "detach"))
+"""Functions that return the numbers that they are given."""
+_SUMS, _JOINED = frozenset(("sum", "mean")), frozenset(("stack", "cat", "concat", "concatenate", "hstack"))
 _MOST_TERMS = 64
+S = TypeVar("S")
+T = TypeVar("T")
 _NEAR = 1e-4  # relative: terms that do not add up to the loss are not all of it
 
 
@@ -63,7 +67,7 @@ class Term:
 
 
 class LossTerms(TorchFunctionMode):
-    """Follows a loss through the sums that it is made of.
+    """Follows a loss through the sums that it is made of, and through lists of numbers that are summed up.
 
     Loss functions get 16-bit numbers as float32, so that rounding hides less.
     """
@@ -76,13 +80,13 @@ class LossTerms(TorchFunctionMode):
 
     def begin(self) -> None:
         """Forget what the evaluation before has computed."""
-        self._sums: dict[int, tuple[Tensor, _Sum]] = {}  # with the tensor, so that its id is not given away
+        self._sums: dict[int, tuple[Tensor, list[_Sum]]] = {}  # with the tensor, so that its id is not given away
         self._made: dict[int, tuple[Tensor, str, float]] = {}  # function and value
         self._counts: dict[int, int | None] = {}  # of labels, by the id of the mean over them
 
     def of(self, loss: Tensor) -> tuple[Term, ...]:
         """Return the terms of a loss by function; one of all where they are not known."""
-        value, total = float(loss.detach()), self._sum_of(loss)
+        value, (total,) = float(loss.detach()), self._sums_of(loss)
         known = [(made, factor) for made, factor in total.factors.items() if made in self._made]
         found = total.constant + sum(factor * self._made[made][2] for made, factor in known)
         if len(known) < len(total.factors) or not abs(found - value) <= _NEAR * max(abs(value), 1e-30):
@@ -96,7 +100,8 @@ class LossTerms(TorchFunctionMode):
 
     def num_labels(self, loss: Tensor) -> int | None:
         """Return the number of labels of which the loss has a mean; `None` where that is not one, or no plain one."""
-        counts = [count for made, count in self._counts.items() if made in self._sum_of(loss).factors]
+        factors = self._sums_of(loss)[0].factors
+        counts = [count for made, count in self._counts.items() if made in factors]
         return counts[0] if len(counts) == 1 else None
 
     def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
@@ -110,15 +115,15 @@ class LossTerms(TorchFunctionMode):
         if is_loss:
             args, kwargs = tuple(map(_wide, args)), {key: _wide(value) for key, value in kwargs.items()}
         num_labels = self._labels_of(args, kwargs) if is_loss and name in _IGNORING else None
-        total = self._combined(name, args, kwargs)  # before it may edit one
+        sums = self._combined(name, args, kwargs)  # before it may edit one
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.dim() == 0 and not result.is_complex():
-            if total is None:
-                self._made[id(result)] = result, name, float(result.detach())
-                total = _Sum({id(result): 1.0})
+        if isinstance(result, Tensor) and not result.is_complex():
+            if sums is not None and len(sums) == result.numel():
+                self._sums[id(result)] = result, sums
+            elif result.numel() == 1:
+                self._make(result, name)
                 if name in _IGNORING and is_loss:
                     self._counts[id(result)] = num_labels
-            self._sums[id(result)] = result, total
         return result
 
     def _labels_of(self, args: Any, kwargs: dict[str, Any]) -> int | None:
@@ -133,49 +138,100 @@ class LossTerms(TorchFunctionMode):
             return int(target.ne(-100 if ignored is None else ignored).sum())
         return None
 
-    def _sum_of(self, value: Any) -> _Sum:
-        """Return what a number is the sum of."""
+    def _make(self, value: Tensor, name: str) -> list[_Sum]:
+        self._made[id(value)] = value, name, float(value.detach())
+        self._sums[id(value)] = value, (sums := [_Sum({id(value): 1.0})])
+        return sums
+
+    def _sums_of(self, value: Any) -> list[_Sum]:
+        """Return what numbers are the sums of; where they are several and not known, nothing."""
         if not isinstance(value, Tensor):
-            return _Sum({}, float(value))
+            return [_Sum({}, float(value))]
         known = self._sums.get(id(value))
         if known is not None and known[0] is value:
             return known[1]
-        self._made[id(value)] = value, "", float(value.detach())
-        return _Sum({id(value): 1.0})
+        return self._make(value, "") if value.numel() == 1 else []
 
-    def _combined(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> _Sum | None:
-        """Return the sum that a function makes of sums; `None` for all else."""
-        if name in _SAME_NUMBER or name in _NEGATIVE:
-            if not args or not isinstance(args[0], Tensor) or not _is_number(args[0]):
+    def _combined(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Sum] | None:
+        """Return the sums that a function makes of sums; `None` for all else."""
+        if name in _JOINED:
+            return self._joined(*args[:1])
+        if name in _SAME_NUMBERS | _NEGATIVE | _SUMS:
+            if not args or not _are_numbers(args[0]) or not isinstance(args[0], Tensor):
                 return None
-            return self._sum_of(args[0]).times(-1.0 if name in _NEGATIVE else 1.0)
-        if name not in _OF_TWO or len(args) != 2 or not all(map(_is_number, args)) or not kwargs.keys() <= {"alpha"}:
+            sums = self._sums_of(args[0])
+            if name in _SUMS:
+                return _total(sums, 1 / max(1, len(sums)) if name == "mean" else 1.0)
+            return [each.times(-1.0) for each in sums] if name in _NEGATIVE else sums
+        if name not in _OF_TWO or len(args) != 2 or not all(map(_are_numbers, args)) or not kwargs.keys() <= {"alpha"}:
             return None
-        first, second = map(self._sum_of, args)
         if name in _PLUS | _MINUS | _FROM:
-            alpha = float(kwargs.get("alpha", 1))
-            total = second.plus(first.times(-alpha)) if name in _FROM else None
-            total = total or first.plus(second.times(alpha if name in _PLUS else -alpha))
-        else:
-            total = self._scaled(first, second, *args, is_quotient=name in _OVER)
-        return None if total is None or len(total.factors) > _MOST_TERMS else total
+            return self._added(name, args[0], args[1], float(kwargs.get("alpha", 1)))
+        scaled = self._scaled(*args, is_quotient=name in _OVER)
+        return _total(scaled) if name in _PRODUCTS and scaled is not None else scaled
 
-    def _scaled(self, first: _Sum, second: _Sum, left: Any, right: Any, *, is_quotient: bool) -> _Sum | None:
-        """Return a multiple of a sum; `None` where both are made, and which is the factor cannot be told."""
-        factor = float(right.detach()) if isinstance(right, Tensor) else float(right)
+    def _joined(self, tensors: Any = None) -> list[_Sum] | None:
+        """Return the numbers of several tensors one after another."""
+        if not isinstance(tensors, (list, tuple)) or not all(map(_are_numbers, tensors)):
+            return None
+        if sum(tensor.numel() for tensor in tensors) > _MOST_TERMS:
+            return None
+        return [each for tensor in tensors for each in self._sums_of(tensor)]
+
+    def _added(self, name: str, left: Any, right: Any, alpha: float) -> list[_Sum] | None:
+        pairs = _paired(self._sums_of(left), self._sums_of(right))
+        if name in _FROM:
+            pairs = [(second, first) for first, second in pairs]
+        factor = alpha if name in _PLUS else -alpha
+        sums = [first.plus(second.times(factor)) for first, second in pairs]
+        return sums if all(len(each.factors) <= _MOST_TERMS for each in sums) else None
+
+    def _scaled(self, left: Any, right: Any, *, is_quotient: bool) -> list[_Sum] | None:
+        """Return multiples of sums; `None` where both are made, and which is the factor cannot be told."""
+        first, second = self._sums_of(left), self._sums_of(right)
+        is_first_known = any(len(each.factors) > 1 for each in first) or len(first) > 1
+        is_second_known = any(len(each.factors) > 1 for each in second) or len(second) > 1
         if is_quotient:
-            is_known = not isinstance(right, Tensor) or len(first.factors) > 1
-            return first.times(1 / factor) if is_known and factor and math.isfinite(factor) else None
-        if not isinstance(right, Tensor) or (len(first.factors) > 1 and len(second.factors) == 1):
-            return first.times(factor)
-        if not isinstance(left, Tensor) or (len(second.factors) > 1 and len(first.factors) == 1):
-            return second.times(float(left.detach()) if isinstance(left, Tensor) else float(left))
+            is_known = not isinstance(right, Tensor) or is_first_known
+            return _times(first, [1 / f if f else math.nan for f in _values(right)]) if is_known else None
+        if not isinstance(right, Tensor) or (is_first_known and not is_second_known):
+            return _times(first, _values(right))
+        if not isinstance(left, Tensor) or (is_second_known and not is_first_known):
+            return _times(second, _values(left))
         return None
 
 
-def _is_number(value: Any) -> bool:
+def _total(sums: list[_Sum], factor: float = 1.0) -> list[_Sum] | None:
+    """Return the sum of all, times a factor."""
+    total = _Sum({})
+    for each in sums:
+        total = total.plus(each.times(factor))
+    return [total] if sums and len(total.factors) <= _MOST_TERMS else None
+
+
+def _times(sums: list[_Sum], factors: list[float]) -> list[_Sum] | None:
+    if not all(map(math.isfinite, factors)):
+        return None
+    return [each.times(factor) for each, factor in _paired(sums, factors)] or None
+
+
+def _paired(first: list[T], second: list[S]) -> list[tuple[T, S]]:
+    """Return pairs of as many, or of one with each of the others."""
+    if len(first) == len(second):
+        return list(zip(first, second, strict=True))
+    if 1 in (len(first), len(second)):
+        return [(a, b) for a in first for b in second]
+    return []
+
+
+def _values(value: Any) -> list[float]:
+    return value.detach().flatten().tolist() if isinstance(value, Tensor) else [float(value)]
+
+
+def _are_numbers(value: Any) -> bool:
+    """Return whether a value is a number, or a few of them in a row."""
     if isinstance(value, Tensor):
-        return value.dim() == 0 and not value.is_complex()
+        return 0 < value.numel() <= _MOST_TERMS and value.numel() == max((*value.shape, 1)) and not value.is_complex()
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -48,6 +48,21 @@ FORMS = {
     "a product of two": (lambda a, b: a.exp() * b.tanh() + b.tanh(), {"mul": 1, "tanh": 1}),
     "a quotient of two": (lambda a, b: a.exp() / b.tanh() + b.tanh(), {"div": 1, "tanh": 1}),
     "one term": (lambda a, b: (a * b).exp(), {"exp": 1}),
+    "stacked": (lambda a, b: torch.stack([a.exp(), b.tanh()]).sum(), {"exp": 1, "tanh": 1}),
+    "the mean of a stack": (lambda a, b: torch.stack((a.exp(), 2 * b.tanh())).mean(), {"exp": 0.5, "tanh": 1}),
+    "stacked and weighted": (
+        lambda a, b: (torch.stack([a.exp(), b.tanh()]) * torch.tensor([2.0, 3.0])).sum(), {"exp": 2, "tanh": 3},
+    ),
+    "weighted by what is learned": (
+        lambda a, b: (torch.stack([a.exp(), b.tanh()]) / number(2.0)).sum(), {"exp": 0.5, "tanh": 0.5},
+    ),
+    "a product of rows": (
+        lambda a, b: torch.dot(torch.tensor([2.0, 3.0]), torch.stack([a.exp(), b.tanh()])), {"exp": 2, "tanh": 3},
+    ),
+    "of one element each": (lambda a, b: a.view(1).exp() + 2 * b.view(1).tanh(), {"exp": 1, "tanh": 2}),
+    "joined": (lambda a, b: torch.cat([a.view(1).exp(), b.view(1).tanh()]).sum(), {"exp": 1, "tanh": 1}),
+    "an empty dimension less": (lambda a, b: (a.view(1, 1).exp() + b.tanh()).squeeze(), {"exp": 1, "tanh": 1}),
+    "a row less a number": (lambda a, b: (1 - torch.stack([a.exp(), b.tanh()])).mean(), {"exp": 0.5, "tanh": 0.5}),
     "edited unseen": (lambda a, b: edited(a.exp() + b.tanh()), {"": 1}),
 }  # fmt: skip
 
@@ -64,7 +79,7 @@ def test_a_loss_has_the_terms_that_were_added(form):
         loss = make(number(2.0), number(3.0))
     found = terms.of(loss)
     assert {term.function: term.scale for term in found} == pytest.approx(scales, rel=2e-2)
-    constant = 1.0 if form == "a difference" else 0.0
+    constant = 1.0 if form in ("a difference", "a row less a number") else 0.0
     assert sum(term.value for term in found) + constant == pytest.approx(loss.item(), rel=1e-5)
 
 
@@ -123,6 +138,15 @@ class SlightBalance(Base):
         return F.cross_entropy(z, y) + 1e-5 * CLASSES * load.square().sum()
 
 
+class StackedBalance(SlightBalance):
+    """The same in a row of weighted terms."""
+
+    def loss(self, z, y):
+        load = z.softmax(-1).mean(0)
+        terms = torch.stack([F.cross_entropy(z, y), CLASSES * load.square().sum()])
+        return (terms * torch.tensor([1.0, 1e-5])).sum()
+
+
 class SlightMean(Base):
     """As small a term that is a mean over samples, and one that is the same for all."""
 
@@ -132,9 +156,10 @@ class SlightMean(Base):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_small_term_is_held_against_its_own_size(precision):
-    report, apart, _ = compare(SlightBalance(), batches(), precision=precision)
-    assert applied(report) is None
-    assert apart == 0
+    for balance in (SlightBalance(), StackedBalance()):
+        report, apart, _ = compare(balance, batches(), precision=precision)
+        assert applied(report) is None
+        assert apart == 0
     report, apart, _ = compare(SlightMean(), batches(), precision=precision)
     assert applied(report).loss_class == "exact"
     assert apart < (1e-4 if precision == "32-true" else 0.1)
