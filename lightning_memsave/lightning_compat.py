@@ -49,6 +49,11 @@ def callbacks_of(trainer: Trainer) -> list[Any]:
     return found.callbacks  # type: ignore[no-any-return]  # a list
 
 
+def callbacks_named(trainer: Trainer, *names: str) -> list[Any]:
+    """Return the callbacks of a trainer that are of one of Lightning's classes: these are imported by two names."""
+    return [each for each in callbacks_of(trainer) if {cls.__name__ for cls in type(each).__mro__}.intersection(names)]
+
+
 def data_module_of(trainer: Trainer) -> Any:
     """Return the data module that a trainer was given, or `None`."""
     found: Any = trainer

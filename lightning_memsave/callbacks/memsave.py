@@ -274,6 +274,10 @@ class MemSave(MemoryMonitor):
         if self.budgeted is not None and meter.tracked is not None:
             self.budgeted.check(trainer, meter.tracked, has_changed)
 
+    def _on_growth(self) -> None:
+        for applied in [] if self._state is None else self._state.changes:
+            applied.renew(applied)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the plan, and what was learned about this machine's memory.
 

@@ -83,6 +83,8 @@ class MemoryMonitor(Callback):
         self._growth = GrowthWatch()
         self._batch: Any = None
         self._num_batches = 0
+        self._trained: tuple[int, int | None] = (0, None)
+        """Parameter groups of the optimizers, and parameters in them that are trained, when last counted."""
         self._current: Mapping[str, int] = {}
 
     def compare_to(self, baseline: MemoryReport | Prediction) -> MemoryMonitor:
@@ -158,6 +160,7 @@ class MemoryMonitor(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Tell the loggers how this run is configured."""
         self._has_figures_to_log = self._leader is None
+        self._trained = 0, None
         if self._leader is None:
             log_config(trainer, self._config())
         if self._snapshot_path is not None:
@@ -208,6 +211,22 @@ class MemoryMonitor(Callback):
             is_tracked = self._meter.tracked is not None
             if is_tracked and (growth := self._growth.observe(measured)) is not None:
                 rank_zero_warn(growth_text(growth), category=MemoryGrowthWarning)
+
+        if self._has_grown(trainer, is_first=batch_idx == 0):
+            self._meter.measure_next()
+            self._on_growth()
+
+    def _has_grown(self, trainer: L.Trainer, *, is_first: bool) -> bool:
+        """Return whether more is trained than before, as where layers are unfrozen; asked when an epoch begins."""
+        groups = [group["params"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        if not is_first and len(groups) == self._trained[0]:
+            return False
+        before, num_parameters = self._trained[1], sum(p.requires_grad for group in groups for p in group)
+        self._trained = len(groups), num_parameters
+        return before is not None and num_parameters > before
+
+    def _on_growth(self) -> None:
+        """Bring up to date what depends on the parameters that are trained."""
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the headlines through `self.log`, for checkpoints and sweeps; of the rank that needs the most."""

@@ -28,7 +28,7 @@ def worst_loss_class(classes: Iterable[LossClass]) -> LossClass:
     return max(classes, key=LOSS_CLASSES.index, default="exact")
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     """Do nothing: the way back of what need not be undone."""
 
 
@@ -45,6 +45,8 @@ class Applied:
     """Why the loss class is what it is; empty for `"exact"`."""
     restore: Callable[[], None] = field(default=_nothing, repr=False)
     """The way back; called once, by `undo`."""
+    renew: Callable[[Applied], None] = field(default=_nothing, repr=False)
+    """Brings the text up to date when parameters have come to an optimizer since."""
 
     def undo(self) -> None:
         """Restore what was changed. Calling it twice is safe."""
@@ -53,7 +55,7 @@ class Applied:
 
     def keep(self) -> None:
         """Leave the change in place for good; frees what the way back holds."""
-        self.restore = _nothing
+        self.restore = self.renew = _nothing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
-from lightning_memsave.lightning_compat import callbacks_of
+from lightning_memsave.lightning_compat import callbacks_named
 
 
 class CompactTraining:
@@ -95,17 +95,19 @@ class CompactTraining:
         applied.undo()
 
 
-def refuse_averages(trainer: L.Trainer, technique: str) -> None:
-    """Raise `ValueError` for a callback that would average parameters of the dense model with others."""
-    averaging = [type(c).__name__ for c in callbacks_of(trainer) if _averages_weights(c)]
-    if averaging:
-        raise setting_error(
-            technique,
-            "cannot be combined with a callback that averages a copy of the dense model",
-            averaging[0],
-            f"Remove the callback, or set `{technique}=False`.",
-        )
+def refuse_readers(trainer: L.Trainer, technique: str) -> None:
+    """Raise `ValueError` for a callback that would read or replace parameters of the dense model."""
+    for what, names in _READ_WEIGHTS.items():
+        if found := callbacks_named(trainer, *names):
+            raise setting_error(
+                technique,
+                f"cannot be combined with a callback that {what}",
+                type(found[0]).__name__,
+                f"Remove the callback, or set `{technique}=False`.",
+            )
 
 
-def _averages_weights(callback: object) -> bool:
-    return bool({cls.__name__ for cls in type(callback).__mro__} & {"WeightAveraging", "StochasticWeightAveraging"})
+_READ_WEIGHTS = {
+    "averages a copy of the dense model": ("WeightAveraging", "StochasticWeightAveraging"),
+    "masks the dense weights": ("ModelPruning",),
+}

@@ -14,7 +14,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_memsave.loops.compact_training import CompactTraining, refuse_averages
+from lightning_memsave.loops.compact_training import CompactTraining, refuse_readers
 from lightning_memsave.loops.optimizer_changes import readable
 from lightning_memsave.techniques.low_rank import LowRank, apply_low_rank, low_rank_layers
 from lightning_memsave.techniques.low_rank.factored_state import from_dense_layout, to_dense_layout
@@ -35,7 +35,7 @@ class LowRankTraining(CompactTraining):
     technique = "low_rank"
 
     def __init__(self, trainer: L.Trainer, config: LowRank, saved: Mapping[str, Any] | None) -> None:
-        refuse_averages(trainer, "low_rank")
+        refuse_readers(trainer, "low_rank")
         super().__init__(trainer, apply_low_rank(trainer.lightning_module, config, saved and saved["factors"]))
         layers = low_rank_layers(self._model).values()
         self._shapes: dict[Tensor, torch.Size] = {layer.factors: layer.dense_shape for layer in layers}

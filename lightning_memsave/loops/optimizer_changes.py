@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memsave.core.errors import NoEffectWarning, setting_error
 from lightning_memsave.core.report import Applied
-from lightning_memsave.lightning_compat import callbacks_of, is_overridden
+from lightning_memsave.lightning_compat import callbacks_named, callbacks_of, is_overridden
 from lightning_memsave.loops.norm_clipping import ClippingByNorm, run_for_norm
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.techniques.low_precision import Weights, step_in_float32
@@ -61,7 +61,8 @@ def change_optimizers(
         check_optimizers(optimizers, config, module)  # all of them, before the first is changed
         if config.gradients == "into-state" and most_accumulated(trainer) > 1:
             _check_not_sharded(optimizers)
-        if OptimizerState not in recipe.by_default and not has_effect(optimizers, config, module):
+        has_none = OptimizerState not in recipe.by_default and not has_effect(optimizers, config, module)
+        if has_none and not callbacks_named(trainer, "BaseFinetuning"):  # which adds layers to optimizers later
             by_rank = f", and what has no two sides above {config.rank} (`rank`)," if config.has_rank else ""
             warnings.warn(
                 f"`optimizer_state` in {config.format!r} has no effect on this model. Parameters of fewer than "
@@ -181,9 +182,7 @@ def ways_of_stepping(trainer: L.Trainer) -> dict[str, bool]:
 def most_accumulated(trainer: L.Trainer) -> int:
     """The most batches whose gradients this run ever adds up, as Lightning's scheduler of accumulation may say."""
     scheduled = [
-        max(callback.scheduling.values())
-        for callback in callbacks_of(trainer)
-        if "GradientAccumulationScheduler" in {cls.__name__ for cls in type(callback).__mro__}
+        max(callback.scheduling.values()) for callback in callbacks_named(trainer, "GradientAccumulationScheduler")
     ]
     most: int = max([trainer.accumulate_grad_batches, *scheduled])  # of SWA with an endless loader it is infinite
     return most

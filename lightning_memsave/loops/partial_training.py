@@ -13,8 +13,8 @@ import lightning as L
 import torch
 
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.lightning_compat import callbacks_of
-from lightning_memsave.loops.compact_training import CompactTraining, refuse_averages
+from lightning_memsave.lightning_compat import callbacks_named
+from lightning_memsave.loops.compact_training import CompactTraining, refuse_readers
 from lightning_memsave.techniques.sparse_update import (
     SparseUpdate,
     apply_sparse_update,
@@ -45,7 +45,7 @@ class PartialTraining(CompactTraining):
     technique = "sparse_update"
 
     def __init__(self, trainer: L.Trainer, config: SparseUpdate, saved: Mapping[str, Any] | None) -> None:
-        refuse_averages(trainer, "sparse_update")
+        refuse_readers(trainer, "sparse_update")
         _refuse_finetuning(trainer)
         module = trainer.lightning_module
         found = with_channels(module, config)
@@ -93,14 +93,13 @@ class PartialTraining(CompactTraining):
 
 def _refuse_finetuning(trainer: L.Trainer) -> None:
     """Raise `ValueError` for a callback that would train what is frozen here."""
-    for callback in callbacks_of(trainer):
-        if "BaseFinetuning" in {cls.__name__ for cls in type(callback).__mro__}:
-            raise setting_error(
-                "sparse_update",
-                "cannot be combined with a callback that freezes and unfreezes parameters",
-                type(callback).__name__,
-                "Remove the callback, or set `sparse_update=False`.",
-            )
+    if found := callbacks_named(trainer, "BaseFinetuning"):
+        raise setting_error(
+            "sparse_update",
+            "cannot be combined with a callback that freezes and unfreezes parameters",
+            type(found[0]).__name__,
+            "Remove the callback, or set `sparse_update=False`.",
+        )
 
 
 def as_saved(saved: Mapping[str, Any]) -> SparseUpdate:

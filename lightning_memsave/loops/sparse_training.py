@@ -15,7 +15,7 @@ import torch
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
-from lightning_memsave.loops.compact_training import CompactTraining, refuse_averages
+from lightning_memsave.loops.compact_training import CompactTraining, refuse_readers
 from lightning_memsave.techniques.optimizer_state import is_low_bit
 from lightning_memsave.techniques.sparsity import (
     MaskUpdates,
@@ -125,7 +125,7 @@ class SparseTraining(CompactTraining):
 
 
 def _refuse(trainer: L.Trainer, config: Sparsity) -> None:
-    refuse_averages(trainer, "sparsity")
+    refuse_readers(trainer, "sparsity")
     if config.resizes and trainer.world_size > 1:
         raise setting_error(
             "sparsity",

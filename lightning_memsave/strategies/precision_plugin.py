@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
-from lightning_memsave.lightning_compat import callbacks_of, counterpart, namespace_of
+from lightning_memsave.lightning_compat import callbacks_named, counterpart, namespace_of
 from lightning_memsave.techniques.low_precision import LowPrecision, Weights
 
 
@@ -28,7 +28,7 @@ def lower_precision(trainer: L.Trainer, config: LowPrecision) -> tuple[Weights, 
     strategy, before = trainer.strategy, trainer.strategy.precision_plugin
     plugins = import_module(f"{namespace_of(strategy)}.plugins.precision")
     _check_precision(plugins, before, config)
-    _check_averaging(trainer, config)
+    _check_callbacks(trainer, config)
     weights = config.lower(trainer.lightning_module)
     device = strategy.root_device.type
     if weights.scaling is not None:
@@ -51,15 +51,16 @@ def lower_precision(trainer: L.Trainer, config: LowPrecision) -> tuple[Weights, 
     )
 
 
-def _check_averaging(trainer: L.Trainer, config: LowPrecision) -> None:
-    """Refuse a callback of Lightning's that cannot average corrections kept as buffers, or 16-bit weights."""
-    averaging = [c for c in callbacks_of(trainer) if "WeightAveraging" in {cls.__name__ for cls in type(c).__mro__}]
-    if averaging and config.format in ("bf16+8", "bf16-kahan"):
+def _check_callbacks(trainer: L.Trainer, config: LowPrecision) -> None:
+    """Refuse a callback of Lightning's that does not know corrections kept as buffers, or 16-bit weights."""
+    averaging, has_corrections = callbacks_named(trainer, "WeightAveraging"), config.format in ("bf16+8", "bf16-kahan")
+    unaware = [*averaging, *callbacks_named(trainer, "ModelPruning")]
+    if unaware and has_corrections:
         raise setting_error(
             "precision",
-            f"keeps corrections as buffers, which {type(averaging[0]).__name__} cannot average",
+            f"keeps corrections as buffers, which {type(unaware[0]).__name__} does not know",
             config.format,
-            'Use `precision="bf16-sr"`, or `StochasticWeightAveraging`.',
+            f'Use `precision="bf16-sr"`{", or `StochasticWeightAveraging`" if averaging else ""}.',
         )
     # torch's own way of averaging groups tensors of two dtypes, or calls kernels that take one.
     by_itself = [c for c in averaging if not {"avg_fn", "multi_avg_fn"} & getattr(c, "_kwargs", {}).keys()]

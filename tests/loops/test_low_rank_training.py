@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -322,6 +322,11 @@ def test_a_learning_rate_is_found_and_the_model_is_as_before(tmp_path):
 def test_averages_of_dense_copies_are_refused(callback):
     with pytest.raises(ValueError, match=r"`low_rank` cannot.*averages a copy of the dense model.*`low_rank=False`"):
         fit(MemSave(low_rank=3), callbacks=[callback()])
+
+
+def test_masks_of_dense_weights_are_refused():
+    with pytest.raises(ValueError, match=r"`low_rank` cannot.*masks the dense weights, got 'ModelPruning'"):
+        fit(MemSave(low_rank=3), callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
 
 
 def test_optimizers_of_bitsandbytes_and_those_made_before_are_refused():

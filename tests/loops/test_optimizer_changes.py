@@ -3,7 +3,7 @@
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
@@ -27,12 +27,12 @@ class Keeps(L.LightningModule):
         return self.optimizer
 
 
-def fit(module, **settings):
+def fit(module, callbacks=(), max_epochs=1, **settings):
     memsave = MemSave(**settings)
     trainer = L.Trainer(
         accelerator="cpu",
-        max_epochs=1,
-        callbacks=[memsave],
+        max_epochs=max_epochs,
+        callbacks=[memsave, *callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -40,6 +40,32 @@ def fit(module, **settings):
     )
     trainer.fit(module, DataLoader(torch.ones(16, 32), 4))
     return memsave.report
+
+
+class Finetuned(Keeps):
+    """A backbone that joins the optimizer in the second epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = torch.nn.Linear(32, 128)
+        self.layer = torch.nn.Linear(128, 4)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(self.backbone(batch)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), 1e-2)
+
+
+def test_layers_that_are_unfrozen_later_are_told_and_measured():
+    config = OptimizerState(first_moment="8bit", min_size=1024)
+    report = fit(Finetuned(), [BackboneFinetuning(1, verbose=False)], optimizer_state=config)
+    assert (report.loss_class, report.by_category["optimizer_state"]) == ("exact", 2 * 4 * (128 * 4 + 4) + 2 * 4)
+    assert "for 0 of 2 parameters" in report.applied[-1].summary
+    report = fit(Finetuned(), [BackboneFinetuning(1, verbose=False)], 2, optimizer_state=config)
+    assert report.loss_class == "changed"
+    assert "for 1 of 4 parameters" in report.applied[-1].summary
+    assert report.by_category["gradients"] == 4 * sum(p.numel() for p in Finetuned().parameters())
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging
 from torch import nn
 from torch.optim.swa_utils import get_swa_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
@@ -313,9 +313,10 @@ def test_averages_of_weights(average, weight_format, state):
 
 
 @pytest.mark.parametrize("weight_format", WITH_CORRECTION)
-def test_an_average_of_weights_and_corrections_is_refused(weight_format):
-    with pytest.raises(ValueError, match="which EMAWeightAveraging cannot average"):
-        fit(MemSave(precision=weight_format), callbacks=[EMAWeightAveraging()])
+def test_callbacks_that_do_not_know_corrections_are_refused(weight_format):
+    for callback in (EMAWeightAveraging(), ModelPruning("l1_unstructured", amount=0.5)):
+        with pytest.raises(ValueError, match=f"which {type(callback).__name__} does not know.*bf16-sr"):
+            fit(MemSave(precision=weight_format), callbacks=[callback])
 
 
 def test_an_average_that_torch_cannot_add_to_is_refused_and_the_way_out_works():

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.core.report import Applied, LossClass, worst_loss_class
+from lightning_memsave.core.report import Applied, worst_loss_class
 from lightning_memsave.core.selection import select
 from lightning_memsave.core.versions import require_package
 from lightning_memsave.numerics.blockwise import num_blocks
@@ -239,7 +239,6 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
     if not needs_format(config):
         return None
     name, device = type(optimizer).__name__, _device_of(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kept = parameters_kept_32bit(optimizer, config, model)
     is_compact = config.checkpoint == "compact"
     if uses_bitsandbytes(optimizer, config):
@@ -258,22 +257,24 @@ def apply_format(optimizer: torch.optim.Optimizer, config: OptimizerState, model
         quantize_state(
             optimizer, config.format, kept, min_size=config.min_size, rank=config.rank, is_compact=is_compact
         )
-    num_changed = sum(_is_changed(p, config, kept) for p in parameters)
     made = memory(optimizer)
+
+    def tell(applied: Applied) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        num_changed = sum(_is_changed(p, config, kept) for p in parameters)
+        reason = _REASONS.get(config.format) if num_changed else None
+        applied.summary = (
+            f"{name} keeps {keeps} for {num_changed} of {len(parameters)} parameters ({backend}, {device})"
+        )
+        applied.loss_class, applied.reasons = ("changed", (f"{name}'s {reason}",)) if reason else ("exact", ())
 
     def undo() -> None:
         if memory(optimizer) is made:  # else another format has replaced it
             restore(optimizer)
 
-    reason = _REASONS.get(config.format) if num_changed else None
-    loss_class: LossClass = "changed" if reason else "exact"
-    return Applied(
-        technique="optimizer_state",
-        summary=f"{name} keeps {keeps} for {num_changed} of {len(parameters)} parameters ({backend}, {device})",
-        loss_class=loss_class,
-        reasons=(f"{name}'s {reason}",) if reason else (),
-        restore=undo,
-    )
+    applied = Applied(technique="optimizer_state", summary="", restore=undo, renew=tell)
+    tell(applied)
+    return applied
 
 
 def _is_changed(p: Tensor, config: OptimizerState, kept: Collection[Tensor]) -> bool:
