@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_memsave.core.errors import MicrobatchWarning, NoEffectWarning, setting_error
+from lightning_memsave.core.errors import MicrobatchWarning, NoEffectWarning, add_note, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.lightning_compat import Batch, session_of
 from lightning_memsave.loops.loss_reduction import Answer, ask
 from lightning_memsave.loops.loss_rules import LossRules
 from lightning_memsave.loops.microbatch_record import MicrobatchRecord
+from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.loops.recovery import RecoveryPolicy
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError
@@ -37,7 +40,7 @@ class BatchCutter:
         self.record = MicrobatchRecord(config, warns=warns)
         self.rules = LossRules()
         self.why_whole = ""
-        """Why the loss does not allow batches to be cut; empty until that is known."""
+        """Why batches are not cut; empty until that is known."""
         self._given_up = self._has_tried = self._is_undecided = False
 
     @property
@@ -70,6 +73,7 @@ class BatchCutter:
                 config = self.sized_for(batch, self.recovery)
                 parts = config.parts(batch)
             except UnsplittableBatchError as error:
+                self.why_whole = str(error)
                 self.record.ran_whole(f"A batch is run whole: {error}")
         if self.recovery is None or self.recovery.size is not None:  # else it is whole in all processes
             self._check_agreed(trainer, len(parts))
@@ -136,6 +140,18 @@ class BatchCutter:
     def can_cut(self, batch: Batch) -> bool:
         """Return whether smaller microbatches of this batch are possible, as far as is known."""
         return not self._given_up and not self._is_undecided and self.has_samples(batch)
+
+    def give_up(self, error: Exception, batch_idx: int) -> bool:
+        """Cut no more batches, as a part of one failed; `False` where it has failed whole as well.
+
+        Sequences that are padded to the longest of their batch may not fit together in a part without that one.
+        """
+        if self._given_up:
+            return False
+        self._given_up = True
+        self.why_whole = f"the step fails on a part of batch {batch_idx}: {type(error).__name__}: {error}"
+        self.record.ran_whole(f"Batches are not cut into microbatches any more: {self.why_whole}. {_SPLIT}")
+        return True
 
     def has_samples(self, batch: Batch) -> bool:
         """Return whether a batch has more than one sample, and tells which they are."""
@@ -241,6 +257,19 @@ class BatchCutter:
             )
 
 
+@contextlib.contextmanager
+def noting_parts(num_parts: int) -> Iterator[None]:
+    """Add to an error that the batch was cut, which the step may not bear."""
+    try:
+        yield
+    except Exception as error:
+        if num_parts > 1 and not is_out_of_memory(error):
+            whole = "`microbatch=False` runs batches whole."
+            add_note(error, f"memsave: the batch was run in {num_parts} microbatches. {_SPLIT} {whole}")
+        raise
+
+
+_SPLIT = "Where parts need more than a slice of each tensor, pass `Microbatching(split_fn=...)`."
 _WAYS_OUT = (
     'Where it relates samples, `tiling="samples"` runs encoders in parts and gives the loss all of them. '
     "For a mean over something else than samples pass `Microbatching(weight_fn=...)` (`LabelCount()` for labels that "

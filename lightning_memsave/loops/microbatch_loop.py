@@ -25,6 +25,7 @@ from lightning_memsave.lightning_compat import (
     ClosureResult,
     block_sync,
 )
+from lightning_memsave.loops.batch_cutter import noting_parts
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.deferred_logs import DeferredLogs, KeptLogs
 from lightning_memsave.loops.joint_recovery import FailedTryError, JointRecovery, TryOfProcess, with_one_sample
@@ -77,9 +78,10 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                 return self._run_until_it_fits(session, session.recovery)
             parts = session.cutter.microbatches(self._loop.trainer, self._kwargs)
             self._free_first(session)
-            return (
-                self._run(parts, session) if session.cutter.runs_in_parts(parts) else super().closure(*args, **kwargs)
-            )
+            if not session.cutter.runs_in_parts(parts):
+                return super().closure(*args, **kwargs)
+            with noting_parts(len(parts)):
+                return self._run(parts, session)
         finally:
             self._zero_grad_fn = zero_grad  # LBFGS calls again
 
@@ -102,13 +104,13 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
             gradients = "made" if not accumulates else "added to" if recovery.keeps_gradients else "watched"
             noise = session.noise
             start = BatchStart(trainer.lightning_module, recovery.changing, gradients, batch, noise)
-            held = read_current(device)
+            held, parts = read_current(device), []
             try:
                 parts = session.cutter.microbatches(trainer, self._kwargs)
                 result = self._run(parts, session, exchange, metrics=start.metrics)
             except Exception as error:
                 # Only the text is kept: the error itself holds the tensors of the frames that it came through.
-                failure = self._failure(error, start, exchange)
+                failure = self._failure(error, start, exchange, is_cut=len(parts) > 1)
             else:
                 recovery.learn_changing(start)
                 recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
@@ -195,10 +197,13 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
             advice = nothing_left_jointly(session.recipe.rows(), fixed)
             raise OutOfMemoryUnrecoverableError(f"{advice} It ran out in {where}")
 
-    def _failure(self, error: Exception, start: BatchStart, exchange: LateReduction | None) -> str | None:
+    def _failure(
+        self, error: Exception, start: BatchStart, exchange: LateReduction | None, *, is_cut: bool
+    ) -> str | None:
         """Return what to say about memory that ran out; `None` to run the batch again as it is.
 
-        It then runs without being measured, which takes memory itself, or without regions, which the model refuses.
+        It then runs without being measured, which takes memory itself, without regions, which the model refuses, or
+        whole, where a part of it has failed.
 
         A model shows in many ways that a region cannot be repeated (a cache that has grown, a compiler that meets
         it), so each error in the first batch of new regions counts: one of the user's comes again without them.
@@ -216,6 +221,8 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
             if (isinstance(error, RefusedRegionError) or may_be_regions) and session.recovery.withdraw(
                 self._loop.trainer
             ):
+                return None
+            if is_cut and why_final is None and session.cutter.give_up(error, self._loop.trainer.fit_loop.batch_idx):
                 return None
             raise error
         if why_final is not None:
@@ -250,7 +257,9 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         assert ledger.measurement is not None, "it has been left"
         module, can_cut, applied = trainer.lightning_module, session.cutter.can_cut(batch), session.recipe.rows()
         fixed = {*session.recipe.fixed_rows(), *ways_of_training(trainer)}
-        raise OutOfMemoryUnrecoverableError(nothing_left(module, ledger.measurement, can_cut, applied, failure, fixed))
+        why_whole = session.cutter.why_whole
+        text = nothing_left(module, ledger.measurement, can_cut, applied, failure, fixed, why_whole)
+        raise OutOfMemoryUnrecoverableError(text)
 
     def _zero_gradients_made_since(self) -> None:
         """Drop gradients of a `training_step` that calls backward itself, as Lightning does; its hooks have run."""

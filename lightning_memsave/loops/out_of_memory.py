@@ -88,6 +88,7 @@ def nothing_left(
     applied: Collection[str],
     error: str,
     fixed: Collection[str] = (),
+    why_whole: str = "",
 ) -> str:
     """Return the message when every measure is taken.
 
@@ -98,6 +99,7 @@ def nothing_left(
         applied: what is on, by the names of the compatibility table.
         error: what the allocator said.
         fixed: what of it was set, and the way of training: what these refuse is no help.
+        why_whole: why they were not, if that is known.
     """
     found = {name: size for name, size in last_try.by_category.items() if size}
     largest_first = sorted(found, key=found.__getitem__, reverse=True)
@@ -106,6 +108,8 @@ def nothing_left(
     remedies = dict.fromkeys(remedy for name in largest_first for remedy in remedies_for(name, tried, fixed)[:1])
     advice = f"What would save most, in this order: {', '.join(remedies)}" if remedies else "Nothing else would help"
     last = "at one sample per microbatch" if can_cut else "and this batch cannot be cut into microbatches"
+    if why_whole and not can_cut:
+        last += f" ({why_whole.rstrip('.')})"
     return (
         f"Memory runs out {last}, after every exact measure. At its highest point the last try of "
         f"{type(module).__name__} held: {alive}. {advice}. Nothing of this batch was "

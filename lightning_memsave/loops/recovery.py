@@ -252,7 +252,9 @@ class RecoveryPolicy:
             may_cut: whether smaller microbatches are allowed; exact measures are in any case.
         """
         if self._max_bytes is None:
-            return self._config.goal == "smallest" and self._grow_below_the_rest(batch, step)
+            with contextlib.suppress(UnsplittableBatchError):  # it was run whole
+                return self._config.goal == "smallest" and self._grow_below_the_rest(batch, step)
+            return False
         self._latest = step
         if step.peak_bytes <= self._max_bytes:
             return False

@@ -374,6 +374,10 @@ def test_the_smallest_microbatches_grow_while_activations_are_the_smaller_part()
     assert policy.size_for(batch) == 4
 
 
+def test_a_batch_that_has_no_samples_has_no_microbatches_that_could_grow():
+    assert not smallest().measured(None, object(), measured(10, 100))
+
+
 def test_a_settled_size_stays_settled_in_a_run_that_is_resumed():
     policy, batch = smallest(), torch.zeros(8, 4)
     policy.size_for(batch)

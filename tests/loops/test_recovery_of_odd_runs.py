@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
@@ -54,6 +55,90 @@ class EvaluatedOfGraphs(OfGraphs):
 
 def by_graph(batch, size):
     return [{"x": part, "weights": batch["weights"]} for part in batch["x"].split(size)]
+
+
+class OfPackedSequences(L.LightningModule):
+    """Outputs are as long as the longest sequence of a batch, and targets as the batch is padded."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head, self.most = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 1), 6
+
+    def training_step(self, batch, batch_idx):
+        x, y, lengths = batch
+        if (_failures and batch_idx == _failures[0]) or (batch_idx == 2 and len(x) > self.most):
+            raise torch.OutOfMemoryError(f"CUDA out of memory: {_failures[:1] and _failures.pop(0)}")
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        out = pad_packed_sequence(self.layers(packed)[0], batch_first=True)[0]
+        return (self.head(out)[..., 0] - y).square().mean(1).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+_failures: list[int] = []  # batches in which memory runs out, outside of what recovery puts back
+
+
+def padded():
+    all_lengths = [torch.full((6,), 5), torch.full((6,), 5), torch.tensor([5, 3, 3, 2, 4, 3]), torch.full((6,), 5)]
+    generator = torch.Generator().manual_seed(0)
+    draw = [(torch.randn(6, 5, 4, generator=generator), torch.randn(6, 5, generator=generator)) for _ in all_lengths]
+    return DataLoader([(*pair, lengths) for pair, lengths in zip(draw, all_lengths, strict=True)], batch_size=None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "failures"),
+    [
+        ({}, [0, 0, 0]),
+        ({"microbatch": Microbatching(goal="smallest")}, []),
+    ],
+)
+def test_a_batch_of_which_a_part_fails_is_run_whole_and_so_are_later_ones(settings, failures):
+    _failures[:] = []
+    torch.manual_seed(0)
+    module = OfPackedSequences()
+    plain, ours, memsave = copy.deepcopy(module), copy.deepcopy(module), MemSave(**settings)
+    train(plain, None, padded())
+    _failures[:] = failures
+    with pytest.warns(MicrobatchWarning, match=r"not cut into microbatches any more: .* part of batch 2: RuntimeError"):
+        train(ours, memsave, padded())
+    assert not _failures
+    assert memsave.report.loss_class == "exact"
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_where_the_whole_does_not_fit_either_the_error_tells_of_the_part():
+    _failures[:], module = [0] * 3, OfPackedSequences()
+    module.most = 5
+    says = r"cannot be cut .*the step fails on a part of batch 2: RuntimeError"
+    with (
+        pytest.warns(MicrobatchWarning, match="part of batch 2"),
+        pytest.raises(torch.OutOfMemoryError, match=says),
+    ):
+        train(module, MemSave(), padded())
+
+
+def test_an_error_in_microbatches_that_were_asked_for_tells_of_them():
+    with pytest.raises(RuntimeError, match="must match the size") as caught:
+        train(OfPackedSequences(), MemSave(microbatch=2), padded())
+    assert "run in 3 microbatches" in caught.value.__notes__[-1]
+    assert "split_fn" in caught.value.__notes__[-1]
+
+
+class Mistaken(Net):
+    """A mistake of the user's, in a batch that is cut."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise KeyError("mistake")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_mistake_of_the_users_is_raised_when_the_whole_batch_has_shown_it():
+    module = limited(Mistaken, 8)
+    with pytest.warns(MicrobatchWarning, match="KeyError"), pytest.raises(KeyError, match="mistake"):
+        train(module, MemSave())
 
 
 def test_a_split_fn_is_used_when_memory_runs_out():
