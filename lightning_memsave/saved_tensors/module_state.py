@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_memsave.saved_tensors.object_state import ObjectState, Stub, is_immutable, state_of
+from lightning_memsave.saved_tensors.object_state import ObjectState, Stub, have_same_values, is_immutable, state_of
 from lightning_memsave.saved_tensors.randomness import PARTS_OF_TORCH
 from lightning_memsave.torch_internals.autograd_graph import (
     check_version,
@@ -184,10 +184,10 @@ class Attributes:
         return found
 
     def differences(self) -> list[str]:
-        """Return the names of all attributes that are others than before, or hold something else."""
+        """Return the names of all attributes that have other values than before, or hold something else."""
         found = []
         for own in self._before:
-            inside = [key for key, value in own.others.items() if self._has_moved(value)]
+            inside = [key for key, value in own.others.items() if self._has_moved(value, but_equal=True)]
             found += [own.name(key) for key in (*own.differences(), *inside)]
         return list(dict.fromkeys(found))
 
@@ -197,11 +197,12 @@ class Attributes:
         is_empty = before is not None and before.equals(ObjectState(type(value)()))
         return is_empty or value is None or value is _MISSING
 
-    def _has_moved(self, value: Any) -> bool:
-        before, after = self._inside.get(id(value)), None
-        if before is not None:
-            after = state_of(value)
-        return before is not None and (after is None or not before.equals(after))
+    def _has_moved(self, value: Any, *, but_equal: bool = False) -> bool:
+        """Return whether something has another state; `but_equal`: and reads differently."""
+        if (before := self._inside.get(id(value))) is None:
+            return False
+        after = state_of(value)
+        return after is None or not (before.reads_as(after) if but_equal else before.equals(after))
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -245,9 +246,10 @@ class _Own:
         yield from (key for key, value, version in self._versions if version_of(value) != version)
 
     def differences(self) -> Iterator[str]:
-        """Yield attributes that are others now; equal numbers and texts are the same."""
+        """Yield attributes that are others now; equal numbers, texts and small tensors are the same."""
         current, before = vars(self._owner), self._kept | self.others
-        yield from (key for key, value in before.items() if not _is_same(current.get(key, _MISSING), value))
+        pairs = ((key, current.get(key, _MISSING), value) for key, value in before.items())
+        yield from (key for key, now, value in pairs if not (_is_same(now, value) or have_same_values(now, value)))
         yield from current.keys() - before.keys() - PARTS_OF_TORCH
         yield from (key for key, value, version in self._versions if version_of(value) != version)
 

@@ -21,6 +21,7 @@ from lightning_memsave.saved_tensors.randomness import is_generator, is_of_a_lib
 from lightning_memsave.torch_internals.autograd_graph import version_of
 
 _MOST_BYTES = 2**24
+_MOST_COMPARED = 2**12
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range)
 _BY_REFERENCE = (
     Tensor,
@@ -85,6 +86,17 @@ class ObjectState:
             and all(map(_is_same, self.references, other.references))
         )
 
+    def reads_as(self, other: ObjectState) -> bool:
+        """Return whether whoever reads both finds the same: small tensors may be others, with the same values."""
+        if self._written != other._written or len(self.references) != len(other.references):
+            return False
+        pairs = zip(self.references, self.versions, other.references, strict=True)
+        return all(
+            (_is_same(before, now) or have_same_values(before, now))
+            and not (isinstance(before, Tensor) and version_of(before) != version)
+            for before, version, now in pairs
+        )
+
     def copy(self, references: list[Any]) -> Any:
         """Return an object of this state, which holds `references`."""
         return _Unpickler(io.BytesIO(self._written), references).load()
@@ -93,6 +105,14 @@ class ObjectState:
 def _is_same(first: Any, second: Any) -> bool:
     """Return whether two references are to one object; bound methods are made anew each time."""
     return first is second or (isinstance(first, _METHODS) and first == second)
+
+
+def have_same_values(first: Any, second: Any) -> bool:
+    """Return whether two values are small tensors with the same values, and no graph behind them."""
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return False
+    kinds = [(t.shape, t.dtype, t.device, t.layout, t.grad_fn) for t in (first, second)]
+    return kinds[0] == kinds[1] and first.numel() <= _MOST_COMPARED and torch.equal(first, second)
 
 
 _METHODS = (types.MethodType, types.BuiltinFunctionType)

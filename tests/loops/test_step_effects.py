@@ -104,6 +104,31 @@ def test_strict_refuses_it():
         fit(CountsBatches(), batches(), memsave)
 
 
+class SetsTensors(Base):
+    """A weight of the loss that is made anew in each step, and in each part of it."""
+
+    def __init__(self, grows=0.0):
+        super().__init__()
+        self.settings, self.weight, self.grows = {}, None, grows
+
+    def loss(self, z, y):
+        before = 0.0 if self.weight is None else float(self.weight)
+        self.weight = torch.tensor(0.5 + self.grows * before)
+        self.settings.update(weight=self.weight.clone(), name="cross entropy")
+        return self.settings["weight"] * F.cross_entropy(z, y)
+
+
+def test_tensors_that_are_made_anew_with_the_same_values_are_no_change():
+    report, apart, messages = compare(SetsTensors(), batches())
+    assert applied(report).loss_class == "exact"
+    assert apart < 1e-5
+    assert messages == []
+    report, _, messages = compare(SetsTensors(grows=0.1), batches())
+    assert applied(report).loss_class == "changed"
+    assert "`settings`" in messages[0]
+    assert "`weight`" in messages[0]
+
+
 def test_a_cache_that_a_step_fills_once_is_no_change():
     class Caches(Base):
         mask = None
