@@ -5,6 +5,7 @@ lies between two optimizer steps: with gradient accumulation, several batches. T
 creates state (optimizers, caches, compiled code) that the later ones start with. Under the ledger `torch.compile`d
 modules would run eagerly, take what eager code takes, and draw other random numbers. So their steps are measured by the
 allocator: its peak where it counts one, its events on CPU. What was not there before the step goes under `activations`.
+So are all steps where a subclass of Tensor exists that cannot be made under the ledger.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lightning_memsave.measuring.ledger import Ledger, Measurement
 from lightning_memsave.measuring.profiler_peak import AllocationProfile
 from lightning_memsave.torch_internals.compiled_regions import compiled_regions, num_compiled_graphs
 from lightning_memsave.torch_internals.private_names import missing
+from lightning_memsave.torch_internals.tensor_subclasses import made_only_unwatched
 
 _FIRST_MEASURED = (2, 3)
 _LONGEST_STEP = 256  # batches
@@ -113,7 +115,7 @@ class Meter:
         if self._is_scheduled or self._num_steps <= self._measured_until:
             ledger = Ledger(device).watching(model, optimizers, batch)
             has_compiled = is_compiled or num_compiled_graphs() != self._num_graphs or any(compiled_regions(model))
-            if has_compiled and (device.type == "cpu" or allocator.counts_peaks(device)):
+            if (has_compiled or made_only_unwatched()) and (device.type == "cpu" or allocator.counts_peaks(device)):
                 self._held = self._leave_to_allocator(ledger)
             else:
                 ledger.__enter__()
