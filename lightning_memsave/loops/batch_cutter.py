@@ -179,7 +179,7 @@ class BatchCutter:
         if config.weight_fn is not None or config.reduction != "auto":
             return self._takes_given(answer, config, is_first=not before)
         if before and not answer.has_failed:
-            self._compare(before, answer, trainer.fit_loop.batch_idx)
+            self._compare(before, answer, f"batch {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}")
         if answer.is_of_this_batch:
             self.record.ran_whole(f"A batch is run whole: {answer.why_not} {_WAYS_OUT}")
             return False
@@ -205,13 +205,13 @@ class BatchCutter:
         if (text := self.rules.cost_of_first_epoch()) is not None:
             rank_zero_info(text)
 
-    def _compare(self, before: tuple[ReductionRule, ...], answer: Answer, batch_idx: int) -> None:
+    def _compare(self, before: tuple[ReductionRule, ...], answer: Answer, where: str) -> None:
         """Compare with the rules by which earlier batches were cut."""
         if answer.why_not:
-            self.record.changes(f"batches before batch {batch_idx} were cut, and in that one {answer.why_not}")
+            self.record.changes(f"batches before {where} were cut, and in that one {answer.why_not}")
         elif answer.rules and not set(before) & set(answer.rules):
             self.record.changes(
-                f"batches before batch {batch_idx} were cut as those of a loss that is a {before[0]}, and in that one "
+                f"batches before {where} were cut as those of a loss that is a {before[0]}, and in that one "
                 f"it is a {answer.rules[0]}"
             )
 

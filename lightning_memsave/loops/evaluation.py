@@ -52,11 +52,11 @@ def evaluate(trainer: L.Trainer, session: Session, step: Callable[..., Any], arg
         free_memory()
         assert trainer.state.stage is not None, "it evaluates"
         what = f"a batch of {trainer.state.stage.value}"
-        session.cutter.record.warn_of_evaluation()
         if why_final is None and not recovery.shrink(trainer, batch, session.cutter.has_samples(batch), what):
             why_final = "it has one sample, or its samples cannot be told apart"
         if why_final is not None:
             raise OutOfMemoryUnrecoverableError(f"Memory ran out in {what}, which cannot be cut: {why_final}. {reason}")
+        session.cutter.record.warn_of_evaluation()
 
 
 def _parts(session: Session, batch: Batch) -> list[tuple[Any, float]]:

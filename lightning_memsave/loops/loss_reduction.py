@@ -30,6 +30,7 @@ from lightning_memsave.loops.loss_terms import LossTerms, Term
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.loops.sample_noise import SampleNoise
 from lightning_memsave.loops.side_effect_free import ParametersKept, without_a_trace
+from lightning_memsave.loops.wide_numbers import WideNumbers
 from lightning_memsave.measuring.allocator import free_memory
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.reduction import Losses, ReductionRule, rules_for
@@ -129,8 +130,12 @@ def _asked(
     answer = Answer(why_not="the loss cannot be evaluated.", has_failed=True)
     with without_a_trace(trainer, module, batch) as start:
         subject = _Subject.of(batch, num_samples, config, fewest)
+        widens = agreed is None and not _weights_of(module) <= _TOLERANCE.keys()
         for mode in _MODES:
-            found = _found(_Evaluation(trainer, kwargs, mode, start), subject, config, num_samples)
+            found = _found(_Evaluation(trainer, kwargs, mode, start, widens), subject, config, num_samples)
+            if widens and found[0].has_failed:  # it may need 16 bits
+                widens = False
+                found = _found(_Evaluation(trainer, kwargs, mode, start), subject, config, num_samples)
             answer, is_last = found if agreed is None else agreed(found)
             if is_last:
                 break
@@ -284,14 +289,16 @@ class _Evaluation:
         kwargs: of `training_step`.
         mode: of the module.
         start: what each evaluation begins with.
+        widens: whether 16-bit weights are computed with as float32.
     """
 
-    def __init__(self, trainer: L.Trainer, kwargs: dict[str, Any], mode: _Mode, start: BatchStart) -> None:
+    def __init__(
+        self, trainer: L.Trainer, kwargs: dict[str, Any], mode: _Mode, start: BatchStart, widens: bool = False
+    ) -> None:
         self._trainer, self._kwargs, self.mode, self._start = trainer, kwargs, mode, start
-        weights = {p.dtype for p in trainer.lightning_module.parameters() if p.is_floating_point()}
-        self._is_wide = weights <= _TOLERANCE.keys()
+        self._dtypes, self._widens = {torch.float32} if widens else _weights_of(trainer.lightning_module), widens
+        self._is_wide = self._dtypes <= _TOLERANCE.keys()
         """Whether all that computes may do so with 32 bits or more."""
-        self._dtypes = weights
         self._seen = LossTerms()
         self.has_skipped = False
         """Whether the step has returned no loss, as Lightning allows."""
@@ -339,6 +346,7 @@ class _Evaluation:
             stack.enter_context(ParametersKept(module))
             noise = stack.enter_context(SampleNoise(start, num_samples, num_all))
             stack.enter_context(self._seen)
+            stack.enter_context(WideNumbers() if self._widens else contextlib.nullcontext())
             # Not through DDP, whose forward exchanges buffers; shards need their strategy.
             wrapped = trainer.strategy.model
             direct = wrapped is module or isinstance(wrapped, nn.parallel.DistributedDataParallel)
@@ -361,6 +369,10 @@ class _Evaluation:
             return None
         found = max((_TOLERANCE[dtype] for dtype in self._dtypes), default=_TOLERANCE[torch.float32])
         return found if self._trainer.strategy.root_device.type == "cpu" else _ELSEWHERE * found
+
+
+def _weights_of(module: nn.Module) -> set[torch.dtype]:
+    return {p.dtype for p in module.parameters() if p.is_floating_point()}
 
 
 def _set_mode(module: L.LightningModule, is_training: bool) -> None:

@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
+from lightning_memsave.loops.wide_numbers import wide
 from lightning_memsave.torch_internals.autograd_graph import is_inside_transform
 
 _IGNORING = frozenset(("cross_entropy", "nll_loss"))
@@ -113,7 +115,7 @@ class LossTerms(TorchFunctionMode):
             "loss" in name or "cross_entropy" in name
         )
         if is_loss:
-            args, kwargs = tuple(map(_wide, args)), {key: _wide(value) for key, value in kwargs.items()}
+            args, kwargs = tree_map_only(Tensor, wide, args), tree_map_only(Tensor, wide, kwargs)
         num_labels = self._labels_of(args, kwargs) if is_loss and name in _IGNORING else None
         sums = self._combined(name, args, kwargs)  # before it may edit one
         result = func(*args, **kwargs)
@@ -233,9 +235,3 @@ def _are_numbers(value: Any) -> bool:
     if isinstance(value, Tensor):
         return 0 < value.numel() <= _MOST_TERMS and value.numel() == max((*value.shape, 1)) and not value.is_complex()
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _wide(value: object) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize == 2:
-        return value.float()
-    return value

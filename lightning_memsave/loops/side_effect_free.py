@@ -90,7 +90,7 @@ class ParametersKept(TorchDispatchMode):
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter)
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 @contextmanager

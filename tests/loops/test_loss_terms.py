@@ -165,6 +165,13 @@ def test_a_small_term_is_held_against_its_own_size(precision):
     assert apart < (1e-4 if precision == "32-true" else 0.1)
 
 
+def test_a_small_term_is_seen_where_weights_have_16_bits():
+    for balance in (SlightBalance(), StackedBalance()):
+        report, apart, _ = compare(balance.to(torch.bfloat16), batches(dtype=torch.bfloat16), precision="bf16-true")
+        assert applied(report) is None
+        assert apart == 0
+
+
 SIZES = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
 TOKENS = {"num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 

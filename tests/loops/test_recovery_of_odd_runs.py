@@ -126,6 +126,33 @@ def test_an_error_in_microbatches_that_were_asked_for_tells_of_them():
     assert "split_fn" in caught.value.__notes__[-1]
 
 
+class OfSparseGradients(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer, self.most = nn.Embedding(2000, 16, sparse=True), nn.Linear(16, 1), 6
+
+    def training_step(self, batch, batch_idx):
+        if len(batch) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self.layer(self.table(batch)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_sparse_gradients_are_no_obstacle():
+    torch.manual_seed(0)
+    plain, memsave = OfSparseGradients(), MemSave(summary=False)
+    ours = copy.deepcopy(plain)
+    ours.most = 3
+    loader = DataLoader(torch.randint(2000, (18, 5)), 6)
+    train(plain, None, loader, max_epochs=2)
+    train(ours, memsave, loader, max_epochs=2)
+    assert (memsave.report.microbatch_size, memsave.report.loss_class) == (3, "exact")
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 class Mistaken(Net):
     """A mistake of the user's, in a batch that is cut."""
 
