@@ -70,6 +70,19 @@ def members(trace: Trace) -> list[CallRecord]:
     return found
 
 
+def numbered_by_depth(trace: Trace) -> list[set[str]]:
+    """Return the names of numbered modules with children: the outermost, those inside of one of them, and so on."""
+    depths, found = dict[int, int](), list[set[str]]()
+    for call in trace.calls:  # parents come before children
+        depth = 0 if call.parent is None else depths[call.parent]
+        if call.children and _is_numbered(call):
+            found += [set[str]() for _ in range(len(found), depth + 1)]
+            found[depth].add(call.name)
+            depth += 1
+        depths[call.index] = depth
+    return found
+
+
 def _is_numbered(call: CallRecord) -> bool:
     return call.name.rpartition(".")[2].isdigit()
 

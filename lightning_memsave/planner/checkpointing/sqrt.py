@@ -16,6 +16,7 @@ from lightning_memsave.planner.checkpointing.candidates import (
     group,
     kept_bytes,
     members,
+    numbered_by_depth,
     singles,
     stretches,
     units,
@@ -40,9 +41,13 @@ def plan_sqrt(trace: Trace, replay: Replay) -> list[Effect]:
 
 
 def _cuts(trace: Trace) -> Iterator[list[Candidate]]:
-    """Yield ways to cut the step: members of containers by themselves, then chains of units by many limits."""
+    """Yield ways to cut the step: members of containers by themselves, then chains of units by many limits.
+
+    Members may be containers themselves, and be called several times, which leaves them out of chains.
+    """
     alone = singles(trace)
-    yield [c for c in alone if c.names[0] in {member.name for member in members(trace)}]
+    for names in ({member.name for member in members(trace)}, *numbered_by_depth(trace)):
+        yield [c for c in alone if c.names[0] in names]
     for are_whole in (True, False):
         chain = units(trace, members_are_whole=are_whole)
         found = stretches(trace, chain)
