@@ -46,8 +46,7 @@ def test_the_mean_is_of_the_steps_that_were_asked_for(tmp_path):
     assert mean["weight"].item() == (5 + 8) / 2
 
 
-@pytest.mark.parametrize("setting", ["baseline", f"{quality_wrn.DENSEST}, microbatch 4"])
-@pytest.mark.parametrize("last_epoch", [0, 2])
+@pytest.mark.parametrize(("setting", "last_epoch"), [("baseline", 2), (f"{quality_wrn.DENSEST}, microbatch 4", 0)])
 def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(setting, last_epoch, tmp_path, monkeypatch):
     modules, before = [], resuming.ResumedRun.on_train_epoch_end
 

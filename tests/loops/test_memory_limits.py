@@ -30,7 +30,7 @@ def check(found):
 
 
 def test_some_limits():
-    check(outcomes(50, 600, 50))
+    check(outcomes(100, 600, 100))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from lightning_memsave.planner.checkpointing.candidates import (
     groups,
     kept_bytes,
     members,
+    numbered_by_depth,
     singles,
     stretches,
     units,
@@ -215,3 +216,10 @@ def test_candidates_overlap_where_they_share_an_operation():
 
     for first, second in itertools.product(candidates, repeat=2):
         assert first.overlaps(second) == bool(operations(first) & operations(second))
+
+
+def test_numbered_modules_are_told_by_how_deep_they_are():
+    block = lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU())  # noqa: E731
+    model = nn.Sequential(nn.Sequential(block(), block()), block(), nn.Linear(8, 8))
+    trace = trace_of(Step(model, {"x": torch.randn(4, 8)}, squares))
+    assert numbered_by_depth(trace) == [{"0", "1"}, {"0.0", "0.1"}]

@@ -80,3 +80,16 @@ def test_nothing_is_cut_where_no_region_lowers_the_peak():
     model = nn.Sequential(nn.Linear(8, 8))
     trace = trace_of(Step(model, {"x": torch.randn(4, 8)}, squares))
     assert plan_sqrt(trace, Replay(trace)) == []
+
+
+def test_blocks_that_are_containers_and_run_twice_in_a_step_are_cut_as_blocks():
+    """As in siamese training, where one network sees two views."""
+    parts = (lambda: nn.Linear(32, 32), lambda: nn.GroupNorm(4, 32), nn.ReLU)
+    model = nn.Sequential(*(nn.Sequential(*(make() for make in parts * 2)) for _ in range(6)))
+
+    def two_views(model, batch):
+        return sum((squares(model, {"x": batch["x"] + view}) for view in (0, 1)), torch.zeros(()))
+
+    step = Step(model, {"x": torch.randn(256, 32)}, two_views)
+    plan, blocks = planner_of(step, method="sqrt").plan(), [[str(i)] for i in range(6)]
+    assert peak_with(step, plan.config.regions) <= peak_with(step, blocks) < 0.5 * step.measured().peak_bytes
