@@ -467,6 +467,13 @@ def test_scripted_modules_and_16_bits_are_no_obstacle():
     assert "16 samples" in applied.summary or "no module in tiles" in applied.summary
 
 
+def test_a_module_that_is_traced_is_traced_as_it_is():
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2)), torch.randn(9, 4)
+    applied = apply_tiling(model, Tiling(dim=0, size=3))
+    torch.testing.assert_close(torch.jit.trace(model, x)(x), model(x))
+    applied.undo()
+
+
 def test_a_scripted_module_is_refused():
     model = nn.Sequential(nn.Sequential(torch.jit.script(nn.Linear(D, D))))
     with pytest.raises(ValueError, match="TorchScript"):

@@ -165,8 +165,8 @@ def check_quantizable(optimizer: torch.optim.Optimizer, state_format: str) -> No
         if name == "SGD" and not group["momentum"]:
             raise setting_error(
                 "optimizer_state",
-                "needs SGD with momentum; without, there is no state",
-                0,
+                "needs SGD with momentum, as SGD without has no state",
+                "momentum=0",
                 "Use `optimizer_state=False`.",
             )
 

@@ -361,7 +361,8 @@ def _kind(leaf: Any) -> Any:
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a module in tiles; named so that a pickled module finds its own class's method again."""
     tiled: _TiledModule = self.__dict__[TILES]
-    if not torch.is_grad_enabled() or is_inside_transform() or is_in_tile():
+    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]  # untyped in torch
+    if not torch.is_grad_enabled() or is_traced or is_inside_transform() or is_in_tile():
         return tiled.forward_of(self)(*args, **kwargs)
     found = tiled.cut_of(self, args, kwargs)
     if found is None:
