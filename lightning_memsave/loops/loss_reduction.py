@@ -132,15 +132,32 @@ def _asked(
         subject = _Subject.of(batch, num_samples, config, fewest)
         widens = agreed is None and not _weights_of(module) <= _TOLERANCE.keys()
         for mode in _MODES:
-            found = _found(_Evaluation(trainer, kwargs, mode, start, widens), subject, config, num_samples)
-            if widens and found[0].has_failed:  # it may need 16 bits
-                widens = False
+            found = None
+            if widens:
+                found = _found_in_float32(_Evaluation(trainer, kwargs, mode, start, True), subject, config, num_samples)
+                widens = found is not None
+            if found is None:
                 found = _found(_Evaluation(trainer, kwargs, mode, start), subject, config, num_samples)
             answer, is_last = found if agreed is None else agreed(found)
             if is_last:
                 break
     free_gathered(module)  # no backward follows
     return answer
+
+
+def _found_in_float32(
+    evaluation: _Evaluation, subject: _Subject, config: Microbatching, num_samples: int
+) -> _Found | None:
+    """Return what is found; `None` where the step takes 16 bits alone, or there is no room for a weight in 32."""
+    try:
+        found = _found(evaluation, subject, config, num_samples)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    else:
+        return None if found[0].has_failed else found
+    free_memory()
+    return None
 
 
 def _found(evaluation: _Evaluation, subject: _Subject, config: Microbatching, num_samples: int) -> _Found:

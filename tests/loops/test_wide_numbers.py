@@ -105,3 +105,18 @@ def test_a_step_that_takes_16_bits_alone_is_evaluated_as_it_is():
     report, apart, _ = compare(OfShortNumbers().bfloat16(), batches(dtype=torch.bfloat16), precision="bf16-true")
     assert applied(report).loss_class == "exact"
     assert apart < 0.1
+
+
+class OfALargeWeight(Base):
+    """There is no room for a weight of 32 bits."""
+
+    def loss(self, z, y):
+        if self.first(torch.zeros(1, 6, dtype=torch.bfloat16)).dtype != torch.bfloat16:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return F.cross_entropy(z.float(), y)
+
+
+def test_where_memory_runs_out_for_32_bits_a_step_is_evaluated_as_it_is():
+    report, _, messages = compare(OfALargeWeight().bfloat16(), batches(dtype=torch.bfloat16), precision="bf16-true")
+    assert applied(report).loss_class == "exact"
+    assert messages == []
