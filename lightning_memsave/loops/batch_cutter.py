@@ -41,7 +41,8 @@ class BatchCutter:
         self.rules = LossRules()
         self.why_whole = ""
         """Why batches are not cut; empty until that is known."""
-        self._given_up = self._has_tried = self._is_undecided = False
+        self._given_up = self._has_tried = self._is_undecided = self._stays_whole = False
+        self._failed: tuple[int, int] | None = None  # epoch and number of the latest batch of which a part has failed
 
     @property
     def applied(self) -> Applied | None:
@@ -68,7 +69,7 @@ class BatchCutter:
             if self.recovery is not None:
                 self.recovery.begin(trainer.lightning_module)
         config, parts = self.config, whole
-        if not self._given_up:
+        if not self._given_up and not self._stays_whole:
             try:
                 config = self.sized_for(batch, self.recovery)
                 parts = config.parts(batch)
@@ -139,18 +140,26 @@ class BatchCutter:
 
     def can_cut(self, batch: Batch) -> bool:
         """Return whether smaller microbatches of this batch are possible, as far as is known."""
-        return not self._given_up and not self._is_undecided and self.has_samples(batch)
+        is_possible = not self._given_up and not self._stays_whole and not self._is_undecided
+        return is_possible and self.has_samples(batch)
 
-    def give_up(self, error: Exception, batch_idx: int) -> bool:
-        """Cut no more batches, as a part of one failed; `False` where it has failed whole as well.
+    def leave_whole(self, error: Exception, epoch: int, batch_idx: int) -> bool:
+        """Run batches whole, as a part of one failed; `False` for an error that has nothing to do with it.
 
         Sequences that are padded to the longest of their batch may not fit together in a part without that one.
         """
-        if self._given_up:
+        if not isinstance(error, _OF_SHAPES) or self._failed == (epoch, batch_idx):
             return False
-        self._given_up = True
+        self._failed, self._stays_whole = (epoch, batch_idx), True
         self.why_whole = f"the step fails on a part of batch {batch_idx}: {type(error).__name__}: {error}"
-        self.record.ran_whole(f"Batches are not cut into microbatches any more: {self.why_whole}. {_SPLIT}")
+        self.record.ran_whole(f"Batches are run whole as long as they fit: {self.why_whole}. {_SPLIT}")
+        return True
+
+    def cut_again(self, epoch: int, batch_idx: int) -> bool:
+        """Cut batches again, as one does not fit whole; `False` where they are cut, or this one cannot be."""
+        if not self._stays_whole or self._failed == (epoch, batch_idx):
+            return False
+        self._stays_whole, self.why_whole = False, ""
         return True
 
     def has_samples(self, batch: Batch) -> bool:
@@ -269,6 +278,8 @@ def noting_parts(num_parts: int) -> Iterator[None]:
         raise
 
 
+_OF_SHAPES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+"""Errors of steps whose tensors do not fit together."""
 _SPLIT = "Where parts need more than a slice of each tensor, pass `Microbatching(split_fn=...)`."
 _WAYS_OUT = (
     'Where it relates samples, `tiling="samples"` runs encoders in parts and gives the loss all of them. '

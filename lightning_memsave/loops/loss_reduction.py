@@ -132,12 +132,10 @@ def _asked(
         subject = _Subject.of(batch, num_samples, config, fewest)
         widens = agreed is None and not _weights_of(module) <= _TOLERANCE.keys()
         for mode in _MODES:
-            found = None
-            if widens:
-                found = _found_in_float32(_Evaluation(trainer, kwargs, mode, start, True), subject, config, num_samples)
-                widens = found is not None
-            if found is None:
-                found = _found(_Evaluation(trainer, kwargs, mode, start), subject, config, num_samples)
+            found = _found(_Evaluation(trainer, kwargs, mode, start), subject, config, num_samples)
+            if widens:  # afterwards, so that what a step keeps for later (`lru_cache`) has its own dtype
+                in_32 = _Evaluation(trainer, kwargs, mode, start, widens)
+                found = _found_in_float32(in_32, subject, config, num_samples) or found
             answer, is_last = found if agreed is None else agreed(found)
             if is_last:
                 break

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -119,7 +120,7 @@ class LossTerms(TorchFunctionMode):
         num_labels = self._labels_of(args, kwargs) if is_loss and name in _IGNORING else None
         sums = self._combined(name, args, kwargs)  # before it may edit one
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and not result.is_complex():
+        if _is_followed(result):
             if sums is not None and len(sums) == result.numel():
                 self._sums[id(result)] = result, sums
             elif result.numel() == 1:
@@ -230,8 +231,14 @@ def _values(value: Any) -> list[float]:
     return value.detach().flatten().tolist() if isinstance(value, Tensor) else [float(value)]
 
 
+def _is_followed(value: Any) -> bool:
+    """Return whether it is a tensor of real values that can be read."""
+    is_strided = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+    return is_strided and not value.is_meta and not value.is_complex()
+
+
 def _are_numbers(value: Any) -> bool:
     """Return whether a value is a number, or a few of them in a row."""
     if isinstance(value, Tensor):
-        return 0 < value.numel() <= _MOST_TERMS and value.numel() == max((*value.shape, 1)) and not value.is_complex()
+        return _is_followed(value) and 0 < value.numel() <= _MOST_TERMS and value.numel() == max((*value.shape, 1))
     return isinstance(value, (int, float)) and not isinstance(value, bool)

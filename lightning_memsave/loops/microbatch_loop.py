@@ -119,8 +119,15 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
             what = f"batch {trainer.fit_loop.batch_idx}"
             if failure is None:
                 continue
+            if session.cutter.cut_again(*self._where):
+                continue
             if not recovery.shrink(trainer, batch, session.cutter.can_cut(batch), what):
                 return self._try_a_last_time(session, start, exchange, failure)
+
+    @property
+    def _where(self) -> tuple[int, int]:
+        """Epoch and number of the batch."""
+        return self._loop.trainer.current_epoch, self._loop.trainer.fit_loop.batch_idx
 
     def _undo(self, start: BatchStart, device: torch.device, accumulates: bool) -> None:
         """Put the batch back to its start."""
@@ -222,7 +229,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                 self._loop.trainer
             ):
                 return None
-            if is_cut and why_final is None and session.cutter.give_up(error, self._loop.trainer.fit_loop.batch_idx):
+            if is_cut and why_final is None and session.cutter.leave_whole(error, *self._where):
                 return None
             raise error
         if why_final is not None:

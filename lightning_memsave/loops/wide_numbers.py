@@ -21,6 +21,8 @@ _LOOKUPS = frozenset(
 _OF_SHAPES = frozenset(
     ("view", "reshape", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "flatten", "unflatten", "chunk")
 ) | frozenset(("split", "unbind", "narrow", "select", "contiguous", "detach", "size", "dim", "numel", "stride"))
+_OF_SHAPES |= frozenset(("swapaxes", "swapdims", "movedim", "diagonal", "as_strided", "unfold", "expand_as", "view_as"))
+_EDITS = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))
 _AS_IT_IS = _LOOKUPS | _OF_SHAPES
 """Functions that compute nothing with values: whatever does gets their results as float32."""
 
@@ -33,7 +35,7 @@ class WideNumbers(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in _CONVERSIONS:
             return _converted(args[0], func(*args, **kwargs))
-        edits = name.endswith("_") and not name.endswith("__")
+        edits = name in _EDITS or (name.endswith("_") and not name.endswith("__"))
         if name in _AS_IT_IS or edits or name == "__setitem__" or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         return func(*tree_map_only(Tensor, wide, args), **tree_map_only(Tensor, wide, kwargs))
@@ -43,7 +45,7 @@ def _converted(tensor: Any, converted: Any) -> Any:
     """Return what a conversion to 16 bits was given, where it is wider."""
     is_short = isinstance(converted, Tensor) and has_16_bits(converted)
     if is_short and isinstance(tensor, Tensor) and tensor.is_floating_point() and not has_16_bits(tensor):
-        return tensor.to(converted.device)
+        return tensor.to(converted.device, copy=True)  # another tensor, as the conversion would have given
     return converted
 
 

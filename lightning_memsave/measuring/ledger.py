@@ -220,7 +220,8 @@ class Ledger(TorchDispatchMode):
                 self._was_there(self._book(storage, "data"))
         else:
             entry = self._book(storage, None)
-            entry.made = (tensor.shape, tensor.dtype, user_line(3) if recorded else None)
+            shape = torch.Size() if tensor.is_nested else tensor.shape
+            entry.made = (shape, tensor.dtype, user_line(3) if recorded else None)
             if recorded:
                 self._recorded.append(entry)
             self._change(entry.num_bytes, entry)

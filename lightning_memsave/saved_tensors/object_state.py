@@ -108,11 +108,21 @@ def _is_same(first: Any, second: Any) -> bool:
 
 
 def have_same_values(first: Any, second: Any) -> bool:
-    """Return whether two values are small tensors with the same values, and no graph behind them."""
-    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+    """Return whether two values are small tensors with the same values, and no graph behind them.
+
+    Not of tensors that are sparse, nested or without values, which cannot be compared.
+    """
+    if not (_has_values(first) and _has_values(second)):
         return False
-    kinds = [(t.shape, t.dtype, t.device, t.layout, t.grad_fn) for t in (first, second)]
-    return kinds[0] == kinds[1] and first.numel() <= _MOST_COMPARED and torch.equal(first, second)
+    kinds = [(t.shape, t.dtype, t.device, t.grad_fn) for t in (first, second)]
+    if kinds[0] != kinds[1] or first.numel() > _MOST_COMPARED:
+        return False
+    return bool(((first == second) | ((first != first) & (second != second))).all())  # NaN as well
+
+
+def _has_values(value: Any) -> bool:
+    is_strided = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_nested
+    return is_strided and not value.is_meta
 
 
 _METHODS = (types.MethodType, types.BuiltinFunctionType)

@@ -50,7 +50,9 @@ def sized_by_values(func: Any, args: Any, kwargs: Any, values_of: ValuesOf) -> A
             raise ReadsValueError(f"a size depends on values at {line_text(user_line(3))}") from None
     with unset_fake_temporarily(), torch.no_grad():
         real = func(*tree_map(_with(values_of), args), **tree_map(_with(values_of), kwargs))
-    return tree_map(lambda leaf: torch.empty_like(leaf, device=leaf.device) if isinstance(leaf, Tensor) else leaf, real)
+    fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and is_fake(leaf)]
+    device = fakes[0].device if fakes else torch.device("cpu")
+    return tree_map(lambda leaf: torch.empty_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf, real)
 
 
 def _with(values_of: ValuesOf) -> Callable[[Any], Any]:

@@ -43,7 +43,7 @@ def _fails(cls: type[Tensor]) -> bool:
     make: Any = cls.__new__
     try:
         others = [p for p in inspect.signature(make).parameters.values() if p.default is p.empty][2:]
-        with _Watching():  # type: ignore[no-untyped-call]  # untyped in torch
+        with torch.random.fork_rng([]), _Watching():  # type: ignore[no-untyped-call]  # untyped in torch
             make(cls, torch.zeros(2, device="cpu")[:1], *(None for p in others if p.kind is p.POSITIONAL_OR_KEYWORD))
     except Exception as error:  # of the user's class
         return _REFUSED in str(error)

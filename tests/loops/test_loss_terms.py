@@ -83,6 +83,17 @@ def test_a_loss_has_the_terms_that_were_added(form):
     assert sum(term.value for term in found) + constant == pytest.approx(loss.item(), rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_without_numbers_that_can_be_read_are_left_alone():
+    with LossTerms() as terms:
+        ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        (ragged * 2).values().sum()
+        torch.stack([torch.ones((), device="meta")] * 2).sum()
+        torch.eye(1).to_sparse() * 2
+        loss = number(2.0).exp() + number(3.0).tanh()
+    assert {term.function for term in terms.of(loss)} == {"exp", "tanh"}
+
+
 def test_numbers_that_are_added_to_each_other_again_and_again_take_no_time():
     with LossTerms() as terms:
         x, v = number(1.0).exp(), number(2.0).tanh()

@@ -100,10 +100,24 @@ def test_a_batch_of_which_a_part_fails_is_run_whole_and_so_are_later_ones(settin
     plain, ours, memsave = copy.deepcopy(module), copy.deepcopy(module), MemSave(**settings)
     train(plain, None, padded())
     _failures[:] = failures
-    with pytest.warns(MicrobatchWarning, match=r"not cut into microbatches any more: .* part of batch 2: RuntimeError"):
+    with pytest.warns(MicrobatchWarning, match=r"run whole as long as they fit: .* part of batch 2: RuntimeError"):
         train(ours, memsave, padded())
     assert not _failures
     assert memsave.report.loss_class == "exact"
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_later_batch_that_does_not_fit_whole_is_cut_again():
+    _failures[:] = [0, 0, 0, 3]
+    torch.manual_seed(0)
+    module = OfPackedSequences()
+    plain, ours, memsave = copy.deepcopy(module), copy.deepcopy(module), MemSave()
+    with pytest.warns(MicrobatchWarning, match="part of batch 2"):
+        train(ours, memsave, padded())
+    assert not _failures
+    train(plain, None, padded())
+    assert (memsave.report.loss_class, memsave.report.microbatch_size) == ("exact", 3)
     for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -156,16 +170,33 @@ def test_sparse_gradients_are_no_obstacle():
 class Mistaken(Net):
     """A mistake of the user's, in a batch that is cut."""
 
+    kind = KeyError
+
     def training_step(self, batch, batch_idx):
         if batch_idx == 2:
-            raise KeyError("mistake")
+            _calls.append(len(batch[0]))
+            raise self.kind("mistake")
         return super().training_step(batch, batch_idx)
 
 
+_calls: list[int] = []
+
+
 def test_a_mistake_of_the_users_is_raised_when_the_whole_batch_has_shown_it():
+    _calls.clear()
     module = limited(Mistaken, 8)
-    with pytest.warns(MicrobatchWarning, match="KeyError"), pytest.raises(KeyError, match="mistake"):
+    module.kind = ValueError
+    with pytest.warns(MicrobatchWarning, match="ValueError"), pytest.raises(ValueError, match="mistake"):
         train(module, MemSave())
+    assert len(_calls) == 2
+    assert _calls[0] < _calls[1]
+
+
+def test_an_error_that_has_nothing_to_do_with_shapes_is_raised_at_once():
+    _calls.clear()
+    with pytest.raises(KeyError, match="mistake"):
+        train(limited(Mistaken, 8), MemSave())
+    assert len(_calls) == 1
 
 
 def test_a_split_fn_is_used_when_memory_runs_out():

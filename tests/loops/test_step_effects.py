@@ -129,6 +129,36 @@ def test_tensors_that_are_made_anew_with_the_same_values_are_no_change():
     assert "`weight`" in messages[0]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.empty(3, device="meta"),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested tensors")
+def test_tensors_that_cannot_be_compared_are_a_change_and_no_error(make):
+    class Makes(Base):
+        def loss(self, z, y):
+            self.made, self.held = make(), {"made": make()}
+            return F.cross_entropy(z, y)
+
+    report, apart, _ = compare(Makes(), batches())
+    assert applied(report).loss_class == "changed"
+    assert apart < 1e-4
+
+
+def test_tensors_of_no_number_are_equal():
+    class Makes(Base):
+        def loss(self, z, y):
+            self.made = torch.full((3,), torch.nan)
+            return F.cross_entropy(z, y)
+
+    assert applied(compare(Makes(), batches())[0]).loss_class == "exact"
+
+
 def test_a_cache_that_a_step_fills_once_is_no_change():
     class Caches(Base):
         mask = None

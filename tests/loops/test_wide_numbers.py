@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 
 import lightning as L
@@ -15,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_memsave import MemSave, MicrobatchWarning
 from lightning_memsave.loops.wide_numbers import WideNumbers
-from tests.loops.loss_runs import QUIET, Base, applied, batches, compare
+from tests.loops.loss_runs import CLASSES, QUIET, Base, applied, batches, compare
 
 
 def llama():
@@ -105,6 +106,45 @@ def test_a_step_that_takes_16_bits_alone_is_evaluated_as_it_is():
     report, apart, _ = compare(OfShortNumbers().bfloat16(), batches(dtype=torch.bfloat16), precision="bf16-true")
     assert applied(report).loss_class == "exact"
     assert apart < 0.1
+
+
+class EditsWhatItConverts(Base):
+    def __init__(self):
+        super().__init__()
+        self.plain = torch.ones(CLASSES)
+
+    def loss(self, z, y):
+        shifted = self.plain.to(torch.bfloat16)
+        shifted.add_(1)
+        return F.cross_entropy(z * shifted, y)
+
+
+@functools.cache
+def table(size):
+    return torch.eye(size).to(torch.bfloat16)
+
+
+class OfCachedNumbers(Base):
+    def loss(self, z, y):
+        return F.cross_entropy(z @ table(CLASSES), y)
+
+
+@pytest.mark.parametrize("kind", [EditsWhatItConverts, OfCachedNumbers])
+def test_nothing_of_it_stays(kind):
+    table.cache_clear()
+    report, apart, messages = compare(kind().bfloat16(), batches(dtype=torch.bfloat16), precision="bf16-true")
+    assert applied(report).loss_class == "exact"
+    assert (apart < 0.1, messages) == (True, [])
+    assert table(CLASSES).dtype == torch.bfloat16
+
+
+def test_edits_through_views_stay():
+    x = torch.ones(4, dtype=torch.bfloat16)
+    with WideNumbers():
+        view = x.view(2, 2).diagonal()
+        view += 1
+        view *= 2
+    assert x.tolist() == [4, 1, 1, 4]
 
 
 class OfALargeWeight(Base):

@@ -484,3 +484,14 @@ def test_higher_order_operators_are_operations():
         chosen = torch.cond(q.sum() > 0, lambda x: x + 1, lambda x: x - 1, (q,))
     assert ledger.measurement.peak_bytes >= out.nbytes + chosen.nbytes
     assert torch.allclose(out, nn.functional.scaled_dot_product_attention(q, q, q), atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_counted(layout):
+    model = nn.Linear(2, 4)
+    with Ledger("cpu").watching(model) as ledger:
+        rows = torch.nested.nested_tensor([torch.ones(30, 2), torch.ones(20, 2)], layout=layout)
+        out = model(rows)
+    assert ledger.measurement.peak_bytes >= 4 * (50 * 2 + 50 * 4)
+    assert len(out.unbind()) == 2
