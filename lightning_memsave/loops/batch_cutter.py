@@ -72,7 +72,7 @@ class BatchCutter:
         if not self._given_up and not self._stays_whole:
             try:
                 config = self.sized_for(batch, self.recovery)
-                parts = config.parts(batch)
+                parts, self.why_whole = config.parts(batch), ""
             except UnsplittableBatchError as error:
                 self.why_whole = str(error)
                 self.record.ran_whole(f"A batch is run whole: {error}")
