@@ -59,7 +59,7 @@ class MemSave(MemoryMonitor):
             (`0.2`), or `LowRank(...)`.
         sparse_update: train a part of the network: what training may take besides it (`"256KiB"`, or `0.2` of what all
             of it takes), or `SparseUpdate(...)`, for example with `layers`.
-        precision: how weights are stored: `"bf16-sr"`, `"bf16+8"`, `"bf16-kahan"`, `"fp16-scaled"`,
+        precision: how weights are stored: `"bf16-sr"`, `"bf16+8"`, `"bf16-kahan"`, `"int8-sr"`, `"fp16-scaled"`,
             `"bf16-gradients"`, or `LowPrecision(...)`.
         microbatch: samples per microbatch, `"auto"` (recover when memory runs out), `"smallest"` (as small as lowers
             the peak), or `Microbatching(...)`.

@@ -55,6 +55,7 @@ SETTINGS = (
     "changing patterns",
     "compact checkpoints",
     "gradient release",
+    "int8 weights",
     "into-state gradients",
     "loss scaling",
     "microbatches by measured peaks",
@@ -101,11 +102,13 @@ COMPATIBILITY = (
         "its search for an overflow is of whole gradients, and all processes have to skip the same steps",
         'Use `precision="bf16-sr"`, which needs no scaling.',
     ),
-    CompatibilityRule(
-        "bf16 gradients",
-        "model parallel (FSDP2)",
-        "it reduces gradients in the dtype of their parameters",
-        'Use `precision="bf16-sr"` or "bf16+8", or `precision=False`.',
+    *(
+        CompatibilityRule(setting, way, because, 'Use `precision="bf16-sr"` or "bf16+8", or `precision=False`.')
+        for setting in ("bf16 gradients", "int8 weights")
+        for way, because in (
+            ("model parallel (FSDP2)", "it reduces gradients in the dtype of their parameters"),
+            ("DDP", "its buckets hold gradients in the dtype of their parameters"),
+        )
     ),
     CompatibilityRule(
         "low_precision",
@@ -118,12 +121,6 @@ COMPATIBILITY = (
         "fp16 with a GradScaler",
         "bfloat16 gradients need no scaling, and float16 ones have their own",
         'Use `Trainer(precision="32-true")`, or `precision=False`.',
-    ),
-    CompatibilityRule(
-        "bf16 gradients",
-        "DDP",
-        "its buckets hold gradients in the dtype of their parameters",
-        'Use `precision="bf16-sr"` or "bf16+8", or `precision=False`.',
     ),
     *_works(
         "tiling",
@@ -452,6 +449,7 @@ COMPATIBILITY = (
         "no gradient is kept that could take fewer bytes",
         f'Use `precision="bf16-sr"`, `precision=False`, or {_KEEP}.',
     ),
+    CompatibilityRule("into-state gradients", "int8 weights", "weight decay needs weights, not codes", f"Use {_KEEP}."),
     CompatibilityRule("into-state gradients", "microbatching"),
     CompatibilityRule("into-state gradients", "accumulate_grad_batches"),
     CompatibilityRule("microbatching", "an unknown training loop", _GONE, f"{_INSTALL}, or set `microbatch=False`."),

@@ -42,12 +42,12 @@ from lightning_memsave.saved_tensors.fused_norm_relu import chain, relu_input
 from lightning_memsave.saved_tensors.linear_cross_entropy import linear_cross_entropy
 from lightning_memsave.saved_tensors.norm_recompute import note_rows
 from lightning_memsave.saved_tensors.offload import Offloader
+from lightning_memsave.saved_tensors.rebuilt_weights import left_alone
 from lightning_memsave.saved_tensors.recompute import Derivation, kept_of
 from lightning_memsave.saved_tensors.samples import Sampling
 from lightning_memsave.saved_tensors.saved_storage import Recent, SavedStorage, SavedTensor
 from lightning_memsave.saved_tensors.seeds import NoiseSeeds
 from lightning_memsave.saved_tensors.smallest_encoding import smallest_encoding
-from lightning_memsave.saved_tensors.sparse_weights import left_alone
 from lightning_memsave.torch_internals.autograd_graph import (
     Edge,
     Kept,

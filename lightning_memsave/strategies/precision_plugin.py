@@ -52,9 +52,16 @@ def lower_precision(trainer: L.Trainer, config: LowPrecision) -> tuple[Weights, 
 
 
 def _check_callbacks(trainer: L.Trainer, config: LowPrecision) -> None:
-    """Refuse a callback of Lightning's that does not know corrections kept as buffers, or 16-bit weights."""
+    """Refuse a callback of Lightning's that does not know corrections kept as buffers, codes, or 16-bit weights."""
     averaging, has_corrections = callbacks_named(trainer, "WeightAveraging"), config.format in ("bf16+8", "bf16-kahan")
     unaware = [*averaging, *callbacks_named(trainer, "ModelPruning")]
+    if config.format == "int8-sr" and (unaware := [*unaware, *callbacks_named(trainer, "StochasticWeightAveraging")]):
+        raise setting_error(
+            "precision",
+            f"keeps weights as codes, which {type(unaware[0]).__name__} cannot compute with",
+            config.format,
+            'Use `precision="bf16-sr"`.',
+        )
     if unaware and has_corrections:
         raise setting_error(
             "precision",

@@ -224,8 +224,12 @@ _OF_WEIGHTS = _nodes(
 _PRODUCTS = _nodes("Mm Bmm")  # of weights with each other
 DENSIFY = "_DensifyBackward"
 """The node of a sparse weight's dense form (`sparse_weights`)."""
-_MADE_WHOLE = (DENSIFY, "_WeightProductBackward")
-"""Nodes of weights that are larger than their parameter; the second one's is two factors (`techniques.low_rank`)."""
+DECODE = "_DecodeBackward"
+"""The node of a weight that is kept as int8 codes (`techniques.low_precision`)."""
+REBUILT = (DENSIFY, DECODE)
+"""Nodes of weights that are made again instead of being kept (`rebuilt_weights`)."""
+_MADE_WHOLE = (*REBUILT, "_WeightProductBackward")
+"""Nodes of weights that are larger than their parameter; the last one's is two factors (`techniques.low_rank`)."""
 
 
 def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:

@@ -14,10 +14,11 @@ from torch.optim.swa_utils import get_swa_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import Ledger, LowPrecision, MemSave, OptimizerState
+from lightning_memsave.techniques.low_precision.int8_layers import CODES
 from lightning_memsave.techniques.optimizer_state.state_config import FORMATS as BY_NAME
 from tests.harness import EMAWeightAveraging, WeightAveraging
 
-FORMATS = ("bf16-sr", "bf16+8", "bf16-kahan", "fp16-scaled")
+FORMATS = ("bf16-sr", "bf16+8", "bf16-kahan", "int8-sr", "fp16-scaled")
 WITH_CORRECTION = ("bf16+8", "bf16-kahan")
 DTYPES = {name: torch.float16 if name == "fp16-scaled" else torch.bfloat16 for name in FORMATS}
 every_format = pytest.mark.parametrize("weight_format", FORMATS)
@@ -78,9 +79,12 @@ def test_inputs_targets_and_buffers_stay_and_weights_come_back(weight_format):
     during = During()
     trainer, module = fit(MemSave(precision=weight_format), callbacks=[during])
     is_norm, short = {name: name.startswith("net.1") for name in during.parameters}, DTYPES[weight_format]
-    assert during.parameters == {n: torch.float32 if norm else short for n, norm in is_norm.items()}
+    expected = {n: torch.float32 if norm else short for n, norm in is_norm.items()}
+    if weight_format == "int8-sr":
+        expected |= {n: CODES for n, norm in is_norm.items() if n.endswith("weight") and not norm}
+    assert during.parameters == expected
     assert during.gradients == {short, torch.float32}
-    assert set(during.buffers.values()) == {torch.float32, torch.int64}
+    assert {dtype for n, dtype in during.buffers.items() if "scales" not in n} == {torch.float32, torch.int64}
     assert module.seen == {
         (torch.float32, torch.float32, short, torch.float32),
         ("validation", short),
@@ -297,8 +301,8 @@ AVERAGES = {
 @pytest.mark.parametrize(
     ("average", "weight_format", "state"),
     [
-        *(("SWA", weight_format, False) for weight_format in FORMATS),
-        *(("EMA", weight_format, False) for weight_format in FORMATS if weight_format not in WITH_CORRECTION),
+        *(("SWA", weight_format, False) for weight_format in FORMATS if weight_format != "int8-sr"),
+        *(("EMA", weight_format, False) for weight_format in ("bf16-sr", "fp16-scaled")),
         *((average, "bf16-sr", state) for average in AVERAGES for state in ("8bit", "4bit", "release")),
         *((average, "fp16-scaled", "8bit") for average in AVERAGES),
     ],
@@ -317,6 +321,12 @@ def test_callbacks_that_do_not_know_corrections_are_refused(weight_format):
     for callback in (EMAWeightAveraging(), ModelPruning("l1_unstructured", amount=0.5)):
         with pytest.raises(ValueError, match=f"which {type(callback).__name__} does not know.*bf16-sr"):
             fit(MemSave(precision=weight_format), callbacks=[callback])
+
+
+@pytest.mark.parametrize("callback", [*AVERAGES.values(), lambda: ModelPruning("l1_unstructured", amount=0.5)])
+def test_callbacks_that_compute_with_weights_are_refused_where_these_are_codes(callback):
+    with pytest.raises(ValueError, match=r"keeps weights as codes, which .* cannot compute with"):
+        fit(MemSave(precision="int8-sr"), callbacks=[callback()])
 
 
 def test_an_average_that_torch_cannot_add_to_is_refused_and_the_way_out_works():

@@ -10,10 +10,10 @@ from torch import nn
 
 from lightning_memsave import LowPrecision, apply_low_precision
 
-FORMATS = ("bf16-sr", "bf16+8", "bf16-kahan", "fp16-scaled")
+FORMATS = ("bf16-sr", "bf16+8", "bf16-kahan", "fp16-scaled", "int8-sr")
 WITH_CORRECTION = ("bf16+8", "bf16-kahan")
-# Of a weight, by one rounding.
-ERRORS = {"bf16-sr": 2.0**-7, "bf16+8": 2.0**-15, "bf16-kahan": 2.0**-17, "fp16-scaled": 2.0**-10}
+# Of a weight, by one rounding; of int8, of the largest weight of its row.
+ERRORS = {"bf16-sr": 2.0**-7, "bf16+8": 2.0**-15, "bf16-kahan": 2.0**-17, "fp16-scaled": 2.0**-10, "int8-sr": 2.0**-6}
 DTYPES = {name: torch.float16 if name == "fp16-scaled" else torch.bfloat16 for name in FORMATS}
 every_format = pytest.mark.parametrize("weight_format", FORMATS)
 OPTIMIZERS = {
@@ -31,6 +31,17 @@ OPTIMIZERS = {
 }
 
 
+def error_of(weight_format, weights, besides=0.0):
+    """The largest error of weights by one rounding; `besides` is for weights that have changed their size."""
+    largest = weights.abs().max() if weight_format == "int8-sr" else weights.abs()
+    return ERRORS[weight_format] * (largest + besides)
+
+
+def parameter(module, name="weight"):
+    """The parameter itself, which is not what a layer computes with where it has codes."""
+    return dict(module.named_parameters())[name]
+
+
 def network():
     return nn.Sequential(nn.Linear(24, 48), nn.LayerNorm(48), nn.Tanh(), nn.Linear(48, 8))
 
@@ -46,8 +57,10 @@ def lowered(weight_format="bf16-sr", optimizer="AdamW", model=None, **settings):
 def give_gradients(model, step, factor=1.0):
     """Numbers that bfloat16 and, small enough, float16 hold, so that each format sees the same."""
     generator = torch.Generator().manual_seed(step)
+    for module in model.modules():
+        getattr(module, "weight", None)  # as a forward pass does
     for p in model.parameters():
-        p.grad = (torch.randn(p.shape, generator=generator).bfloat16() * factor).to(p.dtype)
+        p.grad = (torch.randn(p.shape, generator=generator).bfloat16() * factor).to(p.grad_dtype)
 
 
 def factor_of(optimizer):

@@ -182,6 +182,7 @@ def check_refused() -> None:
         ("bf16+8", torch.optim.Adafactor, r"precision.*each element by itself.*Adafactor"),
         ("fp16-scaled", torch.optim.AdamW, r"precision.*under FSDP2.*fp16-scaled"),
         ("bf16-gradients", torch.optim.AdamW, r"precision.*under FSDP2.*bf16-gradients"),
+        ("int8-sr", torch.optim.AdamW, r"precision.*under FSDP2.*int8-sr"),
     ):
         net = make(True)
         optimizer = cls(net.parameters(), 1e-3)

@@ -14,9 +14,9 @@ from lightning_memsave.techniques.low_precision import estimate_low_precision
 from tests.contracts.spec import Spec
 from tests.techniques.low_precision_subjects import (
     DTYPES,
-    ERRORS,
     FORMATS,
     OPTIMIZERS,
+    error_of,
     every_format,
     give_gradients,
     lowered,
@@ -50,7 +50,7 @@ def test_any_optimizer_steps_in_float32(weight_format, name):
     expected = whole(plain)
     error = (whole(model) - expected).abs()
     # Each step rounds once; the second term is for what weight decay and parameter scales make of such differences.
-    assert (error <= 1.1 * num_steps * ERRORS[weight_format] * (expected.abs() + 0.02) + 1e-7).all(), error.max()
+    assert (error <= 1.1 * num_steps * error_of(weight_format, expected, 0.02) + 1e-7).all(), error.max()
 
 
 def loss_after(weight_format, lr=1e-4, num_steps=150):
@@ -156,7 +156,7 @@ def test_bytes_equal_the_estimate(weight_format):
 def test_bytes_per_parameter_of_the_docstring():
     model = nn.Linear(100, 100)
     sizes = [estimate_low_precision(model, LowPrecision(format=f)) / 10_100 for f in FORMATS]
-    assert sizes == [2, 3, 4, 2]
+    assert sizes == [2, 3, 4, 2, (100 * 100 + 100 * 2 + 100 * 2) / 10_100]  # with scales, and a bias in bfloat16
 
 
 @every_format
@@ -170,7 +170,7 @@ def test_the_transient_is_of_one_parameter(weight_format):
             optimizer.step()
         return ledger.measurement.peak_bytes - ledger.measurement.held_bytes
 
-    assert transient(2) == transient(8) <= 28 * 128 * 128
+    assert transient(2) == transient(8) <= (38 if weight_format == "int8-sr" else 28) * 128 * 128
 
 
 # ------------------------------------------------------------------------------- bfloat16 gradients of float32 weights

@@ -8,6 +8,7 @@ What shrinks, in bytes per parameter:
 | `"bf16-sr"` | 2 | 2 | kept on average: the updated weight is rounded stochastically |
 | `"bf16+8"` | 3 | 2 | kept in an 8-bit correction: weights of 24 bits |
 | `"bf16-kahan"` | 4 | 2 | kept in a bfloat16 correction |
+| `"int8-sr"` | 1 | 2 | kept on average |
 | `"fp16-scaled"` | 2 | 2 | kept on average; the momentum of SGD takes 2 bytes too |
 | `"bf16-gradients"` | 4 | 2 | |
 
@@ -19,6 +20,10 @@ the transient: 8 bytes per element of one parameter, or of one part of it where 
 
 Float16 has eight times finer weights than bfloat16 but a range of 6e-8 to 65,504, so `"fp16-scaled"` scales the loss
 (`scaling.py`) and skips steps whose gradients overflow.
+
+`"int8-sr"` keeps the weights of Linear, convolutions and embeddings as int8 codes with a power of two per row
+(`int8_layers.py`), and everything else as `"bf16-sr"` does. The layers compute with bfloat16 weights, which are made
+when they are read, in forward and again in backward: 2 bytes per element of one layer.
 
 `"bf16-gradients"` leaves the weights as they are, and the forward pass: autograd rounds each gradient to bfloat16 where
 it is kept, to the nearest, with three digits.
@@ -33,6 +38,8 @@ the step, but under FSDP2, where it is read from the optimizer's own counts: SGD
 
 Sources: Zamirai et al., "Revisiting BFloat16 Training", 2020 (https://arxiv.org/abs/2010.06192) for stochastic rounding
 and Kahan summation; different: Kahan's sum compensates the whole step of any optimizer, not an addition inside of one.
+Li et al., "Training Quantized Nets", 2017 (https://arxiv.org/abs/1706.02379) for quantised weights without a float32
+copy, rounded stochastically; different: scales that follow the weights.
 Sohoni et al., "Low-Memory Neural Network Training", 2019 (https://arxiv.org/abs/1904.10631) for float16 weights,
 gradients and state with a scaled loss; different: stochastic rounding, float32 second moments.
 """
@@ -49,6 +56,7 @@ from torch import nn
 from lightning_memsave.core.errors import check_unused, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.selection import Selector, as_selectors
+from lightning_memsave.techniques.low_precision.int8_layers import bytes_of_codes, layers_for_int8
 from lightning_memsave.techniques.low_precision.scaling import LossScaling
 from lightning_memsave.techniques.low_precision.stepping import (
     load_counter,
@@ -80,7 +88,7 @@ class LowPrecision:
         ValueError: an unknown format, a number out of its range; when applied, a selector that matches no module.
     """
 
-    format: Literal["bf16-sr", "bf16+8", "bf16-kahan", "fp16-scaled", "bf16-gradients"] = "bf16-sr"
+    format: Literal["bf16-sr", "bf16+8", "bf16-kahan", "int8-sr", "fp16-scaled", "bf16-gradients"] = "bf16-sr"
     """How weights are stored."""
     keep_32bit: tuple[Selector, ...] = ()
     """Modules whose parameters stay float32, besides those that hold vectors alone: classes, or patterns (`*`, `?`) for
@@ -119,8 +127,8 @@ class LowPrecision:
     @property
     def rows(self) -> tuple[str, ...]:
         """Settings that the compatibility table knows by name."""
-        rows = {"fp16-scaled": ("loss scaling",), "bf16-gradients": ("bf16 gradients",)}
-        return rows.get(self.format, ())
+        rows = {"fp16-scaled": "loss scaling", "bf16-gradients": "bf16 gradients", "int8-sr": "int8 weights"}
+        return (rows[self.format],) if self.format in rows else ()
 
     def lower(self, model: nn.Module) -> Weights:
         """Lower the parameters of `model`, in place.
@@ -177,10 +185,14 @@ def estimate_low_precision(model: nn.Module, config: LowPrecision) -> int:
     """Return bytes of the parameters and their corrections; exact. Of sharded parameters, those of this process."""
     free_gathered(model)
     kept = weights_kept_32bit(model, config.keep_32bit)
-    dtype, correction, _ = FORMATS[config.format]
+    dtype, correction, _, has_codes = FORMATS[config.format]
+    coded = {layer.get_parameter("weight") for layer in layers_for_int8(model)} if has_codes else set()
     total = 0
     for p in model.parameters():
         is_lowered = p.dtype in (torch.float32, dtype) and p not in kept and (p.requires_grad or config.lower_frozen)
+        if is_lowered and p in coded:
+            total += bytes_of_codes(p)
+            continue
         with_correction = dtype.itemsize + (correction.itemsize if correction and p.requires_grad else 0)
         total += as_local(p).numel() * (with_correction if is_lowered else p.element_size())
     return total

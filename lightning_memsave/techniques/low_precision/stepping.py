@@ -13,11 +13,13 @@ from torch import Tensor
 
 from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.techniques.low_precision.int8_layers import CODES
 from lightning_memsave.techniques.low_precision.scaling import all_finite
 from lightning_memsave.techniques.low_precision.weights import Weights
 from lightning_memsave.torch_internals.optimizer_class import (
     ELEMENTWISE,
     IN_BACKWARD,
+    PENDING,
     Counts,
     MadeClass,
     StepsFused,
@@ -48,6 +50,10 @@ class _LowPrecisionState(Counts):
     plain_class: type[torch.optim.Optimizer]
     weights: Weights
 
+    def unit(self, p: Tensor) -> int:
+        """Return the elements of a row, where `p` is written by rows."""
+        return self.weights.unit(p)
+
 
 def step_in_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> None:
     """Let `optimizer` step the parameters of `weights` in float32; it stays the same object.
@@ -73,12 +79,20 @@ def step_in_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> None:
             "gradients that end in backward",
             'Use `precision="bf16-sr"`, which needs no scaling.',
         )
+    if weights.format.has_codes and PENDING in vars(optimizer):
+        raise setting_error(
+            "precision",
+            "needs gradients outside of the optimizer's state where weights are codes",
+            'gradients="into-state"',
+            'Use `OptimizerState(gradients="keep")`, or `precision="bf16-sr"`.',
+        )
     plain_class: Any = type(optimizer)
     change_class(optimizer, _in_float32(plain_class))
     vars(optimizer)[_MEMORY] = _LowPrecisionState(plain_class=plain_class, weights=weights)
     for p in weights:
         state = optimizer.state.get(p, {})  # Adagrad's is made with the optimizer, in the dtype of its parameter
-        state.update({k: v.float() for k, v in state.items() if isinstance(v, Tensor) and v.dtype == torch.bfloat16})
+        short = (torch.bfloat16, CODES)
+        state.update({k: v.float() for k, v in state.items() if isinstance(v, Tensor) and v.dtype in short})
 
 
 def step_plainly(optimizer: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""The weights of a model in 16 bits: which, with what correction, and what is read and written as a whole."""
+"""The weights of a model in 16 or 8 bits: which, with what correction, and what is read and written as a whole."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.numerics.kernels import round_to_bfloat16, round_to_float16
 from lightning_memsave.numerics.kernels.coded_step import ShortWeights
 from lightning_memsave.numerics.master_weights import join, split
+from lightning_memsave.techniques.low_precision.int8_layers import Int8Layer, become_int8, layers_for_int8
 from lightning_memsave.techniques.low_precision.scaling import LossScaling
 from lightning_memsave.torch_internals.optimizer_class import local_of, original, shard_of, span_of, undivided
 from lightning_memsave.torch_internals.private_names import require
@@ -40,12 +41,15 @@ class Format(NamedTuple):
     correction: torch.dtype | None
     """Dtype of what is kept beside it; `None`: it is rounded stochastically."""
     how: str
+    has_codes: bool = False
+    """Whether layers that can (`int8_layers`) keep int8 codes instead."""
 
 
 FORMATS: Mapping[str, Format] = {
     "bf16-sr": Format(torch.bfloat16, None, "bfloat16, rounded stochastically"),
     "bf16+8": Format(torch.bfloat16, torch.int8, "bfloat16, rounded to 24 bits"),
     "bf16-kahan": Format(torch.bfloat16, torch.bfloat16, "bfloat16, compensated in bfloat16"),
+    "int8-sr": Format(torch.bfloat16, None, "int8 or bfloat16, rounded stochastically", has_codes=True),
     "fp16-scaled": Format(torch.float16, None, "float16, rounded stochastically"),
     "bf16-gradients": Format(torch.float32, None, "float32, and their gradients bfloat16"),
 }
@@ -119,15 +123,18 @@ class Weights:
             self._sharded = model
         self._have_memory = not any(p.is_meta for p in model.parameters())
         self._places = _places(model, self.format.dtype, weights_kept_32bit(model, keep_32bit), lower_frozen)
+        self._coded: dict[Tensor, Int8Layer] = {}
+        to_code = self._find_layers(model) if self.format.has_codes else {}
         for name, p in model.named_parameters():
             if p in self._places and p.requires_grad and self.format.dtype == torch.float16:
                 _check_range(name, p)
         num_all = sum(1 for _ in model.parameters())
-        self.summary = f"{len(self._places)} of {num_all} parameters in {weight_format}, stepped in float32"
+        in_bf16 = f" ({len(self._places) - len(to_code)} of them in bf16-sr)" if to_code else ""
+        self.summary = f"{len(self._places)} of {num_all} parameters in {weight_format}{in_bf16}, stepped in float32"
         self.reason = f"weights are {self.format.how}{'' if self._is_whole else ' after each step'}"
         self._hooks: list[Any] = []
         for parameter, place in self._places.items():
-            self._store(parameter, place, as_local(parameter))
+            self._store(parameter, place, as_local(parameter), to_code.get(parameter))
         self._renew_groups()
         if self.format.correction is not None:
             for module in model.modules():
@@ -137,14 +144,26 @@ class Weights:
 
     def _check_format_of_shards(self, weight_format: str) -> None:
         require("sharded parameters", "precision")
-        if self.scaling is not None or self._is_whole:
+        if self.scaling is not None or self._is_whole or self.format.has_codes:
             raise setting_error(
                 "precision",
-                "must be one of bf16-sr, bf16+8, bf16-kahan under FSDP2, which reduces gradients in the dtype of their "
-                "parameters, and where all processes have to skip the same steps",
+                "must be one of bf16-sr, bf16+8, bf16-kahan under FSDP2, which gathers weights and reduces gradients "
+                "in the dtype of their parameters, and where all processes have to skip the same steps",
                 weight_format,
                 'Use `precision="bf16-sr"`.',
             )
+
+    def _find_layers(self, model: nn.Module) -> dict[Tensor, nn.Module]:
+        """Return the layers whose weight becomes codes, by this parameter.
+
+        Raises:
+            ValueError: there is none.
+        """
+        layers = {layer.get_parameter("weight"): layer for layer in layers_for_int8(model)}
+        if not layers.keys() & self._places.keys():
+            rule = "needs a Linear, convolution or Embedding with a plain weight of its own to keep as int8"
+            raise setting_error("precision", rule, "none", 'Use `precision="bf16-sr"`.')
+        return {p: layer for p, layer in layers.items() if p in self._places}
 
     @torch.no_grad()
     def materialized(self) -> None:
@@ -171,10 +190,12 @@ class Weights:
         return self.format.dtype == torch.float32
 
     @torch.no_grad()
-    def _store(self, p: Tensor, place: _Place, whole: Tensor) -> None:
+    def _store(self, p: Tensor, place: _Place, whole: Tensor, to_code: nn.Module | None) -> None:
         gradient, p.grad = p.grad, None  # of an earlier fit, perhaps
         if self._is_whole:
             p.grad_dtype = torch.bfloat16
+        elif to_code is not None:
+            self._coded[p] = become_int8(to_code)
         elif self.format.correction is None or not p.requires_grad:
             set_values(p, whole.detach().to(self.format.dtype))
         else:
@@ -191,12 +212,17 @@ class Weights:
 
     def whole(self, p: Tensor) -> Tensor:
         """Return the weights of `p` in float32; a copy, unless they are float32 anyway."""
+        if (layer := self._coded.get(original(p))) is not None:
+            return layer.whole(_rows_of(p)).view(p.shape)
         return p.detach() if p.dtype == torch.float32 else join(p.detach(), self._correction(p))
 
     def write(self, p: Tensor, whole: Tensor, num_steps: int) -> None:
         """Round `whole` into `p`, or what stands in for a part of it, with the noise of step `num_steps`."""
         if p.dtype == torch.float32:
             return  # it has been changed in place
+        if (layer := self._coded.get(original(p))) is not None:
+            layer.write(whole.view(-1, *original(p).shape[1:]), self._seed_of(p, num_steps), _rows_of(p))
+            return
         correction = self._correction(p)
         if correction is None:
             p.copy_(self.rounded(p, whole, num_steps))
@@ -229,7 +255,12 @@ class Weights:
     @property
     def may_step_fused(self) -> bool:
         """Return whether `short` says how weights are written."""
-        return self.format.dtype == torch.bfloat16 and self.format.correction in (None, torch.int8)
+        may_round = self.format.correction in (None, torch.int8) and not self._coded
+        return self.format.dtype == torch.bfloat16 and may_round
+
+    def unit(self, p: Tensor) -> int:
+        """Return how many elements of `p` must be written together: a row of codes, else one."""
+        return original(p)[0].numel() if original(p) in self._coded else 1
 
     def short(self, p: Tensor, num_steps: int) -> ShortWeights:
         """Return how a kernel writes `p` in step `num_steps`, with the same result as `write`."""
@@ -269,8 +300,10 @@ class Weights:
         for p, place in self._places.items():
             gradient, p.grad = p.grad, None
             has_correction = self._correction(p) is not None
+            if (layer := self._coded.pop(p, None)) is not None:
+                layer.become_dense()
             set_values(p, self.whole(local_of(p)).to(place.was))
-            if self._is_whole:
+            if self._is_whole or layer is not None:
                 p.grad_dtype = place.was
             p.grad = None if gradient is None else gradient.to(place.was)
             if has_correction:
@@ -282,6 +315,15 @@ class Weights:
     def _renew_groups(self) -> None:
         if self._sharded is not None:
             renew_groups(self._sharded)
+
+
+def _rows_of(p: Tensor) -> slice:
+    """Return which rows of its original `p` stands for."""
+    span = span_of(p)
+    if span == slice(None):
+        return span
+    size = original(p)[0].numel()
+    return slice(span.start // size, span.stop // size)
 
 
 def weights_kept_32bit(model: nn.Module, keep_32bit: tuple[Selector, ...]) -> set[Tensor]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lightning_memsave.numerics.master_weights import join
 from lightning_memsave.numerics.sparse_index import entries_of_rows, gather, pack_positions, scatter, unpack_positions
-from lightning_memsave.saved_tensors.sparse_weights import densify, rebuilding_weights
+from lightning_memsave.saved_tensors.rebuilt_weights import rebuilding_weights
+from lightning_memsave.saved_tensors.sparse_weights import densify
 from lightning_memsave.techniques.sparsity.patterns import Group, best, best_of_groups
 from lightning_memsave.torch_internals.autograd_graph import autograd_is_running
 from lightning_memsave.torch_internals.compact_layers import (

@@ -13,7 +13,8 @@ from torch import nn
 from lightning_memsave import Ledger, apply_sparsity
 from lightning_memsave.numerics.sparse_index import pack_positions
 from lightning_memsave.saved_tensors import Fidelity, SavedTensorStore
-from lightning_memsave.saved_tensors.sparse_weights import densify, rebuilding_weights, rebuilt
+from lightning_memsave.saved_tensors.rebuilt_weights import rebuilding_weights, rebuilt
+from lightning_memsave.saved_tensors.sparse_weights import densify
 from lightning_memsave.techniques.sparsity import sparse_layers
 from tests.techniques.sparsity_subjects import tiny
 

@@ -1,0 +1,118 @@
+"""Dense weights that are made from a smaller parameter: a recomputation while backward waits.
+
+What an operation keeps of such a weight (a view, or autocast's copy) is replaced by how to make it again from the
+parameter, which lives anyway. That holds in a store's scope, and inside `rebuilding_weights`, which hands all other
+tensors to the hooks around it. The node of the function that made the weight, one of `autograd_graph.REBUILT`, says how
+in its attribute `rebuild`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.saved_tensors.recompute_rules import RULES, Rule
+from lightning_memsave.saved_tensors.saved_storage import Passed
+from lightning_memsave.torch_internals.autograd_graph import (
+    REBUILT,
+    Kept,
+    Node,
+    check_version,
+    innermost_hooks,
+    inputs_of,
+    is_inside_transform,
+)
+
+
+class Rebuilt(Kept):
+    """What is kept of such a weight: nothing of its own.
+
+    Args:
+        tensor: a view or a cast of the weight.
+        node: that of the function that made it, from a leaf.
+        rules: the way from the weight to `tensor`.
+    """
+
+    __slots__ = ("_rebuild", "_rules", "_size", "_stride", "_values", "_version")
+
+    def __init__(self, tensor: Tensor, node: Any, rules: list[Rule]) -> None:
+        self._values: Tensor = inputs_of(node)[0][0].variable  # type: ignore[union-attr]  # of a leaf
+        self._version: int = self._values._version
+        self._rebuild: Callable[[Tensor], Tensor] = node.rebuild
+        self._size, self._stride, self._rules = tensor.shape, tensor.stride(), rules
+
+    def get(self) -> Tensor:
+        """Return the tensor, made again.
+
+        Raises:
+            RuntimeError: the values were changed in place since, as autograd itself would.
+        """
+        check_version(self._values, self._version, self._values.shape)
+        with torch.no_grad():
+            tensor = self._rebuild(self._values.detach())
+            for rule in self._rules:
+                tensor = rule.function(tensor)
+            if tensor.stride() == self._stride:
+                return tensor
+            return tensor.new_empty_strided(self._size, self._stride).copy_(tensor)
+
+
+_TRANSPARENT: Mapping[str, Callable[..., Rule | None]] = {
+    **{name: RULES[f"{name}Backward0"] for name in ("View", "UnsafeView", "Transpose", "Permute", "ToCopy", "Clone")},
+    "T": lambda node, output_nr, operands: Rule(torch.t),
+}
+
+
+def rebuilt(tensor: Tensor) -> Rebuilt | None:
+    """Return `tensor` as something that is made again; `None` when it is no view or cast of such a weight."""
+    path: list[Node] = []
+    node = tensor.grad_fn
+    while node is not None and node.name().removesuffix("Backward0") in _TRANSPARENT:
+        path.append(node)
+        node = inputs_of(node)[0][0]
+    if node is None or node.name() not in REBUILT or not hasattr(inputs_of(node)[0][0], "variable"):
+        return None  # also of values that were computed (`torch.func.functional_call`)
+    rules = [_TRANSPARENT[step.name().removesuffix("Backward0")](step, 0, {}) for step in reversed(path)]
+    return Rebuilt(tensor, node, [rule for rule in rules if rule is not None])
+
+
+def left_alone(tensor: Tensor) -> Kept:
+    """Return what a store keeps of a weight: a recomputation of one that is made, else the tensor itself."""
+    return (None if tensor.is_leaf else rebuilt(tensor)) or Passed(tensor)
+
+
+class _Foreign:
+    """A tensor that hooks around ours keep."""
+
+    __slots__ = ("_kept", "_unpack")
+
+    def __init__(self, kept: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self._kept, self._unpack = kept, unpack
+
+    def get(self) -> Tensor:
+        return self._unpack(self._kept)
+
+
+@contextmanager
+def rebuilding_weights() -> Iterator[None]:
+    """Keep no dense weight for backward while entered; what else is kept goes where it would have gone.
+
+    Transforms of torch.func bear no hooks, and keep it.
+    """
+    if not torch.is_grad_enabled() or is_inside_transform():
+        yield
+        return
+    around, unpack_around = innermost_hooks()
+
+    def pack(tensor: Tensor) -> Kept | _Foreign:
+        if around is None:
+            return left_alone(tensor)
+        kept = rebuilt(tensor) or around(tensor)
+        return kept if isinstance(kept, Kept) else _Foreign(kept, unpack_around)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.get()):
+        yield
