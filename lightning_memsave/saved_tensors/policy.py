@@ -90,8 +90,8 @@ _AVERAGES = _names("avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptiv
 SHAPE_ONLY = _BY_INDEX | _AVERAGES
 """Functions that keep a floating-point input and read nothing but its shape.
 
-As do `pad`, where it repeats values, and convolutions whose weight is frozen. Found by giving autograd NaN in place of
-each tensor that an operation of torch's database keeps.
+As do `pad`, where it repeats values, convolutions whose weight is frozen, and such a BatchNorm in eval mode. Found by
+giving autograd NaN in place of each tensor that an operation of torch's database keeps.
 """
 _PADS = _names("reflect replicate")
 
@@ -171,6 +171,9 @@ def _reads_a_shape(tensor: Tensor, call: Call) -> bool:
     if name in _CONVOLUTIONS:
         weight = call.argument(1, "weight")
         return isinstance(weight, Tensor) and not weight.requires_grad and not is_wrapped(weight)
+    if name == "batch_norm" and not call.argument(5, "training", False):
+        weight = call.argument(3, "weight")
+        return weight is None or not (weight.requires_grad or is_wrapped(weight))
     return name in _BY_INDEX or (name == "pad" and call.argument(2, "mode", "constant") in _PADS)
 
 

@@ -1,5 +1,6 @@
 """What a function needs of the tensors that it keeps, where that depends on the device."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -93,6 +94,40 @@ def test_convolutions_that_are_frozen_keep_no_inputs(layout, autocast):
         assert (tally.plain_bytes, tally.held_bytes) == (229_376, 6_144)
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_batchnorms_in_eval_mode_that_are_frozen_keep_no_inputs(affine):
+    """As in detection, where the backbone's statistics and weights stay: ReLU's signs are left."""
+
+    def layer():
+        norm = nn.BatchNorm2d(8, affine=affine).eval()
+        norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2)
+        return nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), norm, nn.ReLU())
+
+    layers = nn.Sequential(*(layer() for _ in range(4)))
+    for conv, norm, _ in layers:
+        conv.weight.requires_grad_(False)
+        norm.requires_grad_(False)
+    biases = [conv.bias for conv, _, _ in layers]
+    tally = same_bits(layers, torch.randn(4, 8, 16, 16), *biases)
+    assert tally.held_bytes == 4 * 4 * 8 * 16 * 16 // 8, tally
+
+
+@pytest.mark.parametrize("case", ["weight", "training", "statistics of the batch"])
+def test_other_batchnorms_read_their_input(case):
+    norm = nn.BatchNorm2d(8, track_running_stats=case != "statistics of the batch").train(case == "training")
+    norm.weight.requires_grad_(case == "weight")
+    norm.bias.requires_grad_(False)
+    trained = [norm.weight] if case == "weight" else []
+    before = copy.deepcopy(norm.state_dict())
+
+    def run(h):
+        norm.load_state_dict(before)
+        return norm(h)
+
+    tally = same_bits(run, torch.randn(4, 8, 6, 6), *trained)
+    assert not tally.entries["shape only"]
+
+
 def test_a_weight_that_trains_reads_the_input():
     weight = nn.Parameter(torch.randn(2, 3, 2, 2))
     tally = same_bits(lambda h: F.conv2d(h, weight), torch.randn(4, 3, 8, 8), weight)
@@ -106,13 +141,19 @@ def test_weights_that_a_transform_has_wrapped_read_the_input():
     same_bits(lambda h: convolve(h, weights), torch.randn(4, 3, 8, 8), weights)
 
 
-def test_shapes_serve_second_derivatives():
-    """A penalty on the gradient of an input, behind a frozen convolution: what was not kept is not read."""
-    weight, x = torch.randn(2, 3, 2, 2), torch.randn(4, 3, 8, 8)
+_WEIGHT, _MEAN, _VARIANCE = torch.randn(2, 3, 2, 2), torch.randn(3), torch.rand(3) + 0.5
+
+
+@pytest.mark.parametrize(
+    "frozen", [lambda h: F.conv2d(h, _WEIGHT), lambda h: F.batch_norm(h, _MEAN, _VARIANCE, _VARIANCE, _MEAN, False)]
+)
+def test_shapes_serve_second_derivatives(frozen):
+    """A penalty on the gradient of an input, behind a frozen layer: what was not kept is not read."""
+    x = torch.randn(4, 3, 8, 8)
 
     def penalty():
         leaf = x.clone().requires_grad_()
-        out = F.conv2d(leaf * 1, weight).square().sum()
+        out = frozen(leaf * 1).square().sum()
         (gradient,) = torch.autograd.grad(out, leaf, create_graph=True)
         return torch.autograd.grad(gradient.square().sum(), leaf)[0]
 

@@ -67,7 +67,8 @@ def test_normalisations(name, setting):
     )
     if setting == "autocast" and "layer" in name:
         return  # in float32: its cast is kept as well, and is no smaller
-    assert tally.entries["recomputed"] >= 1
+    # Of the input of a BatchNorm in eval mode without weights nothing is read, so its result is kept instead.
+    assert tally.entries["shape only" if name == "batch, eval, not affine" else "recomputed"] >= 1
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (9, 16), (2, 6, 11), (5, 3, 1, 1), (2, 5, 3, 4, 3), (40, 64)])
