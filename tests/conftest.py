@@ -11,6 +11,7 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # one for all workers of a run,
     _cache = tempfile.TemporaryDirectory(prefix="memsave-inductor-", ignore_cleanup_errors=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
 os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ["OMP_NUM_THREADS"] = "1"  # for the programs that tests start, of which two workers run some at a time
 
 import pytest
 import torch

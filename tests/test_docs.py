@@ -61,11 +61,11 @@ def test_the_site_builds(tmp_path):
 spec = importlib.util.spec_from_file_location("recordings", ROOT / "docs" / "recordings.py")
 recordings = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(recordings)
-_PLANNED = ("A budget", "A budget that is too small for 6 blocks")  # a minute each
+_LONG = ("A budget", "A budget that is too small for 6 blocks", "Runs compared")  # a minute each
 
 
 @pytest.mark.parametrize(
-    "title", [pytest.param(each, marks=[pytest.mark.slow] * (each in _PLANNED)) for each in recordings.RECORDINGS]
+    "title", [pytest.param(each, marks=[pytest.mark.slow] * (each in _LONG)) for each in recordings.RECORDINGS]
 )
 def test_the_recorded_console_is_what_runs_show(title):
     found = recordings.comparable(recordings.section(title))

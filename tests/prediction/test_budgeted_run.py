@@ -138,8 +138,16 @@ def test_what_cannot_fit_is_refused_before_training_and_the_smallest_that_can_is
     smallest = int(re.search(r"\((\d+) bytes\)", text)[1])
     made = plan_training(module, next(iter(data())), MemSave(budget=smallest, **few))
     assert smallest / 1.01 <= made.needed_bytes <= smallest
+
+
+@pytest.mark.slow
+def test_less_than_the_smallest_that_a_refusal_names_is_refused_as_well():
+    few = {"checkpointing": False, "sparsity": False}
+    with pytest.raises(ValueError, match="must be at least") as caught:
+        plan_training(Net(), next(iter(data())), MemSave(budget=100_000, **few))
+    smallest = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])
     with pytest.raises(ValueError, match="must be at least"):
-        plan_training(module, next(iter(data())), MemSave(budget=int(smallest / 1.02), **few))
+        plan_training(Net(), next(iter(data())), MemSave(budget=int(smallest / 1.02), **few))
 
 
 def test_lossless_never_cuts_a_batch_whose_statistics_count():

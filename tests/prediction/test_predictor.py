@@ -136,8 +136,8 @@ def test_codes_of_derivatives_take_what_is_predicted_where_they_are_the_peak(cod
     ("num_samples", "size", "settings"),
     [
         (14, 1, {}),
-        (61, 2, {}),
-        (40, 2, {"checkpointing": "blocks"}),
+        pytest.param(61, 2, {}, marks=pytest.mark.slow),
+        pytest.param(40, 2, {"checkpointing": "blocks"}, marks=pytest.mark.slow),
         (28, 2, {"activations": "int4", "optimizer_state": "8bit"}),
     ],
 )

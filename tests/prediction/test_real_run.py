@@ -221,7 +221,7 @@ def test_a_step_that_fails_on_few_samples_says_nothing_of_cutting():
 
 @pytest.mark.parametrize("small_bytes", [0, 2**30])  # predicted for shapes and confirmed; real steps
 @pytest.mark.parametrize("module", [Contrastive, ByHand])
-@pytest.mark.parametrize("microbatch", [None, 4])
+@pytest.mark.parametrize("microbatch", [None, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_budget_holds_where_batches_are_not_cut(module, microbatch, small_bytes, monkeypatch):
     monkeypatch.setattr("lightning_memsave.prediction.budgeted_run.SMALL_BYTES", small_bytes)
     if module is ByHand:  # regions cannot be planned there

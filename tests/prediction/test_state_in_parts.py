@@ -34,7 +34,11 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize("techniques", FORMATS, ids=range(len(FORMATS)))
+@pytest.mark.parametrize(
+    "techniques",
+    [pytest.param(each, marks=[pytest.mark.slow] * (number in (1, 2, 3))) for number, each in enumerate(FORMATS)],
+    ids=range(len(FORMATS)),
+)
 def test_three_parts_show_what_all_take(monkeypatch, techniques):
     monkeypatch.setitem(optimizer_class.PART_NUMEL, "cpu", 2048)  # weights have 24,576 elements
     predictor = Predictor(Wide(), torch.ones(4, 96))

@@ -22,7 +22,7 @@ from lightning_memsave.simulation.predicted_step import Prediction
 from tests.reporting.test_runs import entry, history, measured_row
 from tests.reporting.test_wandb_run import log_of
 
-NUM_MUTANTS = 400
+NUM_MUTANTS = 120
 GOOD = Run(name="good", report=MemoryReport(peak_bytes=600, by_category=dict.fromkeys(CATEGORIES, 100)))
 ODD = ["", "inf", "-inf", "nan", "9" * 400, "9" * 5000, "1e999", "x", "-1", "[]", "{}", "null", "\x1b[2J", "0", "a,b,c"]
 

@@ -130,7 +130,7 @@ def test_the_noise_is_that_of_eager_code(name):
     assert noise < 1.35 * expected
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "gated")) for name in NETS])
 def test_noise_is_repeated_by_the_step(name):
     model, x = made(name)
     first, kept = drawn(model, Kept(Fidelity.INT4), x, 2), Kept(Fidelity.INT4)
@@ -376,7 +376,7 @@ def test_caches_tell_settings_apart():
 
 
 # ---------------------------------------------------------------------------------------------------- shapes
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "images")) for name in NETS])
 def test_sizes_may_change(name):
     model, x = made(name)
     run, scope = torch.compile(model, backend=Kept(Fidelity.INT8).backend), Counting()

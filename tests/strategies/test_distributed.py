@@ -16,17 +16,17 @@ RECOVERS = pytest.mark.skipif(not can_begin_anew(), reason="FSDP2 does not begin
     ("launcher", "program"),
     [
         ((), ("ddp_program.py",)),
-        ((), ("ddp_sparsity_program.py",)),
-        ((), ("ddp_low_rank_program.py",)),
-        ((), ("ddp_sparse_update_program.py",)),
+        pytest.param((), ("ddp_sparsity_program.py",), marks=pytest.mark.slow),
+        pytest.param((), ("ddp_low_rank_program.py",), marks=pytest.mark.slow),
+        pytest.param((), ("ddp_sparse_update_program.py",), marks=pytest.mark.slow),
         ((), ("ddp_budget_program.py",)),
         (TORCHRUN, ("ddp_release_program.py",)),
         ((), ("fsdp_program.py",)),
-        ((), ("compiled_fsdp_program.py",)),
+        pytest.param((), ("compiled_fsdp_program.py",), marks=pytest.mark.slow),
         pytest.param((), ("prediction_program.py",), marks=pytest.mark.slow),
         (TORCHRUN, ("ddp_recovery_program.py",)),
         pytest.param(TORCHRUN, ("fsdp_recovery_program.py",), marks=RECOVERS),
-        pytest.param((), ("fsdp_recovery_program.py", "alone"), marks=RECOVERS),
+        pytest.param((), ("fsdp_recovery_program.py", "alone"), marks=[RECOVERS, pytest.mark.slow]),
         pytest.param((), ("ddp_recovery_program.py", "spawn"), marks=pytest.mark.slow),
     ],
     ids=[
@@ -57,8 +57,8 @@ def test_two_processes_equal_plain_lightning(launcher, program):
 @pytest.mark.parametrize(
     ("where", "rank", "why"),
     [
-        ("forward", 0, "one sample did not go through"),
-        ("backward", 1, "one sample did not go through"),
+        pytest.param("forward", 0, "one sample did not go through", marks=pytest.mark.slow),
+        pytest.param("backward", 1, "one sample did not go through", marks=pytest.mark.slow),
         ("step", 1, "some parameters may have been updated"),
     ],
 )

@@ -230,7 +230,7 @@ def test_rows_and_columns_of_a_second_moment_have_adams_sums(name, agreeing):
         assert ((ratios > 0.7) & (ratios < 1.4)).all()  # 1 +- 0.07 of a hundred steps, largest of 64
 
 
-@pytest.mark.parametrize("part_numel", [2**20, 768])
+@pytest.mark.parametrize("part_numel", [2**20, pytest.param(768, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["32bit", "8bit"])
 def test_a_pattern_within_rows_fades_about_as_adams(name, part_numel, monkeypatch):
     """Where parts agree: every other element is small at first, and the others later. Rows and columns do not tell."""

@@ -640,7 +640,7 @@ def test_a_default_that_finds_nothing_says_why():
         trainer.fit(Mixing(), DataLoader(TensorDataset(batch(torch.float32, 8)), 8))
 
 
-@pytest.mark.parametrize("size", ["auto", 1, 4])
+@pytest.mark.parametrize("size", ["auto", pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_prediction_for_shapes_alone_is_what_is_measured(size, dropout):
     config = Tiling(modules="MLP", dim=1, size=size)
