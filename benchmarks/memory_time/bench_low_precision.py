@@ -113,7 +113,7 @@ def update_seconds(setting: str, repeats: int = 7) -> float:
     taken = []
     for _ in range(repeats):
         for p in subject.model.parameters():
-            p.grad = torch.randn_like(p)
+            p.grad = torch.randn(p.shape, dtype=p.grad_dtype)
         start = time.process_time()
         subject.optimizer.step()
         taken.append(time.process_time() - start)

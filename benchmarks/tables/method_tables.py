@@ -5,9 +5,10 @@ A method that this package does not have is a `Method` without a `setting`; once
 
 from __future__ import annotations
 
+import statistics
 from typing import NamedTuple
 
-from benchmarks.harness.rows import MB, Row, markdown, rows
+from benchmarks.harness.rows import MB, Row, by_setting, markdown, mean, rows
 
 ABSENT = "not in this package"
 ARXIV = "https://arxiv.org/abs/"
@@ -179,7 +180,7 @@ METHODS = (
     Method(
         "[Training under 256 KB]({})",
         ARXIV + "2206.15472",
-        '`sparse_update="256KiB"`, by squared gradients; no weights of 8 bits',
+        '`sparse_update="256KiB"`, by squared gradients; `precision="int8-sr"`',
         "141 KB, 2300x less",
         "on microcontrollers, with its own compiler",
     ),
@@ -195,7 +196,8 @@ METHODS = (
         ARXIV + "2402.14139",
         ABSENT,
         "2.3x to 6.1x faster in little memory",
-        "it trains each block by a loss of its own: another model",
+        "it takes next to no time; each part has a loss of its own: another model",
+        ours=("local:local, 4 parts", "local:exact", "local:int4-chain, microbatch 16"),
     ),
     Method(
         "[Coop]({})",
@@ -243,6 +245,25 @@ def operators() -> str:
     return markdown(("kept of", "setting", "bytes per element", "error", "bias", "class"), lines, num_text=2)
 
 
+def local_learning() -> str:
+    """Parts with losses of their own, beside techniques that leave the model as it is."""
+    head = ("setting", "peak MB", "activations MB", "factor", "test accuracy", "of seeds", "CPU time")
+    lines = []
+    for setting, runs in by_setting(rows("local_learning")):
+        first, values = runs[0], sorted(float(run["quality_value"]) for run in runs)
+        lines.append(
+            (
+                setting,
+                *(f"{float(first[f'{kind}_bytes']) / MB:.1f}" for kind in ("peak", "activations")),
+                f"{float(first['factor']):.2f}x",
+                f"{statistics.mean(values):.1%}",
+                f"{values[0]:.1%} to {values[-1]:.1%}",
+                f"{mean(runs, 'cpu_time_ratio'):.2f}x",
+            )
+        )
+    return markdown(head, lines)
+
+
 def fragmentation() -> str:
     """What is allocated and reserved on CUDA, by a replay."""
     found = [row for row in rows("methods") if row["case"] == "fragmentation"]
@@ -281,6 +302,9 @@ def _ours(method: Method) -> str:
                 if row["case"] == "gact-resnet"
             }
             told.append(f"`{setting}` {kept['plain'] / kept[setting]:.1f}x of activations at the peak, ResNet-50")
+        elif case == "local":
+            runs = dict(by_setting(rows("local_learning")))[setting]
+            told.append(f"`{setting}` {float(runs[0]['factor']):.2f}x at {mean(runs, 'quality_value'):.1%}")
         elif case in _ELSEWHERE:
             file, model = _ELSEWHERE[case]
             (row,) = (row for row in rows(file) if row["setting"] == setting)

@@ -78,6 +78,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/methods.md": {
         "methods": method_tables.methods,
         "operators": method_tables.operators,
+        "local": method_tables.local_learning,
         "fragmentation": method_tables.fragmentation,
     },
     "docs/prediction.md": {"large": planner_tables.large, "prediction": planner_tables.prediction},
