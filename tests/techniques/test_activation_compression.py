@@ -307,3 +307,22 @@ def test_the_noise_grows_by_the_step_between_codes():
         errors.append(float((gradients(model, loss_of, store) - plain).norm()))
     assert 8 < errors[1] / errors[0] < 34  # 17 times coarser
     assert 2 < errors[2] / errors[1] < 10  # 5 times coarser
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_a_network_of_relus_has_the_same_bits_with_and_without_exact_beside_codes(codec):
+    """Nothing in it is computed again from codes: rows of one are rows of both."""
+
+    def trained(*codecs):
+        torch.manual_seed(0)
+        model = WideResNet(depth=10)
+        apply_activation_compression(model, ActivationCompression(codecs=codecs))
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        images, labels = torch.randn(3, 8, 3, 16, 16), torch.randint(0, 10, (3, 8))
+        for step in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(images[step]), labels[step]).backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(trained(codec), trained("exact", codec))
