@@ -1,6 +1,7 @@
 """Models larger than the machine, predicted: batch 1 x 2048, float32, AdamW.
 
-Llama 2 7B on 1 to 64 processes, and the shapes of Llama 3 8B and 70B under FSDP2, for CUDA.
+Llama 2 7B on 1 to 64 processes, and the shapes of Llama 3 8B and 70B for CUDA, under FSDP2 or on one device. Names of
+models as arguments make their rows alone.
 
 No row can be held against a run here; `tests/prediction/prediction_program.py` holds small ones of the same kind, to
 the byte. Seconds and the process's own memory are what the prediction took.
@@ -9,6 +10,7 @@ the byte. Seconds and the process's own memory are what the prediction took.
 from __future__ import annotations
 
 import resource
+import sys
 import time
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.harness.measurement import environment, save_rows
+from benchmarks.harness.measurement import environment, put_row
 from lightning_memsave import MemSave, OptimizerState, predict
 from lightning_memsave.core.report import CATEGORIES
 
@@ -54,6 +56,12 @@ class Llama3(ShardedLlama):
     shape = {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}  # noqa: RUF012  # as above
 
 
+class WholeLlama3(Llama):
+    """Llama 3 8B on one device."""
+
+    shape = Llama3.shape
+
+
 class LargeLlama3(ShardedLlama):
     """Llama 3 70B."""
 
@@ -79,6 +87,7 @@ MODELS: dict[str, dict[str, tuple[type[Llama], dict[str, Any]]]] = {
         "FSDP2, 64 processes": (ShardedLlama, sharded(64)),
     },
     "Llama 3 8B": {
+        "one process": (WholeLlama3, {"target": "cuda"}),
         "FSDP2, 8 processes": (Llama3, {**sharded(8), "target": "cuda"}),
         "FSDP2, 256 processes": (Llama3, {**sharded(256), "target": "cuda"}),
     },
@@ -93,12 +102,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "checkpointed": {"checkpointing": "blocks"},
     "checkpointed, bf16+8, 8-bit state, release": {"checkpointing": "blocks", **SMALL},
 }
+ALL = {"min_size": 0, "keep_embeddings_32bit": False, "keep_norms_32bit": False}
+SMALLEST = {
+    "checkpointing": "blocks",
+    "activations": ["exact", "linear-cross-entropy"],
+    "optimizer_state": OptimizerState(first_moment="4bit", second_moment="factored", gradients="release", **ALL),
+}
+ON_ONE_DEVICE: dict[str, dict[str, Any]] = {
+    "smallest, bf16-sr": {"precision": "bf16-sr", **SMALLEST},
+    "smallest, int8-sr": {"precision": "int8-sr", **SMALLEST},
+}
+"""Checkpointed, with exact activations, linear cross-entropy, 4-bit first and factored second moments, and release."""
 
 
-def row(model: str, way: str, setting: str) -> dict[str, Any]:
+def row(model: str, way: str, setting: str, settings: dict[str, Any]) -> dict[str, Any]:
     module, options = MODELS[model][way]
     start = time.process_time()
-    found = predict(module, torch.zeros(1, 2048, dtype=torch.long), MemSave("measure", **SETTINGS[setting]), **options)
+    found = predict(module, torch.zeros(1, 2048, dtype=torch.long), MemSave("measure", **settings), **options)
     assert found.source == "fake", found.flags
     return {
         "benchmark": "large",
@@ -115,12 +135,9 @@ def row(model: str, way: str, setting: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    rows = []
-    for model, ways in MODELS.items():
-        for way in ways:
-            for setting in SETTINGS:
-                rows.append(row(model, way, setting))
-                print(
-                    model, way, setting, rows[-1]["peak_bytes"] / 2**30, rows[-1]["prediction_cpu_seconds"], flush=True
-                )
-    save_rows("large", rows)
+    for model in sys.argv[1:] or MODELS:
+        for way, (module, _) in MODELS[model].items():
+            for setting, settings in (SETTINGS | (ON_ONE_DEVICE if module is WholeLlama3 else {})).items():
+                made = row(model, way, setting, settings)
+                put_row("large", made, ("model", "setting"))
+                print(model, way, setting, made["peak_bytes"] / 2**30, made["prediction_cpu_seconds"], flush=True)
