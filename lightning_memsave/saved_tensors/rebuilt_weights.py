@@ -8,9 +8,9 @@ in its attribute `rebuild`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,35 @@ from lightning_memsave.torch_internals.autograd_graph import (
     inputs_of,
     is_inside_transform,
 )
+
+
+class Made(NamedTuple):
+    """A weight that a caller made for one function."""
+
+    weight: Tensor
+    parameter: Tensor
+    rebuild: Callable[[Tensor], Tensor]
+    """Makes it again from the parameter."""
+
+
+class MadeAgain(Kept):
+    """What is kept of a weight that a caller made, or of a view of it: nothing of its own."""
+
+    __slots__ = ("_made_from", "_offset", "_rebuild", "_size", "_stride", "_version")
+
+    def __init__(self, tensor: Tensor, made: Made) -> None:
+        self._made_from, self._rebuild, self._version = made.parameter, made.rebuild, made.parameter._version
+        self._size, self._stride, self._offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def get(self) -> Tensor:
+        """Return the tensor, made again.
+
+        Raises:
+            RuntimeError: the parameter was changed in place since, as autograd itself would.
+        """
+        check_version(self._made_from, self._version, self._made_from.shape)
+        with torch.no_grad():
+            return self._rebuild(self._made_from.detach()).as_strided(self._size, self._stride, self._offset)
 
 
 class Rebuilt(Kept):
@@ -98,21 +127,30 @@ class _Foreign:
 
 
 @contextmanager
-def rebuilding_weights() -> Iterator[None]:
+def rebuilding_weights(made: Iterable[Made] = ()) -> Iterator[None]:
     """Keep no dense weight for backward while entered; what else is kept goes where it would have gone.
 
     Transforms of torch.func bear no hooks, and keep it.
+
+    Args:
+        made: weights that are known by their memory, also where no gradient flows to their parameter.
     """
     if not torch.is_grad_enabled() or is_inside_transform():
         yield
         return
     around, unpack_around = innermost_hooks()
+    by_memory = {each.weight.untyped_storage()._cdata: each for each in made}
 
     def pack(tensor: Tensor) -> Kept | _Foreign:
+        if by_memory and (found := by_memory.get(tensor.untyped_storage()._cdata)) is not None:
+            return MadeAgain(tensor, found)
         if around is None:
             return left_alone(tensor)
         kept = rebuilt(tensor) or around(tensor)
         return kept if isinstance(kept, Kept) else _Foreign(kept, unpack_around)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.get()):
-        yield
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.get()):
+            yield
+    finally:
+        by_memory.clear()  # the hook lives as long as what it has packed

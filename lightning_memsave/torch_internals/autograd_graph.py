@@ -224,7 +224,7 @@ _OF_WEIGHTS = _nodes(
 _PRODUCTS = _nodes("Mm Bmm")  # of weights with each other
 DENSIFY = "_DensifyBackward"
 """The node of a sparse weight's dense form (`sparse_weights`)."""
-DECODE = "_DecodeBackward"
+DECODE = "_DecodeInt8Backward"
 """The node of a weight that is kept as int8 codes (`techniques.low_precision`)."""
 REBUILT = (DENSIFY, DECODE)
 """Nodes of weights that are made again instead of being kept (`rebuilt_weights`)."""

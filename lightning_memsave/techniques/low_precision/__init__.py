@@ -22,7 +22,7 @@ Float16 has eight times finer weights than bfloat16 but a range of 6e-8 to 65,50
 (`scaling.py`) and skips steps whose gradients overflow.
 
 `"int8-sr"` keeps the weights of Linear, convolutions and embeddings as int8 codes with a power of two per row
-(`int8_layers.py`), and everything else as `"bf16-sr"` does. The layers compute with bfloat16 weights, which are made
+(`int8_parameter.py`), and everything else as `"bf16-sr"` does. The layers compute with bfloat16 weights, which are made
 when they are read, in forward and again in backward: 2 bytes per element of one layer.
 
 `"bf16-gradients"` leaves the weights as they are, and the forward pass: autograd rounds each gradient to bfloat16 where
@@ -56,7 +56,7 @@ from torch import nn
 from lightning_memsave.core.errors import check_unused, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.selection import Selector, as_selectors
-from lightning_memsave.techniques.low_precision.int8_layers import bytes_of_codes, layers_for_int8
+from lightning_memsave.techniques.low_precision.int8_parameter import bytes_of_codes, parameters_for_int8
 from lightning_memsave.techniques.low_precision.scaling import LossScaling
 from lightning_memsave.techniques.low_precision.stepping import (
     load_counter,
@@ -186,7 +186,7 @@ def estimate_low_precision(model: nn.Module, config: LowPrecision) -> int:
     free_gathered(model)
     kept = weights_kept_32bit(model, config.keep_32bit)
     dtype, correction, _, has_codes = FORMATS[config.format]
-    coded = {layer.get_parameter("weight") for layer in layers_for_int8(model)} if has_codes else set()
+    coded = parameters_for_int8(model) if has_codes else set()
     total = 0
     for p in model.parameters():
         is_lowered = p.dtype in (torch.float32, dtype) and p not in kept and (p.requires_grad or config.lower_frozen)

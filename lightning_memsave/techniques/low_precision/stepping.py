@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.techniques.low_precision.int8_layers import CODES
+from lightning_memsave.techniques.low_precision.int8_parameter import CODES
 from lightning_memsave.techniques.low_precision.scaling import all_finite
 from lightning_memsave.techniques.low_precision.weights import Weights
 from lightning_memsave.torch_internals.optimizer_class import (

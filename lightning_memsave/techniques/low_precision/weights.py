@@ -18,7 +18,12 @@ from lightning_memsave.numerics.kbit import mix
 from lightning_memsave.numerics.kernels import round_to_bfloat16, round_to_float16
 from lightning_memsave.numerics.kernels.coded_step import ShortWeights
 from lightning_memsave.numerics.master_weights import join, split
-from lightning_memsave.techniques.low_precision.int8_layers import Int8Layer, become_int8, layers_for_int8
+from lightning_memsave.techniques.low_precision.int8_parameter import (
+    Int8,
+    become_int8,
+    become_whole,
+    parameters_for_int8,
+)
 from lightning_memsave.techniques.low_precision.scaling import LossScaling
 from lightning_memsave.torch_internals.optimizer_class import local_of, original, shard_of, span_of, undivided
 from lightning_memsave.torch_internals.private_names import require
@@ -42,7 +47,7 @@ class Format(NamedTuple):
     """Dtype of what is kept beside it; `None`: it is rounded stochastically."""
     how: str
     has_codes: bool = False
-    """Whether layers that can (`int8_layers`) keep int8 codes instead."""
+    """Whether parameters that can (`int8_parameter`) are int8 codes instead."""
 
 
 FORMATS: Mapping[str, Format] = {
@@ -123,8 +128,7 @@ class Weights:
             self._sharded = model
         self._have_memory = not any(p.is_meta for p in model.parameters())
         self._places = _places(model, self.format.dtype, weights_kept_32bit(model, keep_32bit), lower_frozen)
-        self._coded: dict[Tensor, Int8Layer] = {}
-        to_code = self._find_layers(model) if self.format.has_codes else {}
+        to_code = self._find_those_to_code(model) if self.format.has_codes else set()
         for name, p in model.named_parameters():
             if p in self._places and p.requires_grad and self.format.dtype == torch.float16:
                 _check_range(name, p)
@@ -134,13 +138,14 @@ class Weights:
         self.reason = f"weights are {self.format.how}{'' if self._is_whole else ' after each step'}"
         self._hooks: list[Any] = []
         for parameter, place in self._places.items():
-            self._store(parameter, place, as_local(parameter), to_code.get(parameter))
+            self._store(parameter, place, as_local(parameter), parameter in to_code)
         self._renew_groups()
-        if self.format.correction is not None:
-            for module in model.modules():
-                for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
-                    if p in self._places and p.requires_grad:
-                        self._hooks += _on_disk_whole(module, name, self._places[p])
+        for module in model.modules():
+            for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+                if isinstance(p, Int8):
+                    self._hooks.append(module.register_state_dict_post_hook(functools.partial(_write_decoded, name)))
+                elif self.format.correction is not None and p in self._places and p.requires_grad:
+                    self._hooks += _on_disk_whole(module, name, self._places[p])
 
     def _check_format_of_shards(self, weight_format: str) -> None:
         require("sharded parameters", "precision")
@@ -153,17 +158,17 @@ class Weights:
                 'Use `precision="bf16-sr"`.',
             )
 
-    def _find_layers(self, model: nn.Module) -> dict[Tensor, nn.Module]:
-        """Return the layers whose weight becomes codes, by this parameter.
+    def _find_those_to_code(self, model: nn.Module) -> set[Tensor]:
+        """Return the parameters that become codes.
 
         Raises:
             ValueError: there is none.
         """
-        layers = {layer.get_parameter("weight"): layer for layer in layers_for_int8(model)}
-        if not layers.keys() & self._places.keys():
-            rule = "needs a Linear, convolution or Embedding with a plain weight of its own to keep as int8"
+        found = parameters_for_int8(model) & self._places.keys()
+        if not found:
+            rule = "needs a Linear, convolution or Embedding with a plain weight to keep as int8"
             raise setting_error("precision", rule, "none", 'Use `precision="bf16-sr"`.')
-        return {p: layer for p, layer in layers.items() if p in self._places}
+        return found
 
     @torch.no_grad()
     def materialized(self) -> None:
@@ -190,12 +195,12 @@ class Weights:
         return self.format.dtype == torch.float32
 
     @torch.no_grad()
-    def _store(self, p: Tensor, place: _Place, whole: Tensor, to_code: nn.Module | None) -> None:
+    def _store(self, p: Tensor, place: _Place, whole: Tensor, to_code: bool) -> None:
         gradient, p.grad = p.grad, None  # of an earlier fit, perhaps
         if self._is_whole:
             p.grad_dtype = torch.bfloat16
-        elif to_code is not None:
-            self._coded[p] = become_int8(to_code)
+        elif to_code:
+            become_int8(p)
         elif self.format.correction is None or not p.requires_grad:
             set_values(p, whole.detach().to(self.format.dtype))
         else:
@@ -212,16 +217,16 @@ class Weights:
 
     def whole(self, p: Tensor) -> Tensor:
         """Return the weights of `p` in float32; a copy, unless they are float32 anyway."""
-        if (layer := self._coded.get(original(p))) is not None:
-            return layer.whole(_rows_of(p)).view(p.shape)
+        if isinstance(coded := original(p), Int8):
+            return coded.whole(_rows_of(p)).view(p.shape)
         return p.detach() if p.dtype == torch.float32 else join(p.detach(), self._correction(p))
 
     def write(self, p: Tensor, whole: Tensor, num_steps: int) -> None:
         """Round `whole` into `p`, or what stands in for a part of it, with the noise of step `num_steps`."""
         if p.dtype == torch.float32:
             return  # it has been changed in place
-        if (layer := self._coded.get(original(p))) is not None:
-            layer.write(whole.view(-1, *original(p).shape[1:]), self._seed_of(p, num_steps), _rows_of(p))
+        if isinstance(coded := original(p), Int8):
+            coded.write(whole.view(-1, *original(p).shape[1:]), self._seed_of(p, num_steps), _rows_of(p))
             return
         correction = self._correction(p)
         if correction is None:
@@ -255,12 +260,12 @@ class Weights:
     @property
     def may_step_fused(self) -> bool:
         """Return whether `short` says how weights are written."""
-        may_round = self.format.correction in (None, torch.int8) and not self._coded
+        may_round = self.format.correction in (None, torch.int8) and not self.format.has_codes
         return self.format.dtype == torch.bfloat16 and may_round
 
     def unit(self, p: Tensor) -> int:
         """Return how many elements of `p` must be written together: a row of codes, else one."""
-        return original(p)[0].numel() if original(p) in self._coded else 1
+        return original(p).shape[1:].numel() if isinstance(original(p), Int8) else 1
 
     def short(self, p: Tensor, num_steps: int) -> ShortWeights:
         """Return how a kernel writes `p` in step `num_steps`, with the same result as `write`."""
@@ -300,10 +305,10 @@ class Weights:
         for p, place in self._places.items():
             gradient, p.grad = p.grad, None
             has_correction = self._correction(p) is not None
-            if (layer := self._coded.pop(p, None)) is not None:
-                layer.become_dense()
+            if isinstance(p, Int8):
+                become_whole(p)
             set_values(p, self.whole(local_of(p)).to(place.was))
-            if self._is_whole or layer is not None:
+            if self._is_whole or p.grad_dtype != place.was:
                 p.grad_dtype = place.was
             p.grad = None if gradient is None else gradient.to(place.was)
             if has_correction:
@@ -322,7 +327,7 @@ def _rows_of(p: Tensor) -> slice:
     span = span_of(p)
     if span == slice(None):
         return span
-    size = original(p)[0].numel()
+    size = original(p).shape[1:].numel()
     return slice(span.start // size, span.stop // size)
 
 
@@ -387,6 +392,12 @@ def _on_disk_whole(module: nn.Module, name: str, place: _Place) -> list[Any]:
         module.register_state_dict_post_hook(functools.partial(_write_whole, *where)),
         module.register_load_state_dict_pre_hook(functools.partial(_read_whole, *where)),
     ]
+
+
+def _write_decoded(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    value = state_dict.get(prefix + name)
+    if isinstance(value, Int8) and not isinstance(value, nn.Parameter):  # else variables were asked for
+        state_dict[prefix + name] = value.decoded()
 
 
 def _write_whole(

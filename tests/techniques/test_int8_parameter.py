@@ -1,4 +1,4 @@
-"""Layers that keep int8 codes: what they compute, what they keep, and which they are."""
+"""Parameters that are int8 codes: what is computed with them, what is kept, and which they are."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from transformers.pytorch_utils import Conv1D
 from lightning_memsave import Ledger, LowPrecision, OptimizerState, apply_low_precision, apply_optimizer_state
 from lightning_memsave.numerics.row_codes import decode_rows, encode_rows
 from lightning_memsave.saved_tensors import SavedTensorStore
-from lightning_memsave.techniques.low_precision.int8_layers import CODES, Int8Layer, become_int8, layers_for_int8
+from lightning_memsave.techniques.low_precision.int8_parameter import CODES, Int8, become_int8, parameters_for_int8, raw
 from lightning_memsave.torch_internals.optimizer_class import PART_NUMEL
-from tests.techniques.low_precision_subjects import parameter, through_disk
+from tests.techniques.low_precision_subjects import through_disk
 
 LAYERS = {
     "Linear": (lambda: nn.Linear(24, 40), lambda: torch.randn(3, 24)),
@@ -51,7 +51,7 @@ def test_results_and_gradients_are_those_of_a_bfloat16_layer_with_the_same_weigh
     make, data = LAYERS[name]
     module, x = make(), data()
     plain = copy.deepcopy(module)
-    become_int8(module)
+    become_int8(module.weight)
     with torch.no_grad():
         plain.weight.copy_(module.weight.float())
     plain.weight.data = plain.weight.data.bfloat16()
@@ -67,13 +67,13 @@ def test_results_and_gradients_are_those_of_a_bfloat16_layer_with_the_same_weigh
 
 def test_the_weight_is_the_nearest_one_and_takes_a_byte():
     module = nn.Linear(64, 32)
-    exact = module.weight.detach().clone()
-    layer = become_int8(module)
-    assert isinstance(module, nn.Linear)
-    assert type(module).__name__ == "Int8Linear"
-    assert torch.equal(layer.whole(), decode_rows(*encode_rows(exact, None), torch.float32))
-    assert torch.equal(layer.weight.float(), layer.whole())
-    assert sum(t.nbytes for t in (parameter(layer), layer.weight_scales)) == 64 * 32 + 2 * 32
+    p, exact = module.weight, module.weight.detach().clone()
+    become_int8(p)
+    assert module.weight is p
+    assert isinstance(p, nn.Parameter)
+    assert torch.equal(p.whole(), decode_rows(*encode_rows(exact, None), torch.float32))
+    assert torch.equal(p.float(), p.whole())
+    assert p.untyped_storage().nbytes() == 64 * 32 + 2 * 32
 
 
 def test_no_weight_is_kept_for_backward():
@@ -111,17 +111,17 @@ def test_steps_are_those_of_the_optimizer_in_float32_up_to_one_step_of_a_row():
     model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 4))
     optimizer, _ = lowered(model)
     plain = copy.deepcopy(model)
-    reference = nn.Parameter(plain[0].whole())
+    reference = nn.Parameter(plain[0].weight.whole())
     stepping = torch.optim.AdamW([reference], 1e-3)
     for step in range(4):
         gradient = torch.randn(40, 24, generator=torch.Generator().manual_seed(step)).bfloat16()
-        reference.data, before = model[0].whole(), model[0].whole()  # this step alone
-        parameter(model[0]).grad, reference.grad = gradient, gradient.float()
+        reference.data, before = model[0].weight.whole(), model[0].weight.whole()  # this step alone
+        model[0].weight.grad, reference.grad = gradient, gradient.float()
         optimizer.step()
         stepping.step()
         scales = encode_rows(reference.detach(), None)[1].float()[:, None]
-        assert ((model[0].whole() - reference).abs() < scales).all()
-        assert not torch.equal(model[0].whole(), before)
+        assert ((model[0].weight.whole() - reference).abs() < scales).all()
+        assert not torch.equal(model[0].weight.whole(), before)
 
 
 def test_large_weights_step_in_parts_of_whole_rows_with_the_same_state(monkeypatch):
@@ -131,9 +131,9 @@ def test_large_weights_step_in_parts_of_whole_rows_with_the_same_state(monkeypat
         model = nn.Sequential(nn.Linear(48, 100, bias=False))
         optimizer, _ = lowered(model)
         for step in range(3):
-            parameter(model[0]).grad = torch.randn(100, 48, generator=torch.Generator().manual_seed(step)).bfloat16()
+            model[0].weight.grad = torch.randn(100, 48, generator=torch.Generator().manual_seed(step)).bfloat16()
             optimizer.step()
-        return model[0].whole(), optimizer.state[parameter(model[0])]["exp_avg"]
+        return model[0].weight.whole(), optimizer.state[model[0].weight]["exp_avg"]
 
     whole, parts = trained(2**20), trained(48 * 7 + 5)
     assert torch.equal(whole[1], parts[1])
@@ -147,7 +147,7 @@ def test_a_step_takes_memory_for_one_part(monkeypatch):
     def transient(rows):
         model = nn.Sequential(nn.Linear(64, rows, bias=False))
         optimizer, _ = lowered(model, kind=torch.optim.SGD)
-        parameter(model[0]).grad = torch.ones(rows, 64, dtype=torch.bfloat16)
+        model[0].weight.grad = torch.ones(rows, 64, dtype=torch.bfloat16)
         with Ledger().watching(model, [optimizer]) as ledger:
             optimizer.step()
         return ledger.measurement.peak_bytes - ledger.measurement.held_bytes
@@ -187,19 +187,19 @@ def test_a_resumed_run_is_the_same_run_also_after_a_row_has_grown():
                 p.grad = torch.randn(p.shape, generator=generator).bfloat16()
             optimizer.step()
 
-    scales = model[0].weight_scales.clone()
+    scales = model[0].weight.scales.clone()
     run(model, optimizer, range(30))
-    assert not torch.equal(model[0].weight_scales, scales)
+    assert not torch.equal(model[0].weight.scales, scales)
     saved = through_disk((model.state_dict(), optimizer.state_dict()))
     assert saved[0]["0.weight"].dtype == torch.bfloat16
     second = nn.Sequential(nn.Linear(8, 8))
     resumed, _ = lowered(second, 0.1)
     second.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
-    assert torch.equal(second[0].whole(), model[0].whole())
+    assert torch.equal(second[0].weight.whole(), model[0].weight.whole())
     run(model, optimizer, range(30, 60))
     run(second, resumed, range(30, 60))
-    assert torch.equal(second[0].whole(), model[0].whole())
+    assert torch.equal(second[0].weight.whole(), model[0].weight.whole())
 
 
 def test_a_state_dict_of_another_shape_is_refused_as_torch_does():
@@ -217,35 +217,36 @@ def test_copies_and_pickles_train_on_their_own():
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
-    before = model[0].whole()
+    before = model[0].weight.whole()
     for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
-        assert isinstance(other[0], Int8Layer)
-        assert torch.equal(other[0].whole(), before)
+        assert isinstance(other[0].weight, Int8)
+        assert torch.equal(other[0].weight.whole(), before)
         other(torch.randn(2, 8, dtype=torch.bfloat16)).sum().backward()
-        assert parameter(other[0]).grad.dtype == torch.bfloat16
-        other[0].write(torch.zeros(8, 8), None)
-    assert torch.equal(model[0].whole(), before)
+        assert other[0].weight.grad.dtype == torch.bfloat16
+        other[0].weight.write(torch.zeros(8, 8), None)
+    assert torch.equal(model[0].weight.whole(), before)
 
 
 @pytest.mark.parametrize("move", [lambda m: m.double(), lambda m: m.half(), lambda m: m.to(torch.float32)])
 def test_codes_are_not_cast_with_the_module(move):
     model = nn.Sequential(nn.Linear(8, 8))
     lowered(model)
-    before = model[0].whole()
+    before = model[0].weight.whole()
     move(model)
-    assert parameter(model[0]).dtype == CODES
-    assert torch.equal(model[0].whole(), before)
+    with raw():
+        assert model[0].weight.dtype == CODES
+    assert torch.equal(model[0].weight.whole(), before)
     assert model[0].weight.dtype == torch.bfloat16
 
 
 def test_undo_gives_the_same_parameter_with_what_it_computed_with():
     model = nn.Sequential(nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last))
-    p, keys = parameter(model[0]), list(model.state_dict())
+    p, keys = model[0].weight, list(model.state_dict())
     _, applied = lowered(model)
-    whole = model[0].whole()
+    whole = model[0].weight.whole()
     applied.undo()
-    assert type(model[0]) is nn.Conv2d
-    assert parameter(model[0]) is p
+    assert type(p) is nn.Parameter
+    assert model[0].weight is p
     assert torch.equal(p, whole)
     assert p.is_contiguous(memory_format=torch.channels_last)
     assert list(model.state_dict()) == keys
@@ -280,9 +281,11 @@ def test_which_layers_keep_codes():
         }
     )
     model["with_it"].weight = tied.weight
-    chosen = set(layers_for_int8(model))
-    names = {name for name, module in model.named_modules() if module in chosen}
-    assert names == {"linear", "embedding", "attention.out_proj"}
+    chosen = parameters_for_int8(model)
+    names = {name for name, p in model.named_parameters(remove_duplicate=False) if p in chosen}
+    assert names == {f"{name}.weight" for name in ("linear", "embedding", "attention.out_proj", "tied", "with_it")}
+    model["own"].weight = tied.weight
+    assert tied.weight not in parameters_for_int8(model), "tied to a module that is not known"
 
 
 def test_without_such_a_layer_it_is_refused():
@@ -298,8 +301,8 @@ def test_gradients_that_go_into_the_state_are_refused():
     apply_optimizer_state(optimizer, OptimizerState(min_size=0, gradients="into-state"), model)
     with pytest.raises(ValueError, match="needs gradients outside of the optimizer's state where weights are codes"):
         apply_low_precision(model, optimizer, CONFIG)
-    assert type(model[0]) is nn.Linear
-    assert parameter(model[0]).dtype == torch.float32
+    assert type(model[0].weight) is nn.Parameter
+    assert model[0].weight.dtype == torch.float32
 
 
 def test_attention_of_torch_trains_with_it():
