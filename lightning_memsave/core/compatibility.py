@@ -450,6 +450,9 @@ COMPATIBILITY = (
         f'Use `precision="bf16-sr"`, `precision=False`, or {_KEEP}.',
     ),
     CompatibilityRule("into-state gradients", "int8 weights", "weight decay needs weights, not codes", f"Use {_KEEP}."),
+    CompatibilityRule(
+        "int8 weights", "torch.compile of the whole module", "compiled code sees codes", 'Use `precision="bf16-sr"`.'
+    ),
     CompatibilityRule("into-state gradients", "microbatching"),
     CompatibilityRule("into-state gradients", "accumulate_grad_batches"),
     CompatibilityRule("microbatching", "an unknown training loop", _GONE, f"{_INSTALL}, or set `microbatch=False`."),

@@ -23,7 +23,8 @@ from lightning_memsave.numerics.row_codes import decode_rows, encode_rows
 from lightning_memsave.saved_tensors.rebuilt_weights import Made, rebuilding_weights
 from lightning_memsave.torch_internals.autograd_graph import DECODE
 from lightning_memsave.torch_internals.compact_layers import CompactLayer
-from lightning_memsave.torch_internals.fake_tensors import is_plain
+from lightning_memsave.torch_internals.compiled_regions import compiled_regions
+from lightning_memsave.torch_internals.fake_tensors import is_fake, is_plain
 from lightning_memsave.torch_internals.layer_selection import is_conv1d_of_transformers
 
 CODES = torch.float8_e4m3fnuz
@@ -205,15 +206,22 @@ class _DecodeInt8(torch.autograd.Function):
 assert f"{_DecodeInt8.__name__}Backward" == DECODE
 
 
+def _read(tensor: Any) -> Tensor:
+    """Return the weights, which a caller is not to edit: what comes of that would be lost."""
+    if not torch.is_grad_enabled() and not is_fake(tensor):
+        with torch.inference_mode():  # torch refuses to edit it, or a view of it
+            return Int8.decoded(tensor)
+    with raw():
+        return _DecodeInt8.apply(tensor) if tensor.requires_grad else Int8.decoded(tensor)  # type: ignore[no-untyped-call]
+
+
 def _on_decoded(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function with weights in place of parameters, of which it keeps nothing for backward."""
     made: dict[int, Made] = {}
 
     def decode(tensor: Any) -> Tensor:
         if id(tensor) not in made:
-            with raw():
-                weight = _DecodeInt8.apply(tensor) if tensor.requires_grad else Int8.decoded(tensor)  # type: ignore[no-untyped-call]
-            made[id(tensor)] = Made(weight, tensor, Int8.decoded)
+            made[id(tensor)] = Made(_read(tensor), tensor, Int8.decoded)
         return made[id(tensor)].weight
 
     args, kwargs = tree_map_only(Int8, decode, (args, kwargs))
@@ -227,7 +235,7 @@ def _edited(func: Any, args: Any, kwargs: Any) -> Any:
         return kwargs["out"]
     name = getattr(func, "__name__", "")
     edits = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
-    return args[0] if edits and args else None
+    return next(iter((*args, *kwargs.values())), None) if edits else None
 
 
 def _edit(func: Any, edited: Any, args: Any, kwargs: Any) -> Any:
@@ -238,7 +246,8 @@ def _edit(func: Any, edited: Any, args: Any, kwargs: Any) -> Any:
             "Edit one at a time, or keep the modules in float32: `LowPrecision(keep_32bit=...)`."
         )
     tensor: Any = edited
-    if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+    is_differentiated = torch.is_grad_enabled() and getattr(func, "__module__", None) != "torch.nn.init"
+    if tensor.requires_grad and tensor.is_leaf and is_differentiated:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     with torch.no_grad():
         whole = edited.whole()
@@ -295,9 +304,12 @@ def parameters_for_int8(model: nn.Module) -> set[Tensor]:
     """Return the parameters that can be kept as codes.
 
     These are the weights of Linear, convolutions, Embedding and transformers' Conv1D: plain ones, with memory, not of
-    an embedding that edits its weight or asks for sparse gradients, and tied at most to each other.
+    an embedding that edits its weight or asks for sparse gradients, tied at most to each other, and of no module that
+    is compiled, as compiled code asks no tensor's class.
     """
     found, others = set[Tensor](), set[Tensor]()
+    for _, region in compiled_regions(model):
+        others.update(region.parameters())
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             suits = name == "weight" and _suits(module) and is_plain(p, nn.Parameter) and not p.is_meta and p.numel()
