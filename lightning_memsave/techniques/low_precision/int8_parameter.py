@@ -164,7 +164,8 @@ def become_whole(parameter: Any) -> None:
 
 
 def _rebuilt(codes: Tensor, scales: Tensor, is_parameter: bool, requires_grad: bool) -> Any:
-    tensor: Any = nn.Parameter(torch.empty(0), requires_grad=False) if is_parameter else torch.empty(0)
+    empty = torch.empty(0, device=codes.device)
+    tensor: Any = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
     _take(tensor, codes, scales, type(tensor))
     return tensor.requires_grad_(requires_grad)
 
