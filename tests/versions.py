@@ -24,7 +24,10 @@ ROOMS = ("core", "torch_internals", "numerics", "saved_tensors", "measuring", "s
 ROOMS += ("loops", "strategies", "prediction", "callbacks", "api", "contracts", "reporting", "demo")
 SUBSET = {
     **{room: [f"tests/{room}"] for room in ROOMS[:6]},
-    "techniques": ["tests/techniques/test_quantized.py", "tests/techniques/test_activation_compression.py"],
+    "techniques": [
+        *("tests/techniques/test_quantized.py", "tests/techniques/test_activation_compression.py"),
+        "tests/techniques/test_int8_parameter.py",
+    ],
     "loops": ["tests/loops/test_batch_structure.py"],
     "strategies": ["tests/strategies/test_lightning_features.py"],
     "contracts": ["tests/contracts"],
