@@ -26,7 +26,7 @@ SUBSET = {
     **{room: [f"tests/{room}"] for room in ROOMS[:6]},
     "techniques": [
         *("tests/techniques/test_quantized.py", "tests/techniques/test_activation_compression.py"),
-        "tests/techniques/test_int8_parameter.py",
+        *("tests/techniques/test_int8_parameter.py", "tests/techniques/test_int8_uses.py"),
     ],
     "loops": ["tests/loops/test_batch_structure.py"],
     "strategies": ["tests/strategies/test_lightning_features.py"],

@@ -37,6 +37,8 @@ SETTINGS = (
     "LoRA, bf16-sr",
     "LoRA, bf16-sr with the base",
     "LoRA, bf16-sr with the base, regions, 8-bit state",
+    "LoRA, int8-sr with the base",
+    "LoRA, int8-sr with the base, regions, 8-bit state",
     "QLoRA",
     "QLoRA, exact activations",
     "QLoRA, regions, 8-bit state",
@@ -70,9 +72,11 @@ def make(setting: str) -> Subject:
         apply_checkpointing(model, Checkpointing())
     if "8-bit" in setting:
         apply_optimizer_state(optimizer, OptimizerState(**EVERYTHING), model)
-    is_short = "bf16" in setting
-    if is_short:
-        apply_low_precision(model, optimizer, LowPrecision(lower_frozen="base" in setting))
+    weight_format = next((name for name in ("bf16-sr", "int8-sr") if name in setting), None)
+    is_short = weight_format is not None
+    if weight_format is not None:
+        config = LowPrecision(format=weight_format, lower_frozen="base" in setting)  # type: ignore[arg-type]
+        apply_low_precision(model, optimizer, config)
     ids = torch.randint(0, SHAPE["vocab_size"], (1, 64))
 
     def step() -> None:

@@ -13,7 +13,13 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from transformers.pytorch_utils import Conv1D
 
-from lightning_memsave import Ledger, LowPrecision, OptimizerState, apply_low_precision, apply_optimizer_state
+from lightning_memsave import (
+    Ledger,
+    LowPrecision,
+    OptimizerState,
+    apply_low_precision,
+    apply_optimizer_state,
+)
 from lightning_memsave.numerics.row_codes import decode_rows, encode_rows
 from lightning_memsave.saved_tensors import SavedTensorStore
 from lightning_memsave.techniques.low_precision.int8_parameter import CODES, Int8, become_int8, parameters_for_int8, raw
@@ -322,159 +328,3 @@ def test_attention_of_torch_trains_with_it():
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(x)
-
-
-# ------------------------------------------------------------------------------- what users do with a weight
-def twins():
-    """A layer with codes, and a plain one with the same weight in bfloat16."""
-    torch.manual_seed(0)
-    coded = nn.Linear(12, 8)
-    become_int8(coded.weight)
-    plain = copy.deepcopy(coded)
-    plain.weight = nn.Parameter(coded.weight.whole().bfloat16())
-    return coded, plain
-
-
-VALUES = {
-    "float": lambda w: w.float(),
-    "to": lambda w: w.to(torch.float64),
-    "detach": lambda w: w.detach() * 2,
-    "data": lambda w: w.data[2:4],
-    "norm": lambda w: w.norm(),
-    "sum of squares": lambda w: (w**2).sum(),
-    "product": lambda w: w @ w.T,
-    "cat": lambda w: torch.cat([w, w.flatten()[None].view(8, 12)]),
-    "mse": lambda w: F.mse_loss(w, torch.zeros_like(w)),
-    "list": lambda w: torch.tensor(w.tolist()),
-    "vector": lambda w: nn.utils.parameters_to_vector([w]),
-    "clone": lambda w: w.clone(),
-    "compare": lambda w: w == w.detach(),
-    "like": lambda w: torch.zeros_like(w),
-    "embedding bag": lambda w: F.embedding_bag(torch.tensor([[1, 2], [3, 3]]), w, mode="sum"),
-    "max_norm": lambda w: F.embedding(torch.tensor([1, 2]), w.detach().clone(), max_norm=0.1),
-}
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_a_function_gets_the_weights(name):
-    coded, plain = twins()
-    found, expected = VALUES[name](coded.weight), VALUES[name](plain.weight)
-    assert torch.equal(found, expected)
-    assert (found.dtype, found.requires_grad) == (expected.dtype, expected.requires_grad)
-    if expected.requires_grad:
-        for layer, value in ((coded, found), (plain, expected)):
-            layer.weight.grad = None
-            value.float().square().sum().backward()
-        assert torch.equal(coded.weight.grad, plain.weight.grad)
-
-
-EDITS = {
-    "copy_": lambda w: w.copy_(torch.full((8, 12), 0.25)),
-    "data.copy_": lambda w: w.data.copy_(torch.full((8, 12), 0.25)),
-    "detach().mul_": lambda w: w.detach().mul_(2),
-    "clamp_": lambda w: w.clamp_(-0.125, 0.125),
-    "+=": lambda w: w.__iadd__(1),
-    "item": lambda w: w.__setitem__((slice(None), 3), 0.5),
-    "data =": lambda w: setattr(w, "data", torch.full((8, 12), -2.0)),
-    "data +=": lambda w: setattr(w, "data", w.data.__iadd__(1)),
-    "zeros_": lambda w: nn.init.zeros_(w),
-    "constant_": lambda w: nn.init.constant_(w, 0.5),
-    "out": lambda w: torch.add(w, 1, out=w.data),
-    "vector": lambda w: nn.utils.vector_to_parameters(torch.full((96,), 0.5), [w]),
-}
-
-
-@pytest.mark.parametrize("name", EDITS)
-def test_an_edit_is_kept_to_the_nearest_code(name):
-    coded, plain = twins()
-    before = coded.weight.whole()
-    for layer in (coded, plain):
-        with torch.no_grad():
-            EDITS[name](layer.weight)
-    assert isinstance(coded.weight, Int8)
-    assert not torch.equal(coded.weight.whole(), before)
-    step = encode_rows(plain.weight.float(), None)[1].float()[:, None]
-    assert ((coded.weight.whole() - plain.weight.float()).abs() <= 0.51 * step).all()  # and bfloat16's own rounding
-
-
-def test_edits_that_torch_refuses_are_refused():
-    coded, _ = twins()
-    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
-        coded.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="would edit several tensors at once"), torch.no_grad():
-        torch._foreach_mul_([coded.weight, coded.bias], 2)
-    assert torch.equal(coded.weight.whole(), twins()[0].weight.whole())
-
-
-def test_an_edit_of_a_view_that_would_be_lost_is_refused():
-    coded, _ = twins()
-    for view in (lambda w: w[0], lambda w: w.data.t(), lambda w: w.detach().view(-1)[3:5]):
-        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"), torch.no_grad():
-            view(coded.weight).fill_(1)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert not coded(torch.ones(1, 12)).is_inference()
-        assert not coded.weight.clone().is_inference()
-
-
-def test_it_is_the_leaf_that_it_was():
-    coded, _ = twins()
-    w, calls = coded.weight, []
-    assert (w.is_leaf, w.requires_grad, w.shape, w.dtype, w.numel()) == (True, True, (8, 12), torch.bfloat16, 96)
-    assert coded.get_parameter("weight") is w
-    w.register_hook(lambda gradient: calls.append(1) or gradient * 2)
-    w.register_post_accumulate_grad_hook(lambda p: calls.append(p))
-    (w * 1.0).sum().backward()
-    assert calls[0] == 1
-    assert calls[1] is w
-    assert torch.equal(w.grad, torch.full((8, 12), 2.0, dtype=torch.bfloat16))
-    (gradient,) = torch.autograd.grad((w * 3.0).sum(), w)
-    assert (gradient == 6).all()  # with the hook
-    optimizer = torch.optim.SGD([w], 0.1)
-    assert w in optimizer.state or len(optimizer.state) == 0
-    coded.requires_grad_(False)
-    assert not w.requires_grad
-
-
-def test_second_derivatives_go_through_codes():
-    coded, plain = twins()
-    x = torch.randn(4, 12, dtype=torch.bfloat16, requires_grad=True)
-
-    def penalty(layer):
-        (gradient,) = torch.autograd.grad(layer(x).tanh().sum(), x, create_graph=True)
-        layer.weight.grad = None
-        gradient.square().sum().backward()
-        return layer.weight.grad
-
-    coded.bias, plain.bias = None, None
-    assert torch.equal(penalty(coded), penalty(plain))
-
-
-@pytest.mark.parametrize("is_frozen", [True, False])
-def test_frozen_weights_are_not_kept_either(is_frozen):
-    """The base of a LoRA model: the weight is read for the gradient of the input alone."""
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
-    lowered(model)
-    model.requires_grad_(not is_frozen)
-    x = torch.randn(2, 64, dtype=torch.bfloat16, requires_grad=True)
-    with Ledger().watching(model, batch=x) as ledger:
-        before = ledger.live_bytes
-        loss = model(x).sum()
-        held = ledger.live_bytes - before
-    assert held == (0 if is_frozen else 2 * 2 * 64 * 2) + 2
-    loss.backward()
-
-
-def test_a_table_decodes_the_rows_that_are_read():
-    table = nn.Embedding(5000, 64)
-    become_int8(table.weight)
-    table.requires_grad_(False)
-    index = torch.tensor([3, 4999, 3])
-    with Ledger().watching(table, batch=index) as ledger:
-        rows = table(index)
-    assert torch.equal(rows, table.weight.decoded()[index])
-    assert ledger.measurement.peak_bytes - ledger.measurement.held_bytes < 20 * rows.numel()
-
-
-def test_compiled_modules_keep_sixteen_bits():
-    model = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 4)))
-    assert parameters_for_int8(model) == {model[0].weight}

@@ -7,7 +7,8 @@ finds the parameter. Weights that the function keeps for backward are decoded ag
 function that edits it edits decoded float32 weights, which are then rounded to the nearest codes. `detach()` and `data`
 are tensors of the same kind that share its memory.
 
-What torch computes without asking a tensor's class, in its own engine, sees the codes. With `raw` this package does so.
+What torch computes without asking a tensor's class, in its own engine, sees the codes; so does an operator that is
+called by its overload (`torch.ops.aten.mm.default`), as dispatch modes do. With `raw` this package does so.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Int8:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch on decoded weights."""
         kwargs = kwargs or {}
-        if func in _OF_MEMORY:
+        if isinstance(func, torch._ops.OpOverload) or func in _OF_MEMORY:  # a dispatch mode passes on what it was given
             with raw():
                 return func(*args, **kwargs)
         if func == _DTYPE:
