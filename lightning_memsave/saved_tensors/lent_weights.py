@@ -63,7 +63,7 @@ class LentWeights:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        narrow = (p for p in module.parameters() if p.requires_grad and p.is_floating_point() and p.dtype.itemsize == 2)
+        narrow = (p for p in module.parameters() if p.requires_grad and p.is_floating_point() and p.element_size() == 2)
         self._stand_ins: dict[int, Tensor] = {id(p): _Widened.apply(p) for p in narrow}  # type: ignore[no-untyped-call]
         self._places = [
             (owner, key, self._stand_ins[id(p)])

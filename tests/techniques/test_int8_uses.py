@@ -12,7 +12,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_memsave import Ledger, LowPrecision, MemSave, OptimizerState, apply_low_precision, predict
+from lightning_memsave import (
+    Ledger,
+    LowPrecision,
+    MemSave,
+    OptimizerState,
+    Tiling,
+    apply_low_precision,
+    apply_tiling,
+    predict,
+)
 from lightning_memsave.numerics.row_codes import encode_rows
 from lightning_memsave.techniques.low_precision.int8_parameter import Int8, become_int8, parameters_for_int8
 
@@ -246,3 +255,44 @@ def test_a_prediction_is_what_is_measured(name):
             return torch.optim.AdamW(self.parameters())
 
     check_prediction(Language, torch.randint(0, 200, (12, 16)), settings)
+
+
+class PassedOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_a_weight_that_a_function_passes_on_is_refused_where_its_gradient_would_be_lost():
+    coded, plain = twins()
+    with pytest.raises(RuntimeError, match="a function has passed on a weight as its own result"):
+        F.linear(torch.ones(1, 12), PassedOn.apply(coded.weight))
+    gradients = []
+    for layer in (coded, plain):
+        leaf = layer.weight.detach().requires_grad_()
+        (leaf.float() * 3).square().sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+
+
+def test_tiles_compute_with_weights():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12))
+    apply_low_precision(model, torch.optim.SGD(model.parameters(), 0.1), LowPrecision(format="int8-sr"))
+    found = []
+    for tiled in (False, True):
+        model.zero_grad()
+        applied = apply_tiling(model, Tiling(dim=0, size=2)) if tiled else None
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(16, 12, generator=generator).bfloat16().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x).square().mean().backward()
+        if applied is not None:
+            applied.undo()
+        found.append([p.grad.float() for p in model.parameters()])
+    for whole, tiles in zip(*found, strict=True):
+        assert (whole - tiles).norm() < 0.02 * whole.norm()  # sums in bfloat16

@@ -174,6 +174,7 @@ def _rebuilt(codes: Tensor, scales: Tensor, is_parameter: bool, requires_grad: b
 def _alias(tensor: Any) -> Any:
     with raw():
         alias = tensor.detach()
+        alias.grad_dtype = torch.bfloat16
     alias.__class__ = _class_of(type(alias))
     alias.scales = tensor.scales
     return alias
@@ -213,6 +214,11 @@ def _read(tensor: Any) -> Tensor:
     if not torch.is_grad_enabled() and not is_fake(tensor):
         with torch.inference_mode():  # torch refuses to edit it, or a view of it
             return Int8.decoded(tensor)
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise RuntimeError(
+            'With `precision="int8-sr"` a function has passed on a weight as its own result. Torch would give the gradient '
+            "of that the dtype of codes. Keep the module in float32: `LowPrecision(keep_32bit=...)`."
+        )
     with raw():
         return _DecodeInt8.apply(tensor) if tensor.requires_grad else Int8.decoded(tensor)  # type: ignore[no-untyped-call]
 
