@@ -216,8 +216,8 @@ def _read(tensor: Any) -> Tensor:
             return Int8.decoded(tensor)
     if tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
-            'With `precision="int8-sr"` a function has passed on a weight as its own result. Torch would give the gradient '
-            "of that the dtype of codes. Keep the module in float32: `LowPrecision(keep_32bit=...)`."
+            'With `precision="int8-sr"` a function has passed on a weight as its own result. Torch would give the '
+            "gradient of that the dtype of codes. Keep the module in float32: `LowPrecision(keep_32bit=...)`."
         )
     with raw():
         return _DecodeInt8.apply(tensor) if tensor.requires_grad else Int8.decoded(tensor)  # type: ignore[no-untyped-call]
