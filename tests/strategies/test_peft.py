@@ -144,6 +144,7 @@ CHANGED = {
     "bf16-kahan": {"precision": "bf16-kahan"},
     "fp16-scaled": {"precision": "fp16-scaled"},
     "frozen too": {"precision": LowPrecision(lower_frozen=True)},
+    "frozen in 8 bits": {"precision": LowPrecision(format="int8-sr", lower_frozen=True)},
     "all": {
         "recipe": "measure",
         "precision": LowPrecision(lower_frozen=True),
