@@ -229,7 +229,7 @@ DECODE = "_DecodeInt8Backward"
 REBUILT = (DENSIFY, DECODE)
 """Nodes of weights that are made again instead of being kept (`rebuilt_weights`)."""
 _MADE_WHOLE = (*REBUILT, "_WeightProductBackward")
-"""Nodes of weights that are larger than their parameter; the last one's is two factors (`techniques.low_rank`)."""
+"""Nodes of weights that take more bytes than their parameter; the last one's is two factors (`techniques.low_rank`)."""
 
 
 def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:

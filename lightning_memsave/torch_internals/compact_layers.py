@@ -81,7 +81,7 @@ class CompactLayer(nn.Module):
             given[compact] = self._taken_from(dense)
         elif dense is not None:
             error_msgs.append(f"size mismatch for {weight}: {dense.shape} in the checkpoint, {self.dense_shape} here.")
-            given[compact] = self._parameters[self.parameter_name]
+            given[compact] = self.get_parameter(self.parameter_name)
         super()._load_from_state_dict(given, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         missing_keys[:] = [weight if key == compact else key for key in missing_keys]
 

@@ -328,3 +328,12 @@ def test_attention_of_torch_trains_with_it():
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(x)
+
+
+def test_state_that_is_made_with_an_optimizer_has_numbers():
+    """Adagrad's is made like its parameter, before the first step, which has it in float32."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    become_int8(model[0].weight)
+    optimizer = torch.optim.Adagrad(model.parameters(), 0.1, initial_accumulator_value=0.1)
+    assert optimizer.state[model[0].weight]["sum"].dtype == torch.bfloat16
+    assert (optimizer.state[model[0].weight]["sum"] > 0.09).all()

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.core.errors import setting_error
-from lightning_memsave.techniques.low_precision.int8_parameter import CODES
 from lightning_memsave.techniques.low_precision.scaling import all_finite
 from lightning_memsave.techniques.low_precision.weights import Weights
 from lightning_memsave.torch_internals.optimizer_class import (
@@ -91,8 +90,7 @@ def step_in_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> None:
     vars(optimizer)[_MEMORY] = _LowPrecisionState(plain_class=plain_class, weights=weights)
     for p in weights:
         state = optimizer.state.get(p, {})  # Adagrad's is made with the optimizer, in the dtype of its parameter
-        short = (torch.bfloat16, CODES)
-        state.update({k: v.float() for k, v in state.items() if isinstance(v, Tensor) and v.dtype in short})
+        state.update({k: v.float() for k, v in state.items() if isinstance(v, Tensor) and v.dtype == torch.bfloat16})
 
 
 def step_plainly(optimizer: torch.optim.Optimizer) -> None:
