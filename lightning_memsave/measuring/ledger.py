@@ -34,7 +34,7 @@ from lightning_memsave.measuring.storage_resizing import resizes_seen
 from lightning_memsave.measuring.storages import storages, tensors_in
 from lightning_memsave.measuring.timeline import timeline
 from lightning_memsave.torch_internals.autograd_graph import WeakStorage, autograd_is_running, running_node
-from lightning_memsave.torch_internals.fake_tensors import is_fake
+from lightning_memsave.torch_internals.fake_tensors import ASKS_DEVICE, device_of, is_fake
 
 
 class LedgerEntry:
@@ -118,7 +118,7 @@ class Ledger(TorchDispatchMode):
 
         A fake tensor's is nowhere, and the tensor says for which device.
         """
-        return (tensor if self._fake else storage).device.type == self._device_type
+        return (device_of(tensor) if self._fake else storage.device).type == self._device_type
 
     def _hold(self, storage: torch.UntypedStorage, category: str) -> None:
         entry = self._live.get(storage._cdata)
@@ -183,6 +183,8 @@ class Ledger(TorchDispatchMode):
 
     # ------------------------------------------------------------------ what happens
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_DEVICE:
+            return device_of(args[0])
         kwargs = kwargs or {}
         if replaces_first(func, args):
             self._end(args[0].untyped_storage(), before=running_node())

@@ -19,7 +19,7 @@ from lightning_memsave.measuring.operation_cost import cost_of
 from lightning_memsave.measuring.source_lines import line_text
 from lightning_memsave.measuring.storages import storages, tensors_in
 from lightning_memsave.torch_internals.autograd_graph import autograd_is_running
-from lightning_memsave.torch_internals.fake_tensors import num_alike
+from lightning_memsave.torch_internals.fake_tensors import ASKS_DEVICE, num_alike
 
 _NUM_KINDS = 50
 BACKWARD, BATCH, ELSEWHERE = "(backward)", "(batch)", "(outside of modules)"
@@ -137,6 +137,8 @@ class BreakdownLedger(Ledger):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is ASKS_DEVICE:
+            return out
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._seconds += num_alike() * cost_of(func, args, kwargs or {}, out, inputs, outputs)[0]

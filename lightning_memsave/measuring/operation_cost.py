@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lightning_memsave.measuring.storages import storages
-from lightning_memsave.torch_internals.fake_tensors import with_values
+from lightning_memsave.torch_internals.fake_tensors import device_of, with_values
 
 _OVERHEAD_SECONDS = 5e-6
 _SCRATCH = {"aten.convolution": 1, "aten.convolution_backward": 2, "aten.native_batch_norm_backward": 1}
@@ -30,7 +30,7 @@ def cost_of(
 ) -> tuple[float, int]:
     """Return the seconds and workspace bytes of one operation of `torch.ops`, with all tensors that it got and gave."""
     packet = func.overloadpacket
-    device = next((t.device.type for t in (*outputs, *inputs)), "cpu")
+    device = next((device_of(t).type for t in (*outputs, *inputs)), "cpu")
     scratch = _SCRATCH.get(str(packet), 0) if device == "cpu" else 0
     workspace_bytes = scratch * max(map(_num_bytes, inputs), default=0)
     if func.is_view:

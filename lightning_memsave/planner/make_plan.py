@@ -32,7 +32,6 @@ from lightning_memsave.techniques.registry import Config, technique_of
 
 Predict = Callable[[Sequence[Config]], Prediction]
 _MAX_CONFIRMATIONS = 4
-_MOST_TRIED = 2  # settings that may have been next
 _SHORT_SECONDS = 0.05
 """Length of a step below which it is mostly starting operations, which the model of time knows less of."""
 _MARGIN = 200  # of a budget, one part is left free: what kernels take differs from step to step
@@ -105,9 +104,10 @@ def make_plan(
         _open_dimensions(sizes, recipe, situation, recipe.name), predict, fixed, situation.ways, watch=watch
     )
     room = budget_bytes - situation.noted_bytes
-    found, smallest = _fit(search, room - budget_bytes // _MARGIN, confirm)
+    confirmed = None if confirm is None else _Confirmed(search, confirm)
+    found, smallest = _fit(search, room - budget_bytes // _MARGIN, confirmed)
     if found is None:  # to the byte where that is all there is
-        found, smallest = _fit(search, room, confirm)
+        found, smallest = _fit(search, room, confirmed)
     if found is None:
         raise _infeasible(budget, sizes, recipe, situation, search, smallest)
     return _plan(budget, budget_bytes, recipe, situation, plain, search, found)
@@ -172,23 +172,45 @@ def _like(option: Option, own: Microbatching) -> Option:
     return dataclasses.replace(option, config=own.of_size(option.config.size))
 
 
-def _fit(search: Search, budget_bytes: int, confirm: Predict | None) -> tuple[Found | None, Found | None]:
+class _Confirmed:
+    """Predictions with more certainty, each made once.
+
+    `None` where regions cannot meet their budget; the search is told of that.
+    """
+
+    def __init__(self, search: Search, confirm: Predict) -> None:
+        self._search, self._confirm = search, confirm
+        self._known: dict[str, Prediction] = {}
+
+    def __call__(self, choice: Choice) -> Prediction | None:
+        if (known := self._known.get(key := describe(choice))) is not None:
+            return known
+        try:
+            return self._known.setdefault(key, self._confirm(self._search.techniques(choice)))
+        except BudgetTooSmallError as error:
+            if Checkpointing in self._search.fixed_kinds:  # it is the user's
+                raise
+            self._search.refuse(choice, error)
+            return None
+
+
+def _fit(search: Search, budget_bytes: int, confirmed: _Confirmed | None) -> tuple[Found | None, Found | None]:
     """Return the choice, as confirmed; without one, the smallest that there is."""
     limit, found = budget_bytes, search.cheapest(budget_bytes)
-    if confirm is None:
+    if confirmed is None:
         return found, None
     for _ in range(_MAX_CONFIRMATIONS):
         if found is None:
             break
-        if (real := _confirmed(search, found.choice, confirm)) is not None:
+        if (real := confirmed(found.choice)) is not None:
             over = needed_bytes(real) - budget_bytes
             if over <= 0:
-                return _fastest(search, _as_confirmed(search, found, real), budget_bytes, confirm), None
+                return _fastest(search, _as_confirmed(search, found, real), budget_bytes, confirmed), None
             limit = min(limit, needed_bytes(found.prediction)) - over
         found = search.cheapest(limit) if limit > 0 else None
     for _ in range(_MAX_CONFIRMATIONS):
         smallest = search.lowest()
-        if (real := _confirmed(search, smallest, confirm)) is not None:
+        if (real := confirmed(smallest)) is not None:
             beyond = _beyond(real, search.predict(smallest))
             last = Found(smallest, real, budget_bytes, search.why_ended, beyond)
             return (last, None) if needed_bytes(real) <= budget_bytes else (None, last)
@@ -201,28 +223,17 @@ def _as_confirmed(search: Search, found: Found, real: Prediction) -> Found:
     return dataclasses.replace(found, prediction=prediction, beyond_bytes=beyond)
 
 
-def _fastest(search: Search, found: Found, budget_bytes: int, confirm: Predict) -> Found:
+def _fastest(search: Search, found: Found, budget_bytes: int, confirmed: _Confirmed) -> Found:
     """Return the faster one of what was confirmed and its rival, where steps are timed and time is left."""
     if not found.prediction.measured_seconds < _SHORT_SECONDS or search.is_late:
         return found
     rival = search.rival(found.choice, found.limit_bytes)
-    real = None if rival is None else _confirmed(search, rival, confirm)
+    real = None if rival is None else confirmed(rival)
     if rival is None or real is None or needed_bytes(real) > budget_bytes:
         return found
     if (1 + SCATTER) * real.measured_seconds >= found.prediction.measured_seconds:
         return found
     return _as_confirmed(search, dataclasses.replace(found, choice=rival), real)
-
-
-def _confirmed(search: Search, choice: Choice, confirm: Predict) -> Prediction | None:
-    """Return the confirmed prediction, or `None` where regions cannot meet their budget; the search is told of that."""
-    try:
-        return confirm(search.techniques(choice))
-    except BudgetTooSmallError as error:
-        if Checkpointing in search.fixed_kinds:  # it is the user's
-            raise
-        search.refuse(choice, error)
-        return None
 
 
 def _beyond(real: Prediction, predicted: Prediction | None) -> int:
@@ -308,11 +319,10 @@ def _next_step(search: Search, found: Found, free_bytes: int) -> str:
     later = [o for o in left if o.level > max(c.level for c in found.choice)] or left
     if not later:
         return f"nothing is left to be taken; {free}"
-    later = [o for o in later if o.noise_bound is None and search.may_lower(found.choice, o)]  # no noise for a sentence
-    for option in sorted(later, key=lambda o: (o.level, o.time_factor))[:_MOST_TRIED]:
-        if search.peak(search.changed(found.choice, option)) < search.peak(found.choice):
-            return f"{option.text} ({option.loss_class}, time about x{option.time_factor:.2f}) was not needed: {free}"
-    return f"nothing that was tried would take less; {free}"
+    for option in sorted(later, key=lambda o: (o.level, o.time_factor)):  # by bounds: a sentence is worth no prediction
+        if search.may_lower(found.choice, option):
+            return f"{option.text} ({option.loss_class}, time about x{option.time_factor:.2f}) may take less: {free}"
+    return f"nothing that is left would take less; {free}"
 
 
 def _techniques(

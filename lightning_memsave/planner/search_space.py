@@ -82,7 +82,7 @@ Choice = tuple[Option, ...]
 _STRONGEST = 1000
 OVERHEAD = 0.006
 """What starting operations takes of a step's time, where nothing else is known (WideResNet-28-2, batch 100)."""
-_OPERATION_SECONDS = 3.5e-6
+_OPERATION_SECONDS = 15e-6
 """What one operation of modules and backward takes besides its kernel (CPU, from what a second microbatch adds)."""
 _BLOCKS = 1.27
 """Time of a step with regions over blocks. Those for a budget, which may be the same, are never slower."""

@@ -31,9 +31,11 @@ from lightning_memsave.measuring.source_lines import line_text, user_line
 from lightning_memsave.simulation.kernel_outputs import CORRECTIONS
 from lightning_memsave.simulation.known_sizes import ReadsValueError, sized_by_values
 from lightning_memsave.torch_internals.fake_tensors import (
+    ASKS_DEVICE,
     UNKNOWN,
     DataDependentOutputException,
     Facts,
+    device_of,
     facts_of,
     is_fake,
     note,
@@ -227,6 +229,7 @@ def _equals(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 _ANSWERS: Mapping[Any, Callable[[Any, Any, Any], Any]] = {
+    ASKS_DEVICE: lambda func, args, kwargs: device_of(args[0]),
     aten._local_scalar_dense.default: _read,
     aten.equal.default: _equals,
     aten.set_.source_Storage_storage_offset: _uncached,

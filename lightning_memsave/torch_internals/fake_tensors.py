@@ -53,6 +53,16 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+ASKS_DEVICE = torch.ops.prim.device.default
+"""What torch runs to ask a fake tensor for its device, in every operation more than once."""
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """Return the device of a tensor; of a fake one without running `ASKS_DEVICE`, which costs as an operation does."""
+    device: torch.device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return device
+
+
 def is_plain(tensor: Tensor, kind: type = Tensor) -> bool:
     """Return whether a tensor is of torch's own `kind`, of no subclass and not nested.
 

@@ -14,6 +14,9 @@ from lightning_memsave.measuring.module_attribution import (
     BreakdownLedger,
     shared_names,
 )
+from lightning_memsave.simulation.fake_model import fake_copy, fakes_of
+from lightning_memsave.simulation.value_propagation import FactsMode
+from lightning_memsave.torch_internals.fake_tensors import FakeTensorMode
 from tests.steps import STEPS, mlp
 
 
@@ -175,3 +178,14 @@ def test_nothing_of_the_breakdown_changes_what_is_computed():
     broken_down(step.run, step.model, batch=step.batch)
     assert all(torch.equal(a, p.grad) for a, p in zip(plain, step.model.parameters(), strict=True))
     assert isinstance(BreakdownLedger(), Ledger)
+
+
+def test_a_fake_step_has_as_many_operations_as_the_real_one_though_torch_asks_fake_tensors_for_their_device():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)
+    real = broken_down(lambda: model(x).sum().backward(), model, batch=x)[1]
+    model.zero_grad()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    copy, batch = fake_copy(model, mode), fakes_of(x, mode)
+    with mode, FactsMode(), BreakdownLedger(fake=True).watching(copy, batch=batch) as ledger:
+        copy(batch).sum().backward()
+    assert ledger.breakdown.num_operations == real.num_operations

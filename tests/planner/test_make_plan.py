@@ -137,12 +137,24 @@ def test_where_the_last_recipe_is_too_much_those_before_it_are_not_searched():
     assert len(set(asked)) == len(asked)
 
 
-def test_what_is_named_as_next_would_take_less():
+def test_what_is_named_as_next_may_take_less_and_no_prediction_is_made_for_it():
     recipe = resolve("balanced", {"microbatch": False, "optimizer_state": False, "checkpointing": False})
     made = make_plan(Budget(95_000), recipe, Situation(), predicted(PLAIN_BYTES), modelled)
-    assert "was not needed" in made.next_step
-    made = plan(58_000, confirm=None)
-    assert made.next_step.startswith("nothing that was tried would take less")
+    assert made.next_step.startswith('activations=["exact", "int8"] (approximate, time about x1.12) may take less')
+    assert made.num_predictions == 3  # nothing, what it takes, and the plain step
+
+
+def test_a_setting_that_would_be_confirmed_twice_is_confirmed_once():
+    asked = []
+
+    def confirm(techniques):
+        asked.append(repr(tuple(techniques)))
+        return predicted(PLAIN_BYTES)
+
+    with pytest.raises(ValueError, match="must be at least"):
+        plan(58_000, confirm=confirm)
+    assert asked
+    assert len(set(asked)) == len(asked)
 
 
 @pytest.mark.parametrize(("weights", "is_advised"), [(40_000, True), (10, False)])
