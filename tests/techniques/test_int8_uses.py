@@ -117,6 +117,20 @@ def test_an_edit_of_a_view_that_would_be_lost_is_refused():
         assert not coded.weight.clone().is_inference()
 
 
+@pytest.mark.parametrize("name", ["embedding", "embedding_bag"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_max_norm_renormalises_the_table_itself(name, grad):
+    coded, _ = twins()
+    wanted, index = coded.weight.whole(), torch.tensor([[1, 2], [3, 3]])  # in float32
+    with torch.set_grad_enabled(grad):
+        ours = getattr(F, name)(index, coded.weight, max_norm=0.5)
+    getattr(F, name)(index, wanted, max_norm=0.5)
+    step = encode_rows(wanted, None)[1].float()[:, None]
+    assert ((coded.weight.whole() - wanted).abs() <= 0.5 * step).all()
+    assert wanted[1:4].norm(dim=1).max() < 0.501 < wanted.norm(dim=1).max()  # other rows are as they were
+    assert torch.equal(ours, getattr(F, name)(index, coded.weight.whole().bfloat16()))
+
+
 def test_it_is_the_leaf_that_it_was():
     coded, _ = twins()
     w, calls = coded.weight, []

@@ -13,6 +13,7 @@ called by its overload (`torch.ops.aten.mm.default`), as dispatch modes do. With
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 import torch
@@ -81,6 +82,8 @@ class Int8:
         edited = _edited(func, args, kwargs)
         if any(isinstance(each, Int8) for each in tree_leaves(edited)):
             return _edit(func, edited, args, kwargs)
+        if func in (F.embedding, F.embedding_bag):
+            args, kwargs = _renormalised(func, args, kwargs)
         return _look_up(*args, **kwargs) if func is F.embedding else _on_decoded(func, args, kwargs)
 
     def decoded(self: Any) -> Tensor:
@@ -263,6 +266,18 @@ def _edit(func: Any, edited: Any, args: Any, kwargs: Any) -> Any:
         func(*args, **kwargs)
         edited.write(whole, None)
     return edited
+
+
+@torch.no_grad()
+def _renormalised(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Renormalise rows of the table itself, and return the arguments without `max_norm`."""
+    call = inspect.signature(func).bind(*args, **kwargs)
+    call.apply_defaults()
+    given: dict[str, Any] = call.arguments
+    if given["max_norm"] is not None and isinstance(given["weight"], Int8):
+        torch.embedding_renorm_(_alias(given["weight"]), given["input"], given["max_norm"], given["norm_type"])
+        given["max_norm"] = None
+    return call.args, call.kwargs
 
 
 class _LookUp(torch.autograd.Function):
