@@ -114,7 +114,7 @@ def _study(name: str, found: list[Row], size: tuple[str, ...]) -> str:
                 str(len(values)),
                 f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})",
                 "" if c is None else f"{c.mean:+.2f}",
-                "" if c is None else f"{c.half_width:.2f}",
+                "" if c is None or c.num_pairs == 1 else f"{c.half_width:.2f}",
                 "" if c is None else c.verdict(margin, most_half_width),
             )
         )
