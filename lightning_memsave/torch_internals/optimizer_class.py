@@ -353,7 +353,7 @@ def in_parts(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[Tensor]:
     if p.numel() <= size:
         yield p
         return
-    shape = (-1, *p.shape[1:]) if size % p[0].numel() == 0 else (-1,)
+    shape = (-1, *p.shape[1:]) if size % p.shape[1:].numel() == 0 else (-1,)
     with torch._C.DisableTorchFunctionSubclass():  # the memory of a parameter that decodes itself
         flat, gradient = p.detach().view(-1), None if p.grad is None else p.grad.view(-1)
     at_first = dict(optimizer.state.get(p, {}))

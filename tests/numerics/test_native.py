@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memsave.numerics import bits, kbit
+from lightning_memsave.numerics import bits, kbit, kernels, row_codes
 from lightning_memsave.numerics.kernels import native
 
 CPU = torch.device("cpu")
@@ -287,3 +287,45 @@ def test_sums_are_those_of_float64_up_to_rounding(size, num_threads, monkeypatch
 def test_a_sum_over_what_is_not_a_number_is_none():
     assert all(math.isnan(each) for each in native.sums(torch.tensor([1.0, math.nan])))
     assert native.sums(torch.tensor([1.0, math.inf])) == (math.inf, math.inf)
+
+
+def assert_equal_with_nan(a, b):
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("seed", [None, 0, 2**32 - 1])
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (1, 1), (5, 255), (3, 257), (4, 3, 9, 9), (2, 1024)])
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_of_codes_equal_the_reference(name, shape, seed):
+    torch.manual_seed(0)
+    whole = KINDS[name](math.prod(shape)).view(shape)
+    expected, found = row_codes.encode_rows(whole, seed), native.encode_rows(whole, seed)
+    for a, b in zip(found, expected, strict=True):
+        assert_equal_with_nan(a, b)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_equal_with_nan(native.decode_rows(*expected, dtype), row_codes.decode_rows(*expected, dtype))
+
+
+@needs_compiler
+@given(st.lists(floats, min_size=1, max_size=4), st.one_of(st.none(), st.integers(0, 2**32 - 1)))
+def test_any_rows_equal_the_reference(rows, seed):
+    whole = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    expected = row_codes.encode_rows(whole, seed)
+    for a, b in zip(native.encode_rows(whole, seed), expected, strict=True):
+        assert_equal_with_nan(a, b)
+    assert_equal_with_nan(
+        native.decode_rows(*expected, torch.bfloat16), row_codes.decode_rows(*expected, torch.bfloat16)
+    )
+
+
+@needs_compiler
+def test_rows_that_do_not_lie_together_are_encoded_all_the_same():
+    whole = torch.randn(6, 4, 5, 5).to(memory_format=torch.channels_last)
+    codes, scales = kernels.encode_rows(whole, 3)
+    assert all(map(torch.equal, (codes, scales), row_codes.encode_rows(whole, 3)))
+    laid_out = codes.to(memory_format=torch.channels_last)
+    decoded = kernels.decode_rows(laid_out, scales, torch.bfloat16)
+    assert torch.equal(decoded, row_codes.decode_rows(codes, scales, torch.bfloat16))
+    assert decoded.is_contiguous(memory_format=torch.channels_last)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memsave.numerics import bits, blockwise, kbit, rounding
+from lightning_memsave.numerics import bits, blockwise, kbit, rounding, row_codes
 from lightning_memsave.numerics.kernels import native
 from lightning_memsave.torch_internals.fake_tensors import is_fake, num_set
 
@@ -49,6 +49,17 @@ def dequantize_from_map(codes: Tensor, code_map: Tensor, absmax: Tensor, bits: i
     """Dequantize as `blockwise.dequantize_from_map` does."""
     module = _elementwise(codes, blockwise)
     return module.dequantize_from_map(codes, code_map, absmax, bits, num_values)  # type: ignore[no-any-return]
+
+
+def encode_rows(whole: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
+    """Encode float32 weights as `row_codes.encode_rows` does."""
+    return native.encode_rows(whole, seed) if _has_native(whole.device) else row_codes.encode_rows(whole, seed)
+
+
+def decode_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decode as `row_codes.decode_rows` does."""
+    is_native = _has_native(codes.device) and codes.is_contiguous()
+    return native.decode_rows(codes, scales, dtype) if is_native else row_codes.decode_rows(codes, scales, dtype)
 
 
 def round_to_float16(flat: Tensor, seed: int) -> Tensor | None:

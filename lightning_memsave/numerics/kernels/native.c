@@ -284,6 +284,69 @@ void dequantize(const uint8_t *codes, const uint16_t *ranges, void *y, int is_bf
     FOR_SIZE(dequantize_blocks, codes, ranges, y, is_bfloat16, bits, first, last)
 }
 
+/* int8 codes of a row of which the first element has the number `start`, by a power of two; see row_codes.py. */
+static inline void encode_row(const float *x, int8_t *codes, long count, long start, float inverse, uint32_t seed) {
+    float uniform[BLOCK];
+    for (long i = 0; i < count;) {
+        long n = start + i, left = BLOCK - n % BLOCK;
+        int size = (int)(left < count - i ? left : count - i);
+        uint32_t element_seed = mix((uint32_t)(n / BLOCK) ^ seed) + (uint32_t)(n % BLOCK) * 0x9E3779B9U;
+        for (int j = 0; j < BLOCK; j++)
+            uniform[j] = (float)(int32_t)(mix(element_seed + (uint32_t)j * 0x9E3779B9U) >> 8) * 0x1p-24f;
+        for (int j = 0; j < size; j++) {
+            float v = x[i + j] * inverse;
+            v = v > 127 ? 127 : v < -127 ? -127 : v;
+            int32_t cut = (int32_t)v, lower = cut - ((float)cut > v);
+            codes[i + j] = (int8_t)(lower + (v - (float)lower > uniform[j]));
+        }
+        i += size;
+    }
+}
+
+static inline void encode_row_to_nearest(const float *x, int8_t *codes, long count, float inverse) {
+    for (long i = 0; i < count; i++) {
+        float v = x[i] * inverse;
+        v = v > 127 ? 127 : v < -127 ? -127 : v;
+        codes[i] = (int8_t)(int32_t)((v + 0x1.8p23f) - 0x1.8p23f); /* ties to even */
+    }
+}
+
+void encode_rows(const float *x, int8_t *codes, uint16_t *scales, long columns, int stochastic, uint32_t seed,
+                 long first, long last) {
+    for (long r = first; r < last; r++) {
+        const float *row = x + r * columns;
+        uint32_t largest = 0;
+        for (long i = 0; i < columns; i++) {
+            uint32_t magnitude = to_bits(row[i]) & 0x7FFFFFFFU;
+            largest = magnitude > largest ? magnitude : largest;
+        }
+        if (largest >= 0x7F800000U) { /* not finite */
+            scales[r] = 0x7FC0;
+            memset(codes + r * columns, 0, columns);
+            continue;
+        }
+        int exponent;
+        float mantissa = frexpf(from_bits(largest), &exponent); /* of [0.5, 1) */
+        exponent -= mantissa * 128 <= 127 ? 7 : 6;
+        exponent = exponent < -120 ? -120 : exponent > 120 ? 120 : exponent;
+        scales[r] = (uint16_t)((exponent + 127) << 7);
+        float inverse = from_bits((uint32_t)(127 - exponent) << 23);
+        if (stochastic) encode_row(row, codes + r * columns, columns, r * columns, inverse, seed);
+        else encode_row_to_nearest(row, codes + r * columns, columns, inverse);
+    }
+}
+
+void decode_rows(const int8_t *codes, const uint16_t *scales, void *y, int is_bfloat16, long columns, long first,
+                 long last) {
+    for (long r = first; r < last; r++) {
+        const int8_t *code = codes + r * columns;
+        float scale = from_half(scales[r]), *whole = (float *)y + r * columns;
+        uint16_t *half = (uint16_t *)y + r * columns;
+        if (is_bfloat16) for (long i = 0; i < columns; i++) half[i] = high_half(code[i] * scale); /* exact */
+        else for (long i = 0; i < columns; i++) whole[i] = code[i] * scale;
+    }
+}
+
 /* Round block `b` stochastically; what is not finite stays what it is. */
 static inline void round_block(const float *whole, uint16_t *values, long count, long b, uint32_t seed) {
     uint32_t block_seed = mix((uint32_t)b ^ seed);

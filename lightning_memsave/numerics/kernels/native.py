@@ -34,6 +34,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dequantize": (None, (*(_POINTER,) * 3, _INT, _LONG, *(_INT,) * 3, *_RANGE)),
     "round_to_bfloat16": (_INT, (_POINTER, _POINTER, _LONG, _SEED, *_RANGE)),
     "round_to_float16": (_INT, (_POINTER, _POINTER, _LONG, _SEED, *_RANGE)),
+    "encode_rows": (None, (*(_POINTER,) * 3, _LONG, _INT, _SEED, *_RANGE)),
+    "decode_rows": (None, (*(_POINTER,) * 3, _INT, _LONG, *_RANGE)),
     "pack_mask": (None, (_POINTER, _POINTER, _LONG, *_RANGE)),
     "unpack_mask": (None, (_POINTER, _POINTER, _LONG, *_RANGE)),
     "scale_where": (None, (*(_POINTER,) * 3, _FLOAT, *_RANGE)),
@@ -163,6 +165,37 @@ def _rounded(name: str, dtype: torch.dtype, flat: Tensor, seed: int) -> Tensor |
         per_unit=BLOCK_SIZE,
     )
     return out if is_rounded else None
+
+
+def encode_rows(whole: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
+    """Encode as `row_codes.encode_rows` does."""
+    size, num_rows = whole.numel(), len(whole)
+    codes = torch.empty(whole.shape, dtype=torch.int8, device=whole.device)
+    scales = torch.zeros(num_rows, dtype=torch.bfloat16, device=whole.device)
+    if size and not is_fake(whole):
+        whole = whole.contiguous()
+        run(
+            "encode_rows",
+            *(_pointer(whole, size), _pointer(codes, size), _pointer(scales, num_rows)),
+            *(size // num_rows, seed is not None, seed or 0),
+            num_units=num_rows,
+            per_unit=size // num_rows,
+        )
+    return codes, scales
+
+
+def decode_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decode as `row_codes.decode_rows` does."""
+    out, size = torch.empty_like(codes, dtype=dtype), codes.numel()
+    if size and not is_fake(codes):
+        run(
+            "decode_rows",
+            *(_pointer(codes, size), _pointer(scales, len(codes)), _pointer(out, size)),
+            *(dtype is torch.bfloat16, size // len(codes)),
+            num_units=len(codes),
+            per_unit=size // len(codes),
+        )
+    return out
 
 
 @functools.lru_cache(maxsize=64)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_memsave.numerics.row_codes import decode_rows, encode_rows
+from lightning_memsave.numerics.kernels import decode_rows, encode_rows
 from lightning_memsave.saved_tensors.rebuilt_weights import Made, rebuilding_weights
 from lightning_memsave.torch_internals.autograd_graph import DECODE
 from lightning_memsave.torch_internals.compact_layers import CompactLayer
