@@ -27,20 +27,21 @@ class Comparison:
         return self.mean - self.half_width
 
     def verdict(self, margin: float, most_half_width: float) -> str:
-        """Whether a loss of more than `margin` is excluded; a wide interval shows nothing, wherever it lies.
+        """Whether a loss of more than `margin` is excluded; a wide interval shows no loss.
 
         >>> Comparison(9, -0.1, 0.15).verdict(margin=0.4, most_half_width=0.2)
         'not worse by more than 0.4'
+        >>> Comparison(5, +1.2, 0.3).verdict(margin=0.4, most_half_width=0.2)
+        'not worse by more than 0.4 (half-width above 0.2)'
         >>> Comparison(2, +1.0, 3.0).verdict(margin=0.4, most_half_width=0.2)
         'not shown'
         >>> Comparison(9, -0.5, 0.15).verdict(margin=0.4, most_half_width=0.2)
         'worse by more than 0.4 is not excluded'
         """
-        if self.half_width > most_half_width:
-            return "not shown"
-        return f"{'not worse by more than' if self.lower_bound >= -margin else 'worse by more than'} {margin:g}" + (
-            "" if self.lower_bound >= -margin else " is not excluded"
-        )
+        is_wide, is_excluded = self.half_width > most_half_width, self.lower_bound >= -margin
+        if is_excluded:
+            return f"not worse by more than {margin:g}" + (f" (half-width above {most_half_width:g})" if is_wide else "")
+        return "not shown" if is_wide else f"worse by more than {margin:g} is not excluded"
 
 
 def compare_pairs(values: Sequence[float], baseline: Sequence[float]) -> Comparison:

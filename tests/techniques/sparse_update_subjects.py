@@ -26,7 +26,7 @@ class Small(nn.Module):
     def forward(self, x):
         x = torch.tanh(self.grouped(torch.relu(self.norm(self.conv(x)))))
         x = torch.tanh(self.dilated(torch.tanh(self.reflected(x))))
-        x = torch.tanh(self.line(x.flatten(2))).transpose(1, 2)  # [B, T, 6]
+        x = torch.tanh(self.line(x.flatten(2))).mT.contiguous()  # [B, T, 6]; else torch folds frozen weights otherwise
         return self.head(torch.tanh(self.of_transformers(torch.tanh(self.linear(x)))))
 
 
