@@ -40,7 +40,8 @@ class Comparison:
         """
         is_wide, is_excluded = self.half_width > most_half_width, self.lower_bound >= -margin
         if is_excluded:
-            return f"not worse by more than {margin:g}" + (f" (half-width above {most_half_width:g})" if is_wide else "")
+            about = f" (half-width above {most_half_width:g})" if is_wide else ""
+            return f"not worse by more than {margin:g}{about}"
         return "not shown" if is_wide else f"worse by more than {margin:g} is not excluded"
 
 
