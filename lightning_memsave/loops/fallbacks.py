@@ -17,7 +17,7 @@ from lightning_memsave.loops.planned_checkpointing import PlannedCheckpointing, 
 from lightning_memsave.loops.step_scopes import StepScopes
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.techniques.activation_compression import ActivationCompression
+from lightning_memsave.techniques.activation_compression import ActivationCompression, has_wide_head, with_head
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_store
 from lightning_memsave.techniques.tiling import Tiles, Tiling
 
@@ -109,11 +109,13 @@ class Fallbacks:
 
 def _compress(trainer: L.Trainer, recipe: Recipe, scopes: StepScopes) -> str | None:
     # What a compiled module keeps is the compiler's choice: there, nothing more is recomputed.
-    if not recipe.leaves_open(ActivationCompression) or is_compiled(trainer.lightning_module):
+    module = trainer.lightning_module
+    if not recipe.leaves_open(ActivationCompression) or is_compiled(module):
         return None
     check_compatibility(["activation_compression", *recipe.rows(), *ways_of_training(trainer)])
-    scopes.activations = ForwardScope(trainer, ActivationCompression())
-    return "activations recomputed where that is cheap"
+    drops_logits = has_wide_head(module) and module.automatic_optimization  # else they may be read after a step
+    scopes.activations = ForwardScope(trainer, with_head(ActivationCompression(), drops_logits))
+    return "activations recomputed where that is cheap" + (", and a loss without logits" if drops_logits else "")
 
 
 def _checkpoint_blocks(trainer: L.Trainer, recipe: Recipe, scopes: StepScopes) -> str | None:

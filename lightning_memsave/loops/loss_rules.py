@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +37,8 @@ class LossRules:
         self.known: tuple[ReductionRule, ...] = ()
         self.seconds = 0.0
         """Spent on asking."""
+        self.watch: AbstractContextManager[Any] = nullcontext()
+        """Entered while it is asked."""
         self._start: float | None = None  # of the first batch that is cut; `None` once the first epoch's cost was told
         self._num_cut = 0
         self._next_epoch = self._next_batch = 1
@@ -82,7 +85,8 @@ class LossRules:
     def ask(self, asked: Callable[[], Answer]) -> Answer:
         """Return what is found now; the rules that hold in this batch as well stay."""
         start = time.perf_counter()
-        answer = asked()
+        with self.watch:
+            answer = asked()
         self.seconds += time.perf_counter() - start
         if answer.is_of_this_batch:
             if not set(self.known).isdisjoint(answer.explained_by):

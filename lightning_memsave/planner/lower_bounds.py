@@ -12,6 +12,7 @@ Bounds are good, not proven: a choice may be ruled out that would have fitted by
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.planner.memory_budget import needed_bytes
 from lightning_memsave.planner.search_space import Choice, Option
+from lightning_memsave.saved_tensors.codec_names import HEAD
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
@@ -53,6 +55,7 @@ class LowerBounds:
         self._numbers = {_key(choice): number for number, choice in enumerate(choices)}
         self._steps: list[tuple[Choice, _Step, bool]] = []  # the last: whether it shows what settings leave at least
         self._learned: dict[tuple[str, str], float] = {}
+        self._logits_matter = any(HEAD in _codecs(choice) for choice in choices)
         columns = [*zip(*choices, strict=True)]
         self._options = [{option.text: option for option in column} for column in columns]
         self._places = [_places(column, options) for column, options in zip(columns, self._options, strict=True)]
@@ -96,19 +99,32 @@ class LowerBounds:
             self.bytes[number], self.is_known[number] = num_bytes, True
 
     def _take(self, choice: Choice, step: _Step, is_least: bool) -> None:
+        logits_mattered = self._logits_matter
         others = [(other, seen) for other, seen, too in self._steps if is_least and too]
         has_learned = [self._compare(choice, step, other, seen) for other, seen in others]
         self._steps.append((choice, step, is_least))
+        if logits_mattered and not self._logits_matter:
+            shown = [(each, seen) for each, seen, too in self._steps if too]
+            has_learned += [self._compare(*one, *two) for one, two in itertools.combinations(shown, 2)]
         for each, seen, _ in self._steps if any(has_learned) else self._steps[-1:]:  # what was learned raises all
             self._raise(each, seen)
 
     def _compare(self, choice: Choice, step: _Step, other: Choice, seen: _Step) -> bool:
-        """Note which part of activations a setting has left, if two steps differ in that alone."""
+        """Note which part of activations a setting has left, if two steps differ in that alone.
+
+        Logits of many classes may be most of what is there: a step that keeps them does not show what settings leave in
+        one that keeps none.
+        """
         pairs = zip(self._kinds, choice, other, strict=True)
         differ = [(kind, a, b) for kind, a, b in pairs if a.text != b.text]
         if len(differ) != 1 or differ[0][0] not in _LEARNED_KINDS:
             return False
         _, one, two = differ[0]
+        sizes = sorted((step.for_samples, seen.for_samples))
+        if set(_codecs(choice)) ^ set(_codecs(other)) == {HEAD} and sizes[0] > _NO_EFFECT * sizes[1]:
+            self._logits_matter = False
+        if self._logits_matter and not (HEAD in _codecs(choice) and HEAD in _codecs(other)):
+            return False
         for old, new, before, after in ((one, two, step, seen), (two, one, seen, step)):
             part = after.for_samples / max(1.0, before.for_samples)
             part = 1.0 if part > _NO_EFFECT else _SLACK * part
@@ -149,6 +165,11 @@ class LowerBounds:
         return list(part.values())
 
 
+def _codecs(choice: Choice) -> tuple[str, ...]:
+    configs = (option.config for option in choice)
+    return next((each.written_out for each in configs if isinstance(each, ActivationCompression)), ())
+
+
 def _key(choice: Choice) -> tuple[str, ...]:
     return tuple(option.text for option in choice)
 
@@ -166,6 +187,9 @@ def _least_part(new: Config | None, old: Config | None) -> dict[str, float]:
     if isinstance(new, LowPrecision):
         return dict.fromkeys(_ROWS[:5], 0.5)
     if isinstance(new, ActivationCompression):
+        had = old.written_out if isinstance(old, ActivationCompression) else ()
+        if HEAD in new.written_out and HEAD not in had:  # of which most may be logits
+            return {"activations": 0.0, "temporary": 0.0}
         return {"activations": 0.2 if new.codecs == ("exact",) else 0.05}
     if isinstance(new, Checkpointing):
         return {"activations": 0.02, "temporary": 0.5}

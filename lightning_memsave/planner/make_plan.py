@@ -61,10 +61,14 @@ class Situation:
     """The memory of the device; `None` where it is not told."""
     ways: tuple[str, ...] = ()
     """Ways of training, in the words of `core.compatibility`."""
+    asking_bytes: int = 0
+    """What finding out how the loss depends on the batch takes for each sample that it is evaluated on."""
     noted_bytes: int = 0
     """What recovery notes of a batch's start, which is in no prediction."""
     overhead: float = OVERHEAD
     """The part of a plain step's time that goes into starting operations."""
+    has_wide_head: bool = False
+    """Whether the model ends in so many classes that a loss had better not keep logits of them."""
     num_blocks: int = MANY_BLOCKS
     """Number of blocks that the model repeats."""
     can_bound_noise: bool = False
@@ -127,6 +131,7 @@ def _open_dimensions(
         device_type=situation.device_type,
         overhead=situation.overhead,
         num_blocks=situation.num_blocks,
+        has_wide_head=situation.has_wide_head,
         noise_bounds=noise_bounds(own) if situation.can_bound_noise else (),
         own=own,
     )

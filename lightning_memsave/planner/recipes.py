@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from lightning_memsave.core.compatibility import check_compatibility, costs_of
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.saved_tensors.codec_names import HEAD
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
@@ -166,14 +167,20 @@ RECIPES = {
     # Equal to plain Lightning up to rounding, and nearly free of cost until memory runs out.
     "lossless": _of_defaults("lossless", EarlyZeroGrad(), Microbatching()),
     # Equal to plain Lightning up to rounding: blocks are run again in backward, which takes time at once.
-    "exact": _of_defaults("exact", EarlyZeroGrad(), Microbatching(), Checkpointing(method="blocks")),
+    "exact": _of_defaults(
+        "exact",
+        EarlyZeroGrad(),
+        Microbatching(),
+        ActivationCompression(codecs=(HEAD,)),
+        Checkpointing(method="blocks"),
+    ),
     # Small noise everywhere: activations in 4 bits, weights of 24 bits under autocast, moments of 8 bits.
     "balanced": _of_defaults(
         "balanced",
         EarlyZeroGrad(),
         LowPrecision(format="bf16+8"),
         Microbatching(),
-        ActivationCompression(codecs=("exact", "int4-chain")),
+        ActivationCompression(codecs=("exact", HEAD, "int4-chain")),
         OptimizerState(first_moment="8bit"),
     ),
     # The smallest peak: nine weights of ten are zero, the others in bfloat16, and microbatches as small as helps.
@@ -183,7 +190,7 @@ RECIPES = {
         Sparsity(sparsity=0.9),
         LowPrecision(format="bf16-sr"),
         Microbatching(goal="smallest"),
-        ActivationCompression(codecs=("exact", "int4-chain")),
+        ActivationCompression(codecs=("exact", HEAD, "int4-chain")),
         OptimizerState(first_moment="4bit"),
     ),
 }

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_memsave.core.report import LOSS_CLASSES, LossClass
-from lightning_memsave.saved_tensors.codec_names import LOSSY
-from lightning_memsave.techniques.activation_compression import ActivationCompression
+from lightning_memsave.saved_tensors.codec_names import HEAD, LOSSY
+from lightning_memsave.techniques.activation_compression import ActivationCompression, with_head
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.microbatching import Microbatching
@@ -91,6 +92,8 @@ _HALVING = 0.17
 """What groups inside of groups add per halving of the blocks (chains of 64 to 1024)."""
 MANY_BLOCKS = 256
 """Number of blocks where it is not known."""
+_HEAD = 1.0
+"""Time of a step whose loss keeps no logits of many classes: 0.72 to 1.02, as less memory is written."""
 _CODED = 1.1
 """Time of a step with coded activations."""
 _STORE_OVERHEAD = 3
@@ -118,6 +121,7 @@ def dimensions(
     device_type: str = "cpu",
     overhead: float = OVERHEAD,
     num_blocks: int = MANY_BLOCKS,
+    has_wide_head: bool = False,
     noise_bounds: Sequence[float] = (),
     own: ActivationCompression | None = None,
 ) -> dict[type[Config], Dimension]:
@@ -132,6 +136,7 @@ def dimensions(
         device_type: where time is spent: bfloat16 is emulated on CPU.
         overhead: the part of a plain step's time that goes into starting its operations.
         num_blocks: that the model repeats: what groups of them inside of groups cost.
+        has_wide_head: whether the model ends in so many classes that a loss had better not keep logits of them.
         noise_bounds: of a gradient's noise, smaller ones first, for which the codecs of activations are chosen module
             by module; none: one codec for all.
         own: settings of activations that the user has bounded the noise of.
@@ -148,7 +153,7 @@ def dimensions(
             _changed('precision="bf16-sr"', LowPrecision(), "extreme", 19.0 if is_cpu else 1.0, 1),
         ),
         Microbatching: tuple(_parts(num_samples, is_cut_exact, overhead)),
-        ActivationCompression: tuple(_activations(own, noise_bounds, store)),
+        ActivationCompression: tuple(_activations(own, noise_bounds, store, has_wide_head)),
         Checkpointing: (
             Option(text="no regions", strength=0),
             regions_for(budget_bytes, min(_BLOCKS - 0.01, 1.05 + 0.35 * max(0.0, 1 - budget_bytes / plain_bytes))),
@@ -206,33 +211,36 @@ def _changed(text: str, config: Config, tier: str, time_factor: float, strength:
     return Option(text=text, config=config, loss_class="changed", tier=tier, time_factor=time_factor, strength=strength)
 
 
-def _coded(codec: str, time_factor: float, strength: int) -> Option:
-    return Option(
-        text=f'activations=["exact", "{codec}"]',
-        config=ActivationCompression(codecs=("exact", codec)),
-        loss_class="approximate",
-        tier="balanced",
-        time_factor=time_factor,
-        strength=strength,
-    )
+def _keeping(config: ActivationCompression, **others: Any) -> Option:
+    names = [f'"{codec}"' for codec in config.codecs]
+    text = names[0] if len(names) == 1 else f"[{', '.join(names)}]"
+    return Option(text=f"activations={text}", config=config, **others)
 
 
-def _activations(own: ActivationCompression | None, bounds: Sequence[float], store: float) -> Iterator[Option]:
+def _activations(
+    own: ActivationCompression | None, bounds: Sequence[float], store: float, has_wide_head: bool
+) -> Iterator[Option]:
     """Yield ways to keep activations: as they are, exactly, then with ever more noise.
 
     Args:
         own: the user's settings, whose bound of noise is the highest of `bounds`.
         bounds: of noise, for which codecs are chosen module by module.
         store: what the store adds to a step's time.
+        has_wide_head: whether the model ends in many classes.
     """
     yield Option(text="activations as they are", strength=0)
     base = own or ActivationCompression(codecs=("exact", "int4"))
-    lossless = replace(base, max_gradient_noise=None, codecs=tuple(c for c in base.codecs if c not in LOSSY))
-    config = replace(lossless, codecs=tuple(dict.fromkeys(("exact", *lossless.codecs))))
-    yield Option(text='activations="exact"', config=config, time_factor=1.05 + store, strength=1)
-    if not bounds:
-        yield _coded("int8", _CODED + store, 2)
-        yield _coded("int4", _CODED + 0.01 + store, 3)
+    others = tuple(codec for codec in base.codecs if codec not in ("exact", *LOSSY))
+    exact = replace(base, max_gradient_noise=None, codecs=("exact", *others))
+    if has_wide_head and HEAD not in base.written_out:
+        yield _keeping(replace(exact, codecs=(*others, HEAD)), time_factor=_HEAD + store)
+        yield _keeping(exact, time_factor=1.05 + store, strength=1)
+        base, exact = with_head(base), with_head(exact)
+    yield _keeping(exact, time_factor=1.05 + store, strength=2)
+    coded: dict[str, Any] = {"loss_class": "approximate", "tier": "balanced"}
+    for number, codec in enumerate(() if bounds else ("int8", "int4")):
+        config = replace(exact, codecs=(*exact.codecs, codec))
+        yield _keeping(config, **coded, time_factor=_CODED + 0.01 * number + store, strength=3 + number)
     for number, bound in enumerate(bounds):
         yield Option(
             text=f"max_gradient_noise={bound:g}",
@@ -240,7 +248,7 @@ def _activations(own: ActivationCompression | None, bounds: Sequence[float], sto
             loss_class="approximate",
             tier="balanced" if own is None else TIERS[0],
             time_factor=_CODED + store,
-            strength=2 + number,
+            strength=3 + number,
         )
 
 

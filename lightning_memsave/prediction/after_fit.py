@@ -26,7 +26,7 @@ from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.prediction.budgeted_run import options_of
 from lightning_memsave.prediction.predictor import Predictor
 from lightning_memsave.simulation.predicted_step import Prediction
-from lightning_memsave.techniques.activation_compression import ActivationCompression
+from lightning_memsave.techniques.activation_compression import ActivationCompression, has_wide_head, with_head
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.microbatching import Microbatching
@@ -42,7 +42,8 @@ SHARE = 0.05
 """Share of a long fit's seconds that predictions may take after it."""
 _NO_TIME = 0.1  # seconds, in which nothing is predicted
 _WORTH_TELLING = 0.9  # of the measured peak
-_CANDIDATES: tuple[tuple[str, Config, LossClass], ...] = (
+_Candidate = tuple[str, Config, LossClass]
+_CANDIDATES: tuple[_Candidate, ...] = (
     ('checkpointing="blocks"', Checkpointing(), "exact"),
     ('activations="exact"', ActivationCompression(), "exact"),
     ('optimizer_state="8bit"', OptimizerState(), "changed"),
@@ -133,17 +134,24 @@ def look_ahead(
     if size is not None and microbatching is not None:
         fixed = microbatching.of_size(size)
         recipe = replace(recipe, techniques=tuple(fixed if t is microbatching else t for t in recipe.techniques))
-    return replace(_next(predictor, sample, recipe, report, ways_of_training(trainer)), baseline=baseline)
+    candidates = [each for each in _candidates(module) if recipe.leaves_open(type(each[1]))]
+    further = _next(predictor, sample, recipe, report, ways_of_training(trainer), candidates)
+    return replace(further, baseline=baseline)
 
 
-def _next(predictor: Predictor, sample: Sample, recipe: Recipe, report: MemoryReport, ways: Sequence[str]) -> Outlook:
+def _next(
+    predictor: Predictor,
+    sample: Sample,
+    recipe: Recipe,
+    report: MemoryReport,
+    ways: Sequence[str],
+    candidates: Sequence[_Candidate],
+) -> Outlook:
     """Return the setting with the smallest peak, of the class of the run where there is one, and what it takes."""
     assert report.peak_bytes is not None, "asked before"
     least = round(_WORTH_TELLING * report.peak_bytes)
     found: list[tuple[bool, int, str]] = []
-    for text, config, loss_class in _CANDIDATES:
-        if not recipe.leaves_open(type(config)):
-            continue
+    for text, config, loss_class in candidates:
         is_worse = LOSS_CLASSES.index(loss_class) > LOSS_CLASSES.index(report.loss_class)
         try:
             further = Recipe(recipe.name, (*recipe.techniques, config))
@@ -161,6 +169,15 @@ def _next(predictor: Predictor, sample: Sample, recipe: Recipe, report: MemoryRe
         return Outlook()
     _, peak_bytes, text = min(found)
     return Outlook(next_setting=text, next_peak_bytes=peak_bytes)
+
+
+def _candidates(module: L.LightningModule) -> Iterator[_Candidate]:
+    """Yield settings that need no number; where the model ends in many classes, without logits."""
+    for text, config, loss_class in _CANDIDATES:
+        if isinstance(config, ActivationCompression) and has_wide_head(module):
+            yield 'activations=["exact", "linear-cross-entropy"]', with_head(config), loss_class
+        else:
+            yield text, config, loss_class
 
 
 def _as_measured(prediction: Prediction) -> Prediction:

@@ -26,6 +26,7 @@ from lightning_memsave.core.report import Miss
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.lightning_compat import Batch, bucket_bytes_of, data_module_of, namespace_of
 from lightning_memsave.loops.late_reduction import bytes_on_top
+from lightning_memsave.loops.loss_reduction import FEWEST_SAMPLES
 from lightning_memsave.loops.optimizer_changes import most_accumulated
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.measuring.allocator import total_bytes
@@ -41,9 +42,9 @@ from lightning_memsave.prediction.noise_bounds import CodecChoice, is_bounded
 from lightning_memsave.prediction.peek_batch import estimated_batches, first_batch, samples_of, samples_per_batch
 from lightning_memsave.prediction.planning_watch import LEAST_SECONDS, SHARE, PlanningWatch
 from lightning_memsave.prediction.predictor import Predictor
-from lightning_memsave.prediction.real_run import StepFailedError, Trial
+from lightning_memsave.prediction.real_run import Cut, StepFailedError, Trial
 from lightning_memsave.simulation.predicted_step import Prediction
-from lightning_memsave.techniques.activation_compression import ActivationCompression
+from lightning_memsave.techniques.activation_compression import ActivationCompression, has_wide_head, with_head
 from lightning_memsave.techniques.checkpointing.region_selection import repeated_blocks
 from lightning_memsave.techniques.microbatching import Microbatching, why_not_exact
 from lightning_memsave.techniques.optimizer_state import OptimizerState, exchanged_bytes
@@ -244,7 +245,7 @@ def plan_for(
         )
     situation = _situation(module, batch, recipe, trainer)
     trial = Trial(module, batch, trainer)
-    on_paper: Predict = _predictor(module, batch, trainer, bool(situation.why_whole))
+    on_paper = _asking(_predictor(module, batch, trainer, bool(situation.why_whole)), situation)
     by_trial: Predict = trial
     if (codecs := _codec_choice(module, batch, recipe, trainer, bool(situation.why_whole))) is not None:
         situation = replace(situation, can_bound_noise=True)
@@ -285,14 +286,15 @@ def _codec_choice(
     Raises:
         ValueError: the user has set a bound, and noise cannot be measured.
     """
-    own = recipe.get(ActivationCompression)
+    own, is_wide = recipe.get(ActivationCompression), has_wide_head(module)
     if is_bounded(own):
-        return CodecChoice(CodeNoise(module, batch, own, trainer, stays_whole))
+        return CodecChoice(CodeNoise(module, batch, with_head(own, is_wide), trainer, stays_whole))
     if not recipe.leaves_open(ActivationCompression) and ActivationCompression not in recipe.by_default:
         return None
     try:
-        config = ActivationCompression(codecs=("exact", "int4"))
-        return CodecChoice(CodeNoise(module, batch, config, trainer, stays_whole), _UNMEASURED)
+        config = with_head(ActivationCompression(codecs=("exact", "int4")), is_wide)
+        instead = {bound: with_head(each, is_wide) for bound, each in _UNMEASURED.items()}
+        return CodecChoice(CodeNoise(module, batch, config, trainer, stays_whole), instead)
     except ValueError:
         return None
 
@@ -374,6 +376,28 @@ def _predictor(module: L.LightningModule, batch: Batch, trainer: L.Trainer | Non
     return predict
 
 
+def _asking(predict: Predict, situation: Situation) -> Predict:
+    """Return `predict` with what some steps take on CPU besides: how the loss depends on the batch is found out first.
+
+    That needs a number of samples at once, however few a microbatch has.
+    """
+
+    def asking(techniques: Sequence[Config]) -> Prediction:
+        found = predict(techniques)
+        size = next((config.size for config in techniques if isinstance(config, Microbatching)), None)
+        if not isinstance(size, int) or found.cuda is not None:
+            return found
+        num_samples = min(situation.num_samples or size, max(size, FEWEST_SAMPLES))
+        lasting = sum(found.by_category[name] for name in _LASTING)
+        more_bytes = lasting + num_samples * situation.asking_bytes - found.peak_bytes
+        return replace(found, workspace_bytes=max(found.workspace_bytes, more_bytes))
+
+    return asking
+
+
+_LASTING = ("weights", "optimizer_state", "data")
+
+
 def _agreed(trainer: L.Trainer, predict: Predict) -> Predict:
     """Return `predict` for all processes: each one asks, as a step may wait for the others, and rank 0's answer holds.
 
@@ -399,17 +423,17 @@ def under_ddp(prediction: Prediction, trainer: L.Trainer, techniques: Sequence[C
     if any(isinstance(config, OptimizerState) and config.gradients != "keep" for config in techniques):
         on_top = exchanged_bytes(trainer.lightning_module, bucket_bytes_of(trainer.strategy))
     else:
-        lasting = sum(prediction.by_category[name] for name in ("weights", "optimizer_state", "data"))
+        lasting = sum(prediction.by_category[name] for name in _LASTING)
         on_top = bytes_on_top(trainer.lightning_module, prediction.peak_bytes, lasting)
     return prediction.with_bytes("gradients", on_top)
 
 
 def _situation(module: L.LightningModule, batch: Batch, recipe: Recipe, trainer: L.Trainer | None) -> Situation:
-    why, num_samples = "", samples_of(batch)
+    cut, num_samples = Cut(), samples_of(batch)
     if Microbatching not in recipe.switched_off:
-        why = Trial(module, batch, trainer).why_whole(recipe.get(Microbatching) or Microbatching())
+        cut = Trial(module, batch, trainer).cut(recipe.get(Microbatching) or Microbatching())
     if trainer is not None and trainer.world_size > 1:  # a process may have another batch, and all make one plan
-        why, num_samples = trainer.strategy.broadcast((why, num_samples))
+        cut, num_samples = trainer.strategy.broadcast((cut, num_samples))
     device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
     is_cpu = device.type == "cpu"
     device_bytes = machine_bytes() if is_cpu else total_bytes(device)
@@ -417,14 +441,16 @@ def _situation(module: L.LightningModule, batch: Batch, recipe: Recipe, trainer:
         least = trainer.strategy.reduce(torch.tensor(device_bytes, device=device), reduce_op="min")
         device_bytes = int(least)
     return Situation(
-        num_samples=None if why else num_samples,
-        why_whole=f"Batches are not cut into microbatches: {why}" if why else "",
+        num_samples=None if cut.why_not else num_samples,
+        why_whole=f"Batches are not cut into microbatches: {cut.why_not}" if cut.why_not else "",
+        asking_bytes=cut.asking_bytes,
         is_cut_exact=not why_not_exact(module),
         device_type=device.type,
         device_bytes=device_bytes,
         ways=() if trainer is None else tuple(ways_of_training(trainer)),
         noted_bytes=torch.get_rng_state().nbytes if is_cpu else 0,
         num_blocks=len(repeated_blocks(module)) or MANY_BLOCKS,
+        has_wide_head=has_wide_head(module),
     )
 
 

@@ -105,7 +105,7 @@ class NoiseBoundedRun:
         return self._recipe_with(self._codes_for(module, batch))
 
     def _codes_for(self, module: L.LightningModule, batch: Batch, trainer: L.Trainer | None = None) -> BoundedCodes:
-        stays_whole = bool(Trial(module, batch, trainer).why_whole(Microbatching()))
+        stays_whole = bool(Trial(module, batch, trainer).cut(Microbatching()).why_not)
         return CodecChoice(CodeNoise(module, batch, self._config, trainer, stays_whole)).of(self._config)
 
     def _recipe_with(self, codes: BoundedCodes) -> Recipe:

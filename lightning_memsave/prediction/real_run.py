@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import lightning.pytorch as pl
@@ -90,8 +90,8 @@ class Trial:
             missing_bytes, steps = 0, stepped(techniques, self._batch, 1.0)
         return self._too_large() if steps is None else steps.result(missing_bytes)
 
-    def why_whole(self, config: Microbatching) -> str:
-        """Return why the run will not cut its batches, as far as a few samples tell; empty where it will, or may.
+    def cut(self, config: Microbatching) -> Cut:
+        """Return whether the run will cut its batches, as far as a few samples tell.
 
         Args:
             config: what is set besides a number of samples.
@@ -99,20 +99,22 @@ class Trial:
         try:
             num_samples = batch_size(self._batch)
         except UnsplittableBatchError:
-            return ""
+            return Cut()
         if config.split_fn is not None or num_samples < 2:
-            return ""
+            return Cut()
         few = min(8, num_samples)
-        step = OneStep(Recipe("trial", (config.of_size(few // 2),)))
+        step = _Asking(Recipe("trial", (config.of_size(few // 2),)))
         try:
             has_room = self._has_room(step, take(self._batch, 0, few, num_samples))
         except ValueError:  # which says nothing about other numbers of samples
-            return ""
+            return Cut()
         if not has_room or not step.is_done:
-            return ""
+            return Cut()
         if not step.is_cut and not self._module.automatic_optimization:
-            return "with manual optimization only `lightning_memsave.microbatches(batch)` in `training_step` cuts them."
-        return step.state.cutter.why_whole
+            return Cut(
+                "with manual optimization only `lightning_memsave.microbatches(batch)` in `training_step` cuts them."
+            )
+        return Cut(step.state.cutter.why_whole, step.asking_bytes // min(few, max(few // 2, FEWEST_SAMPLES)))
 
     def run(self, steps: OneStep) -> bool:
         """Train a copy until `steps` ends that; `False` where memory ran out."""
@@ -190,6 +192,15 @@ class Trial:
         return Prediction(peak_bytes=total + 1, by_category=split, source="measured", flags=flags)
 
 
+class Cut(NamedTuple):
+    """Whether a run cuts its batches into microbatches."""
+
+    why_not: str = ""
+    """Why it will not; empty where it will, or may."""
+    asking_bytes: int = 0
+    """What finding out how the loss depends on the batch takes for each of the samples that it is evaluated on."""
+
+
 class OneStep(pl.Callback):
     """Adopts the trial's strategy, and ends it after one batch."""
 
@@ -212,6 +223,23 @@ class OneStep(pl.Callback):
         """End the trial."""
         self.is_done = True
         raise DoneError
+
+
+class _Asking(OneStep):
+    """Counts what it takes to find out how the loss depends on the batch, on top of what was there."""
+
+    _ledger: Ledger | None = None
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        self._ledger = self.state.cutter.rules.watch = Ledger(trainer.strategy.root_device)
+
+    @property
+    def asking_bytes(self) -> int:
+        """Bytes at the most; 0 where nothing was asked."""
+        found = None if self._ledger is None else self._ledger.measurement
+        return 0 if found is None else found.peak_bytes - found.held_bytes
 
 
 class _Steps(OneStep):

@@ -17,7 +17,8 @@ FIDELITIES = {
     "int2": Fidelity.INT2,
 }
 """What a module or an operation may be set to, and how much of a tensor that keeps."""
-CODECS = (*FIDELITIES, "int4-chain", "offload", "linear-cross-entropy")
+HEAD = "linear-cross-entropy"
+CODECS = (*FIDELITIES, "int4-chain", "offload", HEAD)
 LOSSY = ("bf16", "int8", "int4", "int2", "int4-chain")
 FEW_BITS = tuple(f"fewbit-{bits}" for bits in (1, 2, 3, 4))
 """Levels of activations' derivatives, beside any other codec."""

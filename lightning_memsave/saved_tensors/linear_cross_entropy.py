@@ -37,6 +37,7 @@ from lightning_memsave.saved_tensors.function_mode import CallTracker
 from lightning_memsave.saved_tensors.lm_head import Head, head_of
 from lightning_memsave.saved_tensors.tied_embedding import Lookup
 from lightning_memsave.torch_internals.autograd_graph import UnreadableError, has_hooks, is_asked_for
+from lightning_memsave.torch_internals.fake_tensors import is_fake
 
 CHUNK_NUMEL = {"cpu": 2**18}
 """Logits that backward computes at a time, by type of device."""
@@ -161,10 +162,15 @@ def _losses_by_class(
 
 
 def _chunks(head: Head) -> Iterator[slice]:
-    """Yield the classes that are computed at a time."""
+    """Yield the classes that are computed at a time; of tensors without values, the first few, which take as much."""
     num_classes, size = len(head.weight), max(1, _chunk_numel(head.input) // max(1, len(head.input)))
-    for start in range(0, num_classes, size):
+    starts = range(0, num_classes, size)
+    for start in starts[:_ENOUGH] if is_fake(head.input) else starts:
         yield slice(start, min(start + size, num_classes))
+
+
+_ENOUGH = 3
+"""Rounds of a loop after which the tensors of one replace those of the round before."""
 
 
 def _logits_of(head: Head, some: slice) -> Tensor:

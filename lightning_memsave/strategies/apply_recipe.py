@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import lightning as L
@@ -19,8 +20,9 @@ from lightning_memsave.loops.partial_training import PartialTraining
 from lightning_memsave.loops.planned_checkpointing import PlannedCheckpointing
 from lightning_memsave.loops.session import Session
 from lightning_memsave.loops.sparse_training import SparseTraining
+from lightning_memsave.saved_tensors.codec_names import HEAD
 from lightning_memsave.strategies.precision_plugin import lower_precision
-from lightning_memsave.techniques.activation_compression import ActivationCompression
+from lightning_memsave.techniques.activation_compression import ActivationCompression, has_wide_head
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_store
 from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.low_rank import LowRank
@@ -155,6 +157,16 @@ def _make_regions(session: Session, trainer: L.Trainer, config: Checkpointing) -
 
 
 def _open_store(session: Session, trainer: L.Trainer, config: ActivationCompression) -> None:
+    """Open the store; that a loss keeps no logits is in recipes for models which end in many classes."""
+    module, recipe = trainer.lightning_module, session.recipe
+    # Where the module itself calls `backward` and `step`, it may read logits after the weight has changed.
+    if ActivationCompression in recipe.by_default and not (has_wide_head(module) and module.automatic_optimization):
+        codecs = tuple(codec for codec in config.codecs if codec != HEAD)
+        if not codecs:
+            session.recipe = recipe.without(ActivationCompression)
+            return
+        before, config = config, replace(config, codecs=codecs)
+        session.recipe = replace(recipe, techniques=tuple(config if t is before else t for t in recipe.techniques))
     session.scopes.activations = ForwardScope(trainer, config)
 
 

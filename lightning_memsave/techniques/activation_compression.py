@@ -65,6 +65,7 @@ from lightning_memsave.saved_tensors.codec_names import (
     ALIASES,
     FEW_BITS,
     FIDELITIES,
+    HEAD,
     KNOWN,
     LOSSY,
     explained,
@@ -72,6 +73,7 @@ from lightning_memsave.saved_tensors.codec_names import (
     sampling_of,
 )
 from lightning_memsave.saved_tensors.compiled_partitioner import CodePartitioner, Settings
+from lightning_memsave.saved_tensors.deferred_logits import MIN_RATIO
 from lightning_memsave.saved_tensors.offload import Offloader
 from lightning_memsave.torch_internals.compiled_regions import NAME as COMPILED
 from lightning_memsave.torch_internals.compiled_regions import call_within, compiled_regions, shield
@@ -321,7 +323,7 @@ def open_store(model: nn.Module, config: ActivationCompression) -> tuple[SavedTe
         lossy=config.lossy,
         recompute="exact" in config.written_out,
         fuse="int4-chain" in config.written_out,
-        chunk_loss="linear-cross-entropy" in config.written_out,
+        chunk_loss=HEAD in config.written_out,
         overrides=overrides,
         sampling=next(map(sampling_of, config.samples), None),
         derivative_bits=next((int(codec[-1]) for codec in config.few_bits), None),
@@ -453,11 +455,42 @@ class _Within:
         self.store.within.pop()
 
 
+def has_wide_head(model: nn.Module) -> bool:
+    """Return whether `"linear-cross-entropy"` may save much: a layer in eager code has as many classes as a vocabulary.
+
+    >>> has_wide_head(nn.Linear(64, 32_000)), has_wide_head(nn.Linear(2048, 1000))
+    (True, False)
+    """
+    layers = (m for m in model.modules() if isinstance(m, nn.Linear) and not is_lazy(m.weight))
+    is_there = any(len(m.weight) > max(MIN_RATIO * m.weight.shape[1], _FEW_CLASSES) for m in layers)
+    return is_there and not _compiled_most(model)
+
+
+_FEW_CLASSES = 1000
+
+
+def with_head(config: ActivationCompression, has_wide_head: bool = True) -> ActivationCompression:
+    """Return settings in which a loss keeps no logits as well, where the model ends in many classes.
+
+    >>> with_head(ActivationCompression(codecs=("exact", "int4"))).codecs
+    ('exact', 'linear-cross-entropy', 'int4')
+    """
+    if not has_wide_head or HEAD in config.written_out:
+        return config
+    lossy = [codec for codec in config.codecs if codec in LOSSY]
+    return replace(config, codecs=(*(codec for codec in config.codecs if codec not in LOSSY), HEAD, *lossy))
+
+
+def _compiled_most(model: nn.Module) -> list[str]:
+    """Return the names of compiled modules that hold most of a model's parameters."""
+    total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
+    return [name for name, m in compiled_regions(model) if 2 * sum(p.numel() for p in m.parameters()) > total]
+
+
 def _check_compiled(model: nn.Module, config: ActivationCompression) -> None:
     """Refuse, where most of a model is compiled, what works between calls that the compiler does not show."""
-    total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
-    most = [name for name, m in compiled_regions(model) if 2 * sum(p.numel() for p in m.parameters()) > total]
-    eager_only = {"offload", "linear-cross-entropy", *config.samples, *config.few_bits}
+    most = _compiled_most(model)
+    eager_only = {"offload", HEAD, *config.samples, *config.few_bits}
     if most and (codec := next((each for each in config.written_out if each in eager_only), None)):
         raise setting_error(
             "activations",

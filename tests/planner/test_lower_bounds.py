@@ -158,8 +158,20 @@ def taken(model, settings):
 
 @given(st.integers(0, 10**6), st.lists(st.sampled_from(CHOICES), min_size=1, max_size=12), st.sampled_from(CHOICES))
 def test_no_bound_lies_above_what_a_modelled_step_needs(seed, asked, other):
-    model, found = Model(seed), LowerBounds(KINDS, CHOICES)
-    for each in [NOTHING, *asked]:
+    _check_bounds(Model(seed), CHOICES, [NOTHING, *asked], other)
+
+
+WITH_HEAD = list(itertools.product(*table("balanced", has_wide_head=True).values()))
+
+
+@given(st.integers(0, 10**6), st.lists(st.sampled_from(WITH_HEAD), min_size=1, max_size=12), st.sampled_from(WITH_HEAD))
+def test_no_bound_lies_above_it_where_logits_hide_what_settings_leave(seed, asked, other):
+    _check_bounds(Model(seed, has_logits=True), WITH_HEAD, [WITH_HEAD[0], *asked], other)
+
+
+def _check_bounds(model, choices, asked, other):
+    found = LowerBounds(KINDS, choices)
+    for each in asked:
         try:
             found.learn(each, taken(model, each))
         except ValueError:

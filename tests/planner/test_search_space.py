@@ -32,8 +32,8 @@ def rows(name):
 NESTED = [row for row in rows("checkpointing_depth") if row["setting"] == "recursive"]
 
 
-def table(tier, is_cut_exact=True):
-    return dimensions(1000, 2000, tier=tier, num_samples=64, is_cut_exact=is_cut_exact)
+def table(tier, is_cut_exact=True, **about):
+    return dimensions(1000, 2000, tier=tier, num_samples=64, is_cut_exact=is_cut_exact, **about)
 
 
 def test_a_recipe_never_uses_what_a_later_one_may():
@@ -134,8 +134,9 @@ def test_off_comes_first_and_costs_nothing():
 
 def test_a_text_is_what_a_user_writes_for_the_config():
     names = {"MemSave": MemSave, "OptimizerState": OptimizerState, "Checkpointing": Checkpointing}
-    options = [option for options in table("extreme").values() for option in options if option.config is not None]
-    assert len(options) > 20
+    tables = [*table("extreme").values(), *table("extreme", has_wide_head=True).values()]
+    options = [option for options in tables for option in options if option.config is not None]
+    assert len(options) > 40
     for option in options:
         made = eval(f"MemSave('measure', {option.text})", names)
         assert made.recipe.get(type(option.config)) == option.config
@@ -152,6 +153,35 @@ def test_of_settings_without_a_known_strength_nothing_is_said_but_that_off_is_th
     assert not unknown.is_no_stronger_than(off)
     assert not Option(text="", strength=1).is_no_stronger_than(unknown)
     assert off.is_no_stronger_than(unknown)
+
+
+def test_a_loss_may_keep_no_logits_where_a_model_ends_in_many_classes():
+    texts = [option.text for option in table("balanced", has_wide_head=True)[ActivationCompression]]
+    assert texts == [
+        "activations as they are",
+        'activations="linear-cross-entropy"',
+        'activations="exact"',
+        'activations=["exact", "linear-cross-entropy"]',
+        'activations=["exact", "linear-cross-entropy", "int8"]',
+        'activations=["exact", "linear-cross-entropy", "int4"]',
+    ]
+    lossless = table("lossless", has_wide_head=True)[ActivationCompression]
+    assert [option.loss_class for option in lossless] == ["exact"] * 4
+    assert not any("linear" in option.text for option in table("balanced")[ActivationCompression])
+
+
+def test_codecs_of_the_users_own_stay_beside_it():
+    own = ActivationCompression(codecs=("int4", "offload"), max_gradient_noise=0.1)
+    options = table("lossless", has_wide_head=True, own=own, noise_bounds=(0.1,))[ActivationCompression]
+    assert [option.config.codecs for option in options[1:]] == [
+        ("offload", "linear-cross-entropy"),
+        ("exact", "offload"),
+        ("exact", "offload", "linear-cross-entropy"),
+        ("offload", "linear-cross-entropy", "int4"),
+    ]
+    head = ActivationCompression(codecs=("linear-cross-entropy", "int4"), max_gradient_noise=0.1)
+    options = table("lossless", has_wide_head=True, own=head, noise_bounds=(0.1,))[ActivationCompression]
+    assert [option.config.codecs for option in options[1:]] == [("exact", "linear-cross-entropy"), head.codecs]
 
 
 def test_regions_for_another_budget_change_no_other_setting():

@@ -15,7 +15,7 @@ from lightning_memsave.core.errors import MicrobatchWarning
 from lightning_memsave.planner.memory_budget import machine_bytes
 from lightning_memsave.planner.search_space import MANY_BLOCKS
 from lightning_memsave.prediction.budgeted_run import _situation
-from lightning_memsave.prediction.real_run import Trial
+from lightning_memsave.prediction.real_run import Cut, Trial
 
 SAMPLES, WIDTH = 64, 32
 
@@ -156,7 +156,7 @@ def test_what_the_run_does_not_cut_a_trial_takes_whole(module):
     ],
 )
 def test_a_few_samples_tell_whether_batches_are_cut(module, settings, expected):
-    why = Trial(module(), batch()).why_whole(Microbatching(**settings))
+    why = Trial(module(), batch()).cut(Microbatching(**settings)).why_not
     assert why == "" if expected == "" else expected in why
 
 
@@ -165,7 +165,7 @@ def test_memory_that_runs_out_says_nothing_of_cutting():
         def training_step(self, batch, batch_idx):
             raise torch.OutOfMemoryError("out of memory")
 
-    assert Trial(RunsOut(), batch()).why_whole(Microbatching()) == ""
+    assert Trial(RunsOut(), batch()).cut(Microbatching()) == Cut()
 
 
 def test_what_one_process_finds_of_cutting_holds_for_all():
@@ -177,7 +177,7 @@ def test_what_one_process_finds_of_cutting_holds_for_all():
 
         def broadcast(self, found):
             exchanged.append(found)
-            return "of rank 0", 7
+            return Cut("of rank 0", 3), 7
 
         def reduce(self, found, reduce_op):
             assert reduce_op == "min"
@@ -190,9 +190,9 @@ def test_what_one_process_finds_of_cutting_holds_for_all():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_memsave.prediction.budgeted_run.ways_of_training", lambda trainer: [])
         situation = _situation(Plain(), batch(), recipe, trainer)
-    assert exchanged == [("", SAMPLES)]
+    assert exchanged == [(Cut(), SAMPLES)]
     assert situation.why_whole == "Batches are not cut into microbatches: of rank 0"
-    assert situation.num_samples is None
+    assert (situation.num_samples, situation.asking_bytes) == (None, 3)
     assert situation.device_bytes == machine_bytes() - 1  # what the smallest of them has
 
 
@@ -216,7 +216,7 @@ def test_a_step_that_fails_on_few_samples_says_nothing_of_cutting():
                 raise ValueError("too few")
             return super().training_step(batch, batch_idx)
 
-    assert Trial(NeedsMany(), batch()).why_whole(Microbatching()) == ""
+    assert Trial(NeedsMany(), batch()).cut(Microbatching()) == Cut()
 
 
 @pytest.mark.parametrize("small_bytes", [0, 2**30])  # predicted for shapes and confirmed; real steps
