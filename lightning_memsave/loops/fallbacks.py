@@ -79,7 +79,7 @@ class Fallbacks:
         For batches that cannot be cut, as their loss relates samples: the loss sees all of them.
         """
         scopes, recipe = self._scopes, session_of(trainer).recipe
-        is_useless = scopes.tiles is not None and not scopes.tiles.has_cut
+        is_useless = scopes.tiles is not None and not scopes.tiles.cut
         if self.are_joint or not recipe.leaves_open(Tiling) or self._tiles_refused or is_useless or self.tile_size == 1:
             return None
         check_compatibility(["tiling", *recipe.rows(), *ways_of_training(trainer)])

@@ -52,7 +52,7 @@ class ForwardScope:
         # What torch.func refuses is seen in the first batch: the second try starts as the first one did.
         start = None if self._num_runs else BatchStart(module, None, "watched", noise=self.noise, small_bytes=math.inf)
         self._num_runs += 1
-        self._store.defers_logits = not frees_weights(module)
+        self._store.weights_stay = not frees_weights(module)
         try:
             with self._store.scope(), self._shield:
                 result = step()

@@ -31,12 +31,13 @@ from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
 from lightning_memsave.techniques.registry import Config
 from lightning_memsave.techniques.sparsity import Sparsity
+from lightning_memsave.techniques.tiling import Tiling
 
 _ROWS = (*CATEGORIES, "update", "rest")
 """Categories of bytes; temporaries of the optimizer's update, and what a timeline does not show, apart."""
 _GRADIENTS, _ACTIVATIONS, _TEMPORARY = (_ROWS.index(name) for name in ("gradients", "activations", "temporary"))
 _STATE_PARTS = {"32bit": 1.0, "8bit": 0.25, "4bit": 0.125}
-_LEARNED_KINDS = (ActivationCompression, Checkpointing)
+_LEARNED_KINDS = (ActivationCompression, Tiling, Checkpointing)
 _SLACK, _NO_EFFECT = 0.8, 0.99
 """Part of what a codec or regions left of activations in one step that they leave at least in another; the part from
 which on they leave all."""
@@ -191,7 +192,7 @@ def _least_part(new: Config | None, old: Config | None) -> dict[str, float]:
         if HEAD in new.written_out and HEAD not in had:  # of which most may be logits
             return {"activations": 0.0, "temporary": 0.0}
         return {"activations": 0.2 if new.codecs == ("exact",) else 0.05}
-    if isinstance(new, Checkpointing):
+    if isinstance(new, (Checkpointing, Tiling)):
         return {"activations": 0.02, "temporary": 0.5}
     if isinstance(new, OptimizerState):
         before = _STATE_PARTS[old.format] if isinstance(old, OptimizerState) else 1.0

@@ -67,6 +67,10 @@ class Situation:
     """What recovery notes of a batch's start, which is in no prediction."""
     overhead: float = OVERHEAD
     """The part of a plain step's time that goes into starting operations."""
+    tiled: tuple[str, ...] = ()
+    """Modules that may run in tiles of samples, where microbatches cannot be had without another result."""
+    num_tiled: int = 0
+    """Samples that they are given."""
     has_wide_head: bool = False
     """Whether the model ends in so many classes that a loss had better not keep logits of them."""
     num_blocks: int = MANY_BLOCKS
@@ -132,6 +136,8 @@ def _open_dimensions(
         overhead=situation.overhead,
         num_blocks=situation.num_blocks,
         has_wide_head=situation.has_wide_head,
+        tiled=situation.tiled,
+        num_tiled=situation.num_tiled,
         noise_bounds=noise_bounds(own) if situation.can_bound_noise else (),
         own=own,
     )

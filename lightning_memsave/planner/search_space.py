@@ -22,6 +22,7 @@ from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
 from lightning_memsave.techniques.registry import Config
 from lightning_memsave.techniques.sparsity import Sparsity
+from lightning_memsave.techniques.tiling import Tiling
 
 TIERS = ("lossless", "balanced", "extreme")
 """The recipes that a plan is made under; each may also use what the ones before it may."""
@@ -94,6 +95,8 @@ MANY_BLOCKS = 256
 """Number of blocks where it is not known."""
 _HEAD = 1.0
 """Time of a step whose loss keeps no logits of many classes: 0.72 to 1.02, as less memory is written."""
+_TILES = 1.45
+"""Time of a step whose modules run in two tiles; each further one starts all operations twice again."""
 _CODED = 1.1
 """Time of a step with coded activations."""
 _STORE_OVERHEAD = 3
@@ -122,6 +125,8 @@ def dimensions(
     overhead: float = OVERHEAD,
     num_blocks: int = MANY_BLOCKS,
     has_wide_head: bool = False,
+    tiled: Sequence[str] = (),
+    num_tiled: int = 0,
     noise_bounds: Sequence[float] = (),
     own: ActivationCompression | None = None,
 ) -> dict[type[Config], Dimension]:
@@ -137,6 +142,8 @@ def dimensions(
         overhead: the part of a plain step's time that goes into starting its operations.
         num_blocks: that the model repeats: what groups of them inside of groups cost.
         has_wide_head: whether the model ends in so many classes that a loss had better not keep logits of them.
+        tiled: modules that may run in tiles of samples.
+        num_tiled: samples that they are given.
         noise_bounds: of a gradient's noise, smaller ones first, for which the codecs of activations are chosen module
             by module; none: one codec for all.
         own: settings of activations that the user has bounded the noise of.
@@ -154,6 +161,7 @@ def dimensions(
         ),
         Microbatching: tuple(_parts(num_samples, is_cut_exact, overhead)),
         ActivationCompression: tuple(_activations(own, noise_bounds, store, has_wide_head)),
+        Tiling: tuple(_tiles(tiled, num_tiled, overhead)),
         Checkpointing: (
             Option(text="no regions", strength=0),
             regions_for(budget_bytes, min(_BLOCKS - 0.01, 1.05 + 0.35 * max(0.0, 1 - budget_bytes / plain_bytes))),
@@ -265,6 +273,21 @@ def _parts(num_samples: int | None, is_exact: bool, overhead: float) -> Iterator
             tier="lossless" if is_exact else "balanced",
             time_factor=1 + overhead * (num_parts - 1),
             strength=num_parts,
+        )
+
+
+def _tiles(modules: Sequence[str], num_samples: int, overhead: float) -> Iterator[Option]:
+    """Yield no tiles, then ever smaller ones: a half of the samples, a quarter, down to a sixteenth."""
+    yield Option(text="no tiles", strength=0)
+    for num_tiles in (2, 4, 8, 16) if modules else ():
+        size = -(-num_samples // num_tiles)
+        if num_tiles >= 2 * num_samples:
+            break
+        yield Option(
+            text=f"tiling=Tiling(modules={tuple(modules)}, dim=0, size={size})",
+            config=Tiling(modules=tuple(modules), dim=0, size=size),
+            time_factor=_TILES + 2 * overhead * (min(num_tiles, num_samples) - 1),
+            strength=num_tiles,
         )
 
 

@@ -49,6 +49,7 @@ from lightning_memsave.techniques.checkpointing.region_selection import repeated
 from lightning_memsave.techniques.microbatching import Microbatching, why_not_exact
 from lightning_memsave.techniques.optimizer_state import OptimizerState, exchanged_bytes
 from lightning_memsave.techniques.registry import Config
+from lightning_memsave.techniques.tiling import Tiling
 from lightning_memsave.torch_internals.model_copies import copied
 from lightning_memsave.torch_internals.private_names import require
 
@@ -434,6 +435,11 @@ def _situation(module: L.LightningModule, batch: Batch, recipe: Recipe, trainer:
         cut = Trial(module, batch, trainer).cut(recipe.get(Microbatching) or Microbatching())
     if trainer is not None and trainer.world_size > 1:  # a process may have another batch, and all make one plan
         cut, num_samples = trainer.strategy.broadcast((cut, num_samples))
+    is_exact, tiled = not why_not_exact(module), tuple[str, ...]()
+    if recipe.leaves_open(Tiling) and num_samples is not None and (cut.why_not or not is_exact):
+        tiled = Trial(module, batch, trainer).tiled()
+        if trainer is not None and trainer.world_size > 1:
+            tiled = trainer.strategy.broadcast(tiled)
     device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
     is_cpu = device.type == "cpu"
     device_bytes = machine_bytes() if is_cpu else total_bytes(device)
@@ -444,7 +450,9 @@ def _situation(module: L.LightningModule, batch: Batch, recipe: Recipe, trainer:
         num_samples=None if cut.why_not else num_samples,
         why_whole=f"Batches are not cut into microbatches: {cut.why_not}" if cut.why_not else "",
         asking_bytes=cut.asking_bytes,
-        is_cut_exact=not why_not_exact(module),
+        is_cut_exact=is_exact,
+        tiled=tiled,
+        num_tiled=num_samples or 0,
         device_type=device.type,
         device_bytes=device_bytes,
         ways=() if trainer is None else tuple(ways_of_training(trainer)),

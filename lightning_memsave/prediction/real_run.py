@@ -43,6 +43,7 @@ from lightning_memsave.strategies.memsave_mixin import adopt
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
 from lightning_memsave.techniques.microbatching.split import take
 from lightning_memsave.techniques.registry import Config
+from lightning_memsave.techniques.tiling import Tiling
 from lightning_memsave.torch_internals.model_copies import collect_copies, copied
 from lightning_memsave.torch_internals.private_names import require
 
@@ -115,6 +116,20 @@ class Trial:
                 "with manual optimization only `lightning_memsave.microbatches(batch)` in `training_step` cuts them."
             )
         return Cut(step.state.cutter.why_whole, step.asking_bytes // min(few, max(few // 2, FEWEST_SAMPLES)))
+
+    def tiled(self) -> tuple[str, ...]:
+        """Return the modules that treat samples independently, the outermost, as far as a few samples tell."""
+        try:
+            num_samples = batch_size(self._batch)
+        except UnsplittableBatchError:
+            return ()
+        few = min(8, num_samples)
+        step = OneStep(Recipe("trial", (Tiling(dim=0, size=max(1, few // 2)),)))
+        with contextlib.suppress(ValueError):  # tiles, or few samples, cannot be had
+            if self._has_room(step, take(self._batch, 0, few, num_samples)) and step.state.scopes.tiles is not None:
+                classes = {type(module).__name__ for module in self._module.modules()}
+                return tuple(name for name in step.state.scopes.tiles.cut if name not in classes)
+        return ()
 
     def run(self, steps: OneStep) -> bool:
         """Train a copy until `steps` ends that; `False` where memory ran out."""

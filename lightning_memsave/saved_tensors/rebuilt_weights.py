@@ -1,9 +1,10 @@
-"""Dense weights that are made from a smaller parameter: a recomputation while backward waits.
+"""Weights that are made from a parameter for one use: they are made again while backward waits.
 
-What an operation keeps of such a weight (a view, or autocast's copy) is replaced by how to make it again from the
-parameter, which lives anyway. That holds in a store's scope, and inside `rebuilding_weights`, which hands all other
-tensors to the hooks around it. The node of the function that made the weight, one of `autograd_graph.REBUILT`, says how
-in its attribute `rebuild`.
+What an operation keeps of such a weight, or of a view or a cast of it, is replaced by how to make it again from the
+parameter, which lives anyway. Dense weights are made from smaller parameters: in a store's scope, and inside
+`rebuilding_weights`, which hands all other tensors to the hooks around it. The node of the function that made them, one
+of `autograd_graph.REBUILT`, says how in its attribute `rebuild`. Under autocast, 16-bit copies are made of parameters:
+a store that may compute tensors again keeps none of these.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_memsave.saved_tensors.call_site import Call
 from lightning_memsave.saved_tensors.recompute_rules import RULES, Rule
 from lightning_memsave.saved_tensors.saved_storage import Passed
 from lightning_memsave.torch_internals.autograd_graph import (
@@ -26,6 +28,7 @@ from lightning_memsave.torch_internals.autograd_graph import (
     inputs_of,
     is_inside_transform,
 )
+from lightning_memsave.torch_internals.fake_tensors import is_plain
 
 
 class Made(NamedTuple):
@@ -62,16 +65,15 @@ class Rebuilt(Kept):
 
     Args:
         tensor: a view or a cast of the weight.
-        node: that of the function that made it, from a leaf.
+        values: the parameter that the weight was made from.
+        rebuild: makes it again.
         rules: the way from the weight to `tensor`.
     """
 
     __slots__ = ("_rebuild", "_rules", "_size", "_stride", "_values", "_version")
 
-    def __init__(self, tensor: Tensor, node: Any, rules: list[Rule]) -> None:
-        self._values: Tensor = inputs_of(node)[0][0].variable  # type: ignore[union-attr]  # of a leaf
-        self._version: int = self._values._version
-        self._rebuild: Callable[[Tensor], Tensor] = node.rebuild
+    def __init__(self, tensor: Tensor, values: Tensor, rebuild: Callable[[Tensor], Tensor], rules: list[Rule]) -> None:
+        self._values, self._version, self._rebuild = values, values._version, rebuild
         self._size, self._stride, self._rules = tensor.shape, tensor.stride(), rules
 
     def get(self) -> Tensor:
@@ -96,22 +98,59 @@ _TRANSPARENT: Mapping[str, Callable[..., Rule | None]] = {
 }
 
 
-def rebuilt(tensor: Tensor) -> Rebuilt | None:
-    """Return `tensor` as something that is made again; `None` when it is no view or cast of such a weight."""
+def rebuilt(tensor: Tensor, casts: bool = False) -> Rebuilt | None:
+    """Return `tensor` as something that is made again; `None` when it is no view or cast of such a weight.
+
+    Args:
+        tensor: what is kept.
+        casts: whether casts of a plain parameter are made again as well.
+    """
     path: list[Node] = []
     node = tensor.grad_fn
     while node is not None and node.name().removesuffix("Backward0") in _TRANSPARENT:
         path.append(node)
         node = inputs_of(node)[0][0]
-    if node is None or node.name() not in REBUILT or not hasattr(inputs_of(node)[0][0], "variable"):
-        return None  # also of values that were computed (`torch.func.functional_call`)
+    if node is None:
+        return None
+    is_made = node.name() in REBUILT
+    values = getattr(inputs_of(node)[0][0] if is_made else node, "variable", None)
+    if values is None:  # computed (`torch.func.functional_call`)
+        return None
+    is_cast = casts and is_plain(values, nn.Parameter) and any(step.name() == "ToCopyBackward0" for step in path)
+    if not is_made and not is_cast:
+        return None
     rules = [_TRANSPARENT[step.name().removesuffix("Backward0")](step, 0, {}) for step in reversed(path)]
-    return Rebuilt(tensor, node, [rule for rule in rules if rule is not None])
+    rebuild: Callable[[Tensor], Tensor] = node.rebuild if is_made else torch.detach  # type: ignore[attr-defined]
+    return Rebuilt(tensor, values, rebuild, [rule for rule in rules if rule is not None])
 
 
-def left_alone(tensor: Tensor) -> Kept:
-    """Return what a store keeps of a weight: a recomputation of one that is made, else the tensor itself."""
-    return (None if tensor.is_leaf else rebuilt(tensor)) or Passed(tensor)
+def left_alone(tensor: Tensor, casts: bool = False) -> Kept:
+    """Return what a store keeps of a weight: a recomputation of one that is made, else the tensor itself.
+
+    Args:
+        tensor: what is kept.
+        casts: as for `rebuilt`.
+    """
+    return (None if tensor.is_leaf else rebuilt(tensor, casts)) or Passed(tensor)
+
+
+def cast_of_frozen(tensor: Tensor, call: Call) -> MadeAgain | None:
+    """Return autocast's copy of a frozen weight as something that is made again; `None` for any other tensor.
+
+    A Linear whose weight is frozen keeps nothing but that weight.
+
+    Args:
+        tensor: what is kept; it requires no gradient.
+        call: that keeps it.
+    """
+    weight = call.argument(1, "weight") if call.name == "linear" else None
+    if weight is None or not is_plain(weight, nn.Parameter) or weight.requires_grad or weight.dtype == tensor.dtype:
+        return None
+    num_bytes, dtype = weight.numel() * tensor.element_size(), tensor.dtype
+    is_whole = tensor.shape in (weight.shape, weight.shape[::-1]) and tensor.untyped_storage().nbytes() == num_bytes
+    if not (is_whole and weight.is_contiguous()):
+        return None
+    return MadeAgain(tensor, Made(tensor, weight, lambda values: values.to(dtype)))
 
 
 class _Foreign:

@@ -42,7 +42,7 @@ from lightning_memsave.saved_tensors.fused_norm_relu import chain, relu_input
 from lightning_memsave.saved_tensors.linear_cross_entropy import linear_cross_entropy
 from lightning_memsave.saved_tensors.norm_recompute import note_rows
 from lightning_memsave.saved_tensors.offload import Offloader
-from lightning_memsave.saved_tensors.rebuilt_weights import left_alone
+from lightning_memsave.saved_tensors.rebuilt_weights import cast_of_frozen, left_alone
 from lightning_memsave.saved_tensors.recompute import Derivation, kept_of
 from lightning_memsave.saved_tensors.samples import Sampling
 from lightning_memsave.saved_tensors.saved_storage import Recent, SavedStorage, SavedTensor
@@ -104,8 +104,8 @@ class SavedTensorStore:
         self.noise, self.partitioner = NoiseSeeds(seed), partitioner
         self.keeps_derivatives = True
         """Whether activations may be kept as codes of their derivatives, which nobody can differentiate."""
-        self.defers_logits = True
-        """Whether a head's output may be computed later than it is called for: not where its weight is freed before."""
+        self.weights_stay = True
+        """Whether weights are there until backward: where they are freed before, nothing can be computed from them."""
         self.tally = Tally()
         """What the latest scope kept."""
         self.consequences = Consequences()
@@ -195,7 +195,7 @@ class SavedTensorStore:
         return dropout(call) if call.name == "dropout" else linear_cross_entropy(call, self._calls)
 
     def _deferred(self, call: Call) -> DeferredLogits | None:
-        found = defer(call, self._heads) if self.defers_logits and not self.within else None
+        found = defer(call, self._heads) if self.weights_stay and not self.within else None
         if found is not None:
             self._head_calls.append(weakref.ref(found.call))
         return found
@@ -239,8 +239,13 @@ class SavedTensorStore:
 
         Inside of a transform of torch.func and in forward mode tensors may have no memory, or be several in one.
         """
-        if is_inside_transform() or not self._manages(tensor):
+        if is_inside_transform():
             return left_alone(tensor)
+        casts = self.recompute and self.weights_stay and tensor.numel() >= self.min_numel
+        if not self._manages(tensor):
+            return left_alone(tensor, casts)
+        if casts and not tensor.requires_grad and (cast := cast_of_frozen(tensor, self._calls.current)) is not None:
+            return cast
         key = storage_key(tensor), tensor._version, tensor.dtype
         if key[0] in self._coded_there:
             return left_alone(tensor)

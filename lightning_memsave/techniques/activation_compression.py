@@ -294,7 +294,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """
     scope: _Scope = self.__dict__[_STORE]
     original = scope.previous_forward or types.MethodType(type(self).forward, self)
-    scope.store.defers_logits = not frees_weights(self)
+    scope.store.weights_stay = not frees_weights(self)
     with scope.store.scope():
         return original(*args, **kwargs)
 

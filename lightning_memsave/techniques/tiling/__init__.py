@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_memsave.core.errors import NoEffectWarning, RefusedRegionError, setting_error
 from lightning_memsave.core.report import Applied
-from lightning_memsave.core.selection import is_selected, scripted_in
+from lightning_memsave.core.selection import Selector, as_selectors, is_selected, scripted_in
 from lightning_memsave.core.units import counted
 from lightning_memsave.saved_tensors.region_call import ChangesAttributeError, EditsInputError
 from lightning_memsave.saved_tensors.region_members import Group, Member, Membership, bind, is_bound, unbind
@@ -75,9 +75,9 @@ class Tiling:
             treat entries independently; the reason is given.
     """
 
-    modules: str | type[nn.Module] | Callable[[str, nn.Module], bool] | None = None
-    """Modules that are cut, the outermost of them: a class, a pattern (`*`, `?`) for class names or qualified names,
-    or a function of (name, module). `None`: the outermost that pass the test, of those with modules inside."""
+    modules: Selector | Sequence[Selector] | None = None
+    """Modules that are cut, the outermost of them: a class, a pattern (`*`, `?`) for class names or qualified names, a
+    function of (name, module), or several. `None`: the outermost that pass the test, of those with modules inside."""
     dim: int | None = None
     """Dimension of the inputs that is cut: 0 for samples, 1 for positions of [B, T, D]. `None`: of these two the
     longer one, if the module passes the test along it, else the other one."""
@@ -91,14 +91,8 @@ class Tiling:
         is_size = isinstance(self.size, int) and not isinstance(self.size, bool) and self.size > 0
         if not is_size and self.size != "auto":
             raise setting_error("Tiling.size", 'must be a positive integer or "auto"', self.size, "For example 256.")
-        is_pattern = isinstance(self.modules, str) and len(self.modules.split()) == 1
-        if self.modules is not None and not (is_pattern or callable(self.modules)):
-            raise setting_error(
-                "Tiling.modules",
-                "must be a pattern, a class of modules, or a function of (name, module)",
-                self.modules,
-                'For example "*MLP".',
-            )
+        if self.modules is not None:
+            as_selectors("Tiling.modules", self.modules)
 
     @classmethod
     def from_shorthand(cls, value: object) -> Tiling:
@@ -184,14 +178,14 @@ class Tiles:
             yield f"`{name}`: {why_not}"
 
     @property
-    def has_cut(self) -> bool:
-        """Whether a module runs in tiles."""
-        return bool(self._cut)
+    def cut(self) -> tuple[str, ...]:
+        """The names of the modules that run in tiles."""
+        return tuple(self._cut)
 
     @property
     def is_worth_telling(self) -> bool:
         """Whether modules run in tiles, or the user waits for an answer."""
-        return self._is_asked_for or self.has_cut
+        return self._is_asked_for or bool(self._cut)
 
     def warn_if_unused(self) -> None:
         """Warn where modules have run and none of them can be cut."""
@@ -215,7 +209,8 @@ def _selected(model: nn.Module, config: Tiling) -> Iterator[tuple[str, nn.Module
         ValueError: nothing matches, or a module that was named holds one of TorchScript, or weights that are gathered.
     """
     inside: set[nn.Module] = set()
-    num_found = 0
+    selectors = () if config.modules is None else as_selectors("Tiling.modules", config.modules)
+    unused = list(selectors)
     for name, module in model.named_modules():
         if not name or getattr(type(module), "forward", None) is nn.Module.forward:  # a `ModuleList` is never called
             continue
@@ -223,7 +218,8 @@ def _selected(model: nn.Module, config: Tiling) -> Iterator[tuple[str, nn.Module
             if any(module.children()) and scripted_in(module) is None and not has_shards_inside(module):
                 yield name, module
             continue
-        if not is_selected(config.modules, name, module) or module in inside:
+        unused = [each for each in unused if not is_selected(each, name, module)]
+        if module in inside or not any(is_selected(each, name, module) for each in selectors):
             continue
         if (scripted := scripted_in(module)) is not None:
             where = f"{name}.{scripted}".removesuffix(".")
@@ -233,12 +229,11 @@ def _selected(model: nn.Module, config: Tiling) -> Iterator[tuple[str, nn.Module
             rule = "must not name what holds modules that gather their weights themselves (FSDP2), once for each tile"
             raise setting_error("Tiling.modules", rule, name, "Name these modules, or modules inside of them.")
         inside.update(module.modules())
-        num_found += 1
         yield name, module
-    if config.modules is not None and not num_found:
+    if unused:
         kinds = ", ".join(sorted({type(m).__name__ for n, m in model.named_modules() if n and any(m.children())}))
         remedy = f"This model has: {kinds or 'no module with children'}. Name one of them."
-        raise setting_error("Tiling.modules", "must match at least one module", config.modules, remedy)
+        raise setting_error("Tiling.modules", "must match at least one module", unused[0], remedy)
 
 
 class _TiledModule(Member):
