@@ -171,3 +171,91 @@ def test_other_tensors_go_to_the_hooks_around(has_hooks):
     found = torch.autograd.grad(loss, [x, values])
     expected = torch.autograd.grad(function(scattered(values)), [x, values])
     assert all(map(torch.equal, found, expected))
+
+
+class Mixed(nn.Module):
+    """Linears, a convolution and one weight that is used twice, transposed."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
+        self.conv = nn.Conv1d(4, 4, 3, padding=1, bias=False)
+
+    def forward(self, x):  # [B, 4, 32]
+        x = self.second(self.first(self.conv(x)).tanh())
+        return F.linear(x, self.first.weight) @ self.first.weight
+
+
+COPIES = {"first": 32 * 64, "second": 64 * 32, "conv": 4 * 4 * 3}
+"""Elements of each weight, of which autocast makes one copy for all uses if it is trained."""
+
+
+def under_autocast(model, x, store=None):
+    """Bytes that are kept for backward, the output, and the gradients of input and weights."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    with Ledger().watching(model, batch=x) as ledger:
+        before = ledger.live_bytes
+        with contextlib.nullcontext() if store is None else store.scope(), torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+        kept = ledger.live_bytes - before
+    out.float().square().sum().backward()
+    return kept, out.detach(), [x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+
+@pytest.mark.parametrize("batch", [1, 16], ids=["inputs as large as a weight", "larger inputs"])
+@pytest.mark.parametrize("frozen", [[], ["first"], ["second"], ["first", "second", "conv"]], ids=str)
+def test_copies_of_autocast_are_made_again_to_the_bit(frozen, batch):
+    model, x = Mixed(), torch.randn(batch, 4, 32)
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    plain, out, gradients = under_autocast(model, x)
+    # A store that computes nothing else again, as `min_numel` leaves activations alone.
+    store = SavedTensorStore(recompute=True, min_numel=1)
+    store._recompute = lambda *_: None
+    kept, ours, found = under_autocast(model, x, store)
+    assert torch.equal(out, ours)
+    assert all(map(torch.equal, found, gradients))
+    # Trained: one copy of each. Frozen: one for each use by a Linear; those of `conv` and of `@` stay.
+    saved = {name: 2 * size for name, size in COPIES.items()}
+    saved["first"] *= 2 if "first" in frozen else 1
+    if "conv" in frozen:
+        del saved["conv"]
+    assert plain - kept == sum(saved.values())
+
+
+def test_copies_stay_where_a_store_computes_nothing_again_or_weights_do_not_stay():
+    model, x = Mixed(), torch.randn(2, 4, 32)
+    plain = under_autocast(model, x)[0]
+    assert under_autocast(model, x, SavedTensorStore(min_numel=1))[0] >= plain - 1024
+    store = SavedTensorStore(recompute=True, min_numel=10**6)
+    assert under_autocast(model, x, store)[0] == plain
+    store = SavedTensorStore(recompute=True, min_numel=1)
+    store.weights_stay, store._recompute = False, lambda *_: None
+    assert under_autocast(model, x, store)[0] == plain
+
+
+def test_a_weight_that_changes_before_backward_raises_as_without_autocast():
+    model, x = Mixed(), torch.randn(2, 4, 32)
+    with SavedTensorStore(recompute=True, min_numel=1).scope(), torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().sum()
+    with torch.no_grad():
+        model.second.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_gradients_of_gradients_pass_through_copies():
+    def penalty(store):
+        torch.manual_seed(1)
+        model, x = Mixed(), torch.randn(2, 4, 32, requires_grad=True)
+        with store.scope() if store else contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16):
+            out = model(x).tanh().sum()
+        (of_x,) = torch.autograd.grad(out, x, create_graph=True)
+        of_x.square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    plain, ours = penalty(None), penalty(SavedTensorStore(recompute=True, min_numel=1))
+    assert len(plain) == len(ours) > 2
+    assert all(map(torch.equal, ours, plain))
