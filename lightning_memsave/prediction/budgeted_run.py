@@ -433,13 +433,11 @@ def _situation(module: L.LightningModule, batch: Batch, recipe: Recipe, trainer:
     cut, num_samples = Cut(), samples_of(batch)
     if Microbatching not in recipe.switched_off:
         cut = Trial(module, batch, trainer).cut(recipe.get(Microbatching) or Microbatching())
-    if trainer is not None and trainer.world_size > 1:  # a process may have another batch, and all make one plan
-        cut, num_samples = trainer.strategy.broadcast((cut, num_samples))
     is_exact, tiled = not why_not_exact(module), tuple[str, ...]()
     if recipe.leaves_open(Tiling) and num_samples is not None and (cut.why_not or not is_exact):
         tiled = Trial(module, batch, trainer).tiled()
-        if trainer is not None and trainer.world_size > 1:
-            tiled = trainer.strategy.broadcast(tiled)
+    if trainer is not None and trainer.world_size > 1:  # a process may have another batch, and all make one plan
+        cut, num_samples, tiled = trainer.strategy.broadcast((cut, num_samples, tiled))
     device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
     is_cpu = device.type == "cpu"
     device_bytes = machine_bytes() if is_cpu else total_bytes(device)

@@ -22,6 +22,7 @@ from lightning_memsave.planner.search_space import (
     with_regions_for,
 )
 from lightning_memsave.techniques.activation_compression import ActivationCompression
+from lightning_memsave.techniques.tiling import Tiling
 
 
 def rows(name):
@@ -133,8 +134,9 @@ def test_off_comes_first_and_costs_nothing():
 
 
 def test_a_text_is_what_a_user_writes_for_the_config():
-    names = {"MemSave": MemSave, "OptimizerState": OptimizerState, "Checkpointing": Checkpointing}
-    tables = [*table("extreme").values(), *table("extreme", has_wide_head=True).values()]
+    names = {"MemSave": MemSave, "OptimizerState": OptimizerState, "Checkpointing": Checkpointing, "Tiling": Tiling}
+    about = {"has_wide_head": True, "tiled": ["net"], "num_tiled": 64}
+    tables = [*table("extreme").values(), *table("extreme", **about).values()]
     options = [option for options in tables for option in options if option.config is not None]
     assert len(options) > 40
     for option in options:
@@ -153,6 +155,35 @@ def test_of_settings_without_a_known_strength_nothing_is_said_but_that_off_is_th
     assert not unknown.is_no_stronger_than(off)
     assert not Option(text="", strength=1).is_no_stronger_than(unknown)
     assert off.is_no_stronger_than(unknown)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "sizes"), [(64, [32, 16, 8, 4]), (5, [3, 2, 1]), (2, [1]), (100, [50, 25, 13, 7])]
+)
+def test_tiles_are_of_a_half_to_a_sixteenth_of_the_samples(num_samples, sizes):
+    options = table("lossless", tiled=["a", "b"], num_tiled=num_samples)[Tiling]
+    assert [option.config for option in options[1:]] == [Tiling(modules=("a", "b"), dim=0, size=size) for size in sizes]
+    assert {option.loss_class for option in options} == {"exact"}
+    assert [option.text for option in table("lossless", num_tiled=num_samples)[Tiling]] == ["no tiles"]
+
+
+TILED = [row for row in rows("tiling") if "tiles of" in row["setting"] and "positions" not in row["setting"]]
+
+
+@pytest.mark.parametrize("row", TILED, ids=lambda row: f"{row['model']}, {row['setting']}")
+def test_tiles_cost_what_was_measured_within_a_third(row):
+    cut = next(r for r in rows("tiling") if r["model"] == row["model"] and r["setting"].startswith("microbatches of 8"))
+    overhead = (float(cut["cpu_time_ratio"]) - 1) / 7  # each of the other microbatches starts all operations again
+    num_samples = 64
+    options = dimensions(
+        *(1000, 2000),
+        **{"tier": "lossless", "num_samples": None, "is_cut_exact": False, "overhead": overhead},
+        **{"tiled": ["net"], "num_tiled": num_samples},
+    )[Tiling]
+    size = int(row["setting"].split()[2])
+    found = [option.time_factor for option in options if option.config and option.config.size == size]
+    assert bool(found) is (size >= num_samples // 16)
+    assert all(factor == pytest.approx(float(row["cpu_time_ratio"]), rel=1 / 3) for factor in found)
 
 
 def test_a_loss_may_keep_no_logits_where_a_model_ends_in_many_classes():
@@ -185,7 +216,7 @@ def test_codecs_of_the_users_own_stay_beside_it():
 
 
 def test_regions_for_another_budget_change_no_other_setting():
-    options = [options[1] for options in table("extreme").values()]
+    options = [options[-1] for options in table("extreme").values()]
     changed = with_regions_for(options, 777)
     for before, after in zip(options, changed, strict=True):
         if isinstance(before.config, Checkpointing):

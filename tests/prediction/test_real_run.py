@@ -10,7 +10,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_memsave import Checkpointing, MemSave, Microbatching, Recipe, microbatches, plan_training, predict
+from lightning_memsave import (
+    Checkpointing,
+    MemSave,
+    Microbatching,
+    Plan,
+    Recipe,
+    Tiling,
+    microbatches,
+    plan_training,
+    predict,
+)
 from lightning_memsave.core.errors import MicrobatchWarning
 from lightning_memsave.planner.memory_budget import machine_bytes
 from lightning_memsave.planner.search_space import MANY_BLOCKS
@@ -177,7 +187,7 @@ def test_what_one_process_finds_of_cutting_holds_for_all():
 
         def broadcast(self, found):
             exchanged.append(found)
-            return Cut("of rank 0", 3), 7
+            return Cut("of rank 0", 3), 7, ("net",)
 
         def reduce(self, found, reduce_op):
             assert reduce_op == "min"
@@ -190,9 +200,10 @@ def test_what_one_process_finds_of_cutting_holds_for_all():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_memsave.prediction.budgeted_run.ways_of_training", lambda trainer: [])
         situation = _situation(Plain(), batch(), recipe, trainer)
-    assert exchanged == [(Cut(), SAMPLES)]
+    assert exchanged == [(Cut(), SAMPLES, ())]
     assert situation.why_whole == "Batches are not cut into microbatches: of rank 0"
     assert (situation.num_samples, situation.asking_bytes) == (None, 3)
+    assert (situation.tiled, situation.num_tiled) == (("net",), 7)
     assert situation.device_bytes == machine_bytes() - 1  # what the smallest of them has
 
 
@@ -238,6 +249,63 @@ def test_a_budget_holds_where_batches_are_not_cut(module, microbatch, small_byte
     assert "note: Batches are not cut into microbatches" in str(memsave.plan)
     sizes = [t.size for t in memsave.plan.techniques if isinstance(t, Microbatching)]
     assert microbatch is not None or sizes in ([], ["auto"])
+
+
+class Deep(Contrastive):
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(self.dropout)) for _ in range(8)]
+        self.net = nn.Sequential(*layers, nn.Linear(WIDTH, 16))
+
+    dropout = 0.0
+
+
+class Drops(Deep):
+    """Its loss is a mean, but microbatches would draw other masks."""
+
+    dropout = 0.5
+
+    def training_step(self, batch, batch_idx):
+        return Plain.training_step(self, batch, batch_idx)
+
+
+@pytest.mark.parametrize("small_bytes", [0, 2**30], ids=["shapes", "real steps"])
+@pytest.mark.parametrize("make", [Deep, Drops])
+def test_a_budget_takes_tiles_where_microbatches_change_the_result(make, small_bytes, monkeypatch):
+    monkeypatch.setattr("lightning_memsave.prediction.budgeted_run.SMALL_BYTES", small_bytes)
+    settings = {"activations": False, "checkpointing": False, "optimizer_state": False}
+    plain, ours = make(), make()
+    ours.load_state_dict(plain.state_dict())
+    torch.manual_seed(2)
+    train(MemSave("measure"), plain)
+    memsave = MemSave(budget="0.6x", **settings)
+    torch.manual_seed(2)
+    train(memsave, ours)
+    (tiles,) = [config for config in memsave.plan.techniques if isinstance(config, Tiling)]
+    assert (tiles.modules, tiles.dim) == (("net",), 0)
+    assert memsave.plan.loss_class == memsave.report.loss_class == "exact"
+    assert memsave.report.peak_bytes + memsave.plan.workspace_bytes <= memsave.plan.budget_bytes
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert Plan.from_json(memsave.plan.to_json()).techniques == memsave.plan.techniques
+
+
+class Mixes(Contrastive):
+    def __init__(self):
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(128))
+
+
+@pytest.mark.parametrize(("make", "expected"), [(Contrastive, ("net",)), (ByHand, ("net",)), (Mixes, ())])
+def test_a_few_samples_tell_which_modules_may_run_in_tiles(make, expected):
+    assert Trial(make(), batch()).tiled() == expected
+
+
+def test_where_batches_are_cut_exactly_no_tiles_are_looked_for(monkeypatch):
+    monkeypatch.setattr(Trial, "tiled", lambda self: pytest.fail("a step for nothing"))
+    assert _situation(Plain(), batch(), Recipe("mine"), None).tiled == ()
+    switched_off = Recipe("mine", (), (Tiling,))
+    assert _situation(Contrastive(), batch(), switched_off, None).tiled == ()
 
 
 def test_the_smallest_peak_that_a_refusal_names_is_enough_and_is_that_of_the_best_regions():

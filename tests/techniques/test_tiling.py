@@ -105,6 +105,10 @@ def batch(dtype=torch.float64, num_samples=9):
         (Tiling(dim=1, size=6), "2 modules in tiles: 2 x MLP, at most 6 positions"),
         (Tiling(modules="MLP", size=6), "2 modules in tiles: 2 x MLP, at most 6 positions"),
         (Tiling(modules=MLP, dim=0, size=6), "2 modules in tiles: 2 x MLP, at most 6 samples"),
+        (
+            Tiling(modules=("MLP", "blocks.1"), dim=0, size=6),
+            "1 x MLP, at most 6 samples; 1 x Block, at most 6 samples",
+        ),
         (Tiling(modules="*.0.mlp", size=1), "1 module in tiles: 1 x MLP, at most 1 positions"),
         (Tiling(modules=lambda name, module: name == "blocks.1", size=5), "1 x Block, at most 5 samples"),
     ],
@@ -425,8 +429,8 @@ def test_evaluation_is_not_cut():
         ({"dim": True}, "Tiling.dim` must be"),
         ({"size": 0}, 'Tiling.size` must be a positive integer or "auto", got 0'),
         ({"size": "small"}, "Tiling.size` must be"),
-        ({"modules": 3}, "Tiling.modules` must be a pattern"),
-        ({"modules": "no such thing"}, "Tiling.modules` must be a pattern"),
+        ({"modules": 3}, "Tiling.modules` must be patterns"),
+        ({"modules": ["MLP", 3]}, "Tiling.modules` must be patterns"),
     ],
 )
 def test_wrong_settings_are_refused_at_once(settings, message):
