@@ -15,7 +15,7 @@ from lightning_memsave.core.errors import NoEffectWarning
 from lightning_memsave.core.report import Applied
 from lightning_memsave.lightning_compat import is_compiled
 from lightning_memsave.loops.batch_snapshot import BatchStart
-from lightning_memsave.saved_tensors import DifferentiatedTwiceError, refuses_hooks
+from lightning_memsave.saved_tensors import DifferentiatedTwiceError, LogitsAskedError, refuses_hooks
 from lightning_memsave.saved_tensors.seeds import NoiseSeeds
 from lightning_memsave.techniques.activation_compression import ActivationCompression, open_store, what_happened
 from lightning_memsave.torch_internals.compiled_regions import NAME as COMPILED
@@ -62,8 +62,8 @@ class ForwardScope:
             return result
         except RuntimeError as error:
             # Under manual optimization the step may have updated parameters already: it cannot be run again.
-            is_twice = isinstance(error, DifferentiatedTwiceError)
-            if not (is_twice or refuses_hooks(error)) or not module.automatic_optimization:
+            is_twice, asks_logits = isinstance(error, DifferentiatedTwiceError), isinstance(error, LogitsAskedError)
+            if not (is_twice or asks_logits or refuses_hooks(error)) or not module.automatic_optimization:
                 raise
         if start is not None:
             start.restore(gradients=False)
@@ -71,11 +71,20 @@ class ForwardScope:
             self._store.keeps_derivatives = False
             _warn("Activations are kept as codes of their inputs: `training_step` differentiates a backward pass.")
             return self.run(trainer, step)
+        if asks_logits:
+            self._store.chunk_loss = False
+            _warn("Logits are computed and kept: `training_step` asks for their gradient.")
+            return self.run(trainer, step)
         self._is_on = False
         _warn(
             "Activation compression is switched off: `training_step` uses torch.func, which refuses saved-tensor hooks."
         )
         return step()
+
+    def evaluating(self, trainer: L.Trainer) -> AbstractContextManager[None]:
+        """What `training_step` is evaluated in without gradients."""
+        self._store.weights_stay = not frees_weights(trainer.lightning_module)
+        return self._store.evaluating() if self._is_on and not self._is_compiled else nullcontext()
 
     def _check_compiled(self, module: L.LightningModule) -> None:
         """Say where compiled code codes nothing."""

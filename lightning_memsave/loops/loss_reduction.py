@@ -24,7 +24,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.lightning_compat import Batch
+from lightning_memsave.lightning_compat import Batch, session_of
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.loss_terms import LossTerms, Term
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
@@ -358,6 +358,8 @@ class _Evaluation:
             stack.enter_context(trainer.precision_plugin.train_step_context())
             if torch.is_autocast_enabled(kind) and self._is_wide:  # else autocast is what brings dtypes together
                 stack.enter_context(torch.autocast(kind, enabled=False))
+            if not self._widens:
+                stack.enter_context(session_of(trainer).scopes.evaluating(trainer))
             stack.enter_context(ParametersKept(module))
             noise = stack.enter_context(SampleNoise(start, num_samples, num_all))
             stack.enter_context(self._seen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -50,6 +50,10 @@ class StepScopes:
         if self.tiles is not None:
             self.tiles.warn_if_unused()
         return output
+
+    def evaluating(self, trainer: L.Trainer) -> AbstractContextManager[None]:
+        """What `training_step` is evaluated in without gradients."""
+        return nullcontext() if self.activations is None else self.activations.evaluating(trainer)
 
     @property
     def applied(self) -> list[Applied]:

@@ -61,8 +61,9 @@ class Situation:
     """The memory of the device; `None` where it is not told."""
     ways: tuple[str, ...] = ()
     """Ways of training, in the words of `core.compatibility`."""
-    asking_bytes: int = 0
-    """What finding out how the loss depends on the batch takes for each sample that it is evaluated on."""
+    asking_bytes: tuple[int, int] = (0, 0)
+    """What finding out how the loss depends on the batch takes for each sample that it is evaluated on: in a plain
+    model, and where a loss keeps no logits."""
     noted_bytes: int = 0
     """What recovery notes of a batch's start, which is in no prediction."""
     overhead: float = OVERHEAD

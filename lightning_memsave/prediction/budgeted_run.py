@@ -43,6 +43,7 @@ from lightning_memsave.prediction.peek_batch import estimated_batches, first_bat
 from lightning_memsave.prediction.planning_watch import LEAST_SECONDS, SHARE, PlanningWatch
 from lightning_memsave.prediction.predictor import Predictor
 from lightning_memsave.prediction.real_run import Cut, StepFailedError, Trial
+from lightning_memsave.saved_tensors.codec_names import HEAD
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.activation_compression import ActivationCompression, has_wide_head, with_head
 from lightning_memsave.techniques.checkpointing.region_selection import repeated_blocks
@@ -386,11 +387,14 @@ def _asking(predict: Predict, situation: Situation) -> Predict:
     def asking(techniques: Sequence[Config]) -> Prediction:
         found = predict(techniques)
         size = next((config.size for config in techniques if isinstance(config, Microbatching)), None)
+        keeps_none = any(
+            HEAD in config.written_out for config in techniques if isinstance(config, ActivationCompression)
+        )
         if not isinstance(size, int) or found.cuda is not None:
             return found
         num_samples = min(situation.num_samples or size, max(size, FEWEST_SAMPLES))
         lasting = sum(found.by_category[name] for name in _LASTING)
-        more_bytes = lasting + num_samples * situation.asking_bytes - found.peak_bytes
+        more_bytes = lasting + num_samples * situation.asking_bytes[keeps_none] - found.peak_bytes
         return replace(found, workspace_bytes=max(found.workspace_bytes, more_bytes))
 
     return asking
@@ -430,9 +434,11 @@ def under_ddp(prediction: Prediction, trainer: L.Trainer, techniques: Sequence[C
 
 
 def _situation(module: L.LightningModule, batch: Batch, recipe: Recipe, trainer: L.Trainer | None) -> Situation:
-    cut, num_samples = Cut(), samples_of(batch)
+    cut, without_logits, num_samples, is_wide = Cut(), Cut(), samples_of(batch), has_wide_head(module)
     if Microbatching not in recipe.switched_off:
-        cut = Trial(module, batch, trainer).cut(recipe.get(Microbatching) or Microbatching())
+        trial, own = Trial(module, batch, trainer), recipe.get(Microbatching) or Microbatching()
+        cut = trial.cut(own)
+        without_logits = trial.cut(own, ActivationCompression(codecs=(HEAD,))) if is_wide else cut
     is_exact, tiled = not why_not_exact(module), tuple[str, ...]()
     if recipe.leaves_open(Tiling) and num_samples is not None and (cut.why_not or not is_exact):
         tiled = Trial(module, batch, trainer).tiled()
@@ -447,7 +453,7 @@ def _situation(module: L.LightningModule, batch: Batch, recipe: Recipe, trainer:
     return Situation(
         num_samples=None if cut.why_not else num_samples,
         why_whole=f"Batches are not cut into microbatches: {cut.why_not}" if cut.why_not else "",
-        asking_bytes=cut.asking_bytes,
+        asking_bytes=(cut.asking_bytes, without_logits.asking_bytes),
         is_cut_exact=is_exact,
         tiled=tiled,
         num_tiled=num_samples or 0,
@@ -456,7 +462,7 @@ def _situation(module: L.LightningModule, batch: Batch, recipe: Recipe, trainer:
         ways=() if trainer is None else tuple(ways_of_training(trainer)),
         noted_bytes=torch.get_rng_state().nbytes if is_cpu else 0,
         num_blocks=len(repeated_blocks(module)) or MANY_BLOCKS,
-        has_wide_head=has_wide_head(module),
+        has_wide_head=is_wide,
     )
 
 

@@ -91,11 +91,12 @@ class Trial:
             missing_bytes, steps = 0, stepped(techniques, self._batch, 1.0)
         return self._too_large() if steps is None else steps.result(missing_bytes)
 
-    def cut(self, config: Microbatching) -> Cut:
+    def cut(self, config: Microbatching, *others: Config) -> Cut:
         """Return whether the run will cut its batches, as far as a few samples tell.
 
         Args:
             config: what is set besides a number of samples.
+            others: settings of other techniques.
         """
         try:
             num_samples = batch_size(self._batch)
@@ -104,7 +105,7 @@ class Trial:
         if config.split_fn is not None or num_samples < 2:
             return Cut()
         few = min(8, num_samples)
-        step = _Asking(Recipe("trial", (config.of_size(few // 2),)))
+        step = _Asking(Recipe("trial", (config.of_size(few // 2), *others)))
         try:
             has_room = self._has_room(step, take(self._batch, 0, few, num_samples))
         except ValueError:  # which says nothing about other numbers of samples

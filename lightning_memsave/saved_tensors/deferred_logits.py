@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.saved_tensors.call_site import Call
-from lightning_memsave.saved_tensors.logits_form import Follow, Form, refuse_stale
+from lightning_memsave.saved_tensors.logits_form import Follow, Form, LogitsAskedError, refuse_stale
 from lightning_memsave.torch_internals.autograd_graph import (
     innermost_hooks,
     is_inside_transform,
@@ -63,7 +63,8 @@ class HeadCall:
         self.rows, self.weight, self.bias, self._heads = rows, weight, bias, heads
         self._made_of = self._versions()
         self.members: list[weakref.ref[DeferredLogits]] = []
-        self.is_read = False
+        self.has_graph = torch.is_grad_enabled()
+        self.has_loss = self.is_read = False
         self._hooks = innermost_hooks()
         _calls.add(self)
 
@@ -78,6 +79,7 @@ class HeadCall:
 
     def note_loss(self) -> None:
         """Note that a loss was computed of it."""
+        self.has_loss = True
         self._heads[self.weight] = True
 
     def begin_to_read(self) -> None:
@@ -102,7 +104,7 @@ class HeadCall:
             with (
                 self._as_where_called(),
                 torch.inference_mode(False),
-                torch.enable_grad(),
+                torch.set_grad_enabled(self.has_graph),
                 torch.autocast(device, enabled=False),
             ):
                 for member in self._alive():
@@ -110,6 +112,11 @@ class HeadCall:
             self.follow()
         finally:
             _IS_READING.reset(token)
+
+    @property
+    def is_as_where_called(self) -> bool:
+        """Whether there are gradients now if there were some where it was called."""
+        return torch.is_grad_enabled() == self.has_graph
 
     @property
     def is_elsewhere(self) -> bool:
@@ -233,6 +240,7 @@ class DeferredLogits(Tensor):
         found = deferred(func, args, kwargs)
         if found is None:
             given = calls_in(args, kwargs)
+            refuse_gradient(func, given)
             args, kwargs = as_read(args, kwargs)
             found = func(*args, **kwargs)
             for call in given:
@@ -273,7 +281,7 @@ def defer(call: Call, heads: WeakIdKeyDictionary) -> DeferredLogits | None:
     """
     rows, weight, bias = call.argument(0, "input"), call.argument(1, "weight"), call.argument(2, "bias")
     if (
-        not (isinstance(rows, Tensor) and is_plain(rows) and rows.is_contiguous() and rows.dim() > 1 and rows.numel())
+        not (isinstance(rows, Tensor) and is_plain(rows) and rows.dim() > 1 and rows.numel())
         or not is_plain(weight, nn.Parameter)
         or not (bias is None or is_plain(bias, nn.Parameter))
         or weight.dim() != 2
@@ -282,8 +290,7 @@ def defer(call: Call, heads: WeakIdKeyDictionary) -> DeferredLogits | None:
         or len(weight) <= MIN_RATIO * rows.shape[-1]
         or not (bias is None or bias.shape == weight.shape[:1])
         or any(each.device != rows.device for each in (weight, bias) if each is not None)
-        or not any(each.requires_grad for each in (rows, weight, bias) if each is not None)
-        or not torch.is_grad_enabled()
+        or (torch.is_grad_enabled() and not any(p.requires_grad for p in (rows, weight, bias) if p is not None))
         or not heads.get(weight, True)
         or _IS_READING.get()
         or is_inside_transform()
@@ -292,7 +299,7 @@ def defer(call: Call, heads: WeakIdKeyDictionary) -> DeferredLogits | None:
     dtype = _computed_in(rows, weight, bias)
     if dtype is None:
         return None
-    head = HeadCall(rows.to(dtype), weight, bias, heads)
+    head = HeadCall(rows.to(dtype).contiguous(), weight, bias, heads)
     return _made(head, head.rows, Form(rows.dim() - 1, dtype, False), head.product)
 
 
@@ -327,6 +334,12 @@ def calls_in(args: Any, kwargs: Any) -> set[HeadCall]:
     return {value.call for value in tree_leaves((args, kwargs)) if type(value) is DeferredLogits}
 
 
+def refuse_gradient(func: Any, given: Iterable[HeadCall]) -> None:
+    """Raise `LogitsAskedError` where `func` asks for a gradient of logits of which a loss was computed without them."""
+    if func is torch.autograd.grad and any(call.has_loss for call in given):
+        raise LogitsAskedError
+
+
 def read_before_change(parameter: Any) -> None:
     """Compute the logits that follow from `parameter`, of which somebody asks for `.data`, where no change shows."""
     for call in list(_calls):
@@ -347,7 +360,9 @@ def is_shown(func: Any, args: Any) -> bool:
     return func in _SHOWN and bool(args) and type(args[0]) is DeferredLogits and args[0].is_pending
 
 
-_PROPERTIES = "shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_leaf itemsize nbytes"
+_PROPERTIES = (
+    "shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_nested is_leaf itemsize nbytes"
+)
 _SHOWN = {
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__),
@@ -361,7 +376,7 @@ def deferred(func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
     rule = _RULES.get(func)
     if rule is None or not args or type(args[0]) is not DeferredLogits or not args[0].is_pending:
         return None
-    if not torch.is_grad_enabled() or args[0].call.is_elsewhere or holds_pending(args[1:], kwargs):
+    if not args[0].call.is_as_where_called or args[0].call.is_elsewhere or holds_pending(args[1:], kwargs):
         return None
     found = rule(args[0], func, args[1:], kwargs)
     if found is None or isinstance(found, DeferredLogits):
@@ -477,6 +492,7 @@ _RULES: dict[Any, Callable[[DeferredLogits, Any, Any, Any], _Found]] = {
     **dict.fromkeys((*_OF_SIZES, Tensor.flatten, torch.flatten, Tensor.squeeze, Tensor.unsqueeze), _reshaped),
     Tensor.__getitem__: _indexed,
     **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.permute, torch.permute), _transposed),
+    **dict.fromkeys((Tensor.swapaxes, torch.swapaxes, Tensor.movedim, torch.movedim), _transposed),
     **dict.fromkeys((*_CASTS, Tensor.to, Tensor.type), _cast),
     **dict.fromkeys((Tensor.contiguous, Tensor.clone), _copied),
     **dict.fromkeys((F.log_softmax, Tensor.log_softmax, torch.log_softmax), _normalised),

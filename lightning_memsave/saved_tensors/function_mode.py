@@ -24,6 +24,7 @@ from lightning_memsave.saved_tensors.deferred_logits import (
     holds_pending,
     is_shown,
     read_before_change,
+    refuse_gradient,
 )
 from lightning_memsave.saved_tensors.encodings import Fidelity, WindowIndex
 from lightning_memsave.saved_tensors.norm_recompute import Statistics, statistics_of
@@ -196,6 +197,7 @@ class CallTracker(TorchFunctionMode):
                 self.current = before
         with self:  # which is off in here
             given = calls_in(args, kwargs)
+            refuse_gradient(func, given)
             args, kwargs = as_read(args, kwargs)
         found = self.__torch_function__(func, types, args, kwargs)
         for head_call in given:

@@ -163,7 +163,7 @@ def _losses_by_class(
 
 def _chunks(head: Head) -> Iterator[slice]:
     """Yield the classes that are computed at a time; of tensors without values, the first few, which take as much."""
-    num_classes, size = len(head.weight), max(1, _chunk_numel(head.input) // max(1, len(head.input)))
+    num_classes, size = len(head.weight), max(1, _chunk_numel(head.input) // max(1, *head.input.shape))
     starts = range(0, num_classes, size)
     for start in starts[:_ENOUGH] if is_fake(head.input) else starts:
         yield slice(start, min(start + size, num_classes))
@@ -232,9 +232,11 @@ def _gradients(
     of_rows = torch.zeros_like(rows, dtype=wide) if wanted[0] else None
     of_weight = torch.empty_like(weight) if wanted[1] else None
     of_bias = torch.empty_like(bias) if bias is not None and wanted[2] else None
+    seen = torch.zeros_like(lse)
     for some in _chunks(head):
         z = _logits_of(head, some).to(wide)  # [N, D] @ [D, c]
-        z.sub_(lse[:, None]).exp_().mul_(total[:, None])
+        seen += z.sub_(lse[:, None]).exp_().sum(1)
+        z.mul_(total[:, None])
         if options.label_smoothing:
             z.addr_(even, z.new_ones(z.shape[1]) if by_class is None else by_class[some], alpha=-1)
         place, is_here = _place_in(some, index)
@@ -246,7 +248,36 @@ def _gradients(
             of_bias[some] = z.sum(0)
         if of_rows is not None:
             of_rows += z @ weight[some].to(rows.dtype)  # [N, c] @ [c, D]
+    if not is_fake(rows):
+        _check_probabilities(seen, counted, has_32_bits=rows.dtype.itemsize > 2)
     return [None if of_rows is None else of_rows.to(rows.dtype), of_weight, of_bias]
+
+
+def _check_probabilities(seen: Tensor, counted: Tensor, *, has_32_bits: bool) -> None:
+    """Refuse a weight that was written to since the loss was computed where versions do not show it.
+
+    Args:
+        seen: the sum of the probabilities of each row, [N]: 1, up to rounding, of the weight as it was.
+        counted: the rows that count, [N].
+        has_32_bits: whether logits are computed with 32 bits, or more.
+
+    Raises:
+        RuntimeError: on CPU. Elsewhere torch's assertion fails, without waiting.
+    """
+    most_off = _MOST_OFF if seen.device.type == "cpu" and has_32_bits else _MOST_OFF_ROUNDED
+    is_other = (counted & ((seen - 1).abs() > most_off)).any()
+    why = (
+        'activations: "linear-cross-entropy" needs the weight of its Linear as it was when the loss was computed, and '
+        "somebody has written to it since through `.data`. Write to it after backward, or leave the codec out."
+    )
+    if seen.device.type != "cpu":
+        torch._assert_async(~is_other, why)
+    elif is_other:
+        raise RuntimeError(why)
+
+
+_MOST_OFF, _MOST_OFF_ROUNDED = 1e-3, 0.05
+"""What rounding may do to a sum of probabilities; with logits of 16 bits, or of a GPU's TF32. NaN is within it."""
 
 
 def _differentiable(
@@ -307,7 +338,9 @@ def linear_cross_entropy(call: Call, calls: CallTracker) -> Tensor | None:
 def _of_deferred(logits: DeferredLogits, call: Call, calls: CallTracker) -> Tensor | None:
     """Return the loss of logits that nobody has computed; `None` where they must be."""
     of_head, is_log = logits.call, call.name == "nll_loss"
-    if not (logits.is_pending and of_head.is_unchanged and logits.form.is_log == is_log and torch.is_grad_enabled()):
+    if not (logits.is_pending and of_head.is_unchanged and logits.form.is_log == is_log):
+        return None
+    if not of_head.is_as_where_called:
         return None
     options = _options_of(call, logits) if logits.form.class_dim == 1 else None
     if options is None:

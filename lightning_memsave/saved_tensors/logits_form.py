@@ -25,6 +25,16 @@ class Form(NamedTuple):
         return logits.log_softmax(self.class_dim) if self.is_log else logits
 
 
+class LogitsAskedError(RuntimeError):
+    """A gradient of logits is asked for, of which a loss was computed without them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            'activations: "linear-cross-entropy" computes a loss without its logits, so their gradient is not found. '
+            "Leave the codec out where `torch.autograd.grad` asks for it."
+        )
+
+
 def refuse_stale(ctx: Any) -> None:
     """Raise an error where a function was given logits after an edit that their place in the graph does not show."""
     if getattr(ctx, "is_stale", False):

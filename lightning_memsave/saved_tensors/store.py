@@ -117,7 +117,7 @@ class SavedTensorStore:
         """Fidelities that the codecs of the running modules ask for, the innermost last."""
         self._recent = Recent()
         self._heads = WeakIdKeyDictionary()
-        self._depth = 0
+        self._depth, self._is_evaluating = 0, False
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -170,6 +170,20 @@ class SavedTensorStore:
             self._depth -= 1
             self._begin()
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Answer losses as in a scope, where there are no gradients: no logits of a vocabulary are computed there."""
+        if self._depth or not self.chunk_loss:
+            yield
+            return
+        self._depth, self._is_evaluating = 1, True
+        try:
+            with self._calls:
+                yield
+        finally:
+            self._depth, self._is_evaluating = 0, False
+            self._begin()
+
     def hooks(self) -> AbstractContextManager[None]:
         """Take what autograd keeps inside. Only while the store is open."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
@@ -187,8 +201,12 @@ class SavedTensorStore:
         return self._calls.unseen(name)
 
     def _answer(self, call: Call) -> Tensor | None:
+        if self._is_evaluating == torch.is_grad_enabled():
+            return None
         # Inside a checkpointed region, where torch's own hooks come first, its recomputation would not be answered.
-        if innermost_hooks()[0] != self.pack or (call.name != "dropout" and not self.chunk_loss):
+        if innermost_hooks()[0] != (None if self._is_evaluating else self.pack) or (
+            call.name != "dropout" and not self.chunk_loss
+        ):
             return None
         if call.name == "linear":
             return self._deferred(call)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import lightning as L
 import pytest
 import torch
@@ -9,10 +11,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_memsave import ActivationCompression, MemSave, Microbatching, plan_training, predict
+from lightning_memsave import (
+    ActivationCompression,
+    MemSave,
+    Microbatching,
+    NoEffectWarning,
+    plan_training,
+    predict,
+)
 from lightning_memsave.loops.loss_reduction import FEWEST_SAMPLES
 from lightning_memsave.prediction import after_fit, budgeted_run
 from lightning_memsave.prediction.real_run import Trial
+from lightning_memsave.saved_tensors import LogitsAskedError, SavedTensorStore
+from lightning_memsave.saved_tensors.deferred_logits import DeferredLogits
 from lightning_memsave.techniques.activation_compression import has_wide_head
 
 WIDTH, CLASSES, BATCH, TIME = 16, 2048, 16, 32
@@ -188,3 +199,87 @@ def test_a_head_that_is_compiled_with_all_the_rest_is_none():
     assert has_wide_head(model)
     model.compile(backend="eager")
     assert not has_wide_head(model)
+
+
+class AsksLogits(Words):
+    """GradNorm and its kin ask for the gradient of the logits."""
+
+    def training_step(self, batch, batch_idx):
+        logits = self.head(self.blocks(self.embedding(batch)))
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.flatten())
+        (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
+        return loss + gradient.square().sum()
+
+
+def test_a_step_that_asks_for_the_gradient_of_logits_gets_them():
+    plain, ours = AsksLogits(), AsksLogits()
+    fitted(plain, "measure")
+    with pytest.warns(NoEffectWarning, match="Logits are computed and kept"):
+        fitted(ours, "exact")
+    assert all(map(torch.equal, ours.parameters(), plain.parameters()))
+
+
+def test_the_gradient_of_logits_is_refused_without_a_run_that_could_go_on():
+    model = Words()
+    with SavedTensorStore(chunk_loss=True).scope():
+        logits = F.linear(torch.randn(8, WIDTH, requires_grad=True), model.head.weight)
+        loss = F.cross_entropy(logits, torch.arange(8))
+        with pytest.raises(LogitsAskedError, match="so their gradient is not found"):
+            torch.autograd.grad(loss, logits)
+
+
+@pytest.mark.parametrize("change", [lambda w: w.mul_(0.5), lambda w: w.clamp_(-0.1, 0.1)], ids=["halved", "clamped"])
+def test_a_weight_that_is_written_to_through_data_before_backward_is_an_error(change):
+    class Clamps(Words):
+        def on_before_backward(self, loss):
+            change(self.head.weight.data)
+
+    fitted(Clamps(64), "exact")
+    with pytest.raises(RuntimeError, match=r"somebody has written to it since through `.data`"):
+        fitted(Clamps(), "exact")
+
+
+@pytest.mark.parametrize("rows", [1, 4, 64])
+def test_few_rows_of_many_classes_take_no_more_than_in_plain_torch(rows):
+    class Few(Words):
+        def loss(self, batch):
+            return F.cross_entropy(self.head(self.blocks(self.embedding(batch[:, 0]))[:rows]), batch[:rows, 1])
+
+    peaks = [fitted(Few(), "measure", activations=each)[0].peak_bytes for each in (False, HEAD)]
+    assert peaks[1] <= 1.01 * peaks[0]
+
+
+@pytest.mark.parametrize(
+    "of", [lambda h: h.transpose(0, 1), lambda h: h[:, :-1], lambda h: h[:, 0], lambda h: h], ids=range(4)
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_inputs_that_are_not_contiguous_have_no_logits_either(of, bias):
+    torch.manual_seed(0)
+    h = torch.randn(4, 6, WIDTH, requires_grad=True)
+    head = nn.Linear(WIDTH, CLASSES, bias=bias)
+
+    def step(store):
+        h.grad = None
+        head.zero_grad()
+        with store.scope() if store else contextlib.nullcontext():
+            logits = head(of(h))
+            is_deferred = type(logits) is DeferredLogits
+            target = torch.arange(logits.shape[:-1].numel())
+            loss = F.cross_entropy(logits.flatten(0, -2), target)
+        loss.backward()
+        return is_deferred, loss.detach(), h.grad, head.weight.grad
+
+    plain, ours = step(None), step(SavedTensorStore(chunk_loss=True))
+    assert ours[0]
+    for a, b in zip(plain[1:], ours[1:], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_asking_how_a_loss_depends_on_the_batch_computes_no_logits(monkeypatch):
+    monkeypatch.setattr("lightning_memsave.saved_tensors.linear_cross_entropy.CHUNK_NUMEL", {"cpu": 2**13})
+    cut = Trial(Words(), words()).cut(Microbatching(), ActivationCompression(codecs=(HEAD,)))
+    assert not cut.why_not
+    assert cut.asking_bytes < Trial(Words(), words()).cut(Microbatching()).asking_bytes / 4
+    report = fitted(Words(), "measure", microbatch=1, activations=HEAD)[0]
+    plain = fitted(Words(), "measure", microbatch=1)[0]
+    assert report.peak_bytes < plain.peak_bytes

@@ -202,7 +202,7 @@ def test_what_one_process_finds_of_cutting_holds_for_all():
         situation = _situation(Plain(), batch(), recipe, trainer)
     assert exchanged == [(Cut(), SAMPLES, ())]
     assert situation.why_whole == "Batches are not cut into microbatches: of rank 0"
-    assert (situation.num_samples, situation.asking_bytes) == (None, 3)
+    assert (situation.num_samples, situation.asking_bytes) == (None, (3, 0))
     assert (situation.tiled, situation.num_tiled) == (("net",), 7)
     assert situation.device_bytes == machine_bytes() - 1  # what the smallest of them has
 
