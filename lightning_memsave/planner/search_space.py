@@ -149,7 +149,6 @@ def dimensions(
         own: settings of activations that the user has bounded the noise of.
     """
     is_cpu, store = device_type == "cpu", _STORE_OVERHEAD * overhead
-    in_4_bits = 1.02 + overhead if is_cpu else 1.0
     table: dict[type[Config], Dimension] = {
         Sparsity: (
             Option(text="dense", strength=0),
@@ -173,32 +172,39 @@ def dimensions(
                 time_factor=max(_SQRT, 1 + _HALVING * math.log2(max(1, num_blocks))),
             ),
         ),
-        OptimizerState: (
-            Option(text="optimizer as it is", strength=0),
-            Option(
-                text='optimizer_state=OptimizerState(first_moment="32bit", gradients="release")',
-                config=OptimizerState(first_moment="32bit", gradients="release"),
-                time_factor=1.035 + overhead,
-            ),
-            _changed('optimizer_state="8bit"', OptimizerState(), "balanced", 1.01 + overhead if is_cpu else 1.0),
-            _changed(
-                'optimizer_state=OptimizerState(gradients="release")',
-                OptimizerState(gradients="release"),
-                "balanced",
-                1.03 + 2 * overhead if is_cpu else 1.035 + overhead,
-            ),
-            _changed('optimizer_state="4bit"', OptimizerState(first_moment="4bit"), "extreme", in_4_bits),
-            _changed(
-                'optimizer_state=OptimizerState(first_moment="4bit", gradients="release")',
-                OptimizerState(first_moment="4bit", gradients="release"),
-                "extreme",
-                1.04 + 2 * overhead if is_cpu else 1.035 + overhead,
-            ),
-        ),
+        OptimizerState: _states(is_cpu, overhead),
     }
     return {
         kind: tuple(o for o in options if TIERS.index(o.tier) <= TIERS.index(tier)) for kind, options in table.items()
     }
+
+
+def _states(is_cpu: bool, overhead: float) -> Dimension:
+    """Return formats of optimizer state, with gradients that are kept or end in backward."""
+    return (
+        Option(text="optimizer as it is", strength=0),
+        Option(
+            text='optimizer_state=OptimizerState(first_moment="32bit", gradients="release")',
+            config=OptimizerState(first_moment="32bit", gradients="release"),
+            time_factor=1.035 + overhead,
+        ),
+        _changed('optimizer_state="8bit"', OptimizerState(), "balanced", 1.01 + overhead if is_cpu else 1.0),
+        _changed(
+            'optimizer_state=OptimizerState(gradients="release")',
+            OptimizerState(gradients="release"),
+            "balanced",
+            1.03 + 2 * overhead if is_cpu else 1.035 + overhead,
+        ),
+        _changed(
+            'optimizer_state="4bit"', OptimizerState(first_moment="4bit"), "extreme", 1.02 + overhead if is_cpu else 1.0
+        ),
+        _changed(
+            'optimizer_state=OptimizerState(first_moment="4bit", gradients="release")',
+            OptimizerState(first_moment="4bit", gradients="release"),
+            "extreme",
+            1.04 + 2 * overhead if is_cpu else 1.035 + overhead,
+        ),
+    )
 
 
 def regions_for(budget_bytes: int, time_factor: float) -> Option:
