@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from lightning_memsave.core.selection import is_scripted, scripted_in
 from lightning_memsave.measuring.gradient_sums import replaces_first
 from lightning_memsave.measuring.operation_cost import cost_of
 from lightning_memsave.measuring.storages import storages, tensors_in
+from lightning_memsave.saved_tensors.deferred_logits import DeferredLogits
 from lightning_memsave.saved_tensors.module_state import Attributes
 from lightning_memsave.torch_internals.autograd_graph import autograd_is_running, running_node, version_of
 
@@ -79,7 +80,8 @@ class CallRecord:
     edits_input: bool = False
     """Whether it changed a tensor that it was given, or put one into an object that it was given (a cache of keys)."""
     side_effect: str | None = None
-    """What it changed and a repetition would find changed, its own or of a module inside: mostly an attribute."""
+    """What it changed and a repetition would find changed, its own or of a module inside: mostly an attribute. Or that
+    it made logits which nobody computes unless they are made in a region."""
     buffer_bytes: int = 0
     """Bytes of the buffers that it changed, its own or of modules inside."""
     backward_event: int | None = None
@@ -181,6 +183,15 @@ class _Live(NamedTuple):
     storage: weakref.ref[torch.UntypedStorage]
 
 
+def _is_pending(tensor: Tensor) -> bool:
+    """Return whether these are logits that nobody has computed, which a look at their memory would compute."""
+    return type(tensor) is DeferredLogits and tensor.is_pending
+
+
+def _made(tree: object) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors_in(tree) if not _is_pending(tensor))
+
+
 class _Tracer(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
@@ -232,7 +243,7 @@ class _Tracer(TorchDispatchMode):
             self.trace.events.append((storage.nbytes(), number))
 
     def _numbers(self, tree: object) -> tuple[int, ...]:
-        found = (self._live.get(s._cdata) for t in tensors_in(tree) for s in storages(t))
+        found = (self._live.get(s._cdata) for t in _made(tree) for s in storages(t))
         return tuple(dict.fromkeys(entry.number for entry in found if entry is not None))
 
     # ------------------------------------------------------------------ operations
@@ -271,7 +282,7 @@ class _Tracer(TorchDispatchMode):
         if autograd_is_running():
             return
         trace, parent = self.trace, self._open[-1].record if self._open else None
-        inputs = list(tensors_in((args, kwargs)))
+        inputs = list(_made((args, kwargs)))
         record = CallRecord(
             name=self._names[module],
             index=len(trace.calls),
@@ -299,7 +310,7 @@ class _Tracer(TorchDispatchMode):
         record, trace = call.record, self.trace
         record.last_event, record.last_op = len(trace.events), len(trace.ops)
         record.outputs = self._numbers(out)
-        given = [id(tensor) for tensor in tensors_in((args, kwargs))]
+        given = [id(tensor) for tensor in _made((args, kwargs))]
         record.edits_input = given != [identity for _, identity, _ in call.versions] or any(
             (tensor := reference()) is not None and version_of(tensor) != version
             for reference, _, version in call.versions
@@ -310,8 +321,9 @@ class _Tracer(TorchDispatchMode):
         own = call.attributes.changed(but_filled=True) if call.attributes is not None else None
         own = own if call.parts == _parts_of(call.module) else "what it consists of"
         own = "TorchScript" if scripted_in(call.module) is not None else own
+        own = "logits" if any(map(_is_pending, tensors_in(out))) else own
         record.side_effect = next((f"{n}" for n in inside if n), None) or (own and f"{record.name}.{own}")
-        for tensor in tensors_in(out):
+        for tensor in _made(out):
             self._returned[id(tensor)] = weakref.ref(tensor)
             if tensor.grad_fn is not None:
                 record.requires_grad = True

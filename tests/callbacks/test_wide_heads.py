@@ -283,3 +283,12 @@ def test_asking_how_a_loss_depends_on_the_batch_computes_no_logits(monkeypatch):
     report = fitted(Words(), "measure", microbatch=1, activations=HEAD)[0]
     plain = fitted(Words(), "measure", microbatch=1)[0]
     assert report.peak_bytes < plain.peak_bytes
+
+
+@pytest.mark.parametrize("method", ["sqrt", "recursive"])
+def test_planned_regions_leave_out_the_head_whose_logits_are_not_computed(method):
+    alone = fitted(Words(), "measure", activations=HEAD)[0]
+    both = fitted(Words(), "measure", activations=HEAD, checkpointing=method)[0]
+    assert both.peak_bytes <= alone.peak_bytes
+    regions = fitted(Words(), "measure", checkpointing=method)[0]
+    assert both.peak_bytes < regions.peak_bytes - LOGITS_BYTES
