@@ -292,3 +292,20 @@ def test_planned_regions_leave_out_the_head_whose_logits_are_not_computed(method
     assert both.peak_bytes <= alone.peak_bytes
     regions = fitted(Words(), "measure", checkpointing=method)[0]
     assert both.peak_bytes < regions.peak_bytes - LOGITS_BYTES
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e4, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_logits_are_not_taken_for_a_weight_that_was_written_to(scale, dtype):
+    torch.manual_seed(0)
+    head, h = nn.Linear(64, CLASSES).to(dtype), torch.randn(32, 64, dtype=dtype)
+    with torch.no_grad():
+        head.weight.mul_(scale)
+    for is_read in (False, True):
+        x = h.clone().requires_grad_()
+        with SavedTensorStore(chunk_loss=True).scope():
+            logits = head(x)
+            assert not is_read or logits.sum().isfinite()
+            loss = F.cross_entropy(logits, torch.arange(32))
+        loss.backward()
+        assert x.grad.isfinite().all()
