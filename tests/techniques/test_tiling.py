@@ -431,6 +431,10 @@ def test_evaluation_is_not_cut():
         ({"size": "small"}, "Tiling.size` must be"),
         ({"modules": 3}, "Tiling.modules` must be patterns"),
         ({"modules": ["MLP", 3]}, "Tiling.modules` must be patterns"),
+        (
+            {"modules": ["MLP", "no such thing"]},
+            "Tiling.modules` must be a pattern without blanks, got 'no such thing'",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_at_once(settings, message):

@@ -91,8 +91,9 @@ class Tiling:
         is_size = isinstance(self.size, int) and not isinstance(self.size, bool) and self.size > 0
         if not is_size and self.size != "auto":
             raise setting_error("Tiling.size", 'must be a positive integer or "auto"', self.size, "For example 256.")
-        if self.modules is not None:
-            as_selectors("Tiling.modules", self.modules)
+        for each in () if self.modules is None else as_selectors("Tiling.modules", self.modules):
+            if isinstance(each, str) and len(each.split()) != 1:
+                raise setting_error("Tiling.modules", "must be a pattern without blanks", each, 'For example "*MLP".')
 
     @classmethod
     def from_shorthand(cls, value: object) -> Tiling:
