@@ -12,12 +12,12 @@ import lightning as L
 
 from lightning_memsave.core.compatibility import check_compatibility
 from lightning_memsave.lightning_compat import is_compiled, session_of
-from lightning_memsave.loops.forward_scope import ForwardScope
+from lightning_memsave.loops.forward_scope import ForwardScope, may_drop_logits
 from lightning_memsave.loops.planned_checkpointing import PlannedCheckpointing, has_room
 from lightning_memsave.loops.step_scopes import StepScopes
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.techniques.activation_compression import ActivationCompression, has_wide_head, with_head
+from lightning_memsave.techniques.activation_compression import ActivationCompression, with_head
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_store
 from lightning_memsave.techniques.tiling import Tiles, Tiling
 
@@ -113,7 +113,7 @@ def _compress(trainer: L.Trainer, recipe: Recipe, scopes: StepScopes) -> str | N
     if not recipe.leaves_open(ActivationCompression) or is_compiled(module):
         return None
     check_compatibility(["activation_compression", *recipe.rows(), *ways_of_training(trainer)])
-    drops_logits = has_wide_head(module) and module.automatic_optimization  # else they may be read after a step
+    drops_logits = may_drop_logits(module)
     scopes.activations = ForwardScope(trainer, with_head(ActivationCompression(), drops_logits))
     return "activations recomputed where that is cheap" + (", and a loss without logits" if drops_logits else "")
 

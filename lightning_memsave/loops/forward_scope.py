@@ -17,7 +17,12 @@ from lightning_memsave.lightning_compat import is_compiled
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.saved_tensors import DifferentiatedTwiceError, LogitsAskedError, refuses_hooks
 from lightning_memsave.saved_tensors.seeds import NoiseSeeds
-from lightning_memsave.techniques.activation_compression import ActivationCompression, open_store, what_happened
+from lightning_memsave.techniques.activation_compression import (
+    ActivationCompression,
+    has_wide_head,
+    open_store,
+    what_happened,
+)
 from lightning_memsave.torch_internals.compiled_regions import NAME as COMPILED
 from lightning_memsave.torch_internals.compiled_regions import compiled_regions
 from lightning_memsave.torch_internals.sharded_parameters import frees_weights
@@ -119,6 +124,15 @@ class ForwardScope:
     def close(self) -> None:
         """Take the hooks off the model; twice is safe."""
         self._applied.undo()
+
+
+def may_drop_logits(module: L.LightningModule) -> bool:
+    """Return whether losses of a module may keep no logits without anybody having asked for it, and that may help.
+
+    Where the module itself calls `backward` and `step`, it may read logits after the weight has changed. Under FSDP2
+    weights are freed before backward, and logits are computed anyway.
+    """
+    return has_wide_head(module) and module.automatic_optimization and not frees_weights(module)
 
 
 def _warn(what: str) -> None:

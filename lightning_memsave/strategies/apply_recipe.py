@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.lightning_compat import callbacks_of
-from lightning_memsave.loops.forward_scope import ForwardScope
+from lightning_memsave.loops.forward_scope import ForwardScope, may_drop_logits
 from lightning_memsave.loops.low_rank_training import LowRankTraining
 from lightning_memsave.loops.partial_training import PartialTraining
 from lightning_memsave.loops.planned_checkpointing import PlannedCheckpointing
@@ -22,7 +22,7 @@ from lightning_memsave.loops.session import Session
 from lightning_memsave.loops.sparse_training import SparseTraining
 from lightning_memsave.saved_tensors.codec_names import HEAD
 from lightning_memsave.strategies.precision_plugin import lower_precision
-from lightning_memsave.techniques.activation_compression import ActivationCompression, has_wide_head
+from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_store
 from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.low_rank import LowRank
@@ -158,9 +158,8 @@ def _make_regions(session: Session, trainer: L.Trainer, config: Checkpointing) -
 
 def _open_store(session: Session, trainer: L.Trainer, config: ActivationCompression) -> None:
     """Open the store; that a loss keeps no logits is in recipes for models which end in many classes."""
-    module, recipe = trainer.lightning_module, session.recipe
-    # Where the module itself calls `backward` and `step`, it may read logits after the weight has changed.
-    if ActivationCompression in recipe.by_default and not (has_wide_head(module) and module.automatic_optimization):
+    recipe = session.recipe
+    if ActivationCompression in recipe.by_default and not may_drop_logits(trainer.lightning_module):
         codecs = tuple(codec for codec in config.codecs if codec != HEAD)
         if not codecs:
             session.recipe = recipe.without(ActivationCompression)
