@@ -19,6 +19,7 @@ from lightning_memsave import (
     plan_training,
     predict,
 )
+from lightning_memsave.loops import forward_scope
 from lightning_memsave.loops.loss_reduction import FEWEST_SAMPLES
 from lightning_memsave.prediction import after_fit, budgeted_run
 from lightning_memsave.prediction.real_run import Trial
@@ -309,3 +310,11 @@ def test_large_logits_are_not_taken_for_a_weight_that_was_written_to(scale, dtyp
             loss = F.cross_entropy(logits, torch.arange(32))
         loss.backward()
         assert x.grad.isfinite().all()
+
+
+def test_weights_that_are_freed_before_backward_keep_recipes_and_recovery_from_it(monkeypatch):
+    module = Words()
+    assert forward_scope.may_drop_logits(module)
+    monkeypatch.setattr(forward_scope, "frees_weights", lambda module: True)
+    assert not forward_scope.may_drop_logits(module)
+    assert codecs_of(fitted(module, "exact")[1]) is None
