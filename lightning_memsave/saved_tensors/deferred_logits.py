@@ -32,6 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.saved_tensors.call_site import Call
 from lightning_memsave.saved_tensors.logits_form import Follow, Form, LogitsAskedError, refuse_stale
+from lightning_memsave.saved_tensors.logits_rules import FLOATS, Rows, follow_rule, has_rule
 from lightning_memsave.torch_internals.autograd_graph import (
     innermost_hooks,
     is_inside_transform,
@@ -300,19 +301,18 @@ def defer(call: Call, heads: WeakIdKeyDictionary) -> DeferredLogits | None:
     if dtype is None:
         return None
     head = HeadCall(rows.to(dtype).contiguous(), weight, bias, heads)
-    return _made(head, head.rows, Form(rows.dim() - 1, dtype, False), head.product)
+    return _made(head, head.rows, Form(rows.dim() - 1, dtype), head.product)
 
 
 def _computed_in(*given: Tensor | None) -> torch.dtype | None:
     """Return the dtype that a Linear computes in; `None` where torch refuses, or autocast leaves it alone."""
     dtypes, device = {each.dtype for each in given if each is not None}, next(g for g in given if g is not None).device
     if not torch.is_autocast_enabled(device.type):
-        return dtypes.pop() if len(dtypes) == 1 and dtypes <= _FLOATS else None
+        return dtypes.pop() if len(dtypes) == 1 and dtypes <= FLOATS else None
     return torch.get_autocast_dtype(device.type) if dtypes <= _CAST else None
 
 
 _CAST = {torch.float32, torch.bfloat16, torch.float16}
-_FLOATS = {*_CAST, torch.float64}
 
 
 # ---------------------------------------------------------------------------------------------------- functions
@@ -373,127 +373,20 @@ _SHOWN = {
 
 def deferred(func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
     """Return what a function makes of logits that nobody has computed, as more of these; `None` where it reads them."""
-    rule = _RULES.get(func)
-    if rule is None or not args or type(args[0]) is not DeferredLogits or not args[0].is_pending:
+    if not has_rule(func) or not args or type(args[0]) is not DeferredLogits or not args[0].is_pending:
         return None
-    if not args[0].call.is_as_where_called or args[0].call.is_elsewhere or holds_pending(args[1:], kwargs):
+    logits, *others = args
+    if not logits.call.is_as_where_called or logits.call.is_elsewhere or holds_pending(others, kwargs):
         return None
-    found = rule(args[0], func, args[1:], kwargs)
-    if found is None or isinstance(found, DeferredLogits):
-        return found
-    parent, (rows, form) = args[0], found
-    others = [each.clone() if isinstance(each, Tensor) else each for each in args[1:]]  # a mask, as it is now
+    given = Rows(logits.rows, logits.form, logits.shape[logits.form.class_dim])
+    found = follow_rule(func, given, tuple(others), kwargs)
+    if found is None or found is given:
+        return None if found is None else logits
+    others = [each.clone() if isinstance(each, Tensor) else each for each in others]  # a mask, as it is now
 
     def recipe() -> Tensor:
-        parent.compute()
-        made: Tensor = func(parent._found, *others, **kwargs)
+        logits.compute()
+        made: Tensor = func(logits._found, *others, **kwargs)
         return made
 
-    return _made(parent.call, rows, form, recipe)
-
-
-_Found = tuple[Tensor, Form] | DeferredLogits | None
-"""Rows and form of the result; the logits themselves; or `None`: this is not to be deferred."""
-
-
-def _reshaped(z: DeferredLogits, func: Any, args: Any, kwargs: Any) -> _Found:
-    """Defer a view in which the classes stay the last dimension."""
-    width, num_classes, rows = z.rows.shape[-1], z.shape[-1], z.rows
-    if z.form.class_dim != z.dim() - 1 or any(isinstance(each, torch.dtype) for each in args):
-        return None
-    if func in _OF_SIZES:
-        sizes = list(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
-        if kwargs or not all(isinstance(size, int) for size in sizes) or sizes[-1:] not in ([num_classes], [-1]):
-            return None
-        args = (*sizes[:-1], width if sizes[-1] == num_classes else -1)
-    try:
-        rows = func(rows, *args, **kwargs)
-    except (RuntimeError, IndexError):  # torch's to tell, of the logits
-        return None
-    if rows.dim() == 0 or rows.shape[-1] != width:
-        return None
-    return rows, z.form._replace(class_dim=rows.dim() - 1)
-
-
-def _indexed(z: DeferredLogits, func: Any, args: Any, kwargs: Any) -> _Found:
-    """Defer slices of positions, and rows that a mask chooses."""
-    (index,) = args
-    if z.form.class_dim != z.dim() - 1:
-        return None
-    if isinstance(index, Tensor):
-        is_mask = index.dtype == torch.bool and index.shape == z.shape[:-1]
-        return (z.rows[index], z.form._replace(class_dim=1)) if is_mask and is_plain(index) else None
-    items = index if isinstance(index, tuple) else (index,)
-    if not all(item is Ellipsis or isinstance(item, (slice, int)) for item in items):
-        return None
-    if any(isinstance(item, bool) for item in items):
-        return None
-    if Ellipsis in items and items[-1] is not Ellipsis:
-        reaches_classes = True
-    else:
-        reaches_classes = len(items) - items.count(Ellipsis) == z.dim()
-    if reaches_classes and items[-1] != slice(None):
-        return None
-    try:
-        rows = z.rows[index]
-    except (IndexError, ValueError):
-        return None
-    return rows, z.form._replace(class_dim=rows.dim() - 1)
-
-
-def _transposed(z: DeferredLogits, func: Any, args: Any, kwargs: Any) -> _Found:
-    """Defer another order of dimensions."""
-    try:
-        rows = func(z.rows, *args, **kwargs)
-        places = func(torch.empty(tuple(range(2, 2 + z.dim())), device="meta"), *args, **kwargs).shape
-    except (RuntimeError, IndexError):
-        return None
-    return rows, z.form._replace(class_dim=places.index(2 + z.form.class_dim))
-
-
-def _cast(z: DeferredLogits, func: Any, args: Any, kwargs: Any) -> _Found:
-    """Defer a cast to a dtype that holds every value."""
-    if func in _CASTS:
-        dtype = _CASTS[func]
-    elif len(args) == 1 and isinstance(args[0], torch.dtype) and not kwargs:
-        dtype = args[0]
-    else:
-        return None
-    if kwargs or dtype not in _FLOATS or torch.promote_types(z.dtype, dtype) != dtype or z.form.is_log:
-        return None
-    return z if dtype == z.dtype else (z.rows, z.form._replace(dtype=dtype))
-
-
-def _copied(z: DeferredLogits, func: Any, args: Any, kwargs: Any) -> _Found:
-    """Defer a copy."""
-    if args or kwargs:
-        return None
-    if func is Tensor.contiguous and z.is_contiguous():
-        return z
-    return z.rows.contiguous(), z.form
-
-
-def _normalised(z: DeferredLogits, func: Any, args: Any, kwargs: Any) -> _Found:
-    """Defer log-probabilities."""
-    dim, dtype = args[0] if args else kwargs.get("dim"), kwargs.get("dtype") or z.dtype
-    is_known = len(args) < 2 and kwargs.keys() <= {"dim", "dtype", "_stacklevel"} and isinstance(dim, int)
-    if not is_known or dim % z.dim() != z.form.class_dim or z.form.is_log:
-        return None
-    if torch.is_autocast_enabled(z.device.type):  # which may compute it in another dtype
-        return None
-    if dtype not in _FLOATS or torch.promote_types(z.dtype, dtype) != dtype:
-        return None
-    return z.rows, z.form._replace(is_log=True, dtype=dtype)
-
-
-_OF_SIZES = (Tensor.view, Tensor.reshape, torch.reshape)
-_CASTS = {Tensor.float: torch.float32, Tensor.double: torch.float64}
-_RULES: dict[Any, Callable[[DeferredLogits, Any, Any, Any], _Found]] = {
-    **dict.fromkeys((*_OF_SIZES, Tensor.flatten, torch.flatten, Tensor.squeeze, Tensor.unsqueeze), _reshaped),
-    Tensor.__getitem__: _indexed,
-    **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.permute, torch.permute), _transposed),
-    **dict.fromkeys((Tensor.swapaxes, torch.swapaxes, Tensor.movedim, torch.movedim), _transposed),
-    **dict.fromkeys((*_CASTS, Tensor.to, Tensor.type), _cast),
-    **dict.fromkeys((Tensor.contiguous, Tensor.clone), _copied),
-    **dict.fromkeys((F.log_softmax, Tensor.log_softmax, torch.log_softmax), _normalised),
-}
+    return _made(logits.call, found.rows, found.form, recipe)

@@ -35,6 +35,7 @@ from lightning_memsave.saved_tensors.call_site import Call
 from lightning_memsave.saved_tensors.deferred_logits import DeferredLogits
 from lightning_memsave.saved_tensors.function_mode import CallTracker
 from lightning_memsave.saved_tensors.lm_head import Head, head_of
+from lightning_memsave.saved_tensors.logits_form import Form
 from lightning_memsave.saved_tensors.tied_embedding import Lookup
 from lightning_memsave.torch_internals.autograd_graph import UnreadableError, has_hooks, is_asked_for
 from lightning_memsave.torch_internals.fake_tensors import is_fake
@@ -62,13 +63,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows: Tensor,  # [N, D]
         weight: Tensor,  # [C, D]
         bias: Tensor | None,  # [C]
-        logits: Tensor | torch.dtype,  # [N, C], or the dtype of those that were not computed
+        logits: Tensor | Form,  # [N, C], or how those that were not computed follow from the Linear's output
         target: Tensor,  # [N]
         options: Options,
         lookup: Lookup | None = None,
     ) -> Tensor:
         """Return the loss in the logits' dtype; under autocast, in float32."""
-        dtype = logits.dtype if isinstance(logits, Tensor) else logits
+        dtype = logits.dtype
         with torch.autocast(rows.device.type, enabled=False):
             wide = torch.promote_types(dtype, torch.float32)
             counted = target != options.ignore_index
@@ -79,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if isinstance(logits, Tensor):
                 losses, lse = _losses_of_rows(logits, index, by_class, smoothing)
             else:
-                losses, lse = _losses_by_class(head, dtype, index, by_class, smoothing)
+                losses, lse = _losses_by_class(head, logits, index, by_class, smoothing)
             losses = losses.where(counted, 0)
             divisor = None
             if options.reduction == "mean":
@@ -89,6 +90,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 losses = losses.sum()
         ctx.save_for_backward(rows, weight, bias, target, lse, divisor, options.weight)
         ctx.options = options._replace(weight=None)
+        ctx.form = Form(1, dtype) if isinstance(logits, Tensor) else logits
         ctx.lookup = lookup
         return losses.to(_dtype_of_loss(dtype, rows.device.type))
 
@@ -100,10 +102,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         asked = zip((rows, weight, bias), ctx.needs_input_grad[:3], strict=True)
         wanted = tuple(needs and (not each.is_leaf or is_asked_for(each)) for each, needs in asked)
         if torch.is_grad_enabled():
-            return *_differentiable(Head(rows, weight, bias), target, options, gradient, wanted), *_NO_GRADIENT
+            head = Head(rows, weight, bias)
+            return *_differentiable(head, ctx.form, target, options, gradient, wanted), *_NO_GRADIENT
         with torch.autocast(rows.device.type, enabled=False):
             gradient = gradient.to(lse.dtype) if divisor is None else gradient.to(lse.dtype) / divisor
-            of_rows, of_weight, of_bias = _gradients(Head(rows, weight, bias), target, lse, options, gradient, wanted)
+            head = Head(rows, weight, bias)
+            of_rows, of_weight, of_bias = _gradients(head, ctx.form, target, lse, options, gradient, wanted)
         if of_weight is not None and ctx.lookup is not None:
             of_weight = ctx.lookup.left(of_weight)
         return of_rows, of_weight, of_bias, *_NO_GRADIENT
@@ -145,14 +149,14 @@ def _losses_of_rows(logits: Tensor, index: Tensor, by_class: Tensor | None, smoo
 
 
 def _losses_by_class(
-    head: Head, dtype: torch.dtype, index: Tensor, by_class: Tensor | None, smoothing: float
+    head: Head, form: Form, index: Tensor, by_class: Tensor | None, smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the same of a head's logits of `dtype`, which are made of some classes at a time."""
-    num_classes, wide = len(head.weight), torch.promote_types(dtype, torch.float32)
+    """Return the same of a head's logits, which are made of some classes at a time."""
+    num_classes, wide = len(head.weight), torch.promote_types(form.dtype, torch.float32)
     lse = index.new_full(index.shape, -torch.inf, dtype=wide)
     own, even = torch.zeros_like(lse), torch.zeros_like(lse) if smoothing else None
-    for some in _chunks(head):
-        z = _logits_of(head, some).to(dtype).to(wide)  # [N, c]
+    for some in _chunks(head, form):
+        z = form.mapped(_output_of(head, some), some).to(wide)  # [N, c]
         lse = torch.logaddexp(lse, z.logsumexp(1))
         place, is_here = _place_in(some, index)
         own += z.gather(1, place[:, None]).squeeze(1).where(is_here, 0)
@@ -161,9 +165,13 @@ def _losses_by_class(
     return _losses(lse, own, even, index, by_class, smoothing, num_classes), lse
 
 
-def _chunks(head: Head) -> Iterator[slice]:
-    """Yield the classes that are computed at a time; of tensors without values, the first few, which take as much."""
-    num_classes, size = len(head.weight), max(1, _chunk_numel(head.input) // max(1, *head.input.shape))
+def _chunks(head: Head, form: Form) -> Iterator[slice]:
+    """Yield the classes that are computed at a time; of tensors without values, the first few, which take as much.
+
+    Half as many where their gradient needs a graph of its own.
+    """
+    numel = _chunk_numel(head.input) // (1 + form.is_curved)
+    num_classes, size = len(head.weight), max(1, numel // max(1, *head.input.shape))
     starts = range(0, num_classes, size)
     for start in starts[:_ENOUGH] if is_fake(head.input) else starts:
         yield slice(start, min(start + size, num_classes))
@@ -173,10 +181,16 @@ _ENOUGH = 3
 """Rounds of a loop after which the tensors of one replace those of the round before."""
 
 
-def _logits_of(head: Head, some: slice) -> Tensor:
-    """Return the logits of some classes."""
+def _output_of(head: Head, some: slice) -> Tensor:
+    """Return the Linear's output for some classes."""
     rows, weight, bias = head
     return F.linear(rows, weight[some].to(rows.dtype), None if bias is None else bias[some].to(rows.dtype))
+
+
+def _mapped(form: Form, output: Tensor, some: slice) -> Tensor:
+    """Return the logits of some classes, with a graph where their gradient is not that of the Linear's output."""
+    with torch.set_grad_enabled(form.is_curved):
+        return form.mapped(output.requires_grad_(form.is_curved), some)
 
 
 def _place_in(some: slice, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,7 +224,13 @@ def _losses(
 
 
 def _gradients(
-    head: Head, target: Tensor, lse: Tensor, options: Options, gradient: Tensor, wanted: tuple[bool, ...]
+    head: Head,
+    form: Form,
+    target: Tensor,
+    lse: Tensor,
+    options: Options,
+    gradient: Tensor,
+    wanted: tuple[bool, ...],
 ) -> list[Tensor | None]:
     """Return the gradients that are `wanted` of `head`; `gradient` is of each row's loss, [N] or [].
 
@@ -233,8 +253,10 @@ def _gradients(
     of_weight = torch.empty_like(weight) if wanted[1] else None
     of_bias = torch.empty_like(bias) if bias is not None and wanted[2] else None
     seen = torch.zeros_like(lse) if _is_reproducible(rows) else None
-    for some in _chunks(head):
-        z = _logits_of(head, some).to(wide)  # [N, D] @ [D, c]
+    for some in _chunks(head, form):
+        output = _output_of(head, some)  # [N, D] @ [D, c]
+        mapped = _mapped(form, output, some)
+        z = mapped.detach().to(wide, copy=form.is_curved)
         z.sub_(lse[:, None]).exp_()
         if seen is not None:
             seen += z.sum(1)
@@ -243,6 +265,8 @@ def _gradients(
             z.addr_(even, z.new_ones(z.shape[1]) if by_class is None else by_class[some], alpha=-1)
         place, is_here = _place_in(some, index)
         z.scatter_add_(1, place[:, None], own.where(is_here, 0).neg()[:, None])
+        if form.is_curved:
+            (z,) = torch.autograd.grad(mapped, output, z.to(mapped.dtype))
         z = z.to(rows.dtype)
         if of_weight is not None:
             of_weight[some] = z.T @ rows  # [c, N] @ [N, D]
@@ -284,14 +308,14 @@ _MOST_OFF = 1e-4
 
 
 def _differentiable(
-    head: Head, target: Tensor, options: Options, gradient: Tensor, wanted: tuple[bool, ...]
+    head: Head, form: Form, target: Tensor, options: Options, gradient: Tensor, wanted: tuple[bool, ...]
 ) -> list[Tensor | None]:
     """Return the same gradients so that they can be differentiated again: those of the plain loss."""
     # Others than themselves: h may be made of the weight.
     rows, weight = (each.view_as(each) for each in head[:2])
     bias = None if head.bias is None else head.bias.view_as(head.bias)
     head = Head(rows, weight, bias)
-    logits = F.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
+    logits = form.mapped(F.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)))
     wide = logits.to(torch.promote_types(logits.dtype, gradient.dtype))
     loss = F.cross_entropy(
         wide,
@@ -351,7 +375,7 @@ def _of_deferred(logits: DeferredLogits, call: Call, calls: CallTracker) -> Tens
     of_head.note_loss()
     target, rows = call.argument(1, "target"), logits.rows.movedim(1, -1).flatten(0, -2)  # [N, D]
     head, lookup = Head(rows, of_head.weight, of_head.bias), calls.lookup_of(of_head.weight)
-    loss: Tensor = _LinearCrossEntropy.apply(*head, logits.dtype, target.flatten(), options, lookup)  # type: ignore[no-untyped-call]
+    loss: Tensor = _LinearCrossEntropy.apply(*head, logits.form, target.flatten(), options, lookup)  # type: ignore[no-untyped-call]
     return loss.view(target.shape) if options.reduction == "none" else loss
 
 

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_EVERY_CLASS = slice(None)
+
+
+class Map(NamedTuple):
+    """A function of each logit alone, or a cast."""
+
+    func: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    """Numbers, a dtype, and constants: [], or [C]."""
+
+    def of(self, logits: Tensor, some: slice) -> Tensor:
+        """Return the function of `some` classes' logits, [..., c]."""
+        return self.func(
+            logits, *(each[some] if isinstance(each, Tensor) and each.dim() else each for each in self.args)
+        )
 
 
 class Form(NamedTuple):
@@ -14,14 +31,31 @@ class Form(NamedTuple):
 
     class_dim: int
     dtype: torch.dtype
-    is_log: bool
-    """Whether they are log-probabilities."""
+    maps: tuple[Map, ...] = ()
+    """What is done to the Linear's output, in this order."""
+    is_log: bool = False
+    """Whether they are log-probabilities, of what the maps return."""
+
+    def then(self, last: Map, dtype: torch.dtype) -> Form:
+        """Return the form after another function, whose results are of `dtype`."""
+        return self._replace(maps=(*self.maps, last), dtype=dtype)
+
+    @property
+    def is_curved(self) -> bool:
+        """Whether the Linear's output has another gradient than the logits."""
+        return any(each.func is not Tensor.to for each in self.maps)
+
+    def mapped(self, logits: Tensor, some: slice = _EVERY_CLASS) -> Tensor:
+        """Return the logits of `some` classes, [..., c], given the Linear's output of these."""
+        for each in self.maps:
+            logits = each.of(logits, some)
+        return logits
 
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the logits of `rows`, whose features are in `class_dim`."""
         rows = rows.movedim(self.class_dim, -1)  # [..., D]
-        logits = F.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)).to(self.dtype)
-        logits = logits.movedim(-1, self.class_dim)
+        output = F.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
+        logits = self.mapped(output).movedim(-1, self.class_dim)
         return logits.log_softmax(self.class_dim) if self.is_log else logits
 
 

@@ -2,108 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import io
 import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics.functional.classification import multiclass_accuracy
 
-from lightning_memsave import ActivationCompression, Ledger
 from lightning_memsave.saved_tensors import deferred_logits as module
 from lightning_memsave.saved_tensors.deferred_logits import DeferredLogits
-from lightning_memsave.techniques.activation_compression import open_store
 
-WIDTH, CLASSES, BATCH, TIME = 8, 200, 3, 6
-CODECS = ActivationCompression(codecs=("linear-cross-entropy",))
-
-
-class Scored(nn.Module):
-    """A table, and a head that scores."""
-
-    def __init__(self, dtype=torch.float64, bias=True):
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES, bias)
-        self.to(dtype)
-
-    def forward(self, ids):
-        return self.head(self.table(ids))
-
-
-@pytest.fixture
-def products(monkeypatch):
-    """One entry for each time that a head's whole output was computed after all."""
-    seen, product = [], module.HeadCall.product
-
-    def counted(self):
-        seen.append(tuple(self.rows.shape))
-        return product(self)
-
-    monkeypatch.setattr(module.HeadCall, "product", counted)
-    return seen
-
-
-def some_ids():
-    return torch.arange(BATCH * TIME).view(BATCH, TIME) * 7 % CLASSES
-
-
-def step(model, loss_of, store=None, **autocast):
-    """The loss, what else `loss_of` returns, and the gradients."""
-    model.zero_grad()
-    ids = some_ids()
-    around = torch.autocast("cpu", **autocast) if autocast else contextlib.nullcontext()
-    with store.scope() if store else contextlib.nullcontext(), around:
-        found = loss_of(model(ids), ids)
-        loss, *others = found if isinstance(found, tuple) else (found,)
-    loss.backward()
-    return loss.detach(), others, [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def store_of(model):
-    return open_store(model, CODECS)[0]
-
-
-LOSSES = {
-    "view": lambda z, y: F.cross_entropy(z.view(-1, z.size(-1)), y.view(-1)),
-    "view, inferred": lambda z, y: F.cross_entropy(z.view(BATCH * TIME, -1), y.view(-1)),
-    "flatten": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()),
-    "unsqueeze": lambda z, y: F.cross_entropy(z.unsqueeze(0).flatten(0, 2), y.flatten()),
-    "transpose": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
-    "permute, each loss": lambda z, y: F.cross_entropy(z.permute(0, 2, 1), y, reduction="none").square().sum(),
-    "module": lambda z, y: nn.CrossEntropyLoss(label_smoothing=0.1)(z.reshape(-1, CLASSES), y.reshape(-1)),
-    "shifted": lambda z, y: F.cross_entropy(z[..., :-1, :].contiguous().view(-1, CLASSES), y[..., 1:].reshape(-1)),
-    "shifted by slices": lambda z, y: F.cross_entropy(z[:, :-1].reshape(-1, CLASSES), y[:, 1:].reshape(-1)),
-    "one position": lambda z, y: F.cross_entropy(z[:, -1], y[:, 0]),
-    "cast": lambda z, y: F.cross_entropy(z.double().flatten(0, 1).clone(), y.flatten()),
-    "log_softmax": lambda z, y: F.nll_loss(F.log_softmax(z.view(-1, CLASSES), -1), y.view(-1)),
-    "log_softmax, later flattened": lambda z, y: F.nll_loss(z.log_softmax(dim=-1).flatten(0, 1), y.flatten()),
-    "log_softmax over classes": lambda z, y: nn.NLLLoss()(torch.log_softmax(z.transpose(1, 2), 1), y),
-    "mask": lambda z, y: F.cross_entropy(z[y > 9], y[y > 9]),
-    "ignored": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten().where(y.flatten() > 9, 3), ignore_index=3),
-    "weighted": lambda z, y: F.cross_entropy(
-        z.flatten(0, 1), y.flatten(), torch.arange(1.0, CLASSES + 1, dtype=z.dtype), reduction="sum"
-    ),
-    "two losses": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()) + F.cross_entropy(z[:, 0], y[:, 1]),
-}
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_does_without_logits(name, bias, products):
-    model = Scored(bias=bias)
-    plain_loss, _, plain = step(model, LOSSES[name])
-    loss, _, ours = step(model, LOSSES[name], store_of(model))
-    assert products == []
-    torch.testing.assert_close(loss, plain_loss, rtol=1e-12, atol=0)
-    for a, b in zip(ours, plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-14)
+from .scored_nets import BATCH, CLASSES, LOSSES, TIME, Scored, some_ids, step, store_of
 
 
 def loss_and(reader):
@@ -305,60 +217,6 @@ def test_a_compiled_loss_gets_plain_logits(backend):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-14)
 
 
-SHAPE = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 2000}
-LLAMA = {**SHAPE, "intermediate_size": 64, "num_key_value_heads": 2, "use_cache": False}
-MODELS = {
-    "GPT2": {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 2000, "bos_token_id": 1, "eos_token_id": 2},
-    "Llama": LLAMA,
-    "Mistral": LLAMA,
-    "Qwen2": {**LLAMA, "tie_word_embeddings": True},
-    "Gemma": {**LLAMA, "head_dim": 16},
-    "OPT": {**SHAPE, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
-    "GPTNeoX": {**SHAPE, "intermediate_size": 64},
-    "Phi": {**SHAPE, "intermediate_size": 64, "resid_pdrop": 0.0},
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_language_models_of_transformers_compute_no_logits(name, products):
-    torch.manual_seed(0)
-    kind = {"GPT2": "GPT2LMHeadModel"}.get(name, f"{name}ForCausalLM")
-    model = getattr(transformers, kind)(getattr(transformers, f"{name}Config")(**MODELS[name])).eval()
-    check_model(model, products)
-
-
-def test_t5_computes_no_logits(products):
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=2000, d_model=32, d_ff=64, num_layers=1, num_heads=2, d_kv=16, decoder_start_token_id=0
-    )
-    check_model(transformers.T5ForConditionalGeneration(config).eval(), products)
-
-
-def check_model(model, products):
-    ids = torch.randint(0, 2000, (4, 64))
-    labels = ids.where(torch.arange(64) > 9, -100)
-
-    def run(store):
-        model.zero_grad()
-        with Ledger().watching(model, []) as ledger:
-            with store.scope() if store else contextlib.nullcontext():
-                out = model(input_ids=ids, labels=labels)
-            out.loss.backward()
-        return out, [p.grad.clone() for p in model.parameters()], ledger.measurement.peak_bytes
-
-    plain_out, plain, plain_peak = run(None)
-    out, ours, peak = run(store_of(model))
-    assert products == []
-    logits = 4 * 63 * 2000 * 4
-    assert plain_peak - peak >= 2 * logits  # these, and the log-probabilities
-    torch.testing.assert_close(out.loss, plain_out.loss, rtol=1e-6, atol=0)
-    for a, b in zip(ours, plain, strict=True):
-        assert (a - b).norm() <= 3e-6 * b.norm() + 1e-9
-    assert torch.equal(out.logits.argmax(-1), plain_out.logits.argmax(-1))
-    assert len(products) == 1
-
-
 def test_logits_are_read_until_the_weight_changes():
     model = Scored()
     with store_of(model).scope():
@@ -384,25 +242,6 @@ def test_frozen_parameters(frozen, products):
     torch.testing.assert_close(loss, plain_loss, rtol=1e-12, atol=0)
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-14)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["shifted", "cast", "weighted"])
-def test_under_autocast_it_is_as_near_as_plain_torch(name, dtype, products):
-    """Against float64, of the same weights."""
-    model = Scored(dtype)
-    _, _, exact = step(copy.deepcopy(model).double(), LOSSES[name])
-    loss_of = LOSSES[name]
-    if name == "weighted":
-        loss_of = lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten(), torch.arange(1.0, CLASSES + 1))  # noqa: E731
-        _, _, exact = step(copy.deepcopy(model).double(), lambda z, y: loss_of(z.float(), y).double())
-    plain_loss, _, plain = step(model, loss_of, dtype=torch.bfloat16)
-    loss, _, ours = step(model, loss_of, store_of(model), dtype=torch.bfloat16)
-    assert products == []
-    assert loss.dtype == plain_loss.dtype
-    torch.testing.assert_close(loss, plain_loss, rtol=1e-5, atol=0)
-    for a, b, c in zip(ours, plain, exact, strict=True):
-        assert (a - c).norm() <= 1.2 * (b - c).norm()
 
 
 def test_logits_read_under_autocast_are_plain_torchs():
@@ -446,7 +285,7 @@ def test_the_gradient_of_logits_that_go_around_torchs_functions():
 
     def squared(is_log, *given):
         rows, *parameters = given
-        form = module.Form(1, torch.float64, is_log)
+        form = module.Form(1, torch.float64, is_log=is_log)
         z = module._Stand.apply(rows.transpose(1, 2), *parameters, form)
         z.call = module.HeadCall(rows, *parameters, {})
         z._recipe = lambda: form.of(rows.transpose(1, 2), *parameters)

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_memsave import ActivationCompression, Ledger
 from lightning_memsave.saved_tensors import linear_cross_entropy as module
+from lightning_memsave.saved_tensors.logits_form import Form, Map
 from lightning_memsave.techniques.activation_compression import open_store
 
 from .head_nets import BATCH, CLASSES, ROWS, TIME, both, head
@@ -185,7 +186,8 @@ def test_what_is_kept_and_what_backward_makes(calls):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("is_weighted", [False, True])
-def test_gradcheck(reduction, is_weighted, monkeypatch):
+@pytest.mark.parametrize("is_curved", [False, True])
+def test_gradcheck(reduction, is_weighted, is_curved, monkeypatch):
     monkeypatch.setitem(module.CHUNK_NUMEL, "cpu", 3 * 5)
     torch.manual_seed(0)
     shapes = {"rows": (5, 2), "weight": (7, 2), "bias": (7,)}
@@ -193,9 +195,14 @@ def test_gradcheck(reduction, is_weighted, monkeypatch):
     target = torch.tensor([0, 6, -100, 3, 3])
     by_class = torch.rand(7, dtype=torch.float64) + 0.5 if is_weighted else None
 
+    form = Form(1, torch.float64)
+    if is_curved:
+        for func, *args in (torch.mul, 2), (torch.add, torch.arange(7.0, dtype=torch.float64)), (torch.tanh,):
+            form = form.then(Map(func, tuple(args)), torch.float64)
+
     def loss(*head):
-        options = module.Options(by_class, -100, reduction, 0.1)
-        return module._LinearCrossEntropy.apply(*head, F.linear(*head).detach(), target, options)
+        options, logits = module.Options(by_class, -100, reduction, 0.1), F.linear(*head).detach()
+        return module._LinearCrossEntropy.apply(*head, form if is_curved else logits, target, options)
 
     assert torch.autograd.gradcheck(loss, inputs)
     assert torch.autograd.gradgradcheck(loss, inputs)
