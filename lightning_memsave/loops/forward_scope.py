@@ -86,6 +86,13 @@ class ForwardScope:
         )
         return step()
 
+    def evaluate(self, trainer: L.Trainer, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call `step`, which evaluates a batch or a part of one; the logits that it leaves somewhere are computed."""
+        with self.evaluating(trainer):
+            result = step(*args)
+            self._store.compute_held_logits()
+        return result
+
     def evaluating(self, trainer: L.Trainer) -> AbstractContextManager[None]:
         """What `training_step` is evaluated in without gradients."""
         self._store.weights_stay = not frees_weights(trainer.lightning_module)

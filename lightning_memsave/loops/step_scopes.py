@@ -22,6 +22,8 @@ class StepScopes:
 
     def __init__(self) -> None:
         self.activations: ForwardScope | None = None
+        self.evaluated: ForwardScope | None = None
+        """What validation, test and prediction run in without a fit."""
         self.tiles: Tiles | None = None
         """Modules that run in slices."""
         self.regions: Applied | None = None
@@ -50,6 +52,11 @@ class StepScopes:
         if self.tiles is not None:
             self.tiles.warn_if_unused()
         return output
+
+    def evaluate(self, trainer: L.Trainer, step: Callable[..., Any], *args: Any) -> Any:
+        """Run a step of validation, test or prediction, whose losses compute no logits of a vocabulary either."""
+        scope = self.activations or self.evaluated
+        return step(*args) if scope is None else scope.evaluate(trainer, step, args)
 
     def evaluating(self, trainer: L.Trainer) -> AbstractContextManager[None]:
         """What `training_step` is evaluated in without gradients."""

@@ -98,7 +98,10 @@ class HeadCall:
                 'optimizer\'s step, or leave "linear-cross-entropy" out.'
             )
         self.is_read = True
-        self._heads.setdefault(self.weight, False)
+        if self.has_graph:
+            self._heads.setdefault(self.weight, False)
+        else:  # whoever evaluates reads the logits of each batch, as for a metric
+            self._heads[self.weight] = False
         token = _IS_READING.set(True)
         try:
             device = self.rows.device.type
@@ -282,7 +285,8 @@ def defer(call: Call, heads: WeakIdKeyDictionary) -> DeferredLogits | None:
     """
     rows, weight, bias = call.argument(0, "input"), call.argument(1, "weight"), call.argument(2, "bias")
     if (
-        not (isinstance(rows, Tensor) and is_plain(rows) and rows.dim() > 1 and rows.numel())
+        not (isinstance(rows, Tensor) and (is_plain(rows) or _is_plain_inference(rows)))
+        or not (rows.dim() > 1 and rows.numel())
         or not is_plain(weight, nn.Parameter)
         or not (bias is None or is_plain(bias, nn.Parameter))
         or weight.dim() != 2
@@ -300,8 +304,13 @@ def defer(call: Call, heads: WeakIdKeyDictionary) -> DeferredLogits | None:
     dtype = _computed_in(rows, weight, bias)
     if dtype is None:
         return None
-    head = HeadCall(rows.to(dtype).contiguous(), weight, bias, heads)
+    given = rows if torch.is_grad_enabled() else rows.clone()  # edits in place are usual there
+    head = HeadCall(given.to(dtype).contiguous(), weight, bias, heads)
     return _made(head, head.rows, Form(rows.dim() - 1, dtype), head.product)
+
+
+def _is_plain_inference(rows: Tensor) -> bool:
+    return type(rows) is Tensor and rows.is_inference() and not rows.is_nested
 
 
 def _computed_in(*given: Tensor | None) -> torch.dtype | None:

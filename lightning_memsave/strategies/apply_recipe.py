@@ -52,6 +52,13 @@ def apply_to_steps(session: Session, trainer: L.Trainer) -> None:
     _apply(session, trainer, ActivationCompression, _open_store)
 
 
+def apply_to_evaluation(session: Session, trainer: L.Trainer) -> None:
+    """Open what validation, test and prediction run in, where there is no fit."""
+    config = session.recipe.get(ActivationCompression)
+    if config is not None and HEAD in config.written_out and may_drop_logits(trainer.lightning_module):
+        session.scopes.evaluated = ForwardScope(trainer, ActivationCompression(codecs=(HEAD,)))
+
+
 def check_made_optimizers(session: Session, trainer: L.Trainer, *, is_wrapped: bool) -> None:
     """Refuse optimizers that the recipe cannot change; weights of a default that steps aside have 32 bits again.
 

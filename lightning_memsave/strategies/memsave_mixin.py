@@ -33,7 +33,12 @@ from lightning_memsave.loops.optimizer_changes import ClippingRelease, change_op
 from lightning_memsave.loops.session import Session
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.planner.recipes import RECIPES, Recipe
-from lightning_memsave.strategies.apply_recipe import apply_to_model, apply_to_steps, check_made_optimizers
+from lightning_memsave.strategies.apply_recipe import (
+    apply_to_evaluation,
+    apply_to_model,
+    apply_to_steps,
+    check_made_optimizers,
+)
 from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
 from lightning_memsave.techniques.optimizer_state import GradientExchange, OptimizerState, pages_kept, send_from_first
 
@@ -80,6 +85,8 @@ class MemSaveMixin(Strategy):
         ways = ways_of_training(trainer)
         if not fitting and (_SHARDS in ways or not self.memsave.recipe.stepping_aside(ways)[0].get(Microbatching)):
             self.memsave.evaluation = None
+        if not fitting:
+            apply_to_evaluation(self.memsave, trainer)
         if fitting:
             self._begin(trainer)
             _install_loop(trainer, self.memsave)
@@ -197,8 +204,9 @@ class MemSaveMixin(Strategy):
         return self._evaluate(super().predict_step, args, kwargs)
 
     def _evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        trainer = self._running_trainer
-        return evaluate(trainer, self.memsave, functools.partial(step, **kwargs), args)
+        trainer, session = self._running_trainer, self.memsave
+        scoped = functools.partial(session.scopes.evaluate, trainer, functools.partial(step, **kwargs))
+        return evaluate(trainer, session, scoped, args)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state for a checkpoint, in the layout of the dense model."""
