@@ -36,6 +36,7 @@ _log = logging.getLogger("lightning.pytorch.memsave")
 PEAK = "memsave/peak_bytes"
 HEADLINES = (PEAK, "memsave/factor", "memsave/step_seconds", "memsave/microbatch_size")
 _LEAST = ("memsave/factor", "memsave/microbatch_size")  # of the rank that needs the most
+_FIRST_EVALUATED = (1, 2)
 _NUM_BATCHES_OF_SNAPSHOT = 3
 IN_PROGRESS_BAR = ("memsave/peak_mib", "memsave/factor")
 
@@ -74,7 +75,7 @@ class MemoryMonitor(Callback):
         self._every, self._workspace = every, workspace
         self._snapshot_path = snapshot
         self._snapshot: Snapshot | None = None
-        self._meter = Meter(every, workspace=workspace)
+        self._meter, self._evaluation_meter = Meter(every, workspace=workspace), Meter(every, first=_FIRST_EVALUATED)
         self._leader: MemoryMonitor | None = None
         self._followers: list[MemoryMonitor] = []
         self._has_figures_to_log = False
@@ -139,7 +140,9 @@ class MemoryMonitor(Callback):
         return self._leader.current if self._leader is not None else self._current
 
     def _measured(self) -> MemoryReport:
-        return self._meter.report()
+        evaluated = self._evaluation_meter.highest
+        evaluation_peak_bytes = None if evaluated is None else evaluated.peak_bytes
+        return dataclasses.replace(self._meter.report(), evaluation_peak_bytes=evaluation_peak_bytes)
 
     # ------------------------------------------------------------------ hooks
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -153,6 +156,7 @@ class MemoryMonitor(Callback):
         # How to measure is said by the first plain monitor, beside a MemSave as well.
         settings = next((c for c in monitors if type(c) is MemoryMonitor), self)
         self._meter = Meter(settings._every, workspace=settings._workspace)
+        self._evaluation_meter = Meter(settings._every, first=_FIRST_EVALUATED)
         self._current = {}
         self._growth = GrowthWatch()
         self._batch, self._num_batches = None, 0
@@ -259,6 +263,28 @@ class MemoryMonitor(Callback):
         """Stop measuring a batch that Lightning skipped."""
         self._meter.abandon()
 
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Begin a validation batch of a fit, of which some are measured as well; not those before it."""
+        if self._leader is None and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            strategy, is_whole = trainer.strategy, is_compiled(pl_module)
+            assert strategy.model is not None, "it trains"
+            meter = self._evaluation_meter
+            meter.begin(strategy.model, trainer.optimizers, batch, strategy.root_device, is_compiled=is_whole)
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """End it."""
+        self._evaluation_meter.end()
+
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the final figures to the loggers that keep summaries, and tell people."""
         self._has_figures_to_log = False
@@ -279,11 +305,11 @@ class MemoryMonitor(Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Stop measuring and log what was measured; out of memory, say what is alive and what would help."""
-        failing = self._meter.abandon()
+        failing, evaluated = self._meter.abandon(), self._evaluation_meter.abandon()
         self._save_snapshot()
         if self._leader is None and is_out_of_memory(exception):
             try:
-                _log.error(self._post_mortem(trainer, failing, exception))
+                _log.error(self._post_mortem(trainer, failing or evaluated, exception))
             except Exception as error:  # nothing may take the place of the run's own error
                 _log.error(f"memsave: out of memory, and looking where it went failed as well: {error}")
         if self._has_figures_to_log:
@@ -317,6 +343,7 @@ class MemoryMonitor(Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop measuring."""
         self._meter.abandon()
+        self._evaluation_meter.abandon()
         self._save_snapshot()
 
     def _headlines(self) -> dict[str, float]:

@@ -125,6 +125,8 @@ class MemoryReport:
     """Bytes that kernels took and gave back inside one operation, at the peak; `None` where not measured."""
     reserved_bytes: int | None = None
     """What the caching allocator held from the device; `None` on CPU."""
+    evaluation_peak_bytes: int | None = None
+    """The highest total in a validation batch that was measured; `None` without one."""
     budget_bytes: int | None = None
     """What a step was to fit into; `None` without a budget."""
     baseline_peak_bytes: int | None = None
@@ -211,6 +213,7 @@ class MemoryReport:
         named |= {
             "memsave/workspace_bytes": self.workspace_bytes,
             "memsave/reserved_bytes": self.reserved_bytes,
+            "memsave/evaluation_peak_bytes": self.evaluation_peak_bytes,
             "memsave/budget_bytes": self.budget_bytes,
             "memsave/predicted_peak_bytes": self.predicted_peak_bytes,
             "memsave/factor": self.factor,
@@ -269,6 +272,8 @@ def _lines(report: MemoryReport) -> Iterator[str]:
         if any(sizes):
             then = f"{format_bytes(sizes[0]):>10} -> " if before else ""
             yield f"{name.replace('_', ' '):<16}{then}{format_bytes(sizes[1]):>10}  {_bar(*sizes, largest)}".rstrip()
+    if report.evaluation_peak_bytes is not None and report.evaluation_peak_bytes > report.peak_bytes:
+        yield f"validation takes more than training: {format_bytes(report.evaluation_peak_bytes)}"
     for applied in report.applied:
         yield f"{applied.technique.replace('_', ' ')}: {applied.summary}"
     reasons = report.loss_class_reasons

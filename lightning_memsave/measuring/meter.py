@@ -29,7 +29,6 @@ from lightning_memsave.torch_internals.compiled_regions import compiled_regions,
 from lightning_memsave.torch_internals.private_names import missing
 from lightning_memsave.torch_internals.tensor_subclasses import made_only_unwatched
 
-_FIRST_MEASURED = (2, 3)
 _LONGEST_STEP = 256  # batches
 _MOST_TIMED = 10_000  # steps
 
@@ -40,14 +39,15 @@ class Meter:
     Args:
         every: measure every this many steps, besides the first ones.
         workspace: profile the step after each measured one, to learn the workspace inside kernels (CPU only).
+        first: the first steps that are measured; of training not the very first, in which optimizers make their state.
     """
 
-    def __init__(self, every: int = 200, *, workspace: bool = False) -> None:
+    def __init__(self, every: int = 200, *, workspace: bool = False, first: tuple[int, ...] = (2, 3)) -> None:
         if every < 1:
             raise setting_error("every", "must be a positive integer", every, "Use 200, or 1 to measure each step.")
         if workspace and every < 2:
             raise setting_error("every", "must be 2 or more with `workspace=True`", every, "The next step is profiled.")
-        self.every = every
+        self.every, self._first = every, first
         self._workspace = workspace
         self._ledger: Ledger | None = None
         self._held: Measurement | None = None  # when the step began, if it is left to the allocator
@@ -110,7 +110,7 @@ class Meter:
         self._device = device
         allocator.reset_peak(device)
         self._is_scheduled = not missing("autograd") and (
-            self._num_steps in _FIRST_MEASURED or (self._num_steps > 1 and self._num_steps % self.every == 0)
+            self._num_steps in self._first or (self._num_steps > 1 and self._num_steps % self.every == 0)
         )
         if self._is_scheduled or self._num_steps <= self._measured_until:
             ledger = Ledger(device).watching(model, optimizers, batch)

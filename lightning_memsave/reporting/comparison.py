@@ -233,6 +233,7 @@ def _rows(runs: Sequence[Run], quality: Quality | None) -> Iterable[ComparisonRo
         figure("predicted_peak_bytes", "predicted peak", format_bytes),
         figure("workspace_bytes", "workspace", format_bytes),
         figure("reserved_bytes", "reserved", format_bytes),
+        figure("evaluation_peak_bytes", "validation peak", format_bytes),
         figure("microbatch_size", "microbatch"),
         figure("num_oom_recovered", "recoveries"),
         figure("step_seconds", "seconds per step", _short),

@@ -31,10 +31,16 @@ def outcome(plan: Plan, report: MemoryReport) -> str:
     miss = Miss.between(plan.peak_bytes, plan.by_category, report.peak_bytes, report.by_category)
     detail = f": {miss}" if miss.is_much else ""
     factor = "" if report.factor is None else f", {report.factor:.2f}x below the plain step"
+    evaluated_bytes = report.evaluation_peak_bytes or 0
+    beyond = (
+        f" Validation took {format_bytes(evaluated_bytes)}, more than the budget."
+        if evaluated_bytes > plan.budget_bytes
+        else ""
+    )
     kernels = f" and {format_bytes(plan.workspace_bytes)} in kernels" if plan.workspace_bytes else ""
     return (
         f"{predicted}, {format_bytes(report.peak_bytes)} measured ({miss.fraction:+.1%}{detail}){kernels}{factor}; "
-        f"limited by {largest} ({report.by_category[largest] / report.peak_bytes:.0%} of the peak)."
+        f"limited by {largest} ({report.by_category[largest] / report.peak_bytes:.0%} of the peak).{beyond}"
     )
 
 

@@ -276,6 +276,7 @@ def _from_rows(name: str, is_named: bool, rows: Sequence[Mapping[str, Any]], con
     report = MemoryReport(
         workspace_bytes=last.get("memsave/workspace_bytes"),
         reserved_bytes=last.get("memsave/reserved_bytes"),
+        evaluation_peak_bytes=last.get("memsave/evaluation_peak_bytes"),
         budget_bytes=last.get("memsave/budget_bytes"),
         predicted_peak_bytes=last.get("memsave/predicted_peak_bytes"),
         microbatch_size=last.get("memsave/microbatch_size"),

@@ -352,7 +352,7 @@ def test_a_skipped_rest_of_an_epoch_leaves_no_ledger_behind():
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 1 and self.trainer.current_epoch == 0 else None
 
-        def on_validation_batch_start(self, *args):
+        def on_validation_start(self):
             assert modes() == []
 
     memsave = MemSave()

@@ -273,3 +273,48 @@ def test_batches_that_were_not_cut_have_no_size_of_parts():
         trainer = fit(Contrasts(), memsave)
     assert memsave.report.microbatch_size is None
     assert "memsave/microbatch_size" not in trainer.callback_metrics
+
+
+class Validated(Model):
+    """Validates on large batches, of which the last is the largest."""
+
+    def validation_step(self, batch, batch_idx):
+        self.layer(batch)
+
+    def val_dataloader(self):
+        return DataLoader([torch.ones(size, 32) for size in (8, 64, 512)], batch_size=None)
+
+
+def test_the_peak_of_validation_is_told_where_it_is_above_that_of_training():
+    monitor = MemoryMonitor(every=3)
+    fit(Validated(), monitor, limit_val_batches=3)
+    report = monitor.report
+    weights = sum(p.nbytes for p in Validated().parameters())
+    # Weights, two moments and two step counts of each; batch, hidden layer and its tanh.
+    expected = 3 * weights + 4 * 4 + 512 * (32 + 48 + 48) * 4
+    assert report.evaluation_peak_bytes == expected > report.peak_bytes
+    assert f"validation takes more than training: {format_bytes(expected)}" in str(report)
+    assert report.metrics()["memsave/evaluation_peak_bytes"] == expected
+
+
+def test_the_sanity_check_is_not_measured_and_a_fit_without_validation_has_no_peak_of_it():
+    monitor = MemoryMonitor()
+    fit(Validated(), monitor, limit_val_batches=1, num_sanity_val_steps=3, check_val_every_n_epoch=2)
+    assert monitor.report.evaluation_peak_bytes is None
+    assert "validation" not in str(monitor.report)
+    fit(Validated(), monitor, limit_val_batches=1)
+    assert monitor.report.evaluation_peak_bytes < monitor.report.peak_bytes
+    assert "validation" not in str(monitor.report)
+
+
+def test_a_validation_that_fails_is_explained_with_what_it_had(messages):
+    class Failing(Validated):
+        def validation_step(self, batch, batch_idx):
+            self.layer(batch)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(Failing(), MemoryMonitor(), limit_val_batches=1, num_sanity_val_steps=0)
+    (text,) = messages
+    assert "memsave: out of memory. OutOfMemoryError: CUDA out of memory." in text
+    assert "Highest measured step" in text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from lightning_memsave import MemoryReport
@@ -141,3 +143,7 @@ def test_a_plan_that_was_measured_names_what_limits_it():
     assert text.endswith("limited by activations (75% of the peak).")
     off = MemoryReport(peak_bytes=12 * MIB, by_category={"weights": 2 * MIB, "activations": 10 * MIB})
     assert "12.0 MiB measured (+50.0%: 4.0 MiB too little activations predicted)" in outcome(PLAN, off)
+    beyond = replace(made, evaluation_peak_bytes=PLAN.budget_bytes + 2**20)
+    validation = "Validation took 11.0 MiB, more than the budget."
+    assert outcome(PLAN, beyond) == f"{text} {validation}"
+    assert outcome(PLAN, replace(made, evaluation_peak_bytes=PLAN.budget_bytes)) == text
