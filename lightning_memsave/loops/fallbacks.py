@@ -7,6 +7,7 @@ are; inputs of regions leave the device in any case.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 import lightning as L
 
@@ -22,6 +23,7 @@ from lightning_memsave.techniques.checkpointing import Checkpointing, apply_chec
 from lightning_memsave.techniques.tiling import Tiles, Tiling
 
 _FEWER = 4  # times fewer samples in a tile, with each try
+_POSITIONS = Tiling(dim=1)
 
 
 class Fallbacks:
@@ -36,8 +38,8 @@ class Fallbacks:
         self._num_taken = 0
         self.num_learned = 0
         """Measures that an earlier run has found to be needed."""
-        self.tile_size: int | None = None
-        """Samples of a tile, where modules run in tiles because the batch cannot be cut."""
+        self.tiling: Tiling | None = None
+        """How modules run in tiles, because the batch cannot be cut, or cannot be cut further."""
         self._tiles_refused = False
         self.are_joint = False
         """Whether processes wait for each other inside of a batch: regions and tiles that a model refuses could not be
@@ -68,8 +70,8 @@ class Fallbacks:
         has_taken = False
         while self._num_taken < self.num_learned:
             has_taken |= self.take_next(trainer) is not None
-        if self.tile_size is not None and self._scopes.tiles is None:
-            self._tile(trainer, self.tile_size)
+        if self.tiling is not None and self._scopes.tiles is None:
+            self._tile(trainer, self.tiling)
             has_taken = True
         return has_taken
 
@@ -78,27 +80,65 @@ class Fallbacks:
 
         For batches that cannot be cut, as their loss relates samples: the loss sees all of them.
         """
-        scopes, recipe = self._scopes, session_of(trainer).recipe
-        is_useless = scopes.tiles is not None and not scopes.tiles.cut
-        if self.are_joint or not recipe.leaves_open(Tiling) or self._tiles_refused or is_useless or self.tile_size == 1:
+        size = num_samples if self.tiling is None else self.tiling.size
+        is_useless = self._scopes.tiles is not None and not self._scopes.tiles.cut
+        is_along_positions = self.tiling is not None and self.tiling.dim == _POSITIONS.dim
+        if not self._may_tile(trainer) or is_useless or is_along_positions or isinstance(size, str) or size == 1:
             return None
-        check_compatibility(["tiling", *recipe.rows(), *ways_of_training(trainer)])
-        self._tile(trainer, max(1, (self.tile_size or num_samples) // _FEWER))
-        return f"modules in tiles of {self.tile_size} samples, where these are independent"
+        size = max(1, size // _FEWER)
+        self._tile(trainer, Tiling(dim=0, size=size))
+        return f"modules in tiles of {size} samples, where these are independent"
 
-    def _tile(self, trainer: L.Trainer, size: int) -> None:
-        if self._scopes.tiles is not None:
-            self._scopes.tiles.applied.undo()
-        self.tile_size = size
-        config = Tiling(dim=0, size=size)
-        self._scopes.tiles = Tiles(trainer.lightning_module, config, is_asked_for=False)
+    def take_position_tiles(self, trainer: L.Trainer) -> str | None:
+        """Run modules in tiles of fewer positions than before, and return that in words; `None` where none is left.
+
+        For batches of one sample, and those that cannot be cut in any way.
+        """
+        if not self._may_tile(trainer):
+            return None
+        tiles, size = self._scopes.tiles, None
+        if tiles is not None and tiles.cut:
+            if tiles.config.dim != _POSITIONS.dim or tiles.largest == 1:
+                return None
+            size = max(1, tiles.largest // _FEWER)
+        elif self.tiling is not None and self.tiling.dim == _POSITIONS.dim:  # no module can be cut
+            return None
+        self._tile(trainer, _POSITIONS if size is None else replace(_POSITIONS, size=size))
+        return f"modules in tiles of {'' if size is None else f'{size} '}positions, where these are independent"
+
+    def _may_tile(self, trainer: L.Trainer) -> bool:
+        """Return whether tiles are possible.
+
+        Raises:
+            ValueError: not in this way of training.
+        """
+        recipe = session_of(trainer).recipe
+        if self.are_joint or self._tiles_refused or not recipe.leaves_open(Tiling):
+            return False
+        check_compatibility(["tiling", *recipe.rows(), *ways_of_training(trainer)])
+        return True
+
+    def _tile(self, trainer: L.Trainer, config: Tiling) -> None:
+        scopes, recipe = self._scopes, session_of(trainer).recipe
+        # Groups of calls were planned without tiles; with tiles of positions inside, blocks take less.
+        has_regions = config.dim == _POSITIONS.dim and recipe.leaves_open(Checkpointing) and scopes.undo_regions()
+        if scopes.tiles is not None:
+            scopes.tiles.applied.undo()
+        self.tiling = config
+        scopes.tiles = Tiles(trainer.lightning_module, config, is_asked_for=False)
+        if has_regions:
+            scopes.regions = scopes.planned = None
+            try:
+                _checkpoint_blocks(trainer, recipe, scopes)
+            except ValueError:  # there are none
+                _plan_regions(trainer, recipe, scopes)
 
     def withdraw(self, trainer: L.Trainer) -> bool:
         """Undo the tiles or regions of a measure, which the model has refused; return whether there were any."""
         scopes = self._scopes
-        if self.tile_size is not None and scopes.tiles is not None:
+        if self.tiling is not None and scopes.tiles is not None:
             scopes.tiles.applied.undo()
-            scopes.tiles, self.tile_size, self._tiles_refused = None, None, True
+            scopes.tiles, self.tiling, self._tiles_refused = None, None, True
             return True
         if not session_of(trainer).recipe.leaves_open(Checkpointing) or not scopes.undo_regions():
             return False

@@ -129,10 +129,12 @@ class RecoveryPolicy:
             what: names the batch, for people.
         """
         taken = self._without_smaller_parts(trainer, batch)
-        if taken is None and can_cut:
-            taken = self._halve(batch)
-        elif taken is None:
-            taken = self._cut_modules(trainer, batch)
+        if taken is None:
+            taken = self._halve(batch) if can_cut else self._cut_modules(trainer, batch)
+        if taken is None and self._fallbacks is not None:
+            with contextlib.suppress(ValueError):  # the way of training does not allow it
+                taken = self._fallbacks.take_position_tiles(trainer)
+                self.has_new_regions |= taken is not None
         if taken is None:
             return False
         self.num_recovered += 1

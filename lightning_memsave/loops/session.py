@@ -27,6 +27,7 @@ from lightning_memsave.techniques.low_precision import Weights
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import InBackward
 from lightning_memsave.techniques.registry import TECHNIQUES
+from lightning_memsave.techniques.tiling import Tiling
 
 
 class RecipeSource(Protocol):
@@ -199,7 +200,8 @@ class Session:
         if not num_measures and all(policy.limit_elements is None for policy in policies.values()):
             return {}
         refused = {"regions_refused": True} if self.fallbacks.regions_refused else {}
-        tiles = {} if self.fallbacks.tile_size is None else {"tile_size": self.fallbacks.tile_size}
+        tiling = self.fallbacks.tiling
+        tiles = {} if tiling is None else {"tiles": {"dim": tiling.dim, "size": tiling.size}}
         return {
             **refused,
             **tiles,
@@ -212,7 +214,7 @@ class Session:
         if "num_measures" in learned and self.recovery is not None:
             self.fallbacks.num_learned = learned["num_measures"]
             self.fallbacks.regions_refused = learned.get("regions_refused", False)
-            self.fallbacks.tile_size = learned.get("tile_size")
+            self.fallbacks.tiling = Tiling(**learned["tiles"]) if "tiles" in learned else None
             self.recovery.load_state_dict(learned["training"])
             if self.evaluation is not None:
                 self.evaluation.load_state_dict(learned["evaluation"])

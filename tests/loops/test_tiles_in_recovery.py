@@ -162,6 +162,63 @@ def test_a_resumed_run_starts_with_the_tiles_that_were_needed(tmp_path):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
+class HungryForPositions(Hungry):
+    def forward(self, x):
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Long(Base):
+    """A language model whose MLPs are what does not fit."""
+
+    def __init__(self):
+        super().__init__()
+        self.hungry = HungryForPositions()
+        self.table, self.attention = nn.Embedding(50, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 128), self.hungry, nn.GELU(), nn.Linear(128, 8))
+        self.head = nn.Linear(8, 50)
+
+    def training_step(self, batch, batch_idx):
+        ids = batch[1].repeat(1, 4)
+        h = self.table(ids)
+        h = h + self.attention(h, h, h, need_weights=False)[0]
+        loss = F.cross_entropy(self.head(h + self.mlp(h)).flatten(0, 1), ids.flatten())
+        self.log("loss", loss)
+        return loss
+
+
+def test_one_sample_that_is_too_long_goes_on_in_tiles_of_positions(lines, tmp_path):
+    plain, plain_trainer = fit(Long, 10**9)
+    memsave = MemSave()
+    module, trainer = fit(Long, 8, memsave)
+    torch.testing.assert_close(
+        trainer.callback_metrics["loss"], plain_trainer.callback_metrics["loss"], rtol=1e-10, atol=0
+    )
+    assert_same_weights(module, plain)
+    assert "microbatches of at most 1 samples" in str(lines)
+    assert "modules in tiles of positions, where these are independent" in str(lines)
+    assert "modules in tiles of 3 positions, where these are independent" in str(lines)
+    (applied,) = (a for a in memsave.report.applied if a.technique == "tiling")
+    assert applied.summary == "1 module in tiles: 1 x Sequential, at most 3 positions", "of 24, then 12"
+    assert memsave.report.loss_class == "exact"
+    with pytest.raises(OutOfMemoryUnrecoverableError, match="one sample"):
+        fit(Long, 0, MemSave())
+
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    torch.manual_seed(0)
+    resumed, again = Long(), MemSave()
+    resumed.hungry.limit = 8
+    L.Trainer(**QUIET, max_epochs=3, precision="64-true", callbacks=[again]).fit(
+        resumed, data(), ckpt_path=tmp_path / "a.ckpt", weights_only=False
+    )
+    assert list(resumed.hungry.tried) == []
+    assert any(a.technique == "tiling" for a in again.report.applied)
+
+
+def test_a_model_in_which_no_positions_are_alone_fails_as_before():
+    with pytest.raises(OutOfMemoryUnrecoverableError):
+        fit(Dice, 0, MemSave())
+
+
 @pytest.mark.filterwarnings("default:Batches are not cut into microbatches")
 def test_the_warning_names_tiling():
     with pytest.warns(MicrobatchWarning, match=r'relates samples, `tiling="samples"`'):

@@ -140,6 +140,8 @@ class Tiles:
         self._modules = dict(_selected(model, config))
         self.applied = Applied(technique="tiling", summary="no module has run yet", restore=self._restore)
         self._cut: dict[str, str] = {}
+        self.largest = 0
+        """Entries of the largest tile so far."""
         self._refused: dict[str, str] = {}
         for name, module in self._modules.items():
             if is_bound(module, forward):
@@ -166,6 +168,7 @@ class Tiles:
             if not self._cut:
                 self.applied.summary = f"no module in tiles: {'; '.join(self._reasons())}"
             return
+        self.largest = max(self.largest, size)
         self._cut[tiled.name] = f"{tiled.kind}, at most {size} {_in_words(dim)}"
         kinds = "; ".join(f"{count} x {text}" for text, count in Counter(self._cut.values()).items())
         self.applied.summary = f"{counted(len(self._cut), 'module')} in tiles: {kinds}"
