@@ -195,9 +195,9 @@ def _rehearse(trainer: L.Trainer, args: tuple[Any, ...], scope: Callable[[Callab
         if has_fake_parameters(module):  # a prediction
             return trace(args, None)
         # Whatever fails on fake tensors (a step that reads values, a kernel of one's own) is tried on real ones.
-        if has_room():
+        for scope_or_none in dict.fromkeys((scope, None)) if has_room() else ():
             with contextlib.suppress(Exception), outside_kept(module), fake_tensors(module) as fake:
-                return trace(fake(args), None)
+                return trace(fake(args), scope_or_none)
             start.restore()
         with values_kept(args), ParametersKept(module):
             return trace(args, None)

@@ -19,13 +19,14 @@ from lightning_memsave import (
     plan_training,
     predict,
 )
-from lightning_memsave.loops import forward_scope
+from lightning_memsave.loops import forward_scope, planned_checkpointing
 from lightning_memsave.loops.loss_reduction import FEWEST_SAMPLES
 from lightning_memsave.prediction import after_fit, budgeted_run
 from lightning_memsave.prediction.real_run import Trial
 from lightning_memsave.saved_tensors import LogitsAskedError, SavedTensorStore
 from lightning_memsave.saved_tensors.deferred_logits import DeferredLogits
 from lightning_memsave.techniques.activation_compression import has_wide_head
+from lightning_memsave.torch_internals.fake_tensors import is_fake
 
 WIDTH, CLASSES, BATCH, TIME = 16, 2048, 16, 32
 HEAD = "linear-cross-entropy"
@@ -293,6 +294,23 @@ def test_planned_regions_leave_out_the_head_whose_logits_are_not_computed(method
     assert both.peak_bytes <= alone.peak_bytes
     regions = fitted(Words(), "measure", checkpointing=method)[0]
     assert both.peak_bytes < regions.peak_bytes - LOGITS_BYTES
+
+
+def test_where_a_rehearsal_runs_out_of_memory_it_sees_no_logits_on_shapes_either(monkeypatch):
+    plans, trace = [], planned_checkpointing.trace_step
+
+    def limited(module, step, held):
+        if not is_fake(held[0]):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return trace(module, step, held=held)
+
+    monkeypatch.setattr(planned_checkpointing, "trace_step", limited)
+    monkeypatch.setattr(planned_checkpointing.PlannedCheckpointing, "_apply", lambda self, _, plan: plans.append(plan))
+    module = Words()
+    fitted(module, "measure", activations=["exact", HEAD], checkpointing="sqrt")
+    (plan, *_) = plans
+    plain = fitted(Words(), "measure")[0].peak_bytes
+    assert plan.baseline_peak_bytes < plain - LOGITS_BYTES
 
 
 @pytest.mark.parametrize("scale", [1e2, 1e4, 1e6])
