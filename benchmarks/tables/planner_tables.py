@@ -148,6 +148,16 @@ def large() -> str:
     return markdown(head, lines)
 
 
+def sequence() -> str:
+    """Of one sample on a device of 80 GB: the longest one whose step fits."""
+    found = rows("sequence")
+    models = list(dict.fromkeys(row["model"] for row in found))
+    lengths = {(row["model"], row["setting"]): int(row["num_positions"]) for row in found}
+    settings = dict.fromkeys(row["setting"] for row in found)
+    lines = [(setting, *(f"{lengths[model, setting]:,}" for model in models)) for setting in settings]
+    return markdown(("setting", *(model.partition(", bfloat16")[0] for model in models)), lines)
+
+
 def _error(row: Row | None) -> str:
     if row is None:
         return ""

@@ -192,6 +192,8 @@ def _least_part(new: Config | None, old: Config | None) -> dict[str, float]:
         if HEAD in new.written_out and HEAD not in had:  # of which most may be logits
             return {"activations": 0.0, "temporary": 0.0}
         return {"activations": 0.2 if new.codecs == ("exact",) else 0.05}
+    if isinstance(new, Tiling) and new.dim != 0:  # the hidden layer of an MLP may be all that there is
+        return {"activations": 0.02, "temporary": 0.02}
     if isinstance(new, (Checkpointing, Tiling)):
         return {"activations": 0.02, "temporary": 0.5}
     if isinstance(new, OptimizerState):

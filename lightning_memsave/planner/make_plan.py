@@ -15,11 +15,13 @@ from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.planner.search import SCATTER, Found, Search, SearchWatch, in_order
 from lightning_memsave.planner.search_space import (
     MANY_BLOCKS,
+    NOT_TILED,
     OVERHEAD,
     TIERS,
     Choice,
     Dimension,
     Option,
+    Tiled,
     describe,
     dimensions,
 )
@@ -29,6 +31,7 @@ from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.optimizer_state import OptimizerState
 from lightning_memsave.techniques.registry import Config, technique_of
+from lightning_memsave.techniques.tiling import Tiling
 
 Predict = Callable[[Sequence[Config]], Prediction]
 _MAX_CONFIRMATIONS = 4
@@ -68,10 +71,10 @@ class Situation:
     """What recovery notes of a batch's start, which is in no prediction."""
     overhead: float = OVERHEAD
     """The part of a plain step's time that goes into starting operations."""
-    tiled: tuple[str, ...] = ()
+    tiled: Tiled = NOT_TILED
     """Modules that may run in tiles of samples, where microbatches cannot be had without another result."""
-    num_tiled: int = 0
-    """Samples that they are given."""
+    find_positions: Callable[[], Tiled] = Tiled
+    """Finds modules that may run in tiles of positions; asked where nothing else fits."""
     has_wide_head: bool = False
     """Whether the model ends in so many classes that a loss had better not keep logits of them."""
     num_blocks: int = MANY_BLOCKS
@@ -109,14 +112,22 @@ def make_plan(
     budget_bytes = budget.in_bytes(needed_bytes(plain), situation.device_bytes)
     sizes = budget_bytes, needed_bytes(plain)
     fixed = [t for t in recipe.techniques if not _is_open(recipe, t)]
-    search = Search(
-        _open_dimensions(sizes, recipe, situation, recipe.name), predict, fixed, situation.ways, watch=watch
-    )
+
+    table = _open_dimensions(sizes, recipe, situation, recipe.name)
+    search = Search(table, predict, fixed, situation.ways, watch=watch)
     room = budget_bytes - situation.noted_bytes
-    confirmed = None if confirm is None else _Confirmed(search, confirm)
-    found, smallest = _fit(search, room - budget_bytes // _MARGIN, confirmed)
-    if found is None:  # to the byte where that is all there is
-        found, smallest = _fit(search, room, confirmed)
+    found, smallest = _fit_closely(search, room, confirm)
+    may_tile = found is None and not search.is_late and not situation.tiled.modules
+    if may_tile and (tiled := situation.find_positions()).modules:
+        # Beside what takes least so far; with tiles inside, regions of blocks take less than planned ones.
+        least = dict(zip(table, search.lowest() if smallest is None else smallest.choice, strict=True))
+        table = _open_dimensions(sizes, recipe, dataclasses.replace(situation, tiled=tiled), recipe.name)
+        beside = {kind: (least[kind],) for kind in table} | {Tiling: table[Tiling]}
+        if Checkpointing in table:
+            blocks = (option for option in table[Checkpointing] if option.config in (None, Checkpointing()))
+            beside[Checkpointing] = tuple(dict.fromkeys((*blocks, least[Checkpointing])))
+        search = search.among(beside)
+        found, smallest = _fit_closely(search, room, confirm)
     if found is None:
         raise _infeasible(budget, sizes, recipe, situation, search, smallest)
     return _plan(budget, budget_bytes, recipe, situation, plain, search, found)
@@ -138,7 +149,6 @@ def _open_dimensions(
         num_blocks=situation.num_blocks,
         has_wide_head=situation.has_wide_head,
         tiled=situation.tiled,
-        num_tiled=situation.num_tiled,
         noise_bounds=noise_bounds(own) if situation.can_bound_noise else (),
         own=own,
     )
@@ -204,6 +214,13 @@ class _Confirmed:
                 raise
             self._search.refuse(choice, error)
             return None
+
+
+def _fit_closely(search: Search, room_bytes: int, confirm: Predict | None) -> tuple[Found | None, Found | None]:
+    """Return what `_fit` does; to the byte where it finds nothing that leaves a little."""
+    confirmed = None if confirm is None else _Confirmed(search, confirm)
+    found, smallest = _fit(search, room_bytes - room_bytes // _MARGIN, confirmed)
+    return (found, smallest) if found is not None else _fit(search, room_bytes, confirmed)
 
 
 def _fit(search: Search, budget_bytes: int, confirmed: _Confirmed | None) -> tuple[Found | None, Found | None]:
@@ -374,6 +391,10 @@ def _is_free(config: Config, others: Sequence[Config], ways: Sequence[str]) -> b
 
 
 # ---------------------------------------------------------------------------------------------------- no plan
+_MOST_OFFERED = 16
+"""Predictions that tell what another recipe would come to; most of what there is to gain is in the first few."""
+
+
 def _infeasible(
     budget: Budget,
     sizes: tuple[int, int],
@@ -403,11 +424,12 @@ def _infeasible(
     for tier in reversed(later):
         if is_late := search.is_late:
             break
-        other = search.among(_open_dimensions(sizes, recipe, situation, tier))
+        other = search.among(_open_dimensions(sizes, recipe, situation, tier), _MOST_OFFERED)
         peak = other.peak(other.lowest(sizes[0] - situation.noted_bytes)) + situation.noted_bytes
         if peak < lowest:
             size = format_bytes(int(peak))
-            words = f"fits, with {size} or less" if peak <= sizes[0] else f"reaches {size}, too much as well"
+            tried = f" as far as {_MOST_OFFERED} predictions tell" if other.is_exhausted else ""
+            words = f"fits, with {size} or less" if peak <= sizes[0] else f"reaches {size}, too much as well{tried}"
             offers.insert(0, f'"{tier}" {words}')
         if peak > sizes[0]:
             break

@@ -133,9 +133,15 @@ class Search:
         self.num_predictions = 0
         """How many have been made, those that ended in a refusal among them."""
 
-    def among(self, table: Mapping[type[Config], Dimension]) -> Search:
-        """Return a search among other settings of the same dimensions, which shares all predictions with this one."""
-        other = Search(table, self._predict, self._fixed, self._ways, self._max_predictions, self._watch)
+    def among(self, table: Mapping[type[Config], Dimension], most: int | None = None) -> Search:
+        """Return a search among other settings of the same dimensions, which shares all predictions with this one.
+
+        Args:
+            table: the settings.
+            most: predictions that it makes of its own; by default as many as this one.
+        """
+        most = self._max_predictions if most is None else most
+        other = Search(table, self._predict, self._fixed, self._ways, most, self._watch)
         other._known, other._news, other._coded = self._known, self._news, self._coded
         other.refusals, other._least_budgets = self.refusals, self._least_budgets
         other._all = self._all

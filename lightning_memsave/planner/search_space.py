@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_memsave.core.report import LOSS_CLASSES, LossClass
 from lightning_memsave.saved_tensors.codec_names import HEAD, LOSSY
@@ -114,6 +114,20 @@ def overhead_of(num_operations: int | None, seconds: float | None) -> float:
     return max(OVERHEAD, 2.0 ** round(math.log2(share)))
 
 
+class Tiled(NamedTuple):
+    """Modules that may run in tiles."""
+
+    modules: tuple[str, ...] = ()
+    num_entries: int = 0
+    """Samples, or positions, that they are given."""
+    dim: int = 0
+    """Along which they are cut: 0 for samples, 1 for positions."""
+
+
+NOT_TILED = Tiled()
+"""There are none."""
+
+
 def dimensions(
     budget_bytes: int,
     plain_bytes: int,
@@ -125,8 +139,7 @@ def dimensions(
     overhead: float = OVERHEAD,
     num_blocks: int = MANY_BLOCKS,
     has_wide_head: bool = False,
-    tiled: Sequence[str] = (),
-    num_tiled: int = 0,
+    tiled: Tiled = NOT_TILED,
     noise_bounds: Sequence[float] = (),
     own: ActivationCompression | None = None,
 ) -> dict[type[Config], Dimension]:
@@ -142,8 +155,7 @@ def dimensions(
         overhead: the part of a plain step's time that goes into starting its operations.
         num_blocks: that the model repeats: what groups of them inside of groups cost.
         has_wide_head: whether the model ends in so many classes that a loss had better not keep logits of them.
-        tiled: modules that may run in tiles of samples.
-        num_tiled: samples that they are given.
+        tiled: modules that may run in tiles.
         noise_bounds: of a gradient's noise, smaller ones first, for which the codecs of activations are chosen module
             by module; none: one codec for all.
         own: settings of activations that the user has bounded the noise of.
@@ -160,7 +172,7 @@ def dimensions(
         ),
         Microbatching: tuple(_parts(num_samples, is_cut_exact, overhead)),
         ActivationCompression: tuple(_activations(own, noise_bounds, store, has_wide_head)),
-        Tiling: tuple(_tiles(tiled, num_tiled, overhead)),
+        Tiling: tuple(_tiles(tiled, overhead)),
         Checkpointing: (
             Option(text="no regions", strength=0),
             regions_for(budget_bytes, min(_BLOCKS - 0.01, 1.05 + 0.35 * max(0.0, 1 - budget_bytes / plain_bytes))),
@@ -282,17 +294,21 @@ def _parts(num_samples: int | None, is_exact: bool, overhead: float) -> Iterator
         )
 
 
-def _tiles(modules: Sequence[str], num_samples: int, overhead: float) -> Iterator[Option]:
-    """Yield no tiles, then ever smaller ones: a half of the samples, a quarter, down to a sixteenth."""
+def _tiles(tiled: Tiled, overhead: float) -> Iterator[Option]:
+    """Yield no tiles, then ever smaller ones: a half of the samples, a quarter, down to a sixteenth.
+
+    Of positions, a half and an eighth of what is given.
+    """
     yield Option(text="no tiles", strength=0)
-    for num_tiles in (2, 4, 8, 16) if modules else ():
-        size = -(-num_samples // num_tiles)
-        if num_tiles >= 2 * num_samples:
+    modules, num_entries, dim = tiled
+    for num_tiles in () if not modules else (2, 4, 8, 16) if dim == 0 else (2, 8):
+        size = -(-num_entries // num_tiles)
+        if num_tiles >= 2 * num_entries:
             break
         yield Option(
-            text=f"tiling=Tiling(modules={tuple(modules)}, dim=0, size={size})",
-            config=Tiling(modules=tuple(modules), dim=0, size=size),
-            time_factor=_TILES + 2 * overhead * (min(num_tiles, num_samples) - 1),
+            text=f"tiling=Tiling(modules={modules}, dim={dim}, size={size})",
+            config=Tiling(modules=modules, dim=dim, size=size),
+            time_factor=_TILES + 2 * overhead * (min(num_tiles, num_entries) - 1),
             strength=num_tiles,
         )
 

@@ -35,7 +35,7 @@ from lightning_memsave.planner.make_plan import Predict, Situation, make_plan
 from lightning_memsave.planner.memory_budget import Budget, machine_bytes, needed_bytes
 from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.planner.search_space import MANY_BLOCKS, overhead_of
+from lightning_memsave.planner.search_space import MANY_BLOCKS, NOT_TILED, Tiled, overhead_of
 from lightning_memsave.prediction.code_noise import CodeNoise
 from lightning_memsave.prediction.microbatch_extrapolation import as_if_whole, first_microbatches, rest_bytes
 from lightning_memsave.prediction.noise_bounds import CodecChoice, is_bounded
@@ -439,7 +439,7 @@ def _situation(module: L.LightningModule, batch: Batch, recipe: Recipe, trainer:
         trial, own = Trial(module, batch, trainer), recipe.get(Microbatching) or Microbatching()
         cut = trial.cut(own)
         without_logits = trial.cut(own, ActivationCompression(codecs=(HEAD,))) if is_wide else cut
-    is_exact, tiled = not why_not_exact(module), tuple[str, ...]()
+    is_exact, tiled = not why_not_exact(module), NOT_TILED
     if recipe.leaves_open(Tiling) and num_samples is not None and (cut.why_not or not is_exact):
         tiled = Trial(module, batch, trainer).tiled()
     if trainer is not None and trainer.world_size > 1:  # a process may have another batch, and all make one plan
@@ -456,7 +456,7 @@ def _situation(module: L.LightningModule, batch: Batch, recipe: Recipe, trainer:
         asking_bytes=(cut.asking_bytes, without_logits.asking_bytes),
         is_cut_exact=is_exact,
         tiled=tiled,
-        num_tiled=num_samples or 0,
+        find_positions=Trial(module, batch, trainer).tiled_positions if recipe.leaves_open(Tiling) else Tiled,
         device_type=device.type,
         device_bytes=device_bytes,
         ways=() if trainer is None else tuple(ways_of_training(trainer)),

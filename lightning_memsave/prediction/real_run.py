@@ -34,16 +34,21 @@ from lightning_memsave.measuring import allocator
 from lightning_memsave.measuring.ledger import Ledger, Measurement
 from lightning_memsave.measuring.profiler_peak import AllocationProfile
 from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.planner.search_space import NOT_TILED, Tiled
 from lightning_memsave.prediction.dry_run import DoneError, enough_steps, fit, nothing_around, silence
 from lightning_memsave.prediction.microbatch_extrapolation import as_if_whole, first_microbatches, rest_bytes
+from lightning_memsave.saved_tensors.codec_names import HEAD
 from lightning_memsave.saved_tensors.randomness import Randomness
 from lightning_memsave.simulation.global_state_guard import names_kept
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.strategies.memsave_mixin import adopt
+from lightning_memsave.techniques.activation_compression import ActivationCompression
+from lightning_memsave.techniques.checkpointing import Checkpointing
+from lightning_memsave.techniques.checkpointing.region_selection import repeated_blocks
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError, batch_size
 from lightning_memsave.techniques.microbatching.split import take
 from lightning_memsave.techniques.registry import Config
-from lightning_memsave.techniques.tiling import Tiling
+from lightning_memsave.techniques.tiling import Tiles, Tiling
 from lightning_memsave.torch_internals.model_copies import collect_copies, copied
 from lightning_memsave.torch_internals.private_names import require
 
@@ -118,19 +123,46 @@ class Trial:
             )
         return Cut(step.state.cutter.why_whole, step.asking_bytes // min(few, max(few // 2, FEWEST_SAMPLES)))
 
-    def tiled(self) -> tuple[str, ...]:
+    def tiled(self) -> Tiled:
         """Return the modules that treat samples independently, the outermost, as far as a few samples tell."""
         try:
             num_samples = batch_size(self._batch)
         except UnsplittableBatchError:
-            return ()
+            return NOT_TILED
         few = min(8, num_samples)
-        step = OneStep(Recipe("trial", (Tiling(dim=0, size=max(1, few // 2)),)))
+        tiles = self._tiles(take(self._batch, 0, few, num_samples), Tiling(dim=0, size=max(1, few // 2)))
+        return NOT_TILED if tiles is None else Tiled(self._names(tiles), num_samples, dim=0)
+
+    def tiled_positions(self) -> Tiled:
+        """Return the modules that treat positions independently, the outermost, as far as one sample tells.
+
+        What rank 0 finds holds for all.
+        """
+        try:
+            one = take(self._batch, 0, 1, batch_size(self._batch))
+        except UnsplittableBatchError:
+            one = self._batch
+        others: list[Config] = [ActivationCompression(codecs=("exact", HEAD))]
+        if repeated_blocks(self._module):
+            others.append(Checkpointing())
+        tiles = self._tiles(one, Tiling(dim=1), *others)
+        found = NOT_TILED if tiles is None else Tiled(self._names(tiles), 2 * tiles.largest, dim=1)
+        if self._trainer is not None and self._trainer.world_size > 1:
+            found = self._trainer.strategy.broadcast(found)
+        return found
+
+    def _tiles(self, batch: Batch, config: Tiling, *others: Config) -> Tiles | None:
+        """Return what a step in tiles has cut."""
+        step = OneStep(Recipe("trial", (*others, config)))
         with contextlib.suppress(ValueError):  # tiles, or few samples, cannot be had
-            if self._has_room(step, take(self._batch, 0, few, num_samples)) and step.state.scopes.tiles is not None:
-                classes = {type(module).__name__ for module in self._module.modules()}
-                return tuple(name for name in step.state.scopes.tiles.cut if name not in classes)
-        return ()
+            if self._has_room(step, batch):
+                return step.state.scopes.tiles
+        return None
+
+    def _names(self, tiles: Tiles) -> tuple[str, ...]:
+        """Return the names of the modules that run in tiles, as selectors of these alone."""
+        classes = {type(module).__name__ for module in self._module.modules()}
+        return tuple(name for name in tiles.cut if name not in classes)
 
     def run(self, steps: OneStep) -> bool:
         """Train a copy until `steps` ends that; `False` where memory ran out."""

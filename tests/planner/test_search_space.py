@@ -14,6 +14,7 @@ from lightning_memsave.planner.search_space import (
     OVERHEAD,
     TIERS,
     Option,
+    Tiled,
     describe,
     dimensions,
     levels,
@@ -135,7 +136,7 @@ def test_off_comes_first_and_costs_nothing():
 
 def test_a_text_is_what_a_user_writes_for_the_config():
     names = {"MemSave": MemSave, "OptimizerState": OptimizerState, "Checkpointing": Checkpointing, "Tiling": Tiling}
-    about = {"has_wide_head": True, "tiled": ["net"], "num_tiled": 64}
+    about = {"has_wide_head": True, "tiled": Tiled(("net",), 64)}
     tables = [*table("extreme").values(), *table("extreme", **about).values()]
     options = [option for options in tables for option in options if option.config is not None]
     assert len(options) > 40
@@ -161,10 +162,10 @@ def test_of_settings_without_a_known_strength_nothing_is_said_but_that_off_is_th
     ("num_samples", "sizes"), [(64, [32, 16, 8, 4]), (5, [3, 2, 1]), (2, [1]), (100, [50, 25, 13, 7])]
 )
 def test_tiles_are_of_a_half_to_a_sixteenth_of_the_samples(num_samples, sizes):
-    options = table("lossless", tiled=["a", "b"], num_tiled=num_samples)[Tiling]
+    options = table("lossless", tiled=Tiled(("a", "b"), num_samples))[Tiling]
     assert [option.config for option in options[1:]] == [Tiling(modules=("a", "b"), dim=0, size=size) for size in sizes]
     assert {option.loss_class for option in options} == {"exact"}
-    assert [option.text for option in table("lossless", num_tiled=num_samples)[Tiling]] == ["no tiles"]
+    assert [option.text for option in table("lossless", tiled=Tiled((), num_samples))[Tiling]] == ["no tiles"]
 
 
 TILED = [row for row in rows("tiling") if "tiles of" in row["setting"] and "positions" not in row["setting"]]
@@ -178,7 +179,7 @@ def test_tiles_cost_what_was_measured_within_a_third(row):
     options = dimensions(
         *(1000, 2000),
         **{"tier": "lossless", "num_samples": None, "is_cut_exact": False, "overhead": overhead},
-        **{"tiled": ["net"], "num_tiled": num_samples},
+        tiled=Tiled(("net",), num_samples),
     )[Tiling]
     size = int(row["setting"].split()[2])
     found = [option.time_factor for option in options if option.config and option.config.size == size]

@@ -23,7 +23,7 @@ from lightning_memsave import (
 )
 from lightning_memsave.core.errors import MicrobatchWarning
 from lightning_memsave.planner.memory_budget import machine_bytes
-from lightning_memsave.planner.search_space import MANY_BLOCKS
+from lightning_memsave.planner.search_space import MANY_BLOCKS, NOT_TILED, Tiled
 from lightning_memsave.prediction.budgeted_run import _situation
 from lightning_memsave.prediction.real_run import Cut, Trial
 
@@ -203,7 +203,7 @@ def test_what_one_process_finds_of_cutting_holds_for_all():
     assert exchanged == [(Cut(), SAMPLES, ())]
     assert situation.why_whole == "Batches are not cut into microbatches: of rank 0"
     assert (situation.num_samples, situation.asking_bytes) == (None, (3, 0))
-    assert (situation.tiled, situation.num_tiled) == (("net",), 7)
+    assert situation.tiled == Tiled(("net",), 7)
     assert situation.device_bytes == machine_bytes() - 1  # what the smallest of them has
 
 
@@ -298,14 +298,69 @@ class Mixes(Contrastive):
 
 @pytest.mark.parametrize(("make", "expected"), [(Contrastive, ("net",)), (ByHand, ("net",)), (Mixes, ())])
 def test_a_few_samples_tell_which_modules_may_run_in_tiles(make, expected):
-    assert Trial(make(), batch()).tiled() == expected
+    assert Trial(make(), batch()).tiled().modules == expected
+
+
+QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+QUIET |= {"enable_model_summary": False}
+
+
+class Long(L.LightningModule):
+    """An MLP over few and long samples, whose positions are related before it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mlp = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 16))
+
+    def training_step(self, batch, batch_idx):
+        h = batch + batch.cumsum(1) / batch.shape[1]
+        return (h + self.mlp(h)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("small_bytes", [0, 2**30], ids=["shapes", "real steps"])
+def test_a_budget_that_one_sample_is_too_long_for_takes_tiles_of_positions(small_bytes, monkeypatch):
+    monkeypatch.setattr("lightning_memsave.prediction.budgeted_run.SMALL_BYTES", small_bytes)
+
+    def fit(*callbacks):
+        module = Long()
+        trainer = L.Trainer(max_steps=3, callbacks=[*callbacks], **QUIET)
+        trainer.fit(module, DataLoader(torch.randn(3, 1024, 16, generator=torch.Generator().manual_seed(0)), 1))
+        return module
+
+    least = MemSave(budget="0.01x")
+    with pytest.raises(ValueError, match="`budget` must be at least") as refused:
+        fit(least)
+    assert "dim=1" in str(refused.value)
+    num_bytes = int(str(refused.value).split(" bytes)")[0].split("(")[-1])
+    without = MemSave(budget=num_bytes, tiling=False)
+    with pytest.raises(ValueError, match="`budget` must be at least"):
+        fit(without)
+    memsave = MemSave(budget=num_bytes)
+    ours, plain = fit(memsave), fit()
+    (tiles,) = [config for config in memsave.plan.techniques if isinstance(config, Tiling)]
+    assert (tiles.modules, tiles.dim) == (("mlp",), 1)
+    assert memsave.report.loss_class == "exact"
+    assert memsave.report.peak_bytes + memsave.plan.workspace_bytes <= num_bytes
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_positions_are_asked_for_only_where_nothing_else_fits(monkeypatch):
+    monkeypatch.setattr(Trial, "tiled_positions", lambda self: pytest.fail("a step for nothing"))
+    memsave = MemSave(budget="0.7x")
+    L.Trainer(max_steps=1, callbacks=[memsave], **QUIET).fit(Long(), DataLoader(torch.randn(2, 1024, 16), 2))
+    assert memsave.plan is not None
 
 
 def test_where_batches_are_cut_exactly_no_tiles_are_looked_for(monkeypatch):
     monkeypatch.setattr(Trial, "tiled", lambda self: pytest.fail("a step for nothing"))
-    assert _situation(Plain(), batch(), Recipe("mine"), None).tiled == ()
+    assert _situation(Plain(), batch(), Recipe("mine"), None).tiled == NOT_TILED
     switched_off = Recipe("mine", (), (Tiling,))
-    assert _situation(Contrastive(), batch(), switched_off, None).tiled == ()
+    assert _situation(Contrastive(), batch(), switched_off, None).tiled == NOT_TILED
 
 
 def test_the_smallest_peak_that_a_refusal_names_is_enough_and_is_that_of_the_best_regions():
