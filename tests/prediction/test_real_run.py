@@ -200,7 +200,7 @@ def test_what_one_process_finds_of_cutting_holds_for_all():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_memsave.prediction.budgeted_run.ways_of_training", lambda trainer: [])
         situation = _situation(Plain(), batch(), recipe, trainer)
-    assert exchanged == [(Cut(), SAMPLES, ())]
+    assert exchanged == [(Cut(), SAMPLES, NOT_TILED)]
     assert situation.why_whole == "Batches are not cut into microbatches: of rank 0"
     assert (situation.num_samples, situation.asking_bytes) == (None, (3, 0))
     assert situation.tiled == Tiled(("net",), 7)
