@@ -187,7 +187,7 @@ def test_what_one_process_finds_of_cutting_holds_for_all():
 
         def broadcast(self, found):
             exchanged.append(found)
-            return Cut("of rank 0", 3), 7, ("net",)
+            return Cut("of rank 0", 3), 7, Tiled(("net",), 7)
 
         def reduce(self, found, reduce_op):
             assert reduce_op == "min"
