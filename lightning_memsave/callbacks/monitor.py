@@ -36,7 +36,6 @@ _log = logging.getLogger("lightning.pytorch.memsave")
 PEAK = "memsave/peak_bytes"
 HEADLINES = (PEAK, "memsave/factor", "memsave/step_seconds", "memsave/microbatch_size")
 _LEAST = ("memsave/factor", "memsave/microbatch_size")  # of the rank that needs the most
-_FIRST_EVALUATED = (1, 2)
 _NUM_BATCHES_OF_SNAPSHOT = 3
 IN_PROGRESS_BAR = ("memsave/peak_mib", "memsave/factor")
 
@@ -75,7 +74,7 @@ class MemoryMonitor(Callback):
         self._every, self._workspace = every, workspace
         self._snapshot_path = snapshot
         self._snapshot: Snapshot | None = None
-        self._meter, self._evaluation_meter = Meter(every, workspace=workspace), Meter(every, first=_FIRST_EVALUATED)
+        self._meter, self._evaluation_meter = Meter(every, workspace=workspace), _evaluation_meter(every)
         self._leader: MemoryMonitor | None = None
         self._followers: list[MemoryMonitor] = []
         self._has_figures_to_log = False
@@ -156,7 +155,7 @@ class MemoryMonitor(Callback):
         # How to measure is said by the first plain monitor, beside a MemSave as well.
         settings = next((c for c in monitors if type(c) is MemoryMonitor), self)
         self._meter = Meter(settings._every, workspace=settings._workspace)
-        self._evaluation_meter = Meter(settings._every, first=_FIRST_EVALUATED)
+        self._evaluation_meter = _evaluation_meter(settings._every)
         self._current = {}
         self._growth = GrowthWatch()
         self._batch, self._num_batches = None, 0
@@ -351,6 +350,10 @@ class MemoryMonitor(Callback):
 
     def _config(self) -> dict[str, Any]:
         return {"recipe": None, "every": self._meter.every}
+
+
+def _evaluation_meter(every: int) -> Meter:
+    return Meter(every, first=(1, 2), is_timed=False)
 
 
 def with_baseline(measured: MemoryReport, baseline: MemoryReport | Prediction) -> MemoryReport:

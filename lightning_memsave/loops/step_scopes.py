@@ -81,8 +81,10 @@ class StepScopes:
 
     def close(self) -> None:
         """Give the model back as it was; what was done stays on record."""
-        if self.activations is not None:
-            self.activations.close()
+        for scope in (self.activations, self.evaluated):
+            if scope is not None:
+                scope.close()
+        self.evaluated = None
         self.undo_regions()
         if self.tiles is not None:
             self.tiles.applied.undo()

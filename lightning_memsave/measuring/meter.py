@@ -40,14 +40,17 @@ class Meter:
         every: measure every this many steps, besides the first ones.
         workspace: profile the step after each measured one, to learn the workspace inside kernels (CPU only).
         first: the first steps that are measured; of training not the very first, in which optimizers make their state.
+        is_timed: whether steps that are not measured are timed.
     """
 
-    def __init__(self, every: int = 200, *, workspace: bool = False, first: tuple[int, ...] = (2, 3)) -> None:
+    def __init__(
+        self, every: int = 200, *, workspace: bool = False, first: tuple[int, ...] = (2, 3), is_timed: bool = True
+    ) -> None:
         if every < 1:
             raise setting_error("every", "must be a positive integer", every, "Use 200, or 1 to measure each step.")
         if workspace and every < 2:
             raise setting_error("every", "must be 2 or more with `workspace=True`", every, "The next step is profiled.")
-        self.every, self._first = every, first
+        self.every, self._first, self._has_clock = every, first, is_timed
         self._workspace = workspace
         self._ledger: Ledger | None = None
         self._held: Measurement | None = None  # when the step began, if it is left to the allocator
@@ -124,7 +127,7 @@ class Meter:
         elif self._workspace and self._profile_next is not None and device.type == "cpu" and self._is_its_like:
             self._leave_to_allocator(Ledger(device).watching(model, optimizers, batch))
         self._num_samples = num_samples
-        self._stop = _stopwatch(device)
+        self._stop = _stopwatch(device) if self._has_clock else _no_stopwatch
 
     def _leave_to_allocator(self, ledger: Ledger) -> Measurement | None:
         """Return what there is when the step begins.
@@ -293,6 +296,10 @@ def stop_measuring() -> bool:
 
 Seconds = Callable[[], float]
 """Tells how long something took; may wait for a device to have done it."""
+
+
+def _no_stopwatch() -> Seconds:
+    return float  # 0 seconds
 
 
 def _stopwatch(device: torch.device) -> Callable[[], Seconds]:

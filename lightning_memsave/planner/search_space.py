@@ -297,11 +297,11 @@ def _parts(num_samples: int | None, is_exact: bool, overhead: float) -> Iterator
 def _tiles(tiled: Tiled, overhead: float) -> Iterator[Option]:
     """Yield no tiles, then ever smaller ones: a half of the samples, a quarter, down to a sixteenth.
 
-    Of positions, a half and an eighth of what is given.
+    Of positions, a quarter and a sixteenth.
     """
     yield Option(text="no tiles", strength=0)
     modules, num_entries, dim = tiled
-    for num_tiles in () if not modules else (2, 4, 8, 16) if dim == 0 else (2, 8):
+    for num_tiles in () if not modules else (2, 4, 8, 16) if dim == 0 else (4, 16):
         size = -(-num_entries // num_tiles)
         if num_tiles >= 2 * num_entries:
             break

@@ -146,7 +146,7 @@ class Trial:
         if repeated_blocks(self._module):
             others.append(Checkpointing())
         tiles = self._tiles(one, Tiling(dim=1), *others)
-        found = NOT_TILED if tiles is None else Tiled(self._names(tiles), 2 * tiles.largest, dim=1)
+        found = NOT_TILED if tiles is None else Tiled(self._names(tiles), tiles.longest, dim=1)
         if self._trainer is not None and self._trainer.world_size > 1:
             found = self._trainer.strategy.broadcast(found)
         return found

@@ -2,9 +2,9 @@
 
 A Linear whose output is much wider than its input, [..., D] to [..., C], is not computed where it is called: the call
 returns `DeferredLogits`, which has the output's shape and dtype, and refers to the Linear's input. Views, slices of
-positions, casts to a wider dtype, copies and `log_softmax` of it return `DeferredLogits` as well, with the same done to
-the input. A loss that the store answers (`linear_cross_entropy`) takes input and weight from it, so that the logits of
-a few classes are all that ever exists of them.
+positions, casts to a wider dtype, copies, scaling and `log_softmax` of it return `DeferredLogits` as well
+(`logits_rules.py`). A loss that the store answers (`linear_cross_entropy`) takes input and weight from it, so that the
+logits of a few classes are all that ever exists of them.
 
 Any other function of torch's gets the plain output: it is computed when the first one asks, with the graph that the
 plain call would have, and the views before it are done again, so that functions that edit or hook it find what they
@@ -77,6 +77,10 @@ class HeadCall:
     def is_unchanged(self) -> bool:
         """Whether input and parameters are what they were."""
         return self._versions() == self._made_of
+
+    def is_made_of(self, key: int) -> bool:
+        """Return whether a storage is the input's or a parameter's."""
+        return any(key == own for own, _ in self._made_of)
 
     def note_loss(self) -> None:
         """Note that a loss was computed of it."""
@@ -208,6 +212,7 @@ class DeferredLogits(Tensor):
         """Compute it, when what it follows from has been."""
         if self._found is None:
             self._found = self._recipe()
+            self._recipe = _computed  # which held what this follows from
 
     def read(self) -> Tensor:
         """Return the plain tensor.
@@ -256,6 +261,10 @@ class DeferredLogits(Tensor):
         """Run an operation that was called below torch's functions, on the plain values."""
         args, kwargs = tree_map(_values, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _computed() -> Tensor:
+    raise AssertionError("it was computed")
 
 
 def _values(value: Any) -> Any:
@@ -356,6 +365,18 @@ def read_before_change(parameter: Any) -> None:
             call.begin_to_read()
 
 
+def read_before_edit(edited: Any) -> None:
+    """Compute the logits without a graph that follow from what is about to be edited in place, as in plain torch.
+
+    With a graph, backward would find that the weight has changed, in plain torch as well.
+    """
+    pending = [call for call in _calls if not (call.has_graph or call.is_read)]
+    key = storage_key(edited) if pending and isinstance(edited, Tensor) else None
+    for call in pending:
+        if key is not None and call.is_made_of(key):
+            call.begin_to_read()
+
+
 _calls: weakref.WeakSet[HeadCall] = weakref.WeakSet()
 
 
@@ -392,6 +413,8 @@ def deferred(func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
     if found is None or found is given:
         return None if found is None else logits
     others = [each.clone() if isinstance(each, Tensor) else each for each in others]  # a mask, as it is now
+    if found.form.is_log and not given.form.is_log:  # it may be computed where autocast does not say so
+        kwargs = {**kwargs, "dtype": found.form.dtype}
 
     def recipe() -> Tensor:
         logits.compute()

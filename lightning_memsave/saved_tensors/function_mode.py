@@ -24,6 +24,7 @@ from lightning_memsave.saved_tensors.deferred_logits import (
     holds_pending,
     is_shown,
     read_before_change,
+    read_before_edit,
     refuse_gradient,
 )
 from lightning_memsave.saved_tensors.encodings import Fidelity, WindowIndex
@@ -176,6 +177,8 @@ class CallTracker(TorchFunctionMode):
         """Tell of tensors that the call is about to edit."""
         before_edit = self._before_edit()
         for tensor in edited if isinstance(edited, (list, tuple)) else (edited,):
+            with self:  # which is off in here
+                read_before_edit(tensor)
             if before_edit is not None and isinstance(tensor, Tensor) and _has_storage(tensor):
                 self.edited.add(storage_key(tensor))
                 before_edit(tensor)

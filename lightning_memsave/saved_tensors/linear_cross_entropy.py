@@ -170,7 +170,7 @@ def _chunks(head: Head, form: Form) -> Iterator[slice]:
 
     Half as many where their gradient needs a graph of its own.
     """
-    numel = _chunk_numel(head.input) // (1 + form.is_curved)
+    numel = _chunk_numel(head.input) // (1 + form.changes_gradient)
     num_classes, size = len(head.weight), max(1, numel // max(1, *head.input.shape))
     starts = range(0, num_classes, size)
     for start in starts[:_ENOUGH] if is_fake(head.input) else starts:
@@ -187,10 +187,10 @@ def _output_of(head: Head, some: slice) -> Tensor:
     return F.linear(rows, weight[some].to(rows.dtype), None if bias is None else bias[some].to(rows.dtype))
 
 
-def _mapped(form: Form, output: Tensor, some: slice) -> Tensor:
+def _logits_of(form: Form, output: Tensor, some: slice) -> Tensor:
     """Return the logits of some classes, with a graph where their gradient is not that of the Linear's output."""
-    with torch.set_grad_enabled(form.is_curved):
-        return form.mapped(output.requires_grad_(form.is_curved), some)
+    with torch.set_grad_enabled(form.changes_gradient):
+        return form.mapped(output.requires_grad_(form.changes_gradient), some)
 
 
 def _place_in(some: slice, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,8 +255,8 @@ def _gradients(
     seen = torch.zeros_like(lse) if _is_reproducible(rows) else None
     for some in _chunks(head, form):
         output = _output_of(head, some)  # [N, D] @ [D, c]
-        mapped = _mapped(form, output, some)
-        z = mapped.detach().to(wide, copy=form.is_curved)
+        logits = _logits_of(form, output, some)
+        z = logits.detach().to(wide, copy=form.changes_gradient)
         z.sub_(lse[:, None]).exp_()
         if seen is not None:
             seen += z.sum(1)
@@ -265,8 +265,8 @@ def _gradients(
             z.addr_(even, z.new_ones(z.shape[1]) if by_class is None else by_class[some], alpha=-1)
         place, is_here = _place_in(some, index)
         z.scatter_add_(1, place[:, None], own.where(is_here, 0).neg()[:, None])
-        if form.is_curved:
-            (z,) = torch.autograd.grad(mapped, output, z.to(mapped.dtype))
+        if form.changes_gradient:
+            (z,) = torch.autograd.grad(logits, output, z.to(logits.dtype))
         z = z.to(rows.dtype)
         if of_weight is not None:
             of_weight[some] = z.T @ rows  # [c, N] @ [N, D]

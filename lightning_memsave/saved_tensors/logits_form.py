@@ -17,12 +17,12 @@ class Map(NamedTuple):
 
     func: Callable[..., Tensor]
     args: tuple[Any, ...]
-    """Numbers, a dtype, and constants: [], or [C]."""
+    """Numbers, a dtype, and constants: [], [1], or [C]."""
 
     def of(self, logits: Tensor, some: slice) -> Tensor:
         """Return the function of `some` classes' logits, [..., c]."""
         return self.func(
-            logits, *(each[some] if isinstance(each, Tensor) and each.dim() else each for each in self.args)
+            logits, *(each[some] if isinstance(each, Tensor) and each.numel() > 1 else each for each in self.args)
         )
 
 
@@ -41,7 +41,7 @@ class Form(NamedTuple):
         return self._replace(maps=(*self.maps, last), dtype=dtype)
 
     @property
-    def is_curved(self) -> bool:
+    def changes_gradient(self) -> bool:
         """Whether the Linear's output has another gradient than the logits."""
         return any(each.func is not Tensor.to for each in self.maps)
 

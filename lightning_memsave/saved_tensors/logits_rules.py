@@ -166,20 +166,20 @@ def _mapped(z: Rows, func: Any, args: Any, kwargs: Any) -> _Found:
 
 
 def _constant(z: Rows, value: Any) -> Any:
-    """Return a number, or a copy of a constant, [] or [C]; `None` for anything else."""
+    """Return a number, or a copy of a constant, [], [1] or [C]; `None` for anything else."""
     if isinstance(value, (int, float)):
         return value
     if not isinstance(value, Tensor) or value.requires_grad or not (is_plain(value) or is_plain(value, nn.Parameter)):
         return None
-    of_each_class = z.has_classes_last and value.dim() <= z.rows.dim() and value.numel() == z.num_classes
-    if value.dim() and not (of_each_class and value.shape[-1] == z.num_classes):
+    of_each_class = z.has_classes_last and value.numel() == z.num_classes and value.shape[-1] == z.num_classes
+    if value.dim() > z.rows.dim() or not (value.numel() == 1 or of_each_class):
         return None
     return value.detach().flatten().clone() if value.dim() else value.detach().clone()
 
 
 _OF_SIZES = (Tensor.view, Tensor.reshape, torch.reshape)
 _CASTS = {Tensor.float: torch.float32, Tensor.double: torch.float64}
-_OF_ONE = (torch.tanh, Tensor.tanh)
+_OF_ONE = (torch.tanh, Tensor.tanh, torch.neg, Tensor.neg, Tensor.__neg__)
 _RULES: dict[Any, Callable[[Rows, Any, Any, Any], _Found]] = {
     **dict.fromkeys((*_OF_SIZES, Tensor.flatten, torch.flatten, Tensor.squeeze, Tensor.unsqueeze), _reshaped),
     Tensor.__getitem__: _indexed,
@@ -188,8 +188,10 @@ _RULES: dict[Any, Callable[[Rows, Any, Any, Any], _Found]] = {
     **dict.fromkeys((*_CASTS, Tensor.to, Tensor.type), _cast),
     **dict.fromkeys((Tensor.contiguous, Tensor.clone), _copied),
     **dict.fromkeys((F.log_softmax, Tensor.log_softmax, torch.log_softmax), _normalised),
-    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _mapped),
-    **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__, *_OF_ONE), _mapped),
+    **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__), _mapped),
+    **dict.fromkeys((torch.div, torch.divide, torch.true_divide, *_OF_ONE), _mapped),
+    **dict.fromkeys((Tensor.div, Tensor.divide, Tensor.true_divide, Tensor.__truediv__), _mapped),
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _mapped),
-    **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _mapped),
+    **dict.fromkeys((torch.sub, torch.subtract, Tensor.sub, Tensor.subtract), _mapped),
+    **dict.fromkeys((Tensor.__sub__, Tensor.__rsub__), _mapped),
 }

@@ -116,7 +116,7 @@ class SavedTensorStore:
         self.within: list[Fidelity] = []
         """Fidelities that the codecs of the running modules ask for, the innermost last."""
         self._recent = Recent()
-        self._heads, self._evaluated_heads = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self._heads, self._heads_in_evaluation = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._depth, self._is_evaluating = 0, False
         self._begin()
 
@@ -213,7 +213,7 @@ class SavedTensorStore:
         return dropout(call) if call.name == "dropout" else linear_cross_entropy(call, self._calls)
 
     def _deferred(self, call: Call) -> DeferredLogits | None:
-        heads = self._evaluated_heads if self._is_evaluating else self._heads
+        heads = self._heads_in_evaluation if self._is_evaluating else self._heads
         found = defer(call, heads) if self.weights_stay and not self.within else None
         if found is not None:
             self._head_calls.append(weakref.ref(found.call))

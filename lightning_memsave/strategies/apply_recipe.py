@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ from lightning_memsave.loops.session import Session
 from lightning_memsave.loops.sparse_training import SparseTraining
 from lightning_memsave.saved_tensors.codec_names import HEAD
 from lightning_memsave.strategies.precision_plugin import lower_precision
-from lightning_memsave.techniques.activation_compression import ActivationCompression
+from lightning_memsave.techniques.activation_compression import ActivationCompression, has_wide_head
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_store
 from lightning_memsave.techniques.low_precision import LowPrecision
 from lightning_memsave.techniques.low_rank import LowRank
@@ -54,8 +55,11 @@ def apply_to_steps(session: Session, trainer: L.Trainer) -> None:
 
 def apply_to_evaluation(session: Session, trainer: L.Trainer) -> None:
     """Open what validation, test and prediction run in, where there is no fit."""
-    config = session.recipe.get(ActivationCompression)
-    if config is not None and HEAD in config.written_out and may_drop_logits(trainer.lightning_module):
+    config, module = session.recipe.get(ActivationCompression), trainer.lightning_module
+    is_default = ActivationCompression in session.recipe.by_default
+    if config is None or HEAD not in config.written_out or (is_default and not has_wide_head(module)):
+        return
+    with suppress(ValueError):  # most of the model is compiled
         session.scopes.evaluated = ForwardScope(trainer, ActivationCompression(codecs=(HEAD,)))
 
 

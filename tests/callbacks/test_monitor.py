@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import pickle
 import time
 
 import lightning as L
@@ -318,3 +319,9 @@ def test_a_validation_that_fails_is_explained_with_what_it_had(messages):
     (text,) = messages
     assert "memsave: out of memory. OutOfMemoryError: CUDA out of memory." in text
     assert "Highest measured step" in text
+
+
+def test_a_monitor_can_be_pickled_after_validation():
+    monitor = MemoryMonitor()
+    fit(Validated(), monitor, limit_val_batches=3)
+    assert pickle.loads(pickle.dumps(monitor)).report == monitor.report

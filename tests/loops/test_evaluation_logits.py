@@ -134,3 +134,35 @@ def test_an_input_that_is_edited_after_the_head_is_as_it_was(what, products):
         found.append(float(trainer.callback_metrics["loss"]))
     assert products == []
     assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("what", ["fit", "validate"])
+def test_a_step_that_compares_two_sets_of_weights_finds_the_logits_of_each(what):
+    class Compared(Validated):
+        def loss_and_more(self, batch):
+            logits, live = self.head(self.embedding(batch)), self.head.weight.clone()
+            with torch.no_grad():
+                self.head.weight.mul_(0.5)
+            average = self.head(self.embedding(batch))
+            with torch.no_grad():
+                self.head.weight.copy_(live)
+            losses = [torch.nn.functional.cross_entropy(z.flatten(0, 1), batch.flatten()) for z in (logits, average)]
+            return {"loss": losses[0] + 10 * losses[1]}
+
+    found = []
+    for callbacks in [], [MemSave("exact")]:
+        module, trainer = Compared(), L.Trainer(**FIT, callbacks=callbacks)
+        module.on_fit_start()
+        getattr(trainer, what)(module, *[DataLoader(words(), 4)] * (2 if what == "fit" else 1))
+        found.append(float(trainer.callback_metrics["loss"]))
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+def test_evaluation_leaves_nothing_on_compiled_modules():
+    module = Validated()
+    module.on_fit_start()
+    module.blocks.compile(backend="eager")
+    before = module.blocks._compiled_call_impl
+    for _ in range(2):
+        L.Trainer(**FIT, callbacks=[MemSave("exact")]).validate(module, DataLoader(words(), 4), verbose=False)
+    assert module.blocks._compiled_call_impl is before

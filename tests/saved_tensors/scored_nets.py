@@ -76,6 +76,7 @@ LOSSES = {
     "scaled": lambda z, y: F.cross_entropy((2 * z * 0.3 / torch.tensor(0.7)).flatten(0, 1), y.flatten()),
     "softcap": lambda z, y: F.cross_entropy(30 * torch.tanh(z / 30).flatten(0, 1), y.flatten(), label_smoothing=0.1),
     "softcap, transposed": lambda z, y: F.cross_entropy(z.transpose(1, 2).div(3).tanh().mul(3), y),
+    "turned": lambda z, y: F.cross_entropy((1 - -z / torch.ones(1, dtype=z.dtype)).flatten(0, 1), y.flatten()),
     "constants": lambda z, y: F.cross_entropy((z - 1 + constants(z)).view(-1, CLASSES).tanh(), y.view(-1)),
     "softcap, log_softmax": lambda z, y: F.nll_loss((5 * (z / 5).tanh()).log_softmax(-1).flatten(0, 1), y.flatten()),
     "two losses": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()) + F.cross_entropy(z[:, 0], y[:, 1]),

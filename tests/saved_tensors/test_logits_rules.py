@@ -157,3 +157,40 @@ def check_model(model, products):
         assert (a - b).norm() <= 3e-6 * b.norm() + 1e-9
     assert torch.equal(out.logits.argmax(-1), plain_out.logits.argmax(-1))
     assert len(products) == 1
+
+
+def test_log_probabilities_that_are_read_have_the_dtype_of_autocast(monkeypatch):
+    """On CUDA it computes them in float32; here it is told to."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def cast(x, dim, dtype=None):
+        with torch.autocast("cpu", enabled=False):
+            return torch.log_softmax(x.float(), dim, dtype=dtype)
+
+    library.impl("log_softmax.int", cast, "AutocastCPU")
+    try:
+        model, entropy = Scored(torch.float32), lambda lp: -(lp.exp() * lp).sum(-1).mean()
+        loss_of = lambda z, y: entropy(F.log_softmax(z, -1))  # noqa: E731
+        plain_loss, _, plain = step(model, loss_of, dtype=torch.bfloat16)
+        loss, _, ours = step(model, loss_of, store_of(model), dtype=torch.bfloat16)
+    finally:
+        library._destroy()
+    assert torch.equal(loss, plain_loss)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+@pytest.mark.parametrize("name", ["capped", "scaled"])
+def test_logits_that_are_read_take_no_more_than_in_plain_torch(name):
+    model, ids = Scored(torch.float32), some_ids()
+    scored = {"capped": lambda z: 30 * torch.tanh(z / 30), "scaled": lambda z: z / 2}[name]
+
+    def held(scope):
+        with Ledger().watching(model, batch=ids) as ledger:
+            with scope:
+                z = scored(model(ids))
+                loss = F.cross_entropy(z.flatten(0, 1), ids.flatten())
+                z.argmax(-1)
+            assert loss.isfinite()
+            return ledger.live_bytes
+
+    assert held(store_of(model).scope()) <= held(contextlib.nullcontext())

@@ -140,8 +140,8 @@ class Tiles:
         self._modules = dict(_selected(model, config))
         self.applied = Applied(technique="tiling", summary="no module has run yet", restore=self._restore)
         self._cut: dict[str, str] = {}
-        self.largest = 0
-        """Entries of the largest tile so far."""
+        self.largest = self.longest = 0
+        """Entries of the largest tile so far, and of the longest call that was cut."""
         self._refused: dict[str, str] = {}
         for name, module in self._modules.items():
             if is_bound(module, forward):
@@ -154,7 +154,7 @@ class Tiles:
             unbind(module, TILES, forward)
         self._modules.clear()
 
-    def note(self, tiled: _TiledModule, found: Independence, dim: int, size: int | None) -> None:
+    def note(self, tiled: _TiledModule, found: Independence, dim: int, size: int | None, extent: int) -> None:
         """Note what the test of a module's call has found.
 
         Args:
@@ -162,13 +162,14 @@ class Tiles:
             found: by the test.
             dim: the dimension.
             size: entries of a tile; `None` where the call is not cut.
+            extent: entries of the call.
         """
         if size is None:
             self._refused.setdefault(tiled.name, found.why_not)
             if not self._cut:
                 self.applied.summary = f"no module in tiles: {'; '.join(self._reasons())}"
             return
-        self.largest = max(self.largest, size)
+        self.largest, self.longest = max(self.largest, size), max(self.longest, extent)
         self._cut[tiled.name] = f"{tiled.kind}, at most {size} {_in_words(dim)}"
         kinds = "; ".join(f"{count} x {text}" for text, count in Counter(self._cut.values()).items())
         self.applied.summary = f"{counted(len(self._cut), 'module')} in tiles: {kinds}"
@@ -312,9 +313,9 @@ class _TiledModule(Member):
         function, found = self.forward_of(module), Independence(why_not="it was not tested")
         if any(isinstance(leaf, Tensor) and is_fake(leaf) for leaf in leaves):
             if is_named and len(dims) == 1:  # it is taken at the user's word; a run would refuse it
-                found = sizes_of(function, module, args, kwargs, dims[0])
-                self._tiles.note(self, found, dims[0], self._size(module, found, extent_of(leaves, dims[0])))
-                return dims[0], found, extent_of(leaves, dims[0])
+                found, extent = sizes_of(function, module, args, kwargs, dims[0]), extent_of(leaves, dims[0])
+                self._tiles.note(self, found, dims[0], self._size(module, found, extent), extent)
+                return dims[0], found, extent
             next(leaf for leaf in leaves if isinstance(leaf, Tensor)).flatten()[0].item()  # raises: values are needed
         reasons: list[str] = []
         for dim in dims:
@@ -324,8 +325,9 @@ class _TiledModule(Member):
             if not found.why_not:
                 found = self._at_full_size(found, module, args, kwargs, dim, extent_of(leaves, dim))
             if not found.why_not:
-                self._tiles.note(self, found, dim, self._size(module, found, extent_of(leaves, dim)))
-                return dim, found, extent_of(leaves, dim)
+                extent = extent_of(leaves, dim)
+                self._tiles.note(self, found, dim, self._size(module, found, extent), extent)
+                return dim, found, extent
             reasons.append(found.why_not)
         was_cut = any(not known.why_not for _, known, _ in self._known.values())
         if is_named and not was_cut:
@@ -336,7 +338,7 @@ class _TiledModule(Member):
                 f"`{self.name}` ({self.kind})",
                 "Leave it out, or name modules inside of it.",
             )
-        self._tiles.note(self, found, dims[-1], None)
+        self._tiles.note(self, found, dims[-1], None, extent_of(leaves, dims[-1]))
         return dims[-1], found, extent_of(leaves, dims[-1])
 
     def _size(self, module: nn.Module, found: Independence, extent: int) -> int:
