@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ _ROWS = (*CATEGORIES, "update", "rest")
 """Categories of bytes; temporaries of the optimizer's update, and what a timeline does not show, apart."""
 _GRADIENTS, _ACTIVATIONS, _TEMPORARY = (_ROWS.index(name) for name in ("gradients", "activations", "temporary"))
 _STATE_PARTS = {"32bit": 1.0, "8bit": 0.25, "4bit": 0.125}
+_LASTING = [_ROWS.index(name) for name in ("weights", "optimizer_state", "data")]
 _LEARNED_KINDS = (ActivationCompression, Tiling, Checkpointing)
 _SLACK, _NO_EFFECT = 0.8, 0.99
 """Part of what a codec or regions left of activations in one step that they leave at least in another; the part from
@@ -49,9 +50,15 @@ class LowerBounds:
     Args:
         kinds: of the dimensions.
         choices: to be bounded, each with a setting for every dimension; the one with all of them off among them.
+        asking: bytes that some steps of a choice need beside weights, optimizer state and data.
     """
 
-    def __init__(self, kinds: Sequence[type[Config]], choices: Sequence[Choice]) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[type[Config]],
+        choices: Sequence[Choice],
+        asking: Callable[[Choice], int] | None = None,
+    ) -> None:
         self._kinds, self._choices = tuple(kinds), choices
         self._numbers = {_key(choice): number for number, choice in enumerate(choices)}
         self._steps: list[tuple[Choice, _Step, bool]] = []  # the last: whether it shows what settings leave at least
@@ -63,6 +70,8 @@ class LowerBounds:
         self.bytes = torch.zeros(len(choices), dtype=torch.float64, device="cpu")
         """The bound of each choice; what it needs where that is known; infinite where it cannot be used."""
         self.is_known = torch.zeros(len(choices), dtype=torch.bool, device="cpu")
+        asked = [0 if asking is None else asking(choice) for choice in choices]
+        self._asked = torch.tensor(asked, dtype=torch.float64, device="cpu")
 
     def of(self, choice: Choice) -> float:
         """Return the bound of a choice; 0 where it is none of those that are bounded."""
@@ -148,6 +157,7 @@ class LowerBounds:
                 holds = torch.tensor([new.config is not None for new in options.values()], device="cpu")[place]
         bound = step.bound(parts)
         bound = torch.where(holds, torch.maximum(bound, step.holding_gradients().bound(parts)), bound)
+        bound = torch.where(self._asked > 0, torch.maximum(bound, self._asked + step.lasting(parts)), bound)
         self.bytes = torch.where(self.is_known, self.bytes, torch.maximum(self.bytes, bound))
 
     def _part(self, kind: type[Config], old: Option, new: Option) -> list[float]:
@@ -218,6 +228,8 @@ class _Step:
             begin = int(with_samples[-1]) + 1 if len(with_samples) else 0
             self._rows[-2, begin:] = self._rows[_TEMPORARY, begin:]
             self._rows[_TEMPORARY, begin:] = 0
+        lasting = [prediction.by_category.get(_ROWS[place], 0) for place in _LASTING]
+        self._lasting = torch.tensor(lasting, dtype=torch.float64, device="cpu")
         self._rows[-1] = max(0.0, prediction.peak_bytes - float(columns.sum(0).max()))
         if prediction.cuda is not None:  # of what lies between tensors, other steps may have less
             self._rows[-1] += max(0, needed_bytes(prediction) - prediction.peak_bytes) / 2
@@ -231,6 +243,10 @@ class _Step:
         """Return the highest total if parts of each row are left, [num_choices]."""
         return torch.amax(parts @ self._rows, dim=1)
 
+    def lasting(self, parts: Tensor) -> Tensor:
+        """Return what is left of weights, optimizer state and data, [num_choices]."""
+        return parts[:, _LASTING] @ self._lasting
+
     def with_total(self, num_bytes: float, parts: Tensor) -> _Step:
         """Return one moment of a step whose total is known: with parts of what is here, and activations for the rest.
 
@@ -239,6 +255,7 @@ class _Step:
             parts: of each row, [num_rows].
         """
         other = copy.copy(self)
+        other._lasting = parts[_LASTING] * self._lasting
         other._rows = (parts[:, None] * self._rows)[:, :1].clone()
         other._rows[_ACTIVATIONS] = 0
         other._rows[_ACTIVATIONS] = max(0.0, num_bytes - float(other._rows.sum()))

@@ -25,6 +25,7 @@ from lightning_memsave.planner.search_space import (
     describe,
     dimensions,
 )
+from lightning_memsave.saved_tensors.codec_names import HEAD
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.checkpointing import Checkpointing
@@ -67,6 +68,8 @@ class Situation:
     asking_bytes: tuple[int, int] = (0, 0)
     """What finding out how the loss depends on the batch takes for each sample that it is evaluated on: in a plain
     model, and where a loss keeps no logits."""
+    fewest_asked: int = 1
+    """Samples that it is evaluated on at least."""
     noted_bytes: int = 0
     """What recovery notes of a batch's start, which is in no prediction."""
     overhead: float = OVERHEAD
@@ -81,6 +84,18 @@ class Situation:
     """Number of blocks that the model repeats."""
     can_bound_noise: bool = False
     """Whether codecs of activations can be chosen for a bound of a gradient's noise."""
+
+    def asking_of(self, settings: Sequence[Option] | Sequence[Config]) -> int:
+        """Return what finding out how the loss depends on the batch takes in a run with these settings, on CPU.
+
+        That needs a number of samples at once, however few a microbatch has.
+        """
+        configs = [each.config if isinstance(each, Option) else each for each in settings]
+        size = next((each.size for each in configs if isinstance(each, Microbatching)), None)
+        if not isinstance(size, int) or self.device_type != "cpu":
+            return 0
+        keeps_none = any(HEAD in each.written_out for each in configs if isinstance(each, ActivationCompression))
+        return min(self.num_samples or size, max(size, self.fewest_asked)) * self.asking_bytes[keeps_none]
 
 
 def make_plan(
@@ -114,7 +129,7 @@ def make_plan(
     fixed = [t for t in recipe.techniques if not _is_open(recipe, t)]
 
     table = _open_dimensions(sizes, recipe, situation, recipe.name)
-    search = Search(table, predict, fixed, situation.ways, watch=watch)
+    search = Search(table, predict, fixed, situation.ways, watch=watch, asking=situation.asking_of)
     room = budget_bytes - situation.noted_bytes
     found, smallest = _fit_closely(search, room, confirm)
     may_tile = found is None and not search.is_late and not situation.tiled.modules

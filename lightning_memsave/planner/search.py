@@ -99,6 +99,7 @@ class Search:
         ways: of training, in the words of `core.compatibility`: what they refuse is not asked for.
         max_predictions: of `predict`; at least one is always made.
         watch: is told of predictions, and may end the search.
+        asking: bytes that some steps of a choice need beside weights, optimizer state and data.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Search:
         ways: Sequence[str] = (),
         max_predictions: int = MAX_PREDICTIONS,
         watch: SearchWatch | None = None,
+        asking: Callable[[Choice], int] | None = None,
     ) -> None:
         self._kinds, self._dimensions = tuple(table), tuple(table.values())
         self._levels = levels(table)
@@ -118,7 +120,8 @@ class Search:
         )
         ranks = [self._levels.index(max(option.level for option in choice)) for choice in self._choices]
         self._ranks = torch.tensor(ranks, device="cpu")
-        self._bounds, self._num_learned = LowerBounds(self._kinds, self._choices), 0
+        self._bounds, self._num_learned = LowerBounds(self._kinds, self._choices, asking), 0
+        self._asking = asking
         self._max_predictions, self._watch = max_predictions, watch or SearchWatch()
         self._limit_bytes = -1  # nothing fits
         self._ended = ""  # why something was not asked
@@ -141,7 +144,7 @@ class Search:
             most: predictions that it makes of its own; by default as many as this one.
         """
         most = self._max_predictions if most is None else most
-        other = Search(table, self._predict, self._fixed, self._ways, most, self._watch)
+        other = Search(table, self._predict, self._fixed, self._ways, most, self._watch, self._asking)
         other._known, other._news, other._coded = self._known, self._news, self._coded
         other.refusals, other._least_budgets = self.refusals, self._least_budgets
         other._all = self._all

@@ -379,22 +379,14 @@ def _predictor(module: L.LightningModule, batch: Batch, trainer: L.Trainer | Non
 
 
 def _asking(predict: Predict, situation: Situation) -> Predict:
-    """Return `predict` with what some steps take on CPU besides: how the loss depends on the batch is found out first.
-
-    That needs a number of samples at once, however few a microbatch has.
-    """
+    """Return `predict` with what some steps take besides on CPU, to find out how the loss depends on the batch."""
 
     def asking(techniques: Sequence[Config]) -> Prediction:
-        found = predict(techniques)
-        size = next((config.size for config in techniques if isinstance(config, Microbatching)), None)
-        keeps_none = any(
-            HEAD in config.written_out for config in techniques if isinstance(config, ActivationCompression)
-        )
-        if not isinstance(size, int) or found.cuda is not None:
+        found, asking_bytes = predict(techniques), situation.asking_of(techniques)
+        if not asking_bytes or found.cuda is not None:
             return found
-        num_samples = min(situation.num_samples or size, max(size, FEWEST_SAMPLES))
         lasting = sum(found.by_category[name] for name in _LASTING)
-        more_bytes = lasting + num_samples * situation.asking_bytes[keeps_none] - found.peak_bytes
+        more_bytes = lasting + asking_bytes - found.peak_bytes
         return replace(found, workspace_bytes=max(found.workspace_bytes, more_bytes))
 
     return asking
@@ -454,6 +446,7 @@ def _situation(module: L.LightningModule, batch: Batch, recipe: Recipe, trainer:
         num_samples=None if cut.why_not else num_samples,
         why_whole=f"Batches are not cut into microbatches: {cut.why_not}" if cut.why_not else "",
         asking_bytes=(cut.asking_bytes, without_logits.asking_bytes),
+        fewest_asked=FEWEST_SAMPLES,
         is_cut_exact=is_exact,
         tiled=tiled,
         find_positions=Trial(module, batch, trainer).tiled_positions if recipe.leaves_open(Tiling) else Tiled,

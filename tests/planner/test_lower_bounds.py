@@ -69,6 +69,17 @@ def test_microbatches_hold_all_gradients_and_a_part_of_what_samples_take(bounds)
     assert bounds.of(choice(Microbatching="microbatch=1")) == 100 + 200 + 10 + 100 + 70, "the update stays as it is"
 
 
+def test_what_asking_takes_is_there_beside_what_stays():
+    """How the loss depends on the batch is found out by some steps of runs that cut their batches."""
+    asking = lambda chosen: 900 if any(isinstance(option.config, Microbatching) for option in chosen) else 0  # noqa: E731
+    bounds = LowerBounds(KINDS, CHOICES, asking)
+    bounds.learn(NOTHING, STEP)
+    assert bounds.of(choice(OptimizerState='optimizer_state="8bit"')) == 100 + 200 / 4 + 10 + 880, "it does not ask"
+    assert bounds.of(choice(Microbatching="microbatch=1")) == 900 + 100 + 200 + 10
+    few = choice(Microbatching="microbatch=1", OptimizerState='optimizer_state="8bit"')
+    assert bounds.of(few) == 900 + 100 + 200 / 4 + 10
+
+
 def test_gradients_that_are_released_and_state_of_few_bits(bounds):
     assert bounds.of(choice(OptimizerState='optimizer_state="8bit"')) == 100 + 200 / 4 + 10 + 880
     released = choice(OptimizerState='optimizer_state=OptimizerState(first_moment="32bit"')
