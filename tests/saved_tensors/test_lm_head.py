@@ -17,7 +17,7 @@ from .head_nets import CLASSES, ROWS, WIDTH, both, head
 OTHERS = {
     "of some classes": lambda z: z[..., : CLASSES // 2].reshape(-1, CLASSES // 2),
     "other rows": lambda z: z.reshape(-1, CLASSES // 2),
-    "scaled": lambda z: (2 * z).flatten(0, 1),
+    "squared": lambda z: (z * z).flatten(0, 1),
     "narrower": lambda z: z.bfloat16().flatten(0, 1),
     "narrower in between": lambda z: z.bfloat16().float().flatten(0, 1),
     "sliced by no position": lambda z: torch.ops.aten.slice.Tensor(z, 2, None, CLASSES - 1).reshape(-1, CLASSES - 1),
