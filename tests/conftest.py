@@ -18,6 +18,8 @@ import torch
 from hypothesis import settings
 from lightning_utilities.core import rank_zero
 
+from lightning_memsave.saved_tensors import deferred_logits
+
 settings.register_profile("shared machines", deadline=None, derandomize=True)
 settings.load_profile("shared machines")
 
@@ -70,3 +72,16 @@ def lines(monkeypatch):
     monkeypatch.setattr(memsave_mixin, "rank_zero_info", told.append)
     monkeypatch.setattr(recovery, "_tell", told.append)
     return told
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """One entry for each time that a head's whole output was computed after all."""
+    seen, product = [], deferred_logits.HeadCall.product
+
+    def counted(self):
+        seen.append(tuple(self.rows.shape))
+        return product(self)
+
+    monkeypatch.setattr(deferred_logits.HeadCall, "product", counted)
+    return seen

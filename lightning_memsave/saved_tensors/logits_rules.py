@@ -157,7 +157,7 @@ def _mapped(z: Rows, func: Any, args: Any, kwargs: Any) -> _Found:
     if kwargs or z.form.is_log or len(args) != (func not in _OF_ONE):
         return None
     given = tuple(_constant(z, each) for each in args)
-    if None in given:
+    if any(each is None for each in given):
         return None
     dtype = z.form.dtype
     for each in given:

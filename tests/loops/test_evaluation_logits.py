@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from lightning_memsave import Ledger, MemSave
-from lightning_memsave.saved_tensors import deferred_logits
 from tests.callbacks.test_wide_heads import CLASSES, HEAD, LOGITS_BYTES, ByHand, Words, words
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
@@ -51,19 +50,6 @@ class Reading(Validated):
 
 class ValidatedByHand(ByHand, Validated):
     training_step = ByHand.training_step
-
-
-@pytest.fixture
-def products(monkeypatch):
-    """The shape of the input, each time that a head's whole output was computed after all."""
-    seen, product = [], deferred_logits.HeadCall.product
-
-    def counted(self):
-        seen.append(tuple(self.rows.shape))
-        return product(self)
-
-    monkeypatch.setattr(deferred_logits.HeadCall, "product", counted)
-    return seen
 
 
 def fitted(module, *callbacks):

@@ -34,16 +34,3 @@ def calls(monkeypatch, is_deferred):
 @pytest.fixture(params=[2**18, 7 * BATCH * TIME], ids=["at once", "7 classes at a time"])
 def chunk_numel(request, monkeypatch):
     monkeypatch.setitem(module.CHUNK_NUMEL, "cpu", request.param)
-
-
-@pytest.fixture
-def products(monkeypatch):
-    """One entry for each time that a head's whole output was computed after all."""
-    seen, product = [], deferred_logits.HeadCall.product
-
-    def counted(self):
-        seen.append(tuple(self.rows.shape))
-        return product(self)
-
-    monkeypatch.setattr(deferred_logits.HeadCall, "product", counted)
-    return seen
