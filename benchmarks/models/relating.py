@@ -8,7 +8,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig, GPT2Config, LlamaConfig
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPTextConfig,
+    CLIPVisionConfig,
+    GPT2Config,
+    LlamaConfig,
+    SiglipConfig,
+    SiglipModel,
+    SiglipTextConfig,
+    SiglipVisionConfig,
+)
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -114,6 +125,38 @@ class Clip(nn.Module):
         return self.clip(input_ids=ids, pixel_values=x, return_loss=True).loss
 
 
+class Siglip(nn.Module):
+    """SigLIP of transformers: a sigmoid for each pair of an image and a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        size = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
+        text = SiglipTextConfig(vocab_size=2000, max_position_embeddings=32, **size)
+        vision = SiglipVisionConfig(image_size=64, patch_size=8, **size)
+        self.siglip = SiglipModel(SiglipConfig(text_config=text.to_dict(), vision_config=vision.to_dict()))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, ids = batch
+        return self.siglip(input_ids=ids, pixel_values=x, return_loss=True).loss
+
+
+class SimClr(nn.Module):
+    """NT-Xent between two views of each image; the encoder has BatchNorm, which relates samples as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(
+            *_batch_normed(3, 32), *_batch_normed(32, 32), nn.MaxPool2d(2), *_batch_normed(32, 64)
+        )
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 64))
+
+    def loss(self, batch: Any) -> Tensor:
+        views = [F.normalize(self.head(self.encoder(view)), dim=-1) for view in (batch[0], batch[0].flip(-1))]
+        z = torch.cat(views)  # [2 B, 64]
+        similar = (z @ z.T / 0.1).fill_diagonal_(-torch.inf)
+        return F.cross_entropy(similar, torch.arange(len(z)).roll(len(z) // 2))
+
+
 class LongSequence(nn.Module):
     """The MLP of a transformer's layer over a sequence, behind a projection: [1, T, D]."""
 
@@ -128,6 +171,10 @@ class LongSequence(nn.Module):
 
 def _normed(num_in: int, num_out: int) -> list[nn.Module]:
     return [nn.Conv2d(num_in, num_out, 3, padding=1), nn.GroupNorm(4, num_out), nn.ReLU()]
+
+
+def _batch_normed(num_in: int, num_out: int) -> list[nn.Module]:
+    return [nn.Conv2d(num_in, num_out, 3, padding=1), nn.BatchNorm2d(num_out), nn.ReLU()]
 
 
 def _images(pixels: int = PIXELS) -> Tensor:
@@ -156,3 +203,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     ),
 }
 """What is trained, and its batch."""
+RELATING: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    **{name: each for name, each in MODELS.items() if "positions" not in name},
+    "SigLIP of transformers, batch 64": (Siglip, lambda: (_images(64), _ids(1998, 1999))),
+    "SimCLR with BatchNorm, batch 64": (SimClr, lambda: (_images(),)),
+}
+"""Those whose loss relates the samples of a batch."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from typing import Literal
 
 import lightning as L
 
@@ -18,12 +19,14 @@ from lightning_memsave.loops.planned_checkpointing import PlannedCheckpointing, 
 from lightning_memsave.loops.step_scopes import StepScopes
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.planner.recipes import Recipe
+from lightning_memsave.saved_tensors.batchnorm import pools_statistics
 from lightning_memsave.techniques.activation_compression import ActivationCompression, with_head
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_store
 from lightning_memsave.techniques.tiling import Tiles, Tiling
 
 _FEWER = 4  # times fewer samples in a tile, with each try
 _POSITIONS = Tiling(dim=1)
+_KINDS = (0, None), (1, None), (0, "ghost")  # dimension, and what becomes of BatchNorm
 
 
 class Fallbacks:
@@ -75,48 +78,57 @@ class Fallbacks:
             has_taken = True
         return has_taken
 
-    def take_tiles(self, trainer: L.Trainer, num_samples: int) -> str | None:
+    def take_tiles(self, trainer: L.Trainer, num_samples: int, batchnorm: Literal["ghost"] | None = None) -> str | None:
         """Run modules in tiles of fewer samples than before, and return that in words; `None` where none is left.
 
         For batches that cannot be cut, as their loss relates samples: the loss sees all of them.
+
+        Args:
+            trainer: Lightning's.
+            num_samples: of the batch.
+            batchnorm: `"ghost"` for modules with active BatchNorm, which change the result: the last measure.
         """
-        size = num_samples if self.tiling is None else self.tiling.size
-        is_useless = self._scopes.tiles is not None and not self._scopes.tiles.cut
-        is_along_positions = self.tiling is not None and self.tiling.dim == _POSITIONS.dim
-        if not self._may_tile(trainer) or is_useless or is_along_positions or isinstance(size, str) or size == 1:
+        kind = Tiling(dim=0, batchnorm=batchnorm)
+        has_batchnorm = any(map(pools_statistics, trainer.lightning_module.modules()))
+        if not self._may_take(trainer, kind) or (batchnorm is not None and not has_batchnorm):
             return None
-        size = max(1, size // _FEWER)
-        self._tile(trainer, Tiling(dim=0, size=size))
-        return f"modules in tiles of {size} samples, where these are independent"
+        is_next = self.tiling is not None and _place(self.tiling) == _place(kind)
+        size, least = self.tiling.size if self.tiling and is_next else num_samples, 1 if batchnorm is None else 2
+        if isinstance(size, str) or size <= least:
+            return None
+        size = max(least, size // _FEWER)
+        self._tile(trainer, replace(kind, size=size))
+        each = "" if batchnorm is None else ", each with BatchNorm statistics of its own"
+        return f"modules in tiles of {size} samples, where these are independent{each}"
 
     def take_position_tiles(self, trainer: L.Trainer) -> str | None:
         """Run modules in tiles of fewer positions than before, and return that in words; `None` where none is left.
 
         For batches of one sample, and those that cannot be cut in any way.
         """
-        if not self._may_tile(trainer):
+        if not self._may_take(trainer, _POSITIONS):
             return None
         tiles, size = self._scopes.tiles, None
         if tiles is not None and tiles.cut:
             if tiles.config.dim != _POSITIONS.dim or tiles.largest == 1:
                 return None
             size = max(1, tiles.largest // _FEWER)
-        elif self.tiling is not None and self.tiling.dim == _POSITIONS.dim:  # no module can be cut
-            return None
         self._tile(trainer, _POSITIONS if size is None else replace(_POSITIONS, size=size))
         return f"modules in tiles of {'' if size is None else f'{size} '}positions, where these are independent"
 
-    def _may_tile(self, trainer: L.Trainer) -> bool:
-        """Return whether tiles are possible.
+    def _may_take(self, trainer: L.Trainer, kind: Tiling) -> bool:
+        """Return whether tiles of a kind are possible: not after those of a later kind, or if its own have cut nothing.
 
         Raises:
             ValueError: not in this way of training.
         """
-        recipe = session_of(trainer).recipe
+        recipe, tiles = session_of(trainer).recipe, self._scopes.tiles
         if self.are_joint or self._tiles_refused or not recipe.leaves_open(Tiling):
             return False
         check_compatibility(["tiling", *recipe.rows(), *ways_of_training(trainer)])
-        return True
+        if self.tiling is None or _place(self.tiling) < _place(kind):
+            return True
+        return _place(self.tiling) == _place(kind) and (tiles is None or bool(tiles.cut))
 
     def _tile(self, trainer: L.Trainer, config: Tiling) -> None:
         scopes, recipe = self._scopes, session_of(trainer).recipe
@@ -145,6 +157,11 @@ class Fallbacks:
         scopes.regions = scopes.planned = scopes.region_inputs = None
         self.regions_refused = True
         return True
+
+
+def _place(tiling: Tiling) -> int:
+    """Return when tiles are taken: of samples, of positions, of samples with BatchNorm, which changes the result."""
+    return _KINDS.index((tiling.dim, tiling.batchnorm))
 
 
 def _compress(trainer: L.Trainer, recipe: Recipe, scopes: StepScopes) -> str | None:

@@ -3,9 +3,10 @@
 `training_step` is evaluated on a few samples, spread over the batch, and on two uneven parts of them, without
 gradients. Some bits of weights are flipped before, as at the start of training all samples may have the same loss (a
 head of zeros), which any weights average to itself; where that is not enough (an LSTM, whose gates hardly move), some
-weights are eight times as large. The mode is that of training, so that terms behind `self.training`
-count; BatchNorm alone is in evaluation mode, as what its statistics change is known and named. Where random numbers
-cannot be told to be a sample's own, or the step fails that way, it is evaluated in evaluation mode.
+weights are eight times as large. Rules that losses obey, gradients by what the last layer is given must obey as well
+(`last_layer`). The mode is that of training, so that terms behind `self.training` count; BatchNorm alone is in
+evaluation mode, as what its statistics change is known and named. Where random numbers cannot be told to be a sample's
+own, or the step fails that way, it is evaluated in evaluation mode.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -26,16 +27,18 @@ from torch import Tensor, nn
 
 from lightning_memsave.lightning_compat import Batch, session_of
 from lightning_memsave.loops.batch_snapshot import BatchStart
+from lightning_memsave.loops.last_layer import Given, LastLayer, compare
 from lightning_memsave.loops.loss_terms import LossTerms, Term
+from lightning_memsave.loops.moved_weights import enlarged, moved
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.loops.sample_noise import SampleNoise
 from lightning_memsave.loops.side_effect_free import ParametersKept, without_a_trace
 from lightning_memsave.loops.wide_numbers import WideNumbers
 from lightning_memsave.measuring.allocator import free_memory
+from lightning_memsave.techniques.activation_compression import has_wide_head
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.reduction import Losses, ReductionRule, rules_for
 from lightning_memsave.techniques.microbatching.split import are_equal, cloned, pick, take
-from lightning_memsave.torch_internals.fake_tensors import is_plain
 from lightning_memsave.torch_internals.sharded_parameters import free_gathered, has_fake_parameters
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-6}
@@ -44,12 +47,11 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-6}
 With 190 architectures of transformers it was at most 2e-7 on a CPU, and 1e-5 and more where samples are related.
 """
 _ELSEWHERE = 10.0  # times as much on other devices, whose kernels may round otherwise for other numbers of samples
+_OF_GRADIENTS = 10.0  # times as much of gradients; of means it was 1e-7 at most
 FEWEST_SAMPLES = 5
 """Number of samples whose losses are compared: a part of two and one of three."""
 _WITH_LESS_MEMORY = 3  # a part of one and one of two
-_SMALL = 0.02  # what parameters of zeros become, the standard deviation
 _MOST_COUNTED = 128  # samples whose labels are counted one by one
-_MOST_MOVED = 2**12  # elements of each parameter
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,13 @@ def _asked(
     with without_a_trace(trainer, module, batch) as start:
         subject = _Subject.of(batch, num_samples, config, fewest)
         widens = agreed is None and not _weights_of(module) <= _TOLERANCE.keys()
+        # A graph would keep the logits of a wide head; a batch that is cut by `split_fn` is whole here.
+        looks_twice = agreed is None and config.split_fn is None and not has_wide_head(module)
         for mode in _MODES:
-            found = _found(_Evaluation(trainer, kwargs, mode, start), subject, config, num_samples)
+            found = _found(_Evaluation(trainer, kwargs, mode, start), subject, config, num_samples, looks_twice)
             if widens:  # afterwards, so that what a step keeps for later (`lru_cache`) has its own dtype
                 in_32 = _Evaluation(trainer, kwargs, mode, start, widens)
-                found = _found_in_float32(in_32, subject, config, num_samples) or found
+                found = _found_in_float32(in_32, subject, config, num_samples, looks_twice) or found
             answer, is_last = found if agreed is None else agreed(found)
             if is_last:
                 break
@@ -144,11 +148,11 @@ def _asked(
 
 
 def _found_in_float32(
-    evaluation: _Evaluation, subject: _Subject, config: Microbatching, num_samples: int
+    evaluation: _Evaluation, subject: _Subject, config: Microbatching, num_samples: int, looks_twice: bool
 ) -> _Found | None:
     """Return what is found; `None` where the step takes 16 bits alone, or there is no room for a weight in 32."""
     try:
-        found = _found(evaluation, subject, config, num_samples)
+        found = _found(evaluation, subject, config, num_samples, looks_twice)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -158,7 +162,9 @@ def _found_in_float32(
     return None
 
 
-def _found(evaluation: _Evaluation, subject: _Subject, config: Microbatching, num_samples: int) -> _Found:
+def _found(
+    evaluation: _Evaluation, subject: _Subject, config: Microbatching, num_samples: int, looks_twice: bool
+) -> _Found:
     batch, mode = evaluation.batch, evaluation.mode
     try:
         whole, *parts = evaluation.of(subject)
@@ -178,6 +184,9 @@ def _found(evaluation: _Evaluation, subject: _Subject, config: Microbatching, nu
         return answer, evaluation.is_sure or not mode.is_training
     answer = _judge(losses, _terms(whole, parts, losses), subject, rules, mode)
     answer = dataclasses.replace(answer, rules=tuple(_as_counted(list(answer.rules), subject, parts)))
+
+    if answer.rules and looks_twice:
+        answer = _with_gradients(answer, evaluation, subject)
     if not answer.rules and not answer.why_not and losses.fit_mean([n for _, n in subject.parts]):
         same = config.split_fn is None and are_equal(batch, num_samples)
         if same and not losses.fit_sum():
@@ -241,6 +250,8 @@ class _Evaluated(NamedTuple):
     """Terms that the loss is the sum of."""
     num_labels: int | None
     """Number of labels that the loss has a mean over, as far as that is known."""
+    given: list[Given]
+    """Values and gradients of what the last layer is given, where gradients were asked for."""
 
 
 def _terms(whole: _Evaluated, parts: Sequence[_Evaluated], losses: Losses) -> list[Losses]:
@@ -274,6 +285,27 @@ def _shares(weights: Sequence[Any]) -> list[Fraction]:
     """Return fractions that add up to 1; none of nothing."""
     total = sum(map(Fraction, weights))
     return [Fraction(weight) / total for weight in weights] if total else []
+
+
+def _with_gradients(answer: Answer, evaluation: _Evaluation, subject: _Subject) -> Answer:
+    """Return an answer with the rules that gradients obey, or why none does; as it is where gradients do not tell."""
+    found = evaluation.gradients_of(subject)
+    if not found or evaluation.tolerance is None:
+        return answer
+    counted = [part for part in subject.parts if part[1]]
+    fitting = []
+    for rule in answer.rules:
+        compared = compare(found[0], found[1:], rule.weights(counted))
+        if compared is None:
+            return answer
+        if compared.of_gradients <= _OF_GRADIENTS * max(evaluation.tolerance, compared.of_inputs):
+            fitting.append(rule)
+    if fitting:
+        return dataclasses.replace(answer, rules=tuple(fitting))
+    return Answer(
+        why_not="the gradient of a batch is neither the mean nor the sum of the gradients of its parts, although its "
+        "loss is nearly so (a ratio of sums over the batch, as of Dice or class weights, or a term without a value)."
+    )
 
 
 def _judge(
@@ -314,7 +346,8 @@ class _Evaluation:
         self._dtypes, self._widens = {torch.float32} if widens else _weights_of(trainer.lightning_module), widens
         self._is_wide = self._dtypes <= _TOLERANCE.keys()
         """Whether all that computes may do so with 32 bits or more."""
-        self._seen = LossTerms()
+        self._seen, self._last_layer = LossTerms(), LastLayer(trainer.lightning_module)
+        self._differentiates = False
         self.has_skipped = False
         """Whether the step has returned no loss, as Lightning allows."""
         self.is_sure = True
@@ -333,11 +366,23 @@ class _Evaluation:
         counted = [(p, s, n) for (p, _), s, n in zip(subject.parts, starts, sizes, strict=True) if n]
         with contextlib.ExitStack() as stack:
             if self.mode.moves_weights:
-                stack.enter_context(_moved(module))
+                stack.enter_context(moved(module))
             if self.mode.enlarges_weights:
-                stack.enter_context(_enlarged(module))
+                stack.enter_context(enlarged(module))
             subjects = ((subject.whole, 0, sum(sizes)), *counted)
             return [_without_graph(functools.partial(self._loss_of, *each, sum(sizes))) for each in subjects]
+
+    def gradients_of(self, subject: _Subject) -> list[list[Given]]:
+        """Return gradients of the whole and of its parts by what the last layer is given; none where that fails."""
+        self._differentiates = True
+        try:
+            return [each.given for each in self.of(subject)]
+        except Exception as error:  # whatever user code raises in a graph that begins in its middle
+            if is_out_of_memory(error):
+                free_memory()
+            return []
+        finally:
+            self._differentiates = False
 
     def rules(self, batch: Batch, config: Microbatching) -> list[ReductionRule]:
         """Return the rules that come into question."""
@@ -358,11 +403,13 @@ class _Evaluation:
             stack.enter_context(trainer.precision_plugin.train_step_context())
             if torch.is_autocast_enabled(kind) and self._is_wide:  # else autocast is what brings dtypes together
                 stack.enter_context(torch.autocast(kind, enabled=False))
-            if not self._widens:
+            if not (self._widens or self._differentiates):
                 stack.enter_context(session_of(trainer).scopes.evaluating(trainer))
             stack.enter_context(ParametersKept(module))
             noise = stack.enter_context(SampleNoise(start, num_samples, num_all))
             stack.enter_context(self._seen)
+            layer = self._last_layer
+            stack.enter_context(layer.differentiated() if self._differentiates else layer.watched())
             stack.enter_context(WideNumbers() if self._widens else contextlib.nullcontext())
             # Not through DDP, whose forward exchanges buffers; shards need their strategy.
             wrapped = trainer.strategy.model
@@ -372,7 +419,8 @@ class _Evaluation:
         self.has_skipped |= (output.get("loss") if isinstance(output, dict) else output) is None
         self.is_sure &= noise.is_sure
         self._dtypes.add(loss.dtype)
-        found = _Evaluated(float(loss.detach()), self._seen.of(loss), self._seen.num_labels(loss))
+        given = self._last_layer.given(loss) if self._differentiates else []
+        found = _Evaluated(float(loss.detach()), self._seen.of(loss), self._seen.num_labels(loss), given)
         self._seen.begin()
         return found
 
@@ -419,66 +467,6 @@ def _without_graph(loss_of: Callable[[], _Evaluated]) -> _Evaluated:
             if is_out_of_memory(error):
                 raise
             return loss_of()
-
-
-@contextlib.contextmanager
-def _moved(module: nn.Module) -> Iterator[None]:
-    """Change some elements of every parameter inside: samples then have different losses, whatever the start.
-
-    No copy is kept: leading bits of the significands are flipped, which changes numbers by up to a factor of two, and
-    flipped again.
-    """
-    moved: list[tuple[Tensor, bool]] = []
-    try:
-        for data in _movable(module):
-            some = data.view(-1)[:: -(-data.numel() // _MOST_MOVED)]
-            is_zero = not some.any()
-            _flip(some, is_zero)
-            moved.append((some, is_zero))
-        yield
-    finally:
-        for some, is_zero in moved:
-            _flip(some, is_zero)
-
-
-@contextlib.contextmanager
-def _enlarged(module: nn.Module) -> Iterator[None]:
-    """Multiply some elements of every parameter by a power of two inside, which loses no bit either way."""
-    some = [p.data.view(-1)[:: -(-p.numel() // _MOST_MOVED)] for p in _movable(module)]
-    changed = [torch.where(each.abs() < _LARGEST_ENLARGED, _ENLARGED, 1.0).to(each.dtype) for each in some]
-    for each, factor in zip(some, changed, strict=True):
-        each.mul_(factor)
-    try:
-        yield
-    finally:
-        for each, factor in zip(some, changed, strict=True):
-            each.div_(factor)
-
-
-def _movable(module: nn.Module) -> list[Tensor]:
-    parameters = (p.data for p in dict.fromkeys(module.parameters()))
-    return [p for p in parameters if p.dtype in _SIGNIFICANDS and is_plain(p) and p.is_contiguous() and p.numel()]
-
-
-_ENLARGED, _LARGEST_ENLARGED = 8.0, 2.0**10
-_SIGNIFICANDS = {  # the integers, and the leading bits of the significand in them
-    torch.float64: (torch.int64, 7 << 49),
-    torch.float32: (torch.int32, 7 << 20),
-    torch.float16: (torch.int16, 7 << 7),
-    torch.bfloat16: (torch.int16, 7 << 4),
-}
-
-
-@torch.no_grad()
-def _flip(values: Tensor, is_zero: bool) -> None:
-    """Flip some bits in place, of zeros those of small numbers of either sign. Done twice, nothing has changed."""
-    integers, leading = _SIGNIFICANDS[values.dtype]
-    generator = torch.Generator().manual_seed(values.numel())
-    bits = torch.randint(leading + 1, values.shape, generator=generator, dtype=integers, device="cpu") & leading
-    if is_zero:
-        small = torch.randn(values.shape, generator=generator, device="cpu").to(values.dtype) * _SMALL
-        bits = small.view(integers)
-    values.view(integers).bitwise_xor_(bits.to(values.device))
 
 
 def _loss_in(output: Any) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -135,6 +135,8 @@ class RecoveryPolicy:
             with contextlib.suppress(ValueError):  # the way of training does not allow it
                 taken = self._fallbacks.take_position_tiles(trainer)
                 self.has_new_regions |= taken is not None
+        if taken is None and not can_cut and not self._config.strict:
+            taken = self._cut_modules(trainer, batch, "ghost")
         if taken is None:
             return False
         self.num_recovered += 1
@@ -169,12 +171,12 @@ class RecoveryPolicy:
             self.has_new_regions |= taken is not None
         return taken
 
-    def _cut_modules(self, trainer: L.Trainer, batch: Batch) -> str | None:
+    def _cut_modules(self, trainer: L.Trainer, batch: Batch, batchnorm: Literal["ghost"] | None = None) -> str | None:
         """Run modules on a few samples at a time, where that is possible for a batch that stays whole."""
         if self._fallbacks is None:
             return None
         with contextlib.suppress(ValueError):  # it has no samples, or the way of training does not allow it
-            taken = self._fallbacks.take_tiles(trainer, self._config.num_samples(batch))
+            taken = self._fallbacks.take_tiles(trainer, self._config.num_samples(batch), batchnorm)
             self.has_new_regions |= taken is not None
             return taken
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import lightning as L
@@ -201,7 +202,7 @@ class Session:
             return {}
         refused = {"regions_refused": True} if self.fallbacks.regions_refused else {}
         tiling = self.fallbacks.tiling
-        tiles = {} if tiling is None else {"tiles": {"dim": tiling.dim, "size": tiling.size}}
+        tiles = {} if tiling is None else {"tiles": asdict(tiling)}
         return {
             **refused,
             **tiles,

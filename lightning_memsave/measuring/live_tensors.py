@@ -10,6 +10,7 @@ module of that kind that is nearest before it. Numbered siblings count as one: `
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 from collections.abc import Iterable, Iterator
@@ -71,11 +72,18 @@ def _everything(
         yield "data", "batch", tensor
     held = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
     places = _Places(model)
-    for node in _nodes(tensor.grad_fn for tensor in held if tensor.grad_fn is not None):
+    for node in _nodes(node for tensor in held if (node := _node(tensor)) is not None):
         for tensor in kept_by(node):
             yield "activations", f"kept by {node.name()}{places.of(node)}", tensor
     for tensor in held:
-        yield ("other" if tensor.grad_fn is None else "activations"), "held by Python", tensor
+        yield ("other" if _node(tensor) is None else "activations"), "held by Python", tensor
+
+
+def _node(tensor: Tensor) -> Node | None:
+    """Return a tensor's node; `None` as well for a view of which torch gives none, as what it is of was edited."""
+    with contextlib.suppress(RuntimeError):
+        return tensor.grad_fn
+    return None
 
 
 def _of_model(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:

@@ -6,6 +6,8 @@ gradients of weights up, in the weights' dtype, before any hook sees them.
 
 What a call draws (dropout) is drawn once, for all slices, in the order of the plain call, and kept: masks as bits.
 While it is drawn, a mask takes a byte per element of the whole.
+
+BatchNorm normalises a slice by its own statistics; running statistics are updated once, by those of all slices.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_memsave.numerics import bits
+from lightning_memsave.saved_tensors.batchnorm import pooled_slices
 from lightning_memsave.saved_tensors.checkpoint_regions import run
 from lightning_memsave.saved_tensors.lent_weights import LentWeights
 from lightning_memsave.saved_tensors.region_members import Member
@@ -248,20 +251,23 @@ def run_in_tiles(member: Member, module: nn.Module, args: Any, kwargs: Any, cut:
     noise = KeptNoise(cut.draws, cut.dim, lengths) if cut.draws else None
     function, weights = member.forward_of(module), LentWeights(module)
     found: list[list[Any]] = []
-    for number, length in enumerate(lengths):
-        given = [each[number].contiguous() if cuts else each[number] for each, cuts in zip(slices, is_cut, strict=True)]
-        some, named = tree_unflatten(given, tree)
-        del given
-        member.generators(module)  # looked for where calls are counted
-        tile = copy.copy(member)
-        tile.previous_forward = _Tile(function, weights, noise, number)
-        outputs, tree_of_outputs = tree_flatten(run(member.memberships, tile, module, some, named))
-        member.num_calls += 1
-        for output in outputs:
-            if isinstance(output, Tensor) and (output.dim() <= cut.dim or output.shape[cut.dim] != length):
-                raise ValueError(f"an output {list(output.shape)} does not have the {length} entries of its tile")
-        found.append(outputs)
-        del some, named, outputs
+    with pooled_slices(module) as batchnorm:
+        for number, length in enumerate(lengths):
+            parts = [each[number] for each in slices]
+            given = [part.contiguous() if cuts else part for part, cuts in zip(parts, is_cut, strict=True)]
+            some, named = tree_unflatten(given, tree)
+            del parts, given
+            member.generators(module)  # looked for where calls are counted
+            tile = copy.copy(member)
+            tile.previous_forward = _Tile(function, weights, noise, number)
+            with batchnorm.microbatch():
+                outputs, tree_of_outputs = tree_flatten(run(member.memberships, tile, module, some, named))
+            member.num_calls += 1
+            for output in outputs:
+                if isinstance(output, Tensor) and (output.dim() <= cut.dim or output.shape[cut.dim] != length):
+                    raise ValueError(f"an output {list(output.shape)} does not have the {length} entries of its tile")
+            found.append(outputs)
+            del some, named, outputs
     orders = iter(cut.orders)
     whole = [
         _joined(each, cut.dim, next(orders)) if isinstance(each[0], Tensor) else each[0]

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import SiglipConfig, SiglipModel, SiglipTextConfig, SiglipVisionConfig
 
-from lightning_memsave import MemSave, MicrobatchWarning
+from lightning_memsave import MemSave, Microbatching, MicrobatchWarning, Tiling
+from lightning_memsave.core.errors import NotLosslessWarning
 from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError
 from tests.loops.test_recovery import QUIET, Hungry
 
@@ -93,6 +95,44 @@ class Mixup(Base):
         return loss
 
 
+class SimClr(Base):
+    """Two views of each image; the encoder has BatchNorm, which relates samples as the loss does."""
+
+    def __init__(self):
+        super().__init__()
+        self.hungry = Hungry()
+        first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.encoder = nn.Sequential(first, nn.AdaptiveAvgPool2d(2), nn.Flatten(), self.hungry, nn.Linear(32, 8))
+
+    def training_step(self, batch, batch_idx):
+        views = [F.normalize(self.encoder(view), dim=-1) for view in (batch[0], batch[0].flip(-1))]
+        z = torch.cat(views)
+        similar = (z @ z.T / 0.1).fill_diagonal_(-1e9)
+        loss = F.cross_entropy(similar, torch.arange(len(z)).roll(len(z) // 2))
+        self.log("loss", loss)
+        return loss
+
+
+class Siglip(Base):
+    """SigLIP of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        text = SiglipTextConfig(vocab_size=50, max_position_embeddings=6, **size)
+        vision = SiglipVisionConfig(image_size=8, patch_size=4, **size)
+        self.model = SiglipModel(SiglipConfig(text_config=text.to_dict(), vision_config=vision.to_dict()))
+        self.hungry = Hungry()
+        for layer in (*self.model.text_model.encoder.layers, *self.model.vision_model.encoder.layers):
+            layer.mlp.activation_fn = nn.Sequential(layer.mlp.activation_fn, self.hungry)
+
+    def training_step(self, batch, batch_idx):
+        self.model.train()
+        loss = self.model(input_ids=batch[1], pixel_values=batch[0], return_loss=True).loss
+        self.log("loss", loss)
+        return loss
+
+
 def data():
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(3 * NUM_SAMPLES, 3, 8, 8, generator=generator)
@@ -114,7 +154,7 @@ def assert_same_weights(first, second):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("make", [Contrastive, Dice, Mixup])
+@pytest.mark.parametrize("make", [Contrastive, Dice, Mixup, Siglip])
 def test_a_batch_whose_loss_relates_samples_goes_on_in_tiles(make, lines):
     plain, plain_trainer = fit(make, 10**9)
     memsave = MemSave()
@@ -138,6 +178,44 @@ def test_tiles_shrink_until_they_fit():
     assert_same_weights(module, plain)
     (applied,) = (a for a in memsave.report.applied if a.technique == "tiling")
     assert applied.summary == "1 module in tiles: 1 x UNet, at most 1 samples"
+
+
+@pytest.mark.filterwarnings("default::lightning_memsave.core.errors.NotLosslessWarning")
+def test_batchnorm_is_the_last_that_is_cut_and_named(lines, tmp_path):
+    memsave = MemSave()
+    with pytest.warns(
+        NotLosslessWarning, match=r"Tiles change .*: encoder \(Sequential: BatchNorm's statistics of each"
+    ):
+        module, trainer = fit(SimClr, LIMIT, memsave)
+    assert "modules in tiles of 4 samples, where these are independent, each with BatchNorm statistics" in str(lines)
+    (applied,) = (a for a in memsave.report.applied if a.technique == "tiling")
+    assert applied.summary == "1 module in tiles: 1 x Sequential, at most 4 samples"
+    assert memsave.report.loss_class == "changed"
+    assert memsave.report.microbatch_size is None
+
+    tiling = Tiling(modules="encoder", dim=0, size=4, batchnorm="ghost")
+    from_the_start, _ = fit(SimClr, LIMIT, MemSave(tiling=tiling))
+    assert_same_weights(module, from_the_start)
+    norm = module.encoder[0][1]
+    assert norm.num_batches_tracked == 2 * trainer.global_step, "one for each view, as in plain Lightning"
+
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    torch.manual_seed(0)
+    resumed, again = SimClr(), MemSave()
+    resumed.hungry.limit = LIMIT
+    L.Trainer(**QUIET, max_epochs=3, precision="64-true", callbacks=[again]).fit(
+        resumed, data(), ckpt_path=tmp_path / "a.ckpt", weights_only=False
+    )
+    assert list(resumed.hungry.tried) == []
+    assert again.report.loss_class == "changed"
+
+
+@pytest.mark.parametrize(
+    ("limit", "memsave"), [(1, MemSave()), (LIMIT, MemSave(microbatch=Microbatching(strict=True)))]
+)
+def test_batchnorm_has_two_samples_and_is_left_alone_where_nothing_may_change(limit, memsave):
+    with pytest.raises(OutOfMemoryUnrecoverableError, match="cannot be cut"):
+        fit(SimClr, limit, memsave)
 
 
 def test_what_was_switched_off_is_not_taken_up():

@@ -141,3 +141,13 @@ def test_parameters_without_a_shape_yet_are_left_out():
     kinds = alive(nn.Linear(2, 2), [], None, torch.device("cpu"))
     assert sum(kind.num_bytes for kind in kinds if kind.category == "weights") == 4 * (4 + 2)
     assert lazy.has_uninitialized_params()
+
+
+def test_views_of_what_was_edited_have_no_node_and_stop_nothing():
+    model = nn.Linear(1, N)
+    h = model(torch.ones(4, 1)) * 2
+    first, *_ = h.split(2)
+    h.mul_(2)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        _ = first.grad_fn
+    assert sum(sizes(model).values()) >= h.nbytes

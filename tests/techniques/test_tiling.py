@@ -570,7 +570,7 @@ def test_a_strategy_by_name_and_settings_in_logs():
     memsave = MemSave(tiling=Tiling(modules="MLP", dim=1, size=3))
     found, expected = fit(memsave, strategy="memsave"), fit()
     assert_alike(dict(found.state_dict()), dict(expected.state_dict()), rtol=1e-11, atol=1e-14)
-    assert memsave.recipe.as_dict()["tiling"] == {"modules": "MLP", "dim": 1, "size": 3}
+    assert memsave.recipe.as_dict()["tiling"] == {"modules": "MLP", "dim": 1, "size": 3, "batchnorm": None}
     assert memsave.recipe.as_dict()["recipe"] == "lossless, tiling=Tiling(modules=MLP, dim=1, size=3)"
 
 

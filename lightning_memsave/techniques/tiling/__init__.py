@@ -21,7 +21,8 @@ are drawn once, whole, and kept as bits. Where that is not possible (fused atten
 module that was named is cut nevertheless, and the loss class is `changed`.
 
 Limitations: a test cannot tell a module that mixes entries for values which neither the test nor the first input has (a
-threshold that later data pass). BatchNorm in training mode mixes samples and positions. Evaluation is not cut.
+threshold that later data pass). BatchNorm in training mode mixes samples and positions: modules with it are cut only
+with `batchnorm="ghost"`, by statistics of each tile (`changed`). Evaluation is not cut.
 
 Source: Bekman et al., "Arctic Long Sequence Training", 2025 (https://arxiv.org/abs/2506.13996), along positions; Gao,
 Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021
@@ -31,6 +32,7 @@ any module, tested instead of declared; one pass of the step; dropout's own mask
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -41,10 +43,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from lightning_memsave.core.errors import NoEffectWarning, RefusedRegionError, setting_error
+from lightning_memsave.core.errors import NoEffectWarning, NotLosslessWarning, RefusedRegionError, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.selection import Selector, as_selectors, is_selected, scripted_in
 from lightning_memsave.core.units import counted
+from lightning_memsave.saved_tensors.batchnorm import pools_statistics
 from lightning_memsave.saved_tensors.region_call import ChangesAttributeError, EditsInputError
 from lightning_memsave.saved_tensors.region_members import Group, Member, Membership, bind, is_bound, unbind
 from lightning_memsave.saved_tensors.tiles import Cut, are_cut, extent_of, is_in_tile, lengths_of, run_in_tiles
@@ -84,6 +87,10 @@ class Tiling:
     size: int | Literal["auto"] = "auto"
     """Entries of a tile, at most. `"auto"`: so many that what one tile keeps inside is no more than the module's input
     and output, or its weights and their gradients, take anyway; at most 16 tiles."""
+    batchnorm: Literal["ghost"] | None = None
+    """What becomes of modules with active BatchNorm, which mixes entries. `None`: they are not cut. `"ghost"`: each
+    tile, of two entries or more, is normalised by its own statistics, which changes the result; the running statistics
+    are updated once per call, by those of all tiles together."""
 
     def __post_init__(self) -> None:
         if self.dim is not None and (not isinstance(self.dim, int) or isinstance(self.dim, bool) or self.dim < 0):
@@ -91,6 +98,9 @@ class Tiling:
         is_size = isinstance(self.size, int) and not isinstance(self.size, bool) and self.size > 0
         if not is_size and self.size != "auto":
             raise setting_error("Tiling.size", 'must be a positive integer or "auto"', self.size, "For example 256.")
+        if self.batchnorm not in ("ghost", None):
+            rule = 'must be "ghost" or `None`'
+            raise setting_error("Tiling.batchnorm", rule, self.batchnorm, "`None` leaves such modules whole.")
         for each in () if self.modules is None else as_selectors("Tiling.modules", self.modules):
             if isinstance(each, str) and len(each.split()) != 1:
                 raise setting_error("Tiling.modules", "must be a pattern without blanks", each, 'For example "*MLP".')
@@ -174,9 +184,23 @@ class Tiles:
         kinds = "; ".join(f"{count} x {text}" for text, count in Counter(self._cut.values()).items())
         self.applied.summary = f"{counted(len(self._cut), 'module')} in tiles: {kinds}"
         if found.draws is None:
-            reason = f"{tiled.name} ({tiled.kind}: other random numbers in tiles)"
-            self.applied.loss_class = "changed"
-            self.applied.reasons = tuple(dict.fromkeys((*self.applied.reasons, reason)))
+            self.change(f"{tiled.name} ({tiled.kind}: other random numbers in tiles)")
+
+    def change(self, reason: str) -> None:
+        """Note why tiles change the result."""
+        if reason in self.applied.reasons:
+            return
+        self.applied.loss_class, self.applied.reasons = "changed", (*self.applied.reasons, reason)
+        if not self._is_asked_for:
+            warnings.warn(
+                f"Tiles change the result of this model: {reason}. `Microbatching(strict=True)` refuses instead.",
+                NotLosslessWarning,
+                stacklevel=2,
+            )
+
+    def batchnorms_in(self, module: nn.Module) -> list[nn.Module]:
+        """Return what normalises tiles by statistics of their own."""
+        return [each for each in module.modules() if pools_statistics(each)] if self.config.batchnorm else []
 
     def _reasons(self, most: int = 3) -> Iterator[str]:
         for name, why_not in list(self._refused.items())[:most]:
@@ -269,21 +293,28 @@ class _TiledModule(Member):
         dims = self._dimensions(leaves)
         if not needs or not dims:
             return None
+        norms = self._tiles.batchnorms_in(module)
+        running = {id(buffer) for norm in norms for buffer in norm.buffers()}
+        versions = tuple(version_of(buffer) for buffer in module.buffers() if id(buffer) not in running)
         of_arguments = repr(tree), tuple(map(_kind, leaves)), *(tuple(are_cut(leaves, dim)) for dim in dims)
-        kind = module.training, tuple(dims), tuple(map(version_of, module.buffers())), of_arguments
+        kind = module.training, tuple(dims), versions, of_arguments
         if kind not in self._known:
             if len(self._known) > _MOST_KINDS:
                 self._known.clear()
-            self._known[kind] = self._learn(module, args, kwargs, leaves, dims)
+            with _evaluated(norms):
+                self._known[kind] = self._learn(module, args, kwargs, leaves, dims)
         dim, found, tested = self._known[kind]
         extent = extent_of(leaves, dim)
         if found.why_not or (size := self._size(module, found, extent)) >= extent:
             return None
         if extent > tested:
-            found = self._at_full_size(found, module, args, kwargs, dim, extent)
+            with _evaluated(norms):
+                found = self._at_full_size(found, module, args, kwargs, dim, extent)
             self._known[kind] = dim, found, extent
             if found.why_not:
                 return None
+        if norms:
+            self._tiles.change(f"{self.name} ({self.kind}: BatchNorm's statistics of each tile)")
         return Cut(dim, found.draws, found.orders), size
 
     def _at_full_size(
@@ -343,12 +374,25 @@ class _TiledModule(Member):
 
     def _size(self, module: nn.Module, found: Independence, extent: int) -> int:
         """Return entries of a tile."""
+        least = -(-extent // max(1, extent // 2)) if self._tiles.config.batchnorm else 1
         if self._tiles.config.size != "auto":
-            return self._tiles.config.size
+            return max(least, self._tiles.config.size)
         weights = [p for p in module.parameters() if p.requires_grad]
         there_anyway = max(extent * found.edge_bytes, 2.0 * sum(p.numel() * p.element_size() for p in weights), 1.0)
         num_tiles = min(-(-extent * found.inside_bytes // there_anyway), _MOST_TILES)
-        return -(-extent // max(1, int(num_tiles)))
+        return max(least, -(-extent // max(1, int(num_tiles))))
+
+
+@contextlib.contextmanager
+def _evaluated(norms: Sequence[nn.Module]) -> Iterator[None]:
+    """Have BatchNorms normalise by running statistics, with which they mix nothing."""
+    for norm in norms:
+        norm.training = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.training = True
 
 
 def _kind(leaf: Any) -> Any:

@@ -1,6 +1,7 @@
-"""BatchNorm in microbatches: what to normalise by, and one update of the running statistics per batch.
+"""BatchNorm in parts of a batch: what to normalise by, and one update of the running statistics per batch.
 
-A BatchNorm that sees a microbatch does not see its batch. Two ways out, neither of them equal to the whole batch:
+A BatchNorm that sees a microbatch, or a tile, does not see its batch. Two ways out, neither of them equal to the whole
+batch:
 
 * `"ghost"`: normalise by the microbatch's own statistics (Hoffer, Hubara, Soudry, "Train longer, generalize better",
   2017, https://arxiv.org/abs/1705.08741, where such ghost batches even helped). Fails for very few samples.
@@ -54,7 +55,7 @@ class PooledStatistics:
     """
 
     def __init__(self, module: Any, mode: Mode) -> None:
-        self._module, self._mode, self._momentum = module, mode, module.momentum
+        self.module, self._mode, self._momentum = module, mode, module.momentum
         # Of sums, which 16 bits cannot hold.
         self._dtype = torch.promote_types(module.running_mean.dtype, torch.float32)
         self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers(recurse=False)]
@@ -110,7 +111,7 @@ class PooledStatistics:
         """Give the module back, its running statistics updated as by one call with all samples, or as they were."""
         for handle in self._handles:
             handle.remove()
-        self._module.momentum = self._momentum
+        self.module.momentum = self._momentum
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
@@ -118,7 +119,7 @@ class PooledStatistics:
                 self._update(seen)
 
     def _update(self, seen: _Moments) -> None:
-        module = self._module
+        module = self.module
         if module.num_batches_tracked is not None:
             module.num_batches_tracked.add_(1)
         # `momentum=None` is a cumulative average.
@@ -144,6 +145,21 @@ class PooledBatchNorms:
         finally:
             for pool in self.pools:
                 pool.num_calls = None
+
+
+class _WithinMicrobatch(PooledBatchNorms):
+    """BatchNorms during a call in slices within a microbatch: the calls on all slices count as the same calls."""
+
+    def __init__(self, pools: list[PooledStatistics]) -> None:
+        super().__init__(pools)
+        self._starts = [pool.num_calls for pool in pools]
+
+    @contextmanager
+    def microbatch(self) -> Iterator[None]:
+        """Count calls inside from where the call in slices began."""
+        for pool, start in zip(self.pools, self._starts, strict=True):
+            pool.num_calls = start
+        yield
 
 
 _ACTIVE: ContextVar[PooledBatchNorms] = ContextVar("active_batchnorms", default=PooledBatchNorms([]))  # noqa: B039
@@ -196,6 +212,18 @@ def pooled_batchnorm(model: nn.Module, mode: Mode = "ghost", warmup: int = 0) ->
         _ACTIVE.reset(token)
         for pool in pools:
             pool.close(updates)
+
+
+@contextmanager
+def pooled_slices(module: nn.Module) -> Iterator[PooledBatchNorms]:
+    """Update running statistics once for a call of `module` in slices, each of which is a `microbatch()`."""
+    inside = set(module.modules())
+    pools = [pool for pool in _ACTIVE.get().pools if pool.module in inside]
+    if pools:
+        yield _WithinMicrobatch(pools)
+    else:
+        with pooled_batchnorm(module) as batch:
+            yield batch
 
 
 def pools_statistics(module: nn.Module) -> bool:
