@@ -109,8 +109,8 @@ class Fallbacks:
         if not self._may_take(trainer, _POSITIONS):
             return None
         tiles, size = self._scopes.tiles, None
-        if tiles is not None and tiles.cut:
-            if tiles.config.dim != _POSITIONS.dim or tiles.largest == 1:
+        if tiles is not None and (tiles.cut or tiles.config.dim == _POSITIONS.dim):
+            if tiles.config.dim != _POSITIONS.dim or tiles.largest <= 1:
                 return None
             size = max(1, tiles.largest // _FEWER)
         self._tile(trainer, _POSITIONS if size is None else replace(_POSITIONS, size=size))
@@ -128,7 +128,7 @@ class Fallbacks:
         check_compatibility(["tiling", *recipe.rows(), *ways_of_training(trainer)])
         if self.tiling is None or _place(self.tiling) < _place(kind):
             return True
-        return _place(self.tiling) == _place(kind) and (tiles is None or bool(tiles.cut))
+        return _place(self.tiling) == _place(kind) and (tiles is None or not tiles.is_useless)
 
     def _tile(self, trainer: L.Trainer, config: Tiling) -> None:
         scopes, recipe = self._scopes, session_of(trainer).recipe

@@ -212,13 +212,18 @@ class Tiles:
         return tuple(self._cut)
 
     @property
+    def is_useless(self) -> bool:
+        """Whether modules were tested, and none of them can be cut; a test that memory ran out in says nothing."""
+        return bool(self._refused) and not self._cut
+
+    @property
     def is_worth_telling(self) -> bool:
         """Whether modules run in tiles, or the user waits for an answer."""
         return self._is_asked_for or bool(self._cut)
 
     def warn_if_unused(self) -> None:
         """Warn where modules have run and none of them can be cut."""
-        if self._is_asked_for and self._refused and not self._cut:
+        if self._is_asked_for and self.is_useless:
             warnings.warn(
                 f"tiling had no effect: no module treats {_in_words(self.config.dim)} independently, "
                 f"{'; '.join(self._reasons())}. Name modules: `Tiling(modules=...)`.",

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_memsave.measuring.allocator import free_memory
 from lightning_memsave.saved_tensors.buffers import Buffers
 from lightning_memsave.saved_tensors.module_state import Attributes
 from lightning_memsave.saved_tensors.object_state import is_object
@@ -30,7 +31,6 @@ from lightning_memsave.saved_tensors.randomness import Randomness, generators_in
 from lightning_memsave.saved_tensors.tiles import (
     Draw,
     KeptNoise,
-    NoiseError,
     are_cut,
     extent_of,
     in_tile,
@@ -38,9 +38,11 @@ from lightning_memsave.saved_tensors.tiles import (
 )
 from lightning_memsave.techniques.tiling.call_watch import CallWatch, Drawn, ReadsInPython, Still
 from lightning_memsave.techniques.tiling.kept_state import put_back, python_noise
+from lightning_memsave.techniques.tiling.reasons import DependsError, FailsError, as_reason, is_about_memory
 from lightning_memsave.torch_internals.autograd_graph import storage_key, version_of
 
 _NUM_SAMPLES, _NUM_POSITIONS = 3, 8
+_FEWEST_SLICES = 2  # that are compared with one call
 _ROUNDING = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 _COARSE = 2e-2  # 16 bits, and products in TF32
 
@@ -81,7 +83,7 @@ def test_of(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: 
     with in_tile(), put_back(module, trial.devices):
         try:
             return trial.judge()
-        except _DependsError as reason:
+        except DependsError as reason:
             return Independence(why_not=str(reason))
 
 
@@ -89,6 +91,8 @@ def differs_at_full_size(
     function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, dim: int, lengths: Sequence[int]
 ) -> str:
     """Return why the outputs of a whole call differ from those of its slices; empty where they do not.
+
+    Where there is no memory for the whole, its halves are compared with their slices, then its quarters, and so on.
 
     Args:
         function: the forward of `module`.
@@ -99,13 +103,19 @@ def differs_at_full_size(
         lengths: of the slices.
     """
     leaves, tree = tree_flatten((args, kwargs))
-    trial = _Trial(function, module, leaves, tree, dim, has_all=True)
+    trial, num_slices = _Trial(function, module, leaves, tree, dim, has_all=True), len(lengths)
     with in_tile(), put_back(module, trial.devices):
-        try:
-            trial.compare_outputs(lengths)
-        except _DependsError as reason:
-            return f"with all of its entries {reason}"
-    return ""
+        while True:
+            try:
+                trial.compare_outputs(lengths, num_slices)
+                return ""
+            except DependsError as reason:
+                return f"with all of its entries {reason}"
+            except Exception as error:
+                if not is_about_memory(error) or num_slices <= _FEWEST_SLICES:
+                    raise
+            free_memory()
+            num_slices = max(_FEWEST_SLICES, -(-num_slices // 2))
 
 
 def sizes_of(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, dim: int) -> Independence:
@@ -114,14 +124,6 @@ def sizes_of(function: Callable[..., Any], module: nn.Module, args: Any, kwargs:
     trial = _Trial(function, module, leaves, tree, dim)
     with in_tile(), put_back(module, trial.devices):
         return trial.shapes()
-
-
-class _DependsError(Exception):
-    """A reason why a call cannot be made in slices."""
-
-
-class _FailsError(_DependsError):
-    """The call raises an error."""
 
 
 class _Result(NamedTuple):
@@ -182,13 +184,13 @@ class _Trial:
         """Return what holds.
 
         Raises:
-            _DependsError: the call cannot be made in slices.
+            DependsError: the call cannot be made in slices.
         """
         with self._without_autocast():
             whole = self.run_whole()
             try:
                 draws: tuple[Draw, ...] | None = self._compare_slices(whole, with_noise=True)
-            except _DependsError:
+            except DependsError:
                 if not self._draws:
                     raise
                 with Still():  # is it the noise alone?
@@ -204,7 +206,7 @@ class _Trial:
             self.run_whole()
             try:
                 return replace(self.found, draws=self._draws_per_entry(self._first) if self._draws else ())
-            except _DependsError:
+            except DependsError:
                 return replace(self.found, draws=None)
 
     @contextlib.contextmanager
@@ -219,18 +221,18 @@ class _Trial:
         """Call with all entries.
 
         Raises:
-            _DependsError: values are read, or something of the module changes that would change in every slice.
+            DependsError: values are read, or something of the module changes that would change in every slice.
         """
         owners = list(self._module.named_modules())
         buffers, before = Buffers(owners, None), python_noise()
         watch = CallWatch()
         whole = self._call(0, self._num, watch, ReadsInPython(watch.reads))
         if watch.reads:
-            raise _DependsError(f"it reads values (`{watch.reads[0].removeprefix('aten::')}`)")
+            raise DependsError(f"it reads values (`{watch.reads[0].removeprefix('aten::')}`)")
         if changed := buffers.changed():
-            raise _DependsError(f"it changes its buffer `{min(changed).removeprefix('.')}`")
+            raise DependsError(f"it changes its buffer `{min(changed).removeprefix('.')}`")
         if python_noise() != before:
-            raise _DependsError("it draws numbers from Python's or numpy's generator")
+            raise DependsError("it draws numbers from Python's or numpy's generator")
         self._draws = watch.draws
         held = (*whole.outputs, *self._module.parameters(), *self._module.buffers())
         inside = watch.kept_bytes(self._given | _storages(held))
@@ -268,19 +270,19 @@ class _Trial:
         ):
             outputs = self._outputs(functools.partial(self._function, *args, **kwargs), length)
         if versions != [version_of(t) for t in given if isinstance(t, Tensor)]:
-            raise _DependsError("it edits its input in place")
+            raise DependsError("it edits its input in place")
         if attributes is not None and (changed := attributes.differences()):
-            raise _DependsError(f"it changes its attribute `{changed[0]}`")
+            raise DependsError(f"it changes its attribute `{changed[0]}`")
         return self._backward(outputs, cut, others, start, length)
 
     def _outputs(self, call: Callable[[], Any], length: int) -> list[Tensor]:
-        with _as_reason(length):
+        with as_reason(length):
             outputs = [leaf for leaf in tree_flatten(call())[0] if isinstance(leaf, Tensor)]
         for output in outputs:
             if output.dim() <= self._dim or output.shape[self._dim] != length:
-                raise _DependsError(f"for {length} entries it returns a tensor {list(output.shape)}")
+                raise DependsError(f"for {length} entries it returns a tensor {list(output.shape)}")
         if not outputs:
-            raise _DependsError("it returns no tensor")
+            raise DependsError("it returns no tensor")
         return outputs
 
     def _backward(
@@ -295,8 +297,8 @@ class _Trial:
         cotangents = [each.narrow(self._dim, start, length) for each in self._cotangents]
         if [each.shape for each in cotangents] != [output.shape for output in floating]:
             shapes = ", ".join(str(list(output.shape)) for output in floating)
-            raise _DependsError(f"for {length} entries it returns a tensor {shapes}")
-        with _as_reason(length):
+            raise DependsError(f"for {length} entries it returns a tensor {shapes}")
+        with as_reason(length):
             gradients = torch.autograd.grad(floating, wanted, cotangents, allow_unused=True)
         return _Result([output.detach() for output in outputs], gradients[: len(cut)], gradients[len(cut) :])
 
@@ -305,7 +307,7 @@ class _Trial:
         """Compare slices with the whole, and return what they draw.
 
         Raises:
-            _DependsError: they differ.
+            DependsError: they differ.
         """
         first = self._first
         lengths = [first, self._num - first]
@@ -326,15 +328,15 @@ class _Trial:
             expected = torch.zeros((), device="cpu") if gradient is None else gradient
             fraction = self._rounding(expected)
             if not _are_near(torch.as_tensor(total).to(expected.device), expected, fraction, largest):
-                raise _DependsError("slices have other gradients of the weights")
+                raise DependsError("slices have other gradients of the weights")
         return draws
 
     def _check(self, parts: Sequence[Tensor | None], whole: Tensor | None, what: str) -> None:
         there = [part for part in parts if part is not None]
         if whole is None or len(there) < len(parts):
-            raise _DependsError(f"slices have other {what}")
+            raise DependsError(f"slices have other {what}")
         if not _are_near(torch.cat(there, self._dim), whole, self._rounding(whole)):
-            raise _DependsError(f"slices have other {what}")
+            raise DependsError(f"slices have other {what}")
 
     def _rounding(self, tensor: Tensor) -> float:
         """Return by what fraction of the largest element rounding may change a tensor that the call computes."""
@@ -349,12 +351,12 @@ class _Trial:
         """Return how many entries of each draw belong to an entry of the input: what a slice draws tells.
 
         Raises:
-            _DependsError: a slice draws in another way.
+            DependsError: a slice draws in another way.
         """
         watch = CallWatch()
         self._call(0, length, watch)
         if len(watch.draws) != len(self._draws):
-            raise _DependsError("slices draw more or fewer numbers than the whole")
+            raise DependsError("slices draw more or fewer numbers than the whole")
         return tuple(
             Draw(self._entries(of_slice.shape, of_whole.shape, length), of_whole.order)
             for of_slice, of_whole in zip(watch.draws, self._draws, strict=True)
@@ -362,7 +364,7 @@ class _Trial:
 
     def _entries(self, of_slice: tuple[int, ...] | None, of_whole: tuple[int, ...] | None, length: int) -> int:
         if of_slice is None or of_whole is None:
-            raise _DependsError("it draws numbers by an operation, or with probabilities, that cannot be cut")
+            raise DependsError("it draws numbers by an operation, or with probabilities, that cannot be cut")
         if of_slice == of_whole:
             return 0
         dim = self._dim
@@ -371,38 +373,49 @@ class _Trial:
             scaled = (*of_slice[:dim], times * self._num, *of_slice[dim + 1 :])
             if scaled == of_whole and (times == 1 or dim == 0):
                 return times
-        raise _DependsError(f"it draws {list(of_whole)} numbers, of which an entry has no share")
+        raise DependsError(f"it draws {list(of_whole)} numbers, of which an entry has no share")
 
-    def compare_outputs(self, lengths: Sequence[int]) -> None:
+    def compare_outputs(self, lengths: Sequence[int], num_slices: int | None = None) -> None:
         """Compare the outputs of slices with those of the whole, without noise and gradients.
 
+        Args:
+            lengths: of the slices.
+            num_slices: that are compared with one call of all their entries; by default all.
+
         Raises:
-            _DependsError: they differ.
+            DependsError: they differ.
         """
         needs, self._needs = self._needs, [False] * len(self._needs)
+        start, num_slices = 0, num_slices or len(lengths)
         try:
             with self._without_autocast(), torch.no_grad(), Still():
-                whole, start = self._call(0, self._num).outputs, 0
-                for length in lengths:
-                    for found, output in zip(self._call(start, length).outputs, whole, strict=True):
-                        expected = output.narrow(self._dim, start, length)
-                        if not _are_near(found, expected, self._rounding(output)):
-                            raise _DependsError("slices have other outputs")
-                    start += length
+                for number in range(0, len(lengths), num_slices):
+                    group = lengths[number : number + num_slices]
+                    self._compare_group(start, group)
+                    start += sum(group)
         finally:
             self._needs = needs
+
+    def _compare_group(self, first: int, lengths: Sequence[int]) -> None:
+        whole, start = self._call(first, sum(lengths)).outputs, 0
+        for length in lengths:
+            for found, output in zip(self._call(first + start, length).outputs, whole, strict=True):
+                expected = output.narrow(self._dim, start, length)
+                if not _are_near(found, expected, self._rounding(output)):
+                    raise DependsError("slices have other outputs")
+            start += length
 
     def _change_masks(self) -> None:
         """Compare again with other masks and whole numbers among the arguments, which may decide what mixes.
 
         Raises:
-            _DependsError: slices have other outputs then.
+            DependsError: slices have other outputs then.
         """
         before = self._leaves
         try:
             for changed in self._with_other_masks(before):
                 self._leaves = changed
-                with contextlib.suppress(_FailsError):  # it may not bear them
+                with contextlib.suppress(FailsError):  # it may not bear them
                     self.compare_outputs([self._first, self._num - self._first])
         finally:
             self._leaves = before
@@ -430,7 +443,7 @@ class _Trial:
         """Look whether values that are not finite, or huge, in one entry reach others.
 
         Raises:
-            _DependsError: they do.
+            DependsError: they do.
         """
         place = self._num // 2
         others = [number for number in range(self._num) if number != place]
@@ -456,23 +469,9 @@ class _Trial:
                     found, expected = (each.index_select(self._dim, index) for each in (output, plain))
                     if not _are_near(found, expected, self._rounding(plain)):
                         what = "NaN" if math.isnan(value) else "large value"
-                        raise _DependsError(f"a {what} in one entry reaches others")
+                        raise DependsError(f"a {what} in one entry reaches others")
         finally:
             self._leaves, self._needs = before, needs
-
-
-@contextlib.contextmanager
-def _as_reason(length: int) -> Iterator[None]:
-    """Take an error of a call for a reason, unless it is about memory."""
-    try:
-        yield
-    except NoiseError as error:
-        raise _DependsError(str(error)) from error
-    except Exception as error:
-        if isinstance(error, MemoryError) or "memory" in str(error):
-            raise
-        text = " ".join(str(error).split())[:100]
-        raise _FailsError(f"it fails with {length} entries ({type(error).__name__}: {text})") from error
 
 
 def _storages(values: Iterable[Any]) -> set[int]:
