@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.saved_tensors.encodings import Encoding, Identity, Recompute
-from lightning_memsave.torch_internals.autograd_graph import unwatched
 from lightning_memsave.torch_internals.compiled_regions import call_at_end
 from lightning_memsave.torch_internals.fake_tensors import is_fake
 
@@ -134,8 +133,7 @@ class File:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    with unwatched():  # of tiling's test, for which a step that reads values depends on them
-        flat: Any = tensor.view(-1).view(torch.uint8).numpy()  # has the buffer protocol, says only Python 3.12
+    flat: Any = tensor.view(-1).view(torch.uint8).numpy()  # an array has the buffer protocol, says only Python 3.12
     return memoryview(flat)
 
 

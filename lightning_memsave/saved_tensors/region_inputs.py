@@ -106,6 +106,16 @@ def keeping_inputs_in(store: SavedTensorStore) -> Iterator[None]:
         _INPUTS.reset(token)
 
 
+@contextlib.contextmanager
+def inputs_as_they_are() -> Iterator[None]:
+    """Keep the inputs of regions as autograd does inside: a store may read their values."""
+    token = _INPUTS.set(None)
+    try:
+        yield
+    finally:
+        _INPUTS.reset(token)
+
+
 def keep(tensor: Tensor) -> RegionInput:
     """Keep an input. Inside another region, or in its repetition, that one does."""
     store = _INPUTS.get()

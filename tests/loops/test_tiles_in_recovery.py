@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import SiglipConfig, SiglipModel, SiglipTextConfig, SiglipVisionConfig
 
-from lightning_memsave import Checkpointing, MemSave, Microbatching, MicrobatchWarning, Tiling
+from lightning_memsave import MemSave, Microbatching, MicrobatchWarning, Tiling
 from lightning_memsave.core.errors import NotLosslessWarning
 from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError
 from tests.loops.test_recovery import QUIET, Hungry
@@ -327,20 +327,3 @@ def test_the_test_of_a_module_takes_no_more_memory_than_two_tiles(limit, lines):
     (applied,) = (a for a in memsave.report.applied if a.technique == "tiling")
     assert applied.summary == f"1 module in tiles: 1 x UNet, at most {4 if limit == 8 else 1} samples"
     assert memsave.report.loss_class == "exact"
-
-
-def test_inputs_that_leave_the_device_are_no_values_that_a_module_reads():
-    """As measured: after that of offloaded inputs, tiles are the next measure."""
-
-    class Blocks(Contrastive):
-        def __init__(self):
-            super().__init__()
-            self.hungry.limit = 10**9
-            self.images[0] = nn.Sequential(self.images[0], nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU()))
-
-    settings = {"checkpointing": Checkpointing(modules="Sequential", offload=True)}
-    plain, _ = fit(Blocks, 10**9)
-    memsave = MemSave(tiling="samples", **settings)
-    module, _ = fit(Blocks, 10**9, memsave)
-    assert_same_weights(module, plain)
-    assert "in tiles" in next(a.summary for a in memsave.report.applied if a.technique == "tiling")

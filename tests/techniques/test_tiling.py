@@ -667,3 +667,17 @@ def test_a_prediction_of_what_a_test_must_find_runs_real_steps():
     predicted = predict(Lit(), (batch(torch.float32, 8),), memsave)
     assert predicted.source == "measured"
     assert predicted.peak_bytes == memsave.report.peak_bytes
+
+
+def test_inputs_of_regions_that_leave_the_device_are_no_values_that_a_module_reads():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Tanh()) for _ in range(3)]
+    model, x = nn.Sequential(nn.Sequential(*blocks)).double(), torch.randn(8, 8, 64, 64, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    applied = apply_tiling(model, Tiling(modules="0", dim=0, size=2))
+    apply_checkpointing(model, Checkpointing(modules="0.*", offload=True))
+    for each in (plain, model):
+        each(x).square().mean().backward()
+    gradients = [dict(each.named_parameters()) for each in (model, plain)]
+    assert_alike(*({name: p.grad for name, p in each.items()} for each in gradients))
+    assert applied.summary == "1 module in tiles: 1 x Sequential, at most 2 samples"

@@ -28,6 +28,7 @@ from lightning_memsave.saved_tensors.buffers import Buffers
 from lightning_memsave.saved_tensors.module_state import Attributes
 from lightning_memsave.saved_tensors.object_state import is_object
 from lightning_memsave.saved_tensors.randomness import Randomness, generators_in
+from lightning_memsave.saved_tensors.region_inputs import inputs_as_they_are
 from lightning_memsave.saved_tensors.tiles import (
     Draw,
     KeptNoise,
@@ -80,7 +81,7 @@ def test_of(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: 
     if opaque is not None:
         return Independence(why_not=f"it takes a {type(opaque).__name__}, which cannot be cut")
     trial = _Trial(function, module, leaves, tree, dim)
-    with in_tile(), put_back(module, trial.devices):
+    with _apart(trial):
         try:
             return trial.judge()
         except DependsError as reason:
@@ -104,7 +105,7 @@ def differs_at_full_size(
     """
     leaves, tree = tree_flatten((args, kwargs))
     trial, num_slices = _Trial(function, module, leaves, tree, dim, has_all=True), len(lengths)
-    with in_tile(), put_back(module, trial.devices):
+    with _apart(trial):
         while True:
             try:
                 trial.compare_outputs(lengths, num_slices)
@@ -122,8 +123,15 @@ def sizes_of(function: Callable[..., Any], module: nn.Module, args: Any, kwargs:
     """Return what a call keeps, without a test; for fake tensors, which have no values to compare."""
     leaves, tree = tree_flatten((args, kwargs))
     trial = _Trial(function, module, leaves, tree, dim)
-    with in_tile(), put_back(module, trial.devices):
+    with _apart(trial):
         return trial.shapes()
+
+
+@contextlib.contextmanager
+def _apart(trial: _Trial) -> Iterator[None]:
+    """Run calls of a test, which leave no trace."""
+    with in_tile(), inputs_as_they_are(), put_back(trial.module, trial.devices):
+        yield
 
 
 class _Result(NamedTuple):
@@ -146,7 +154,7 @@ class _Trial:
         dim: int,
         has_all: bool = False,
     ) -> None:
-        self._function, self._module, self._tree, self._dim = function, module, tree, dim
+        self._function, self.module, self._tree, self._dim = function, module, tree, dim
         self._is_cut = are_cut(leaves, dim)
         extent = extent_of(leaves, dim)
         self._num = extent if has_all else min(extent, _NUM_SAMPLES if dim == 0 else _NUM_POSITIONS)
@@ -176,7 +184,7 @@ class _Trial:
 
     def _computes_in_32_bits(self) -> bool:
         """Return whether autocast alone is what makes 16-bit numbers, so that the test can do without."""
-        floating = [p.dtype for p in self._module.parameters() if p.is_floating_point()]
+        floating = [p.dtype for p in self.module.parameters() if p.is_floating_point()]
         return bool(floating) and all(dtype.itemsize >= 4 for dtype in floating)
 
     # ------------------------------------------------------------------------------------ calls
@@ -223,7 +231,7 @@ class _Trial:
         Raises:
             DependsError: values are read, or something of the module changes that would change in every slice.
         """
-        owners = list(self._module.named_modules())
+        owners = list(self.module.named_modules())
         buffers, before = Buffers(owners, None), python_noise()
         watch = CallWatch()
         whole = self._call(0, self._num, watch, ReadsInPython(watch.reads))
@@ -234,7 +242,7 @@ class _Trial:
         if python_noise() != before:
             raise DependsError("it draws numbers from Python's or numpy's generator")
         self._draws = watch.draws
-        held = (*whole.outputs, *self._module.parameters(), *self._module.buffers())
+        held = (*whole.outputs, *self.module.parameters(), *self.module.buffers())
         inside = watch.kept_bytes(self._given | _storages(held))
         edge = sum(t.numel() * t.element_size() for t in (*self._tensors(), *whole.outputs))
         orders = tuple(map(memory_order, whole.outputs))
@@ -261,7 +269,7 @@ class _Trial:
         self._given = _storages(given)
         versions = [version_of(t) for t in given if isinstance(t, Tensor)]
         args, kwargs = tree_unflatten(given, self._tree)
-        attributes = Attributes(list(self._module.named_modules())) if start else None
+        attributes = Attributes(list(self.module.named_modules())) if start else None
         pack = _as_it_is if watch is None else watch.keep
         with (
             torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is),
@@ -340,7 +348,7 @@ class _Trial:
 
     def _rounding(self, tensor: Tensor) -> float:
         """Return by what fraction of the largest element rounding may change a tensor that the call computes."""
-        used = [t for t in (*self._leaves, *self._module.parameters(), tensor) if isinstance(t, Tensor)]
+        used = [t for t in (*self._leaves, *self.module.parameters(), tensor) if isinstance(t, Tensor)]
         is_narrow = any(t.is_floating_point() and t.dtype.itemsize <= 2 for t in used)
         kinds = {device.type for device in self.devices if torch.amp.is_autocast_available(device.type)}
         is_narrow |= any(map(torch.is_autocast_enabled, kinds))
