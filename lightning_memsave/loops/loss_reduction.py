@@ -3,8 +3,8 @@
 `training_step` is evaluated on a few samples, spread over the batch, and on two uneven parts of them, without
 gradients. Some bits of weights are flipped before, as at the start of training all samples may have the same loss (a
 head of zeros), which any weights average to itself; where that is not enough (an LSTM, whose gates hardly move), some
-weights are eight times as large. Rules that losses obey, gradients by what the last layer is given must obey as well
-(`last_layer`). The mode is that of training, so that terms behind `self.training` count; BatchNorm alone is in
+weights are eight times as large. Gradients with respect to the inputs of the last layers must obey the same rules as
+losses (`last_layers`). The mode is that of training, so that terms behind `self.training` count; BatchNorm alone is in
 evaluation mode, as what its statistics change is known and named. Where random numbers cannot be told to be a sample's
 own, or the step fails that way, it is evaluated in evaluation mode.
 """
@@ -27,14 +27,15 @@ from torch import Tensor, nn
 
 from lightning_memsave.lightning_compat import Batch, session_of
 from lightning_memsave.loops.batch_snapshot import BatchStart
-from lightning_memsave.loops.last_layer import Given, LastLayer, compare
+from lightning_memsave.loops.last_layers import InputGradient, LastLayers, compare
 from lightning_memsave.loops.loss_terms import LossTerms, Term
-from lightning_memsave.loops.moved_weights import enlarged, moved
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
+from lightning_memsave.loops.perturbed_weights import enlarged, moved
 from lightning_memsave.loops.sample_noise import SampleNoise
 from lightning_memsave.loops.side_effect_free import ParametersKept, without_a_trace
 from lightning_memsave.loops.wide_numbers import WideNumbers
 from lightning_memsave.measuring.allocator import free_memory
+from lightning_memsave.saved_tensors.tiles import in_tile
 from lightning_memsave.techniques.activation_compression import has_wide_head
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.reduction import Losses, ReductionRule, rules_for
@@ -134,12 +135,12 @@ def _asked(
         subject = _Subject.of(batch, num_samples, config, fewest)
         widens = agreed is None and not _weights_of(module) <= _TOLERANCE.keys()
         # A graph would keep the logits of a wide head; a batch that is cut by `split_fn` is whole here.
-        looks_twice = agreed is None and config.split_fn is None and not has_wide_head(module)
+        compares_gradients = agreed is None and config.split_fn is None and not has_wide_head(module)
         for mode in _MODES:
-            found = _found(_Evaluation(trainer, kwargs, mode, start), subject, config, num_samples, looks_twice)
+            found = _found(_Evaluation(trainer, kwargs, mode, start), subject, config, num_samples, compares_gradients)
             if widens:  # afterwards, so that what a step keeps for later (`lru_cache`) has its own dtype
                 in_32 = _Evaluation(trainer, kwargs, mode, start, widens)
-                found = _found_in_float32(in_32, subject, config, num_samples, looks_twice) or found
+                found = _found_in_float32(in_32, subject, config, num_samples, compares_gradients) or found
             answer, is_last = found if agreed is None else agreed(found)
             if is_last:
                 break
@@ -148,11 +149,11 @@ def _asked(
 
 
 def _found_in_float32(
-    evaluation: _Evaluation, subject: _Subject, config: Microbatching, num_samples: int, looks_twice: bool
+    evaluation: _Evaluation, subject: _Subject, config: Microbatching, num_samples: int, compares_gradients: bool
 ) -> _Found | None:
     """Return what is found; `None` where the step takes 16 bits alone, or there is no room for a weight in 32."""
     try:
-        found = _found(evaluation, subject, config, num_samples, looks_twice)
+        found = _found(evaluation, subject, config, num_samples, compares_gradients)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -163,7 +164,7 @@ def _found_in_float32(
 
 
 def _found(
-    evaluation: _Evaluation, subject: _Subject, config: Microbatching, num_samples: int, looks_twice: bool
+    evaluation: _Evaluation, subject: _Subject, config: Microbatching, num_samples: int, compares_gradients: bool
 ) -> _Found:
     batch, mode = evaluation.batch, evaluation.mode
     try:
@@ -185,7 +186,7 @@ def _found(
     answer = _judge(losses, _terms(whole, parts, losses), subject, rules, mode)
     answer = dataclasses.replace(answer, rules=tuple(_as_counted(list(answer.rules), subject, parts)))
 
-    if answer.rules and looks_twice:
+    if answer.rules and compares_gradients:
         answer = _with_gradients(answer, evaluation, subject)
     if not answer.rules and not answer.why_not and losses.fit_mean([n for _, n in subject.parts]):
         same = config.split_fn is None and are_equal(batch, num_samples)
@@ -250,8 +251,8 @@ class _Evaluated(NamedTuple):
     """Terms that the loss is the sum of."""
     num_labels: int | None
     """Number of labels that the loss has a mean over, as far as that is known."""
-    given: list[Given]
-    """Values and gradients of what the last layer is given, where gradients were asked for."""
+    inputs: list[InputGradient]
+    """Inputs of the last layers, where gradients were asked for."""
 
 
 def _terms(whole: _Evaluated, parts: Sequence[_Evaluated], losses: Losses) -> list[Losses]:
@@ -289,13 +290,14 @@ def _shares(weights: Sequence[Any]) -> list[Fraction]:
 
 def _with_gradients(answer: Answer, evaluation: _Evaluation, subject: _Subject) -> Answer:
     """Return an answer with the rules that gradients obey, or why none does; as it is where gradients do not tell."""
-    found = evaluation.gradients_of(subject)
-    if not found or evaluation.tolerance is None:
+    found = [] if evaluation.tolerance is None else evaluation.gradients_of(subject)
+    if not found:
         return answer
+    assert evaluation.tolerance is not None, "as above"
     counted = [part for part in subject.parts if part[1]]
-    fitting = []
+    sizes, fitting = [int(n) for _, n in counted], []
     for rule in answer.rules:
-        compared = compare(found[0], found[1:], rule.weights(counted))
+        compared = compare(found[0], found[1:], sizes, rule.weights(counted))
         if compared is None:
             return answer
         if compared.of_gradients <= _OF_GRADIENTS * max(evaluation.tolerance, compared.of_inputs):
@@ -346,7 +348,7 @@ class _Evaluation:
         self._dtypes, self._widens = {torch.float32} if widens else _weights_of(trainer.lightning_module), widens
         self._is_wide = self._dtypes <= _TOLERANCE.keys()
         """Whether all that computes may do so with 32 bits or more."""
-        self._seen, self._last_layer = LossTerms(), LastLayer(trainer.lightning_module)
+        self._seen, self._last_layers = LossTerms(), LastLayers(trainer.lightning_module)
         self._differentiates = False
         self.has_skipped = False
         """Whether the step has returned no loss, as Lightning allows."""
@@ -370,14 +372,17 @@ class _Evaluation:
             if self.mode.enlarges_weights:
                 stack.enter_context(enlarged(module))
             subjects = ((subject.whole, 0, sum(sizes)), *counted)
-            return [_without_graph(functools.partial(self._loss_of, *each, sum(sizes))) for each in subjects]
+            run = _with_graph if self._differentiates else _without_graph
+            return [run(functools.partial(self._loss_of, *each, sum(sizes))) for each in subjects]
 
-    def gradients_of(self, subject: _Subject) -> list[list[Given]]:
-        """Return gradients of the whole and of its parts by what the last layer is given; none where that fails."""
+    def gradients_of(self, subject: _Subject) -> list[list[InputGradient]]:
+        """Return gradients of the whole and of its parts by the inputs of the last layers; none where that fails."""
+        if self._last_layers.are_hooked:
+            return []
         self._differentiates = True
         try:
-            return [each.given for each in self.of(subject)]
-        except Exception as error:  # whatever user code raises in a graph that begins in its middle
+            return [each.inputs for each in self.of(subject)]
+        except Exception as error:  # whatever user code raises where layers are given no graph
             if is_out_of_memory(error):
                 free_memory()
             return []
@@ -408,19 +413,22 @@ class _Evaluation:
             stack.enter_context(ParametersKept(module))
             noise = stack.enter_context(SampleNoise(start, num_samples, num_all))
             stack.enter_context(self._seen)
-            layer = self._last_layer
-            stack.enter_context(layer.differentiated() if self._differentiates else layer.watched())
+            if self._differentiates:
+                stack.enter_context(in_tile())  # whose test would run
+                stack.enter_context(self._last_layers.apart())
             stack.enter_context(WideNumbers() if self._widens else contextlib.nullcontext())
             # Not through DDP, whose forward exchanges buffers; shards need their strategy.
             wrapped = trainer.strategy.model
             direct = wrapped is module or isinstance(wrapped, nn.parallel.DistributedDataParallel)
             output = (module if direct else trainer.strategy).training_step(*arguments)
-        loss = _loss_in(output)
+            loss, num_drawn = _loss_in(output), noise.num_drawn
+            inputs = self._last_layers.gradients(loss) if self._differentiates else []
+            if noise.num_drawn > num_drawn:  # in a forward pass that backward makes again: other numbers
+                inputs = []
         self.has_skipped |= (output.get("loss") if isinstance(output, dict) else output) is None
         self.is_sure &= noise.is_sure
         self._dtypes.add(loss.dtype)
-        given = self._last_layer.given(loss) if self._differentiates else []
-        found = _Evaluated(float(loss.detach()), self._seen.of(loss), self._seen.num_labels(loss), given)
+        found = _Evaluated(float(loss.detach()), self._seen.of(loss), self._seen.num_labels(loss), inputs)
         self._seen.begin()
         return found
 
@@ -452,6 +460,11 @@ def _set_mode(module: L.LightningModule, is_training: bool) -> None:
         # for bfloat16, and no gradient goes through them any more.
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.train()
+
+
+def _with_graph(loss_of: Callable[[], _Evaluated]) -> _Evaluated:
+    with torch.compiler.set_stance("force_eager"), torch.enable_grad():
+        return loss_of()
 
 
 def _without_graph(loss_of: Callable[[], _Evaluated]) -> _Evaluated:

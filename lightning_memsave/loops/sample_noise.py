@@ -41,7 +41,8 @@ class SampleNoise(TorchDispatchMode):
     def __init__(self, start: int, num_samples: int, num_all: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._start, self._num_samples, self._num_all = start, num_samples, num_all
-        self._num_drawn = 0
+        self.num_drawn = 0
+        """Number of draws so far."""
         self.is_sure = True
         """Whether everything that was drawn was told to be a sample's own, or equal in all parts."""
 
@@ -56,8 +57,8 @@ class SampleNoise(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return func(*args, **kwargs)
-        self._num_drawn += 1
-        torch.manual_seed(self._num_drawn)
+        self.num_drawn += 1
+        torch.manual_seed(self.num_drawn)
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         gives_shape = func._schema.is_mutable or func._schema.name.endswith("_like")
         times = next((n for value in args if (n := self._times(value))), 0)

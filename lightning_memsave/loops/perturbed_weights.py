@@ -39,12 +39,14 @@ def enlarged(module: nn.Module) -> Iterator[None]:
     """Multiply some elements of every parameter by a power of two inside, which loses no bit either way."""
     some = [p.data.view(-1)[:: -(-p.numel() // _MOST_MOVED)] for p in _movable(module)]
     changed = [torch.where(each.abs() < _LARGEST_ENLARGED, _ENLARGED, 1.0).to(each.dtype) for each in some]
-    for each, factor in zip(some, changed, strict=True):
-        each.mul_(factor)
+    done: list[tuple[Tensor, Tensor]] = []
     try:
+        for each, factor in zip(some, changed, strict=True):
+            each.mul_(factor)
+            done.append((each, factor))
         yield
     finally:
-        for each, factor in zip(some, changed, strict=True):
+        for each, factor in done:
             each.div_(factor)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memsave.loops.moved_weights import enlarged, moved
+from lightning_memsave.loops.perturbed_weights import enlarged, moved
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
