@@ -1,7 +1,7 @@
-"""Fallbacks: the exact measures against too little memory besides smaller microbatches, in the order of their cost.
+"""Fallbacks: the measures against too little memory besides smaller microbatches, in the order of their cost.
 
-They take time, so they wait until memory runs out. Techniques that the user has set, or switched off, are left as they
-are; inputs of regions leave the device in any case.
+All are exact but the last, tiles with BatchNorm. They take time, so they wait until memory runs out. Techniques that
+the user has set, or switched off, are left as they are; inputs of regions leave the device in any case.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.saved_tensors.batchnorm import pools_statistics
 from lightning_memsave.techniques.activation_compression import ActivationCompression, with_head
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_store
+from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.tiling import Tiles, Tiling
 
 _FEWER = 4  # times fewer samples in a tile, with each try
@@ -74,8 +75,11 @@ class Fallbacks:
         while self._num_taken < self.num_learned:
             has_taken |= self.take_next(trainer) is not None
         if self.tiling is not None and self._scopes.tiles is None:
-            self._tile(trainer, self.tiling)
-            has_taken = True
+            if self._is_allowed(trainer, self.tiling):
+                self._tile(trainer, self.tiling)
+                has_taken = True
+            else:
+                self.tiling = None
         return has_taken
 
     def take_tiles(self, trainer: L.Trainer, num_samples: int, batchnorm: Literal["ghost"] | None = None) -> str | None:
@@ -122,13 +126,26 @@ class Fallbacks:
         Raises:
             ValueError: not in this way of training.
         """
-        recipe, tiles = session_of(trainer).recipe, self._scopes.tiles
-        if self.are_joint or self._tiles_refused or not recipe.leaves_open(Tiling):
+        tiles = self._scopes.tiles
+        if not self._is_allowed(trainer, kind):
             return False
-        check_compatibility(["tiling", *recipe.rows(), *ways_of_training(trainer)])
         if self.tiling is None or _place(self.tiling) < _place(kind):
             return True
         return _place(self.tiling) == _place(kind) and (tiles is None or not tiles.is_useless)
+
+    def _is_allowed(self, trainer: L.Trainer, kind: Tiling) -> bool:
+        """Return whether the settings allow tiles of a kind.
+
+        Raises:
+            ValueError: not in this way of training.
+        """
+        recipe = session_of(trainer).recipe
+        microbatching = recipe.get(Microbatching)
+        is_strict = microbatching is not None and microbatching.strict
+        if self.are_joint or self._tiles_refused or not recipe.leaves_open(Tiling) or (kind.batchnorm and is_strict):
+            return False
+        check_compatibility(["tiling", *recipe.rows(), *ways_of_training(trainer)])
+        return True
 
     def _tile(self, trainer: L.Trainer, config: Tiling) -> None:
         scopes, recipe = self._scopes, session_of(trainer).recipe

@@ -134,8 +134,10 @@ def _asked(
     with without_a_trace(trainer, module, batch) as start:
         subject = _Subject.of(batch, num_samples, config, fewest)
         widens = agreed is None and not _weights_of(module) <= _TOLERANCE.keys()
-        # A graph would keep the logits of a wide head; a batch that is cut by `split_fn` is whole here.
-        compares_gradients = agreed is None and config.split_fn is None and not has_wide_head(module)
+        # A graph would keep the logits of a wide head; a batch that is cut by `split_fn` is whole here; and where one
+        # sample does not fit, nothing is left for a graph.
+        has_room = not has_wide_head(module) and session_of(trainer).fallbacks.tiling is None
+        compares_gradients = agreed is None and config.split_fn is None and has_room
         for mode in _MODES:
             found = _found(_Evaluation(trainer, kwargs, mode, start), subject, config, num_samples, compares_gradients)
             if widens:  # afterwards, so that what a step keeps for later (`lru_cache`) has its own dtype

@@ -135,7 +135,7 @@ class RecoveryPolicy:
             with contextlib.suppress(ValueError):  # the way of training does not allow it
                 taken = self._fallbacks.take_position_tiles(trainer)
                 self.has_new_regions |= taken is not None
-        if taken is None and not can_cut and not self._config.strict:
+        if taken is None and not can_cut:
             taken = self._cut_modules(trainer, batch, "ghost")
         if taken is None:
             return False
@@ -160,7 +160,7 @@ class RecoveryPolicy:
         if self._fallbacks is None or not self._fallbacks.withdraw(trainer):
             return False
         self.has_new_regions = False
-        self._say("the model cannot be checkpointed that way; run again without.")
+        self._say("the model cannot be run that way; run again without.")
         return True
 
     def _without_smaller_parts(self, trainer: L.Trainer, batch: Batch) -> str | None:

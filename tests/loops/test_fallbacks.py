@@ -45,7 +45,7 @@ def test_regions_that_the_model_refuses_are_withdrawn(lines):
 
     module, direct, memsave = limited(Refuses), limited(Refuses, 10**9), MemSave()
     train(module, memsave)
-    assert "cannot be checkpointed that way" in str(lines)
+    assert "cannot be run that way" in str(lines)
     assert memsave.report.microbatch_size == 8
     train(direct, MemSave(microbatch=8))
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), direct.parameters(), strict=True))
@@ -78,7 +78,7 @@ def test_regions_that_cannot_be_repeated_are_withdrawn_whatever_the_error(lines)
 
     module, direct, memsave = limited(Caches), limited(Caches, 10**9), MemSave()
     train(module, memsave)
-    assert "cannot be checkpointed that way" in str(lines)
+    assert "cannot be run that way" in str(lines)
     assert memsave.report.microbatch_size == 8
     train(direct, MemSave(microbatch=8))
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), direct.parameters(), strict=True))
@@ -100,7 +100,7 @@ def test_an_error_of_the_users_comes_again_without_regions(lines):
     raised = []
     with pytest.raises(KeyError, match="the user's"):
         train(limited(Raises), MemSave())
-    assert "cannot be checkpointed that way" in str(lines)
+    assert "cannot be run that way" in str(lines)
     assert raised == [0, 0]
 
 

@@ -209,6 +209,12 @@ def test_batchnorm_is_the_last_that_is_cut_and_named(lines, tmp_path):
     assert list(resumed.hungry.tried) == []
     assert again.report.loss_class == "changed"
 
+    for memsave in (MemSave(microbatch=Microbatching(strict=True)), MemSave(tiling=False)):
+        torch.manual_seed(0)
+        trainer = L.Trainer(**QUIET, max_epochs=3, precision="64-true", callbacks=[memsave])
+        trainer.fit(resumed := SimClr(), data(), ckpt_path=tmp_path / "a.ckpt", weights_only=False)
+        assert not any(a.technique == "tiling" for a in memsave.report.applied), "forbidden by now"
+
 
 @pytest.mark.parametrize(
     ("limit", "memsave"), [(1, MemSave()), (LIMIT, MemSave(microbatch=Microbatching(strict=True)))]

@@ -13,6 +13,8 @@ from torch import nn
 from lightning_memsave import Checkpointing, Tiling, apply_checkpointing, apply_tiling
 from lightning_memsave.saved_tensors.batchnorm import pooled_batchnorm
 from lightning_memsave.saved_tensors.tiles import lengths_of
+from lightning_memsave.techniques import tiling
+from lightning_memsave.techniques.tiling import independence
 
 
 def net(**options):
@@ -44,7 +46,7 @@ def assert_equal(found, expected):
 @settings(max_examples=30, deadline=None)
 @given(
     num_samples=st.integers(4, 13),
-    size=st.integers(1, 6),
+    size=st.integers(2, 6),
     momentum=st.sampled_from([0.1, 0.7, None]),
     with_regions=st.booleans(),
 )
@@ -137,6 +139,44 @@ def test_without_being_asked_for_such_modules_stay_whole_and_frozen_statistics_d
     assert (applied.loss_class, applied.summary) == ("exact", "1 module in tiles: 1 x Sequential, at most 3 samples")
 
 
+def test_batchnorm_that_is_made_active_later_is_noticed():
+    model = net()
+    for each in model.modules():
+        if isinstance(each, nn.modules.batchnorm._BatchNorm):
+            each.eval()
+    applied = apply_tiling(model, Tiling(dim=0, size=3))
+    model(images())
+    assert applied.summary == "1 module in tiles: 1 x Sequential, at most 3 samples"
+    model[0][2].train()
+    plain = copy.deepcopy(model)
+    torch.testing.assert_close(model(images()), plain(images()), rtol=1e-12, atol=0)
+    assert applied.loss_class == "exact"
+
+
+def test_a_module_that_stays_whole_is_tested_once_though_its_statistics_move(monkeypatch):
+    tested = []
+
+    def counted(*args):
+        tested.append(args[1])
+        return independence.test_of(*args)
+
+    monkeypatch.setattr(tiling, "test_of", counted)
+    model = net()
+    apply_tiling(model, Tiling(dim=0, size=3))
+    for _ in range(4):
+        model(images())
+    assert tested == [model[0]]
+
+
+def test_layers_without_batchnorm_have_tiles_of_one_sample():
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), net())
+    applied = apply_tiling(model, Tiling(modules="0", dim=0, size=3, batchnorm="ghost"))
+    model[0](torch.randn(7, 3))
+    assert applied.summary == "1 module in tiles: 1 x Sequential, at most 3 samples"
+
+
 def test_a_wrong_mode_is_refused():
+    with pytest.raises(ValueError, match=r"`Tiling.size` must be 2 or more"):
+        Tiling(size=1, batchnorm="ghost")
     with pytest.raises(ValueError, match=r'`Tiling.batchnorm` must be "ghost" or `None`'):
         Tiling(batchnorm="running")

@@ -681,3 +681,21 @@ def test_inputs_of_regions_that_leave_the_device_are_no_values_that_a_module_rea
     gradients = [dict(each.named_parameters()) for each in (model, plain)]
     assert_alike(*({name: p.grad for name, p in each.items()} for each in gradients))
     assert applied.summary == "1 module in tiles: 1 x Sequential, at most 2 samples"
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while it compiles
+def test_what_is_compiled_inside_of_a_tile_stays_compiled():
+    torch.compiler.reset()
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    model = net()
+    for block in model.blocks:
+        block.mlp.compile(backend=backend)
+    apply_tiling(model, Tiling(modules="Sequential", dim=0, size=3))
+    for _ in range(3):
+        step(model, batch())
+    assert compiled, "not eager because a test has met it first"

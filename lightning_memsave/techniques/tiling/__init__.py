@@ -89,8 +89,9 @@ class Tiling:
     and output, or its weights and their gradients, take anyway; at most 16 tiles."""
     batchnorm: Literal["ghost"] | None = None
     """What becomes of modules with active BatchNorm, which mixes entries. `None`: they are not cut. `"ghost"`: each
-    tile, of two entries or more, is normalised by its own statistics, which changes the result; the running statistics
-    are updated once per call, by those of all tiles together."""
+    tile is normalised by its own statistics, which changes the result; the running statistics are updated once per
+    call, by those of all tiles together. A tile then has two entries or more (of an odd number, one has a third). Not
+    cut either are SyncBatchNorm and BatchNorm that keeps no running statistics."""
 
     def __post_init__(self) -> None:
         if self.dim is not None and (not isinstance(self.dim, int) or isinstance(self.dim, bool) or self.dim < 0):
@@ -98,6 +99,8 @@ class Tiling:
         is_size = isinstance(self.size, int) and not isinstance(self.size, bool) and self.size > 0
         if not is_size and self.size != "auto":
             raise setting_error("Tiling.size", 'must be a positive integer or "auto"', self.size, "For example 256.")
+        if self.batchnorm and self.size == 1:
+            raise setting_error("Tiling.size", 'must be 2 or more with `batchnorm="ghost"`', 1, "One has no variance.")
         if self.batchnorm not in ("ghost", None):
             rule = 'must be "ghost" or `None`'
             raise setting_error("Tiling.batchnorm", rule, self.batchnorm, "`None` leaves such modules whole.")
@@ -284,7 +287,10 @@ class _TiledModule(Member):
         self.kind = type(module).__name__
         self._tiles = tiles
         self._known: dict[Any, tuple[int, Independence, int]] = {}
-        """Dimension to cut, what a test along it has found, and the largest extent of a test, by kinds of arguments."""
+        """Dimension to cut, what a test along it has found, and the largest extent of a test, by kinds of calls."""
+        self._refused = set[Any]()
+        """Kinds of calls that stay whole, whatever buffers are: BatchNorm changes its own in each call."""
+        self._least = 1  # entries of a tile
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler has no use for what is done here
     def cut_of(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Cut, int] | None:
@@ -299,21 +305,26 @@ class _TiledModule(Member):
         if not needs or not dims:
             return None
         norms = self._tiles.batchnorms_in(module)
-        running = {id(buffer) for norm in norms for buffer in norm.buffers()}
-        versions = tuple(version_of(buffer) for buffer in module.buffers() if id(buffer) not in running)
+        self._least = 2 if norms else 1
         of_arguments = repr(tree), tuple(map(_kind, leaves)), *(tuple(are_cut(leaves, dim)) for dim in dims)
-        kind = module.training, tuple(dims), versions, of_arguments
+        kind = *map(_mode, module.modules()), tuple(dims), of_arguments
+        if kind in self._refused:
+            return None
+        running = {id(buffer) for norm in norms for buffer in norm.buffers()}
+        kind = *kind, tuple(version_of(buffer) for buffer in module.buffers() if id(buffer) not in running)
         if kind not in self._known:
             if len(self._known) > _MOST_KINDS:
                 self._known.clear()
-            with _evaluated(norms):
+            with _testing(norms):
                 self._known[kind] = self._learn(module, args, kwargs, leaves, dims)
         dim, found, tested = self._known[kind]
         extent = extent_of(leaves, dim)
+        if found.why_not and len(self._refused) <= _MOST_KINDS:
+            self._refused.add(kind[:-1])
         if found.why_not or (size := self._size(module, found, extent)) >= extent:
             return None
         if extent > tested:
-            with _evaluated(norms):
+            with _testing(norms):
                 found = self._at_full_size(found, module, args, kwargs, dim, extent)
             self._known[kind] = dim, found, extent
             if found.why_not:
@@ -379,7 +390,7 @@ class _TiledModule(Member):
 
     def _size(self, module: nn.Module, found: Independence, extent: int) -> int:
         """Return entries of a tile."""
-        least = -(-extent // max(1, extent // 2)) if self._tiles.config.batchnorm else 1
+        least = -(-extent // max(1, extent // self._least))
         if self._tiles.config.size != "auto":
             return max(least, self._tiles.config.size)
         weights = [p for p in module.parameters() if p.requires_grad]
@@ -389,15 +400,24 @@ class _TiledModule(Member):
 
 
 @contextlib.contextmanager
-def _evaluated(norms: Sequence[nn.Module]) -> Iterator[None]:
-    """Have BatchNorms normalise by running statistics, with which they mix nothing."""
+def _testing(norms: Sequence[nn.Module]) -> Iterator[None]:
+    """Have BatchNorms normalise by running statistics, with which they mix nothing.
+
+    Under this stance, a compiled region that is met first by a test does not stay eager for ever.
+    """
     for norm in norms:
         norm.training = False
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         for norm in norms:
             norm.training = True
+
+
+def _mode(module: nn.Module) -> tuple[bool, bool]:
+    """Return what decides how a layer normalises, and whether it drops out."""
+    return module.training, getattr(module, "track_running_stats", False)
 
 
 def _kind(leaf: Any) -> Any:
