@@ -70,16 +70,17 @@ class Microbatching:
     they are doubled after a measured step as long as activations and temporaries take less than half of what is held
     anyway."""
     reduction: Literal["auto", "mean", "sum"] = "auto"
-    """How the loss depends on the batch. `"auto"` evaluates it three times on a few samples, in the first batch and now
-    and then, without gradients: a mean over samples, over labels that are not -100 or over unmasked tokens, or a sum. A
-    loss that is none of these is run whole, with a warning."""
+    """How the loss depends on the batch. `"auto"` evaluates it on a few samples and on parts of them, in the first batch
+    and now and then: a mean over samples, over labels that are not -100 or over unmasked tokens, or a sum. A loss that
+    is none of these is run whole, with a warning."""
     weight_fn: Callable[[Any], float] | None = None
     """The weight of a (micro)batch in a mean, when it is not its number of samples: for example its unpadded tokens,
     `LabelCount()`. It is tried whether losses add up; where they do not, the loss class is `changed`."""
     split_fn: Callable[[Any, int], list[Any]] | None = None
     """Cuts (batch, size) into a list of microbatches, for batches whose structure does not tell."""
     strict: bool = False
-    """Raise, instead of warning, when microbatches would change the result (active BatchNorm or dropout)."""
+    """Raise, instead of warning, when microbatches would change the result (active BatchNorm or dropout). Recovery then
+    does not run modules with BatchNorm in tiles either."""
     batchnorm: Literal["ghost", "running"] = "ghost"
     """What active BatchNorm normalises a microbatch by: `"ghost"`, its own statistics; `"running"`, the running
     statistics, after `batchnorm_warmup` batches, which is the same for every size of microbatch. Either way the running
