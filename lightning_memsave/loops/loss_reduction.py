@@ -189,7 +189,8 @@ def _found(
     answer = dataclasses.replace(answer, rules=tuple(_as_counted(list(answer.rules), subject, parts)))
 
     if answer.rules and compares_gradients:
-        answer = _with_gradients(answer, evaluation, subject)
+        few = _Subject.of(batch, num_samples, config.of_size(1), FEWEST_SAMPLES)  # whose graph takes little
+        answer = _with_gradients(answer, evaluation, few)
     if not answer.rules and not answer.why_not and losses.fit_mean([n for _, n in subject.parts]):
         same = config.split_fn is None and are_equal(batch, num_samples)
         if same and not losses.fit_sum():

@@ -70,9 +70,9 @@ class Microbatching:
     they are doubled after a measured step as long as activations and temporaries take less than half of what is held
     anyway."""
     reduction: Literal["auto", "mean", "sum"] = "auto"
-    """How the loss depends on the batch. `"auto"` evaluates it on a few samples and on parts of them, in the first batch
-    and now and then: a mean over samples, over labels that are not -100 or over unmasked tokens, or a sum. A loss that
-    is none of these is run whole, with a warning."""
+    """How the loss depends on the batch. `"auto"` evaluates it on a few samples and on parts of them, in the first
+    batch and now and then: a mean over samples, over labels that are not -100 or over unmasked tokens, or a sum. A
+    loss that is none of these is run whole, with a warning."""
     weight_fn: Callable[[Any], float] | None = None
     """The weight of a (micro)batch in a mean, when it is not its number of samples: for example its unpadded tokens,
     `LabelCount()`. It is tried whether losses add up; where they do not, the loss class is `changed`."""
