@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from lightning_memsave.loops.last_layers import InputGradient, LastLayers, compa
 from lightning_memsave.loops.loss_terms import LossTerms, Term
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.loops.perturbed_weights import enlarged, moved
+from lightning_memsave.loops.probe_samples import FEWEST_SAMPLES, Subject
 from lightning_memsave.loops.sample_noise import SampleNoise
 from lightning_memsave.loops.side_effect_free import ParametersKept, without_a_trace
 from lightning_memsave.loops.wide_numbers import WideNumbers
@@ -39,7 +40,7 @@ from lightning_memsave.saved_tensors.tiles import in_tile
 from lightning_memsave.techniques.activation_compression import has_wide_head
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.reduction import Losses, ReductionRule, rules_for
-from lightning_memsave.techniques.microbatching.split import are_equal, cloned, pick, take
+from lightning_memsave.techniques.microbatching.split import are_equal, cloned
 from lightning_memsave.torch_internals.sharded_parameters import free_gathered, has_fake_parameters
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-6}
@@ -49,10 +50,7 @@ With 190 architectures of transformers it was at most 2e-7 on a CPU, and 1e-5 an
 """
 _ELSEWHERE = 10.0  # times as much on other devices, whose kernels may round otherwise for other numbers of samples
 _OF_GRADIENTS = 10.0  # times as much of gradients; of means it was 1e-7 at most
-FEWEST_SAMPLES = 5
-"""Number of samples whose losses are compared: a part of two and one of three."""
 _WITH_LESS_MEMORY = 3  # a part of one and one of two
-_MOST_COUNTED = 128  # samples whose labels are counted one by one
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ def _asked(
     module, batch = trainer.lightning_module, kwargs["batch"]
     answer = Answer(why_not="the loss cannot be evaluated.", has_failed=True)
     with without_a_trace(trainer, module, batch) as start:
-        subject = _Subject.of(batch, num_samples, config, fewest)
+        subject = Subject.of(batch, num_samples, config, fewest)
         widens = agreed is None and not _weights_of(module) <= _TOLERANCE.keys()
         # A graph would keep the logits of a wide head; a batch that is cut by `split_fn` is whole here; and where one
         # sample does not fit, nothing is left for a graph.
@@ -151,7 +149,7 @@ def _asked(
 
 
 def _found_in_float32(
-    evaluation: _Evaluation, subject: _Subject, config: Microbatching, num_samples: int, compares_gradients: bool
+    evaluation: _Evaluation, subject: Subject, config: Microbatching, num_samples: int, compares_gradients: bool
 ) -> _Found | None:
     """Return what is found; `None` where the step takes 16 bits alone, or there is no room for a weight in 32."""
     try:
@@ -166,7 +164,7 @@ def _found_in_float32(
 
 
 def _found(
-    evaluation: _Evaluation, subject: _Subject, config: Microbatching, num_samples: int, compares_gradients: bool
+    evaluation: _Evaluation, subject: Subject, config: Microbatching, num_samples: int, compares_gradients: bool
 ) -> _Found:
     batch, mode = evaluation.batch, evaluation.mode
     try:
@@ -187,63 +185,15 @@ def _found(
         return answer, evaluation.is_sure or not mode.is_training
     answer = _judge(losses, _terms(whole, parts, losses), subject, rules, mode)
     answer = dataclasses.replace(answer, rules=tuple(_as_counted(list(answer.rules), subject, parts)))
-
     if answer.rules and compares_gradients:
-        few = _Subject.of(batch, num_samples, config.of_size(1), FEWEST_SAMPLES)  # whose graph takes little
+        few = Subject.of(batch, num_samples, config.of_size(1), FEWEST_SAMPLES)  # whose graph takes little
         answer = _with_gradients(answer, evaluation, few)
+        answer = _over_all(answer, evaluation, Subject.all_of(batch, num_samples, config))
     if not answer.rules and not answer.why_not and losses.fit_mean([n for _, n in subject.parts]):
         same = config.split_fn is None and are_equal(batch, num_samples)
         if same and not losses.fit_sum():
             answer = Answer((ReductionRule("mean"),), holds_here_alone=True)
     return answer, bool(answer.rules or (answer.why_not and (evaluation.is_sure or not mode.is_training)))
-
-
-class _Subject(NamedTuple):
-    """Samples of a batch, whole and in parts with their numbers of samples."""
-
-    whole: Any
-    parts: list[tuple[Any, float]]
-
-    @classmethod
-    def of(cls, batch: Batch, num_samples: int, config: Microbatching, fewest: int) -> _Subject:
-        """Return a batch in the parts of `split_fn`, or a microbatch's number of samples, or the fewest, in two."""
-        if config.split_fn is not None:
-            return cls(batch, config.parts(batch))
-        assert config.size != "auto", "who cuts knows the size"
-        num_used = min(num_samples, max(fewest, config.size))
-        rules = rules_for(batch) if config.weight_fn is None else []
-        rows = _spread(_telling(batch, num_samples, rules)[: num_used // 2], num_used, num_samples)
-        whole = pick(batch, rows, num_samples)
-        cut = max(2 if num_used >= FEWEST_SAMPLES else 1, num_used // 3)
-        spans = ((0, cut), (cut, num_used))
-        return cls(whole, [(take(whole, first, last, num_used), last - first) for first, last in spans])
-
-    def weights(self, rule: ReductionRule) -> list[float]:
-        """Return the weights of the parts, which need not add up to 1."""
-        return [n if rule.weight_fn is None else float(rule.weight_fn(part)) for part, n in self.parts]
-
-
-def _telling(batch: Batch, num_samples: int, rules: list[ReductionRule]) -> list[int]:
-    """Return samples to which two rules give the most different shares, for each of the rules that count labels."""
-    few = range(min(num_samples, _MOST_COUNTED))
-    counts = {
-        rule: [float(rule.weight_fn(take(batch, i, i + 1, num_samples))) for i in few]
-        for rule in rules
-        if rule.weight_fn is not None
-    }
-    shares = [[count / (sum(each) or 1.0) for count in each] for each in ([1.0] * len(few), *counts.values())]
-    found = [
-        max(few, key=lambda i, one=one, other=other: abs(one[i] - other[i]))  # type: ignore[misc]
-        for one, other in itertools.combinations(shares, 2)
-        if one != other
-    ]
-    return list(dict.fromkeys(found))
-
-
-def _spread(first: list[int], num_used: int, num_samples: int) -> list[int]:
-    """Return rows of a batch: these, and others from its whole length."""
-    spread = (round(i * (num_samples - 1) / max(1, num_used - 1)) for i in range(num_used))
-    return list(itertools.islice(dict.fromkeys((*first, *spread, *range(num_samples))), num_used))
 
 
 class _Evaluated(NamedTuple):
@@ -274,7 +224,7 @@ def _terms(whole: _Evaluated, parts: Sequence[_Evaluated], losses: Losses) -> li
     return [each for each in found if each.are_finite]
 
 
-def _as_counted(rules: list[ReductionRule], subject: _Subject, parts: Sequence[_Evaluated]) -> list[ReductionRule]:
+def _as_counted(rules: list[ReductionRule], subject: Subject, parts: Sequence[_Evaluated]) -> list[ReductionRule]:
     """Return those that weigh parts as the loss function has counted their labels; all where none do.
 
     Losses that are nearly equal hardly tell shifted labels from others.
@@ -291,7 +241,7 @@ def _shares(weights: Sequence[Any]) -> list[Fraction]:
     return [Fraction(weight) / total for weight in weights] if total else []
 
 
-def _with_gradients(answer: Answer, evaluation: _Evaluation, subject: _Subject) -> Answer:
+def _with_gradients(answer: Answer, evaluation: _Evaluation, subject: Subject) -> Answer:
     """Return an answer with the rules that gradients obey, or why none does; as it is where gradients do not tell."""
     found = [] if evaluation.tolerance is None else evaluation.gradients_of(subject)
     if not found:
@@ -313,8 +263,34 @@ def _with_gradients(answer: Answer, evaluation: _Evaluation, subject: _Subject) 
     )
 
 
+def _over_all(answer: Answer, evaluation: _Evaluation, subjects: Iterable[Subject]) -> Answer:
+    """Return an answer with the rules that all samples of the batch obey, as many at a time as fit.
+
+    A class that is rare, or two samples of one class, may not be among the few samples that were looked at first.
+    """
+    for subject in subjects if answer.rules and evaluation.tolerance is not None else ():
+        try:
+            whole, *parts = evaluation.of(subject)
+        except Exception as error:  # whatever user code raises
+            if is_out_of_memory(error):
+                free_memory()
+            return answer
+        losses = Losses(whole.loss, tuple(part.loss for part in parts), evaluation.tolerance)
+        if not losses.are_finite or len(parts) < len(subject.parts):
+            continue  # nothing counts in one of the parts
+        rules = tuple(rule for rule in answer.rules if losses.fit(rule, subject.weights(rule)))
+        answer = dataclasses.replace(answer, rules=rules) if rules else Answer(why_not=_NEITHER.format(""))
+    return answer
+
+
+_NEITHER = (
+    "the loss of a batch is neither the mean nor the sum of the losses of its parts{} (in-batch negatives, class "
+    "weights, or a mean over something else than samples)."
+)
+
+
 def _judge(
-    losses: Losses, terms: Sequence[Losses], subject: _Subject, rules: list[ReductionRule], mode: _Mode
+    losses: Losses, terms: Sequence[Losses], subject: Subject, rules: list[ReductionRule], mode: _Mode
 ) -> Answer:
     means = losses.best(rules, subject.weights)
     for term in terms:
@@ -326,11 +302,7 @@ def _judge(
         return Answer()
     if means or sums:
         return Answer((*means, *sums))
-    return Answer(
-        why_not="the loss of a batch is neither the mean nor the sum of the losses of its parts"
-        + (" in training mode" if mode.is_training else "")
-        + " (in-batch negatives, class weights, or a mean over something else than samples)."
-    )
+    return Answer(why_not=_NEITHER.format(" in training mode" if mode.is_training else ""))
 
 
 class _Evaluation:
@@ -363,7 +335,7 @@ class _Evaluation:
         """Return the whole batch."""
         return self._kwargs["batch"]
 
-    def of(self, subject: _Subject) -> list[_Evaluated]:
+    def of(self, subject: Subject) -> list[_Evaluated]:
         """Evaluate the whole and its parts."""
         module = self._trainer.lightning_module
         sizes = [int(n) for _, n in subject.parts]
@@ -378,7 +350,7 @@ class _Evaluation:
             run = _with_graph if self._differentiates else _without_graph
             return [run(functools.partial(self._loss_of, *each, sum(sizes))) for each in subjects]
 
-    def gradients_of(self, subject: _Subject) -> list[list[InputGradient]]:
+    def gradients_of(self, subject: Subject) -> list[list[InputGradient]]:
         """Return gradients of the whole and of its parts by the inputs of the last layers; none where that fails."""
         if self._last_layers.are_hooked:
             return []

@@ -28,6 +28,7 @@ _SAME = 1e-9  # relative: weights that differ by less are equal
 _MUCH = 0.02  # of the first epoch
 _SECOND = 4  # the second and the third step are measured, which asking would add to
 _NUM_NODES = 48  # of the graph, from the loss on
+_MOST_IN_VAIN = 32  # batches that ask because of another one
 
 
 class LossRules:
@@ -44,6 +45,10 @@ class LossRules:
         self._next_epoch = self._next_batch = 1
         self._structures: set[Any] = set()
         self._paths: set[int] = set()
+        self._unasked: set[int] = set()
+        """Paths of losses of batches that were not asked."""
+        self._num_in_vain = 0
+        self._is_asked = False
         self._is_due = self._is_noted = self._hold_here_alone = False
 
     def ask_next(self) -> None:
@@ -61,7 +66,7 @@ class LossRules:
             self._start = time.perf_counter()
         self._num_cut += 1
         structure = _structure(batch)
-        is_new = structure not in self._structures or self._is_due
+        is_new = structure not in self._structures or self._is_due or bool(self._unasked)
         self._structures.add(structure)
         self._is_due = self._is_noted = False
         due = not self.known or is_new or (self._hold_here_alone and not _are_equal(batch))
@@ -84,7 +89,7 @@ class LossRules:
 
     def ask(self, asked: Callable[[], Answer]) -> Answer:
         """Return what is found now; the rules that hold in this batch as well stay."""
-        start = time.perf_counter()
+        start, self._is_asked = time.perf_counter(), True
         with self.watch:
             answer = asked()
         self.seconds += time.perf_counter() - start
@@ -109,12 +114,23 @@ class LossRules:
         return first if agree else None
 
     def note(self, loss: Tensor) -> None:
-        """Note the loss of a part: where that of the first comes from operations that are new, the next batch asks."""
+        """Note the loss of a part: where that of the first comes from operations that are new, batches ask.
+
+        They do until one with such a loss has asked, as the next one may be of the old kind; or too many have in vain.
+        """
         if not self.known or self._is_noted:
             return
         self._is_noted, path = True, _path(loss)
-        self._is_due |= bool(self._paths) and path not in self._paths
-        self._paths.add(path)
+        if self._is_asked or not self._paths:
+            self._paths.add(path)
+            self._unasked.discard(path)
+            self._num_in_vain += 1 if self._unasked else -self._num_in_vain
+        elif path not in self._paths:
+            self._unasked.add(path)
+        self._is_asked = False
+        if self._num_in_vain > _MOST_IN_VAIN:
+            self._paths |= self._unasked
+            self._unasked.clear()
 
 
 def _are_equal(batch: Batch) -> bool:

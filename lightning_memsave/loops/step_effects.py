@@ -85,5 +85,7 @@ def nothing_added(module: nn.Module) -> Iterator[None]:
 
 
 def hooks_on_gradients(module: nn.Module) -> list[str]:
-    """Return the parameters whose gradients go through hooks, which would get those of each microbatch."""
-    return [f"`{name}`" for name, p in module.named_parameters() if p._backward_hooks]
+    """Return the parameters and modules whose gradients go through hooks, which would get those of each microbatch."""
+    hooked = [f"`{name}`" for name, p in module.named_parameters() if p._backward_hooks]
+    inside = ((name, each) for name, each in module.named_modules() if each._backward_hooks or each._backward_pre_hooks)
+    return hooked + [f"`{name}` ({type(each).__name__})" for name, each in inside]

@@ -26,8 +26,8 @@ from lightning_memsave.core.report import Miss
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.lightning_compat import Batch, bucket_bytes_of, data_module_of, namespace_of
 from lightning_memsave.loops.late_reduction import bytes_on_top
-from lightning_memsave.loops.loss_reduction import FEWEST_SAMPLES
 from lightning_memsave.loops.optimizer_changes import most_accumulated
+from lightning_memsave.loops.probe_samples import FEWEST_SAMPLES
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.measuring.allocator import total_bytes
 from lightning_memsave.measuring.ledger import Measurement

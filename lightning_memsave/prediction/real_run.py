@@ -26,9 +26,9 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lightning_memsave.core.report import CATEGORIES
 from lightning_memsave.lightning_compat import Batch, data_module_of, namespace_of
-from lightning_memsave.loops.loss_reduction import FEWEST_SAMPLES
 from lightning_memsave.loops.optimizer_changes import most_accumulated
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
+from lightning_memsave.loops.probe_samples import FEWEST_SAMPLES
 from lightning_memsave.loops.session import Session
 from lightning_memsave.measuring import allocator
 from lightning_memsave.measuring.ledger import Ledger, Measurement

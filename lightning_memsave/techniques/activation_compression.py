@@ -461,9 +461,9 @@ def has_wide_head(model: nn.Module) -> bool:
     >>> has_wide_head(nn.Linear(64, 32_000)), has_wide_head(nn.Linear(2048, 1000))
     (True, False)
     """
-    layers = (m for m in model.modules() if isinstance(m, nn.Linear) and not is_lazy(m.weight))
-    is_there = any(len(m.weight) > max(MIN_RATIO * m.weight.shape[1], _FEW_CLASSES) for m in layers)
-    return is_there and not _compiled_most(model)
+    found = (m._parameters.get("weight") for m in model.modules() if isinstance(m, nn.Linear))  # none that is computed
+    sizes = (weight.shape for weight in found if weight is not None and not is_lazy(weight))
+    return any(n > max(MIN_RATIO * width, _FEW_CLASSES) for n, width in sizes) and not _compiled_most(model)
 
 
 _FEW_CLASSES = 1000

@@ -20,7 +20,7 @@ from lightning_memsave import (
     predict,
 )
 from lightning_memsave.loops import forward_scope, planned_checkpointing
-from lightning_memsave.loops.loss_reduction import FEWEST_SAMPLES
+from lightning_memsave.loops.probe_samples import FEWEST_SAMPLES
 from lightning_memsave.prediction import after_fit, budgeted_run
 from lightning_memsave.prediction.real_run import Trial
 from lightning_memsave.saved_tensors import LogitsAskedError, SavedTensorStore

@@ -104,7 +104,8 @@ def test_microbatches_grow_back_and_failures_of_that_become_rare():
     )
     train(module, memsave, loader)
     # Two halvings in the first batch; then 4 after 4 batches, and again 8, 16, 32 batches after each failure.
-    assert module.hungry.tried == [8, 4, 4, 4, 4]
+    # Five samples are those of the question how gradients depend on the batch, which is then left out.
+    assert [tried for tried in module.hungry.tried if tried != 5] == [8, 4, 4, 4, 4]
     assert memsave.report.num_oom_recovered == 5
     module = limited(limit=2)
     module.on_train_batch_start = lambda batch, batch_idx: setattr(module.hungry, "limit", 2 if batch_idx < 3 else 99)

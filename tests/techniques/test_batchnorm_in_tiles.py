@@ -175,6 +175,15 @@ def test_layers_without_batchnorm_have_tiles_of_one_sample():
     assert applied.summary == "1 module in tiles: 1 x Sequential, at most 3 samples"
 
 
+def test_the_test_of_a_second_call_leaves_the_graph_of_the_first_as_it_is():
+    model = net()
+    plain = copy.deepcopy(model)
+    apply_tiling(model, Tiling(dim=0, size=3))
+    for each in (model, plain):
+        (each(images()) * each(images(seed=2))).sum().backward()
+    assert_equal(gradients(model), gradients(plain))
+
+
 def test_a_wrong_mode_is_refused():
     with pytest.raises(ValueError, match=r"`Tiling.size` must be 2 or more"):
         Tiling(size=1, batchnorm="ghost")

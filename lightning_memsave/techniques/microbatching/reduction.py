@@ -189,6 +189,10 @@ class Losses:
         rounding = _COARSE * self.size if self.tolerance is None else self._rounding
         return abs(self.whole - sum(self.parts)) <= rounding
 
+    def fit(self, rule: ReductionRule, shares: Sequence[float]) -> bool:
+        """Return whether a rule holds; nothing speaks against one that weighs nothing here."""
+        return self.fit_sum() if rule.reduction == "sum" else not sum(shares) or self.fit_mean(shares)
+
     def best(
         self, rules: Sequence[ReductionRule], shares: Callable[[ReductionRule], Sequence[float]]
     ) -> list[ReductionRule]:

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_memsave.saved_tensors.buffers import Buffers
 from lightning_memsave.saved_tensors.randomness import PARTS_OF_TORCH, Randomness, generators_in
+from lightning_memsave.torch_internals.autograd_graph import unversioned
 from lightning_memsave.torch_internals.containers import nested, refill
 
 
@@ -31,7 +33,12 @@ def put_back(module: nn.Module, devices: set[torch.device]) -> Iterator[None]:
     containers = [each for _, owner in owners for each in _containers(owner)]
     before = [(container, copy.copy(container)) for container in containers]
     buffers = Buffers(owners, None)
-    with Randomness.untouched(devices, generators_in(*module.modules())):
+    with contextlib.ExitStack() as stack:
+        # What is edited, and then put back, is as it was for a graph that has kept it.
+        for buffer in module.buffers():
+            if not (is_lazy(buffer) or buffer.is_inference()):
+                stack.enter_context(unversioned(buffer))
+        stack.enter_context(Randomness.untouched(devices, generators_in(*module.modules())))
         try:
             yield
         finally:
