@@ -36,7 +36,7 @@ from lightning_memsave.loops.sample_noise import SampleNoise
 from lightning_memsave.loops.side_effect_free import ParametersKept, without_a_trace
 from lightning_memsave.loops.wide_numbers import WideNumbers
 from lightning_memsave.measuring.allocator import free_memory
-from lightning_memsave.saved_tensors.tiles import in_tile
+from lightning_memsave.saved_tensors.kept_noise import in_tile
 from lightning_memsave.techniques.activation_compression import has_wide_head
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.reduction import Losses, ReductionRule, rules_for

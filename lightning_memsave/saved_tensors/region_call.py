@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_memsave.core.errors import RegionError
 from lightning_memsave.saved_tensors.arguments import Arguments
 from lightning_memsave.saved_tensors.buffers import Buffers
+from lightning_memsave.saved_tensors.kept_noise import tile_around
 from lightning_memsave.saved_tensors.module_state import Attributes, CallParameters, Surroundings
 from lightning_memsave.saved_tensors.placeholders import Fingerprints
 from lightning_memsave.saved_tensors.randomness import Randomness
@@ -57,6 +58,7 @@ class RegionCall:
         self._surroundings = Surroundings(devices)
         private = [*member.generators(module), *given.generators()]
         self._before: Randomness | None = Randomness(devices, private)
+        self._tile = tile_around()
         self.devices, self.private = self._before.devices, private  # whose generators it may draw from
         self.fingerprints = Fingerprints(module.buffers()) if member.is_checked else None
         self.outputs: list[tuple[int, weakref.ref[Tensor], int]] = []
@@ -99,7 +101,13 @@ class RegionCall:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Restore everything as it was before the call."""
-        with self._surroundings.again(), self.weights.again(), self._buffers.again(), self._attributes.again():
+        with (
+            self._surroundings.again(),
+            self.weights.again(),
+            self._buffers.again(),
+            self._attributes.again(),
+            self._tile(),
+        ):
             yield
 
 

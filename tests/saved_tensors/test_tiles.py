@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from lightning_memsave.saved_tensors.kept_noise import Draw, KeptNoise, NoiseError
 from lightning_memsave.saved_tensors.region_members import Group, Member, Membership
-from lightning_memsave.saved_tensors.tiles import Cut, Draw, KeptNoise, NoiseError, lengths_of, run_in_tiles
+from lightning_memsave.saved_tensors.tiles import Cut, lengths_of, run_in_tiles
 
 
 def member() -> Member:

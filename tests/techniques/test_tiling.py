@@ -699,3 +699,17 @@ def test_what_is_compiled_inside_of_a_tile_stays_compiled():
     for _ in range(3):
         step(model, batch())
     assert compiled, "not eager because a test has met it first"
+
+
+@pytest.mark.parametrize("kind", ["regions inside", "regions around", "regions inside and around"])
+def test_dropout_in_regions_and_tiles_has_the_masks_of_the_plain_step(kind):
+    model = net(0.3)
+    expected = step(copy.deepcopy(model), batch())
+    applied = apply_tiling(model, Tiling(modules="Sequential", dim=0, size=2))
+    if "inside" in kind:
+        apply_checkpointing(model, Checkpointing(modules="MLP" if "around" in kind else "Block"))
+    if "around" in kind:
+        apply_checkpointing(model, Checkpointing(modules="Sequential"))
+    assert_alike(step(model, batch()), expected)
+    assert applied.summary == "1 module in tiles: 1 x Sequential, at most 2 samples"
+    assert applied.loss_class == "exact"

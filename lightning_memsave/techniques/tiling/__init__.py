@@ -48,9 +48,10 @@ from lightning_memsave.core.report import Applied
 from lightning_memsave.core.selection import Selector, as_selectors, is_selected, scripted_in
 from lightning_memsave.core.units import counted
 from lightning_memsave.saved_tensors.batchnorm import pools_statistics
+from lightning_memsave.saved_tensors.kept_noise import is_in_tile
 from lightning_memsave.saved_tensors.region_call import ChangesAttributeError, EditsInputError
 from lightning_memsave.saved_tensors.region_members import Group, Member, Membership, bind, is_bound, unbind
-from lightning_memsave.saved_tensors.tiles import Cut, are_cut, extent_of, is_in_tile, lengths_of, run_in_tiles
+from lightning_memsave.saved_tensors.tiles import Cut, are_cut, extent_of, lengths_of, run_in_tiles
 from lightning_memsave.techniques.tiling.independence import (
     Independence,
     differs_at_full_size,

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memsave.saved_tensors.tiles import NoiseError, is_draw, memory_order, shape_drawn
+from lightning_memsave.saved_tensors.kept_noise import NoiseError, is_draw, shape_drawn
+from lightning_memsave.saved_tensors.tiles import memory_order
 from lightning_memsave.torch_internals.autograd_graph import storage_key
 
 _READS = frozenset(

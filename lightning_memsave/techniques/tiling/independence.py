@@ -25,18 +25,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_memsave.measuring.allocator import free_memory
 from lightning_memsave.saved_tensors.buffers import Buffers
+from lightning_memsave.saved_tensors.kept_noise import Draw, KeptNoise, in_tile
 from lightning_memsave.saved_tensors.module_state import Attributes
 from lightning_memsave.saved_tensors.object_state import is_object
 from lightning_memsave.saved_tensors.randomness import Randomness, generators_in
 from lightning_memsave.saved_tensors.region_inputs import inputs_as_they_are
-from lightning_memsave.saved_tensors.tiles import (
-    Draw,
-    KeptNoise,
-    are_cut,
-    extent_of,
-    in_tile,
-    memory_order,
-)
+from lightning_memsave.saved_tensors.tiles import are_cut, extent_of, memory_order
 from lightning_memsave.techniques.tiling.call_watch import CallWatch, Drawn, ReadsInPython, Still
 from lightning_memsave.techniques.tiling.kept_state import put_back, python_noise
 from lightning_memsave.techniques.tiling.reasons import DependsError, FailsError, as_reason, is_about_memory

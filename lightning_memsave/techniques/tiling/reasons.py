@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from lightning_memsave.saved_tensors.tiles import NoiseError
+from lightning_memsave.saved_tensors.kept_noise import NoiseError
 
 
 class DependsError(Exception):
