@@ -69,7 +69,9 @@ def rows_of(name: str) -> list[dict[str, Any]]:
         try:
             weights, report = fit(name, limit_bytes)
         except OutOfMemoryUnrecoverableError:
-            print(name, fraction, "failed", flush=True)
+            failed = dict.fromkeys(rows[0], "") | {"loss_class": "", "taken": ""}
+            fixed = {key: rows[0][key] for key in ("benchmark", "model", "quality", *environment())}
+            rows.append(failed | fixed | {"setting": f"limit of {fraction}", "limit_bytes": limit_bytes})
             continue
         difference = relative_difference(weights, plain)
         rows.append(row(name, f"limit of {fraction}", report, baseline, difference) | {"limit_bytes": limit_bytes})

@@ -1,6 +1,8 @@
-"""The tables of checkpointing, predictions and plans."""
+"""The tables of checkpointing, predictions, plans and recovery."""
 
 from __future__ import annotations
+
+import re
 
 from benchmarks.harness.rows import MB, Row, by_setting, factor_and_time, markdown, rows
 
@@ -230,3 +232,25 @@ def _against_others(feasible: list[Row]) -> str:
     ratios = sorted(float(row["time_against_fastest"]) for row in timed)
     num_others = sum(int(row["num_rivals"]) for row in timed)
     return f"{ratios[0]:.2f}x to {ratios[-1]:.2f}x, {num_others} others"
+
+
+def relating_recovery() -> str:
+    """What the default did where a batch could not be cut and memory was too small."""
+    head = ("", "memory", "taken", "loss class", "peak MB", "factor", "distance of the weights")
+    lines = []
+    for row in rows("relating_recovery"):
+        sizes = re.findall(r"at most (\d+) samples", row["taken"])
+        taken = f"tiles of {sizes[0]} samples" if sizes else "regions" if "region" in row["taken"] else ""
+        is_plain, distance = row["setting"] == "plain", float(row["quality_value"] or 0)
+        lines.append(
+            (
+                row["model"].removesuffix(", batch 64") if is_plain else "",
+                "all" if is_plain else row["setting"].removeprefix("limit of "),
+                taken,
+                row["loss_class"],
+                f"{float(row['peak_bytes']) / MB:.1f}" if row["peak_bytes"] else "ends in the error",
+                f"{float(row['factor']):.1f}x" if row["factor"] else "",
+                (f"{distance:.0e}" if distance else "0") if row["peak_bytes"] else "",
+            )
+        )
+    return markdown(head, lines, num_text=4)

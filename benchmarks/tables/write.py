@@ -47,7 +47,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "distributed": technique_tables.distributed,
         "measured": technique_tables.optimizer_state,
     },
-    "docs/techniques/tiling.md": {"measured": technique_tables.tiling, "sequence": planner_tables.sequence},
+    "docs/techniques/tiling.md": {
+        "measured": technique_tables.tiling,
+        "recovery": planner_tables.relating_recovery,
+        "sequence": planner_tables.sequence,
+    },
     "docs/techniques/checkpointing.md": {
         "blocks": planner_tables.checkpointing_blocks,
         "depth": planner_tables.checkpointing_depth,
