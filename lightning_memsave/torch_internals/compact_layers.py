@@ -7,6 +7,7 @@ values (`techniques.sparsity`), two factors (`techniques.low_rank`), or some col
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, SupportsIndex, cast
 
 import torch
@@ -151,3 +152,10 @@ def replace_values(parameter: nn.Parameter, values: Tensor) -> None:
         parameter.data = values.new_empty(0, dtype=another)
         parameter.data = torch.empty_like(values)
     parameter.detach().copy_(values)  # an edit that such a graph's own backward notices
+
+
+def make_dense(layers: Iterable[nn.Module]) -> None:
+    """Give compact layers their dense weight back; those that were exported since have it."""
+    for layer in layers:
+        if isinstance(layer, CompactLayer):
+            layer.become_dense()

@@ -25,6 +25,7 @@ matrices alone, of one rank that stays; what is left of the weight is scaled to 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ from lightning_memsave.techniques.low_rank.factored_layers import (
     product_of,
 )
 from lightning_memsave.techniques.low_rank.low_rank_config import LowRank, sides_of
-from lightning_memsave.torch_internals.compact_layers import CompactLayer, compact_layers
+from lightning_memsave.torch_internals.compact_layers import compact_layers, make_dense
 from lightning_memsave.torch_internals.fake_tensors import truth
 from lightning_memsave.torch_internals.layer_selection import Wanted, select_layers
 
@@ -75,11 +76,6 @@ def apply_low_rank(model: nn.Module, config: LowRank, factors: Mapping[str, Tens
         known = None if factors is None else _that_fit(factors.get(name), weight, rank)
         layers[name] = become_low_rank(module, rank, known)
 
-    def restore() -> None:
-        for layer in layers.values():
-            if isinstance(layer, CompactLayer):  # else it was exported since
-                layer.become_dense()
-
     total = sum(layer.dense_shape.numel() for layer in layers.values())
     num_left = sum(layer.factors.numel() for layer in layers.values())
     dense = f"; dense: {', '.join(f'{name} ({reason})' for name, reason in left.items())}" if left else ""
@@ -90,7 +86,7 @@ def apply_low_rank(model: nn.Module, config: LowRank, factors: Mapping[str, Tens
         summary=f"{num_left:,} numbers instead of {total:,} weights in {len(layers)} layers ({of_rank}){dense}",
         loss_class="changed",
         reasons=(f"the weights of {len(layers)} layers are products of two factors ({of_rank})",),
-        restore=restore,
+        restore=functools.partial(make_dense, layers.values()),
     )
 
 

@@ -52,7 +52,7 @@ from lightning_memsave.techniques.sparse_update.partial_layers import (
     why_whole,
 )
 from lightning_memsave.techniques.sparse_update.sparse_update_config import Share, SparseUpdate
-from lightning_memsave.torch_internals.compact_layers import CompactLayer, compact_layers
+from lightning_memsave.torch_internals.compact_layers import CompactLayer, compact_layers, make_dense
 from lightning_memsave.torch_internals.fake_tensors import is_fake
 
 __all__ = [
@@ -99,9 +99,7 @@ def apply_sparse_update(model: nn.Module, config: SparseUpdate) -> Applied:
     layers += [become_frozen(module) for module in modules.values() if _keeps_input_in_vain(module)]
 
     def restore() -> None:
-        for layer in layers:
-            if isinstance(layer, CompactLayer):  # else it was exported since
-                layer.become_dense()
+        make_dense(layers)
         for p in frozen:
             p.requires_grad_(True)
 

@@ -27,6 +27,7 @@ fraction, where its authors start at 0.001.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -44,7 +45,7 @@ from lightning_memsave.techniques.sparsity.layers import (
 from lightning_memsave.techniques.sparsity.patterns import averaged, choose_positions, layers_to_change
 from lightning_memsave.techniques.sparsity.sparsity_config import Sparsity, UpdateSchedule
 from lightning_memsave.techniques.sparsity.updates import MaskUpdates
-from lightning_memsave.torch_internals.compact_layers import CompactLayer, compact_layers
+from lightning_memsave.torch_internals.compact_layers import compact_layers, make_dense
 from lightning_memsave.torch_internals.private_names import require
 
 __all__ = [
@@ -93,17 +94,12 @@ def apply_sparsity(model: nn.Module, config: Sparsity, patterns: Mapping[str, Te
         )
     layers = {name: become_sparse(module, patterns[name], config.group) for name, module in modules.items()}
 
-    def restore() -> None:
-        for layer in layers.values():
-            if isinstance(layer, CompactLayer):  # else it was exported since
-                layer.become_dense()
-
     return Applied(
         technique="sparsity",
         summary=_summary(layers, left, config),
         loss_class="changed",
         reasons=(f"{config.sparsity} of the weights of {len(layers)} layers are zero ({config.method})",),
-        restore=restore,
+        restore=functools.partial(make_dense, layers.values()),
     )
 
 
