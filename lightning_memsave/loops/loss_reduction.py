@@ -132,15 +132,12 @@ def _asked(
     with without_a_trace(trainer, module, batch) as start:
         subject = Subject.of(batch, num_samples, config, fewest)
         widens = agreed is None and not _weights_of(module) <= _TOLERANCE.keys()
-        # A graph would keep the logits of a wide head; a batch that is cut by `split_fn` is whole here; and where one
-        # sample does not fit, nothing is left for a graph.
-        has_room = not has_wide_head(module) and session_of(trainer).fallbacks.tiling is None
-        compares_gradients = agreed is None and config.split_fn is None and has_room
+        is_thorough = agreed is None and config.split_fn is None  # by which the whole batch is cut here
         for mode in _MODES:
-            found = _found(_Evaluation(trainer, kwargs, mode, start), subject, config, num_samples, compares_gradients)
+            found = _found(_Evaluation(trainer, kwargs, mode, start), subject, config, num_samples, is_thorough)
             if widens:  # afterwards, so that what a step keeps for later (`lru_cache`) has its own dtype
                 in_32 = _Evaluation(trainer, kwargs, mode, start, widens)
-                found = _found_in_float32(in_32, subject, config, num_samples, compares_gradients) or found
+                found = _found_in_float32(in_32, subject, config, num_samples, is_thorough) or found
             answer, is_last = found if agreed is None else agreed(found)
             if is_last:
                 break
@@ -149,11 +146,11 @@ def _asked(
 
 
 def _found_in_float32(
-    evaluation: _Evaluation, subject: Subject, config: Microbatching, num_samples: int, compares_gradients: bool
+    evaluation: _Evaluation, subject: Subject, config: Microbatching, num_samples: int, is_thorough: bool
 ) -> _Found | None:
     """Return what is found; `None` where the step takes 16 bits alone, or there is no room for a weight in 32."""
     try:
-        found = _found(evaluation, subject, config, num_samples, compares_gradients)
+        found = _found(evaluation, subject, config, num_samples, is_thorough)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -164,7 +161,7 @@ def _found_in_float32(
 
 
 def _found(
-    evaluation: _Evaluation, subject: Subject, config: Microbatching, num_samples: int, compares_gradients: bool
+    evaluation: _Evaluation, subject: Subject, config: Microbatching, num_samples: int, is_thorough: bool
 ) -> _Found:
     batch, mode = evaluation.batch, evaluation.mode
     try:
@@ -185,7 +182,7 @@ def _found(
         return answer, evaluation.is_sure or not mode.is_training
     answer = _judge(losses, _terms(whole, parts, losses), subject, rules, mode)
     answer = dataclasses.replace(answer, rules=tuple(_as_counted(list(answer.rules), subject, parts)))
-    if answer.rules and compares_gradients:
+    if answer.rules and is_thorough:
         few = Subject.of(batch, num_samples, config.of_size(1), FEWEST_SAMPLES)  # whose graph takes little
         answer = _with_gradients(answer, evaluation, few)
         answer = _over_all(answer, evaluation, Subject.all_of(batch, num_samples, config))
@@ -352,7 +349,9 @@ class _Evaluation:
 
     def gradients_of(self, subject: Subject) -> list[list[InputGradient]]:
         """Return gradients of the whole and of its parts by the inputs of the last layers; none where that fails."""
-        if self._last_layers.are_hooked:
+        # A graph would keep the logits of a wide head; and where one sample does not fit, nothing is left for a graph.
+        module, fallbacks = self._trainer.lightning_module, session_of(self._trainer).fallbacks
+        if self._last_layers.are_hooked or has_wide_head(module) or fallbacks.tiling is not None:
             return []
         self._differentiates = True
         try:
