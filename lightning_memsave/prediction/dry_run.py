@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 import lightning as L
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
@@ -26,6 +27,7 @@ from lightning_memsave.measuring.module_attribution import Breakdown, BreakdownL
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.prediction.simulated_process_group import on_paper
 from lightning_memsave.saved_tensors.randomness import Randomness
+from lightning_memsave.simulation.known_sizes import ReadsValueError
 from lightning_memsave.strategies.memsave_mixin import adopt
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.split import cloned
@@ -170,6 +172,15 @@ class StepWatch(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hand the recipe to the strategy."""
         adopt(trainer.strategy, self._state)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuse optimizers whose state depends on values, on fake tensors.
+
+        Raises:
+            ReadsValueError: LBFGS is among them, which decides by values how often it evaluates and what it keeps.
+        """
+        if self._fake and any(isinstance(each, torch.optim.LBFGS) for each in trainer.optimizers):
+            raise ReadsValueError("LBFGS decides by values how often it evaluates, and what it keeps")
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int

@@ -55,6 +55,10 @@ from lightning_memsave.torch_internals.model_copies import collect_copies, copie
 from lightning_memsave.torch_internals.private_names import require
 
 _MOST = 2**30
+_GROWING = (
+    "the first batch's microbatches are predicted; later ones are doubled, as long as activations and temporaries take "
+    "less than half of what is held anyway"
+)
 
 
 class Predictor:
@@ -143,7 +147,11 @@ class Predictor:
                 module exists as fake tensors only.
         """
         recipe = techniques if isinstance(techniques, Recipe) else Recipe("predicted", tuple(techniques))
-        recipe = self._with_first_size(self._with_layers(recipe, num_samples))
+        first = self._with_first_size(recipe)
+        found = self._predicted(self._with_layers(first, num_samples), num_samples)
+        return found if first is recipe else replace(found, flags=(*found.flags, _GROWING))
+
+    def _predicted(self, recipe: Recipe, num_samples: int | None) -> Prediction:
         if self._why is None:
             try:
                 return self._on_fakes(recipe, num_samples)

@@ -30,6 +30,14 @@ def _with_float_statistics(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
     return (out[0], *(torch.empty_like(each, dtype=weight.dtype) for each in out[1:]))
 
 
+def _with_gradient_of_the_input(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """Give the gradient of a half-precision input its dtype; the fake one has that of a float32 weight."""
+    x = args[1]
+    if out[0] is None or out[0].dtype == x.dtype:
+        return out
+    return (torch.empty_like(out[0], dtype=x.dtype), *out[1:])
+
+
 def _with_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
     if not torch.is_grad_enabled():  # then the kernel keeps nothing
         return out
@@ -60,6 +68,7 @@ CORRECTIONS: Mapping[Any, Callable[[Any, Any, Any, Any], Any]] = {
     torch.ops.aten.mkldnn_rnn_layer.default: _with_workspace,
     torch.ops.aten.native_batch_norm.default: _with_float_statistics,
     torch.ops.aten.native_group_norm.default: _with_float_statistics,
+    torch.ops.aten.native_group_norm_backward.default: _with_gradient_of_the_input,
     torch.ops.aten.native_layer_norm.default: _with_float_statistics,
 }
 """Corrections by kernel.

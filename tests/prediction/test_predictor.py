@@ -462,3 +462,36 @@ def test_on_cuda_torchs_optimizers_step_all_parameters_together():
     }
     assert peaks[None] >= peaks[False] + size // 2
     assert peaks[None] >= 5 * size  # weights, gradients, two moments, and one more
+
+
+class Small(L.LightningModule):
+    def __init__(self, net, make_optimizer):
+        super().__init__()
+        self.net, self.make_optimizer = net, make_optimizer
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return self.make_optimizer(self.parameters())
+
+
+def test_lbfgs_whose_state_depends_on_values_is_measured():
+    module = Small(nn.Linear(32, 32), lambda weights: torch.optim.LBFGS(weights, lr=0.1, max_iter=3))
+    batch = (torch.randn(8, 32),)
+    prediction = predict(module, batch, MemSave("measure"))
+    assert prediction.source == "measured"
+    assert prediction.peak_bytes == measured(module, batch, MemSave("measure")).peak_bytes
+    assert any("LBFGS decides by values" in flag for flag in prediction.flags)
+
+
+def test_group_norm_under_autocast_takes_what_is_predicted():
+    net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.Conv2d(16, 3, 3, padding=1))
+    module, batch = Small(net, torch.optim.SGD), (torch.randn(4, 3, 32, 32),)
+    prediction = predict(module, batch, MemSave("measure"), precision="bf16-mixed")
+    assert prediction.peak_bytes == measured(module, batch, MemSave("measure"), precision="bf16-mixed").peak_bytes
+
+
+def test_microbatches_that_grow_later_are_flagged():
+    prediction = predict(Net("SGD"), image_batch(), MemSave("measure", microbatch="smallest"))
+    assert any("later ones are doubled" in flag for flag in prediction.flags)

@@ -65,6 +65,16 @@ def test_statistics_of_norms_have_the_dtype_of_the_real_ones(name, x_dtype, weig
     assert made == real
 
 
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_norms_have_the_dtype_of_the_real_ones(name, weight_dtype):
+    model, x = NORMS[name](dtype=weight_dtype), torch.randn(5, 6, 4, 4, dtype=torch.bfloat16, requires_grad=True)
+    real = outputs(lambda: model(x).sum().backward())
+    with fake_tensors(model) as fake:
+        made = fake(x.detach()).requires_grad_()
+        assert outputs(lambda: model(made).sum().backward()) == real
+
+
 LSTMS = {
     "one layer": (nn.LSTM(8, 16), (10, 4, 8)),
     "two layers": (nn.LSTM(8, 16, 2), (7, 3, 8)),
