@@ -115,7 +115,7 @@ class Session:
         """Run `step`, which is `training_step(*args)`, in the scopes of this run."""
         if self.fallbacks.take_learned(trainer) and self.recovery is not None:
             self.recovery.has_new_regions = True
-        with _naming_the_setting(self.weights):
+        with naming_the_setting(self.weights):
             return self.scopes.run(trainer, step, args)
 
     def measured(self, trainer: L.Trainer, batch: Batch, step: Measurement | None, scheduled_bytes: int | None) -> bool:
@@ -225,7 +225,7 @@ _OF_DTYPES = ("BFloat16", "bfloat16", "Half", "dtype", "scalar type")
 
 
 @contextlib.contextmanager
-def _naming_the_setting(weights: Weights | None) -> Iterator[None]:
+def naming_the_setting(weights: Weights | None) -> Iterator[None]:
     """Add to an error about dtypes that weights were lowered, if they were: the step may be right without."""
     try:
         yield
@@ -233,8 +233,8 @@ def _naming_the_setting(weights: Weights | None) -> Iterator[None]:
         if weights is not None and any(word in str(error) for word in _OF_DTYPES):
             add_note(
                 error,
-                f"memsave: by `MemSave(precision=...)`, {weights.reason} and the step runs under autocast. Where an "
-                "operation takes no 16-bit numbers, give it `.float()` ones, or keep its module as it is: "
-                "`LowPrecision(keep_32bit=...)`.",
+                f"memsave: by `MemSave(precision=...)` or a recipe, {weights.reason} and the step runs under autocast. "
+                "Where an operation takes no 16-bit numbers, give it `.float()` ones, keep its module as it is "
+                "(`LowPrecision(keep_32bit=...)`), or leave all weights as they are: `precision=False`.",
             )
         raise

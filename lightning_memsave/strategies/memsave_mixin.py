@@ -30,7 +30,7 @@ from lightning_memsave.lightning_compat import (
 from lightning_memsave.loops.evaluation import evaluate
 from lightning_memsave.loops.microbatch_loop import MicrobatchLoop
 from lightning_memsave.loops.optimizer_changes import ClippingRelease, change_optimizers, readable
-from lightning_memsave.loops.session import Session
+from lightning_memsave.loops.session import Session, naming_the_setting
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.planner.recipes import RECIPES, Recipe
 from lightning_memsave.strategies.apply_recipe import (
@@ -170,6 +170,11 @@ class MemSaveMixin(Strategy):
         if self.memsave.compact_training is not None:
             self.memsave.compact_training.stepped(self._running_trainer, optimizer)
         return output
+
+    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run backward; an error about dtypes names the setting that may be its cause."""
+        with naming_the_setting(self.memsave.weights):
+            return super().backward(*args, **kwargs)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Exchange the gradients of this backward that other processes still wait for."""

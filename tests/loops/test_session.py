@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_memsave import Checkpointing, MemSave, Microbatching, OptimizerState, Recipe
 from lightning_memsave.loops.session import Session
@@ -138,3 +139,23 @@ def test_weights_of_a_trial_and_the_model_come_back_at_the_end():
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
     assert undone == ["release", "low_precision", "optimizer_state is kept", "sparsity"]
     assert (session.weights, session.release, session.weights_of_tuning) == (None, None, None)
+
+
+@pytest.mark.filterwarnings("ignore:.*Sparse.*")
+def test_an_error_about_dtypes_in_backward_names_the_setting():
+    class Graph(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.first, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+
+        def training_step(self, batch, batch_idx):
+            adjacent = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), torch.ones(2), (5, 5)).coalesce()
+            return self.head(torch.sparse.mm(adjacent, self.first(batch))).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    trainer = L.Trainer(**QUIET, max_steps=1, callbacks=[MemSave(precision="bf16-sr")])
+    with pytest.raises(RuntimeError, match="BFloat16") as caught:
+        trainer.fit(Graph(), DataLoader([torch.randn(5, 4)], batch_size=None))
+    assert any("`precision=False`" in note for note in caught.value.__notes__)
