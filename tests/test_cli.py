@@ -137,10 +137,24 @@ class Rectified(Wide):
         super().__init__()
         self.layer = torch.nn.Sequential(*(torch.nn.Linear(32, 32), torch.nn.ReLU()) * 3, torch.nn.Linear(32, 2))
 
+class Grown(torch.autograd.Function):
+    # A gradient that grows with the number of samples, in front of the last layer, where nobody looks.
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * len(gradient)
+
+class Growing(torch.nn.Module):
+    def forward(self, x):
+        return Grown.apply(x)
+
 class RectifiedScaling(Rectified):
-    def training_step(self, batch, batch_idx):
-        statistic = self.layer(batch).sum(0).square().sum()
-        return super().training_step(batch, batch_idx)["loss"] + statistic - statistic.detach()
+    def __init__(self):
+        super().__init__()
+        self.layer.insert(len(self.layer) - 1, Growing())
 
 class Scaling(BoringModel):
     # The gradient of a statistic of the batch, behind a loss that does not show it.

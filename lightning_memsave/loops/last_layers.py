@@ -116,12 +116,12 @@ def compare(
     of_inputs, of_gradients = _Distance(), _Distance()
     for number, (values, gradient) in enumerate(whole):
         each = [part[number] for part in parts]
-        weighted = [weight * part.gradient for weight, part in zip(weights, each, strict=True)]
         for dim, times in _places_of_samples(values, [part.values for part in each], sizes):
-            joined = _joined([part.values for part in each], dim, times)
-            if float((joined - values).norm()) <= _SAME_INPUT * float(values.norm()):
-                of_inputs.add(joined, values)
-                of_gradients.add(_joined(weighted, dim, times), gradient)
+            inputs = _Distance()
+            inputs.add(values, [part.values for part in each], [1.0] * len(each), dim, times)
+            if inputs.fraction <= _SAME_INPUT:
+                of_inputs += inputs
+                of_gradients.add(gradient, [part.gradient for part in each], weights, dim, times)
                 break
         else:
             return None
@@ -133,14 +133,29 @@ class _Distance:
     def __init__(self) -> None:
         self._off = self._size = 0.0
 
-    def add(self, found: Tensor, expected: Tensor) -> None:
-        self._off += float((found - expected).double().square().sum())
-        self._size += float(expected.double().square().sum())
+    def add(self, whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float], dim: int, times: int) -> None:
+        """Add what weighted parts differ by from the entries of the whole that are theirs."""
+        start = 0
+        for number in range(times):
+            for part, weight in zip(parts, weights, strict=True):
+                some = part.chunk(times, dim)[number]
+                expected = whole.narrow(dim, start, some.shape[dim])
+                start += some.shape[dim]
+                self._off += _square(torch.sub(expected, some, alpha=weight))
+                self._size += _square(expected)
+
+    def __iadd__(self, other: _Distance) -> _Distance:
+        self._off, self._size = self._off + other._off, self._size + other._size
+        return self
 
     @property
     def fraction(self) -> float:
         """Norm of all differences over that of all that was expected."""
         return math.sqrt(self._off / self._size) if self._size else math.nan
+
+
+def _square(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 
 
 def _places_of_samples(whole: Tensor, parts: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -153,8 +168,3 @@ def _places_of_samples(whole: Tensor, parts: Sequence[Tensor], sizes: Sequence[i
         times = whole.shape[dim] // sum(sizes)  # views of each sample
         if times > 1 and all(part.shape[dim] == times * size for part, size in zip(parts, sizes, strict=True)):
             yield dim, times
-
-
-def _joined(parts: Sequence[Tensor], dim: int, times: int) -> Tensor:
-    views = zip(*(part.chunk(times, dim) for part in parts), strict=True)
-    return torch.cat([part for view in views for part in view], dim)

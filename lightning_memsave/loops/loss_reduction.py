@@ -183,8 +183,10 @@ def _found(
     answer = _judge(losses, _terms(whole, parts, losses), subject, rules, mode)
     answer = dataclasses.replace(answer, rules=tuple(_as_counted(list(answer.rules), subject, parts)))
     if answer.rules and is_thorough:
-        few = Subject.of(batch, num_samples, config.of_size(1), FEWEST_SAMPLES)  # whose graph takes little
-        answer = _with_gradients(answer, evaluation, few)
+        assert config.size != "auto", "who cuts knows the size"
+        if config.size > 1:  # the graph takes no more than that of a microbatch
+            few = Subject.of(batch, num_samples, config.of_size(1), min(FEWEST_SAMPLES, config.size))
+            answer = _with_gradients(answer, evaluation, few)
         answer = _over_all(answer, evaluation, Subject.all_of(batch, num_samples, config))
     if not answer.rules and not answer.why_not and losses.fit_mean([n for _, n in subject.parts]):
         same = config.split_fn is None and are_equal(batch, num_samples)
