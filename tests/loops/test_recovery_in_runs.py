@@ -96,7 +96,9 @@ def test_a_second_fit_begins_with_what_the_first_one_learned():
 
 
 # ---------------------------------------------------------------------------------------------- growth
-def test_microbatches_grow_back_and_failures_of_that_become_rare():
+def test_microbatches_grow_back_and_failures_of_that_become_rare(monkeypatch):
+    # The question how gradients depend on the batch fails here as well, and is then left out.
+    monkeypatch.setattr("lightning_memsave.loops.loss_reduction._Evaluation.gradients_of", lambda self, subject: [])
     loader = DataLoader(TensorDataset(torch.randn(400, 16), torch.randn(400, 1)), 8)
     module = limited(limit=2)
     memsave = MemSave(
@@ -104,8 +106,7 @@ def test_microbatches_grow_back_and_failures_of_that_become_rare():
     )
     train(module, memsave, loader)
     # Two halvings in the first batch; then 4 after 4 batches, and again 8, 16, 32 batches after each failure.
-    # Five samples are those of the question how gradients depend on the batch, which is then left out.
-    assert [tried for tried in module.hungry.tried if tried != 5] == [8, 4, 4, 4, 4]
+    assert module.hungry.tried == [8, 4, 4, 4, 4]
     assert memsave.report.num_oom_recovered == 5
     module = limited(limit=2)
     module.on_train_batch_start = lambda batch, batch_idx: setattr(module.hungry, "limit", 2 if batch_idx < 3 else 99)
@@ -113,7 +114,7 @@ def test_microbatches_grow_back_and_failures_of_that_become_rare():
         microbatch=Microbatching(reduction="mean", growth_interval=4), activations=False, checkpointing=False
     )
     train(module, memsave, loader)
-    assert [tried for tried in module.hungry.tried if tried != 5] == [8, 4]
+    assert module.hungry.tried == [8, 4]
     assert memsave.report.microbatch_size == 8  # whole batches again
 
 
