@@ -48,8 +48,7 @@ class LossRules:
         self._unasked: set[int] = set()
         """Paths of losses of batches that were not asked."""
         self._num_in_vain = 0
-        self._is_asked = False
-        self._is_due = self._is_noted = self._hold_here_alone = False
+        self._is_due = self._is_noted = self._is_asked = self._hold_here_alone = False
 
     def ask_next(self) -> None:
         """Let the next batch that is cut ask, whether that is due or not."""
@@ -68,7 +67,7 @@ class LossRules:
         structure = _structure(batch)
         is_new = structure not in self._structures or self._is_due or bool(self._unasked)
         self._structures.add(structure)
-        self._is_due = self._is_noted = False
+        self._is_due = self._is_noted = self._is_asked = False
         due = not self.known or is_new or (self._hold_here_alone and not _are_equal(batch))
         if self._num_cut >= self._next_batch:
             due, self._next_batch = True, max(_SECOND, 2 * self._num_cut)
@@ -127,7 +126,6 @@ class LossRules:
             self._num_in_vain += 1 if self._unasked else -self._num_in_vain
         elif path not in self._paths:
             self._unasked.add(path)
-        self._is_asked = False
         if self._num_in_vain > _MOST_IN_VAIN:
             self._paths |= self._unasked
             self._unasked.clear()
