@@ -27,6 +27,7 @@ SUBSET = {
     "techniques": [
         *("tests/techniques/test_quantized.py", "tests/techniques/test_activation_compression.py"),
         *("tests/techniques/test_int8_parameter.py", "tests/techniques/test_int8_uses.py"),
+        "tests/techniques/test_batchnorm.py",  # compiled
     ],
     "loops": ["tests/loops/test_batch_structure.py"],
     "strategies": ["tests/strategies/test_lightning_features.py"],

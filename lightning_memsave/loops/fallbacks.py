@@ -19,8 +19,8 @@ from lightning_memsave.loops.planned_checkpointing import PlannedCheckpointing, 
 from lightning_memsave.loops.step_scopes import StepScopes
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.saved_tensors.batchnorm import pools_statistics
 from lightning_memsave.techniques.activation_compression import ActivationCompression, with_head
+from lightning_memsave.techniques.batchnorm import pools_statistics
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing, input_store
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.tiling import Tiles, Tiling

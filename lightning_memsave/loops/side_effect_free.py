@@ -16,8 +16,8 @@ from lightning_memsave.lightning_compat import Batch, session_of
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.merged_metrics import MergedMetrics
 from lightning_memsave.measuring.storages import tensors_in
-from lightning_memsave.saved_tensors.batchnorm import unpooled
 from lightning_memsave.simulation.global_state_guard import names_kept
+from lightning_memsave.techniques.batchnorm import unpooled
 from lightning_memsave.torch_internals.autograd_graph import storage_key
 from lightning_memsave.torch_internals.fake_tensors import is_fake
 

@@ -6,23 +6,20 @@ gradients of weights up, in the weights' dtype, before any hook sees them.
 
 What a call draws (dropout) is drawn once, for all slices, in the order of the plain call, and kept: masks as bits.
 While it is drawn, a mask takes a byte per element of the whole.
-
-BatchNorm normalises a slice by its own statistics; running statistics are updated once, by those of all slices.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_memsave.saved_tensors.batchnorm import pooled_slices
 from lightning_memsave.saved_tensors.checkpoint_regions import run
 from lightning_memsave.saved_tensors.kept_noise import Draw, KeptNoise, in_tile
 from lightning_memsave.saved_tensors.lent_weights import LentWeights
@@ -92,12 +89,20 @@ class _Tile:
         self._function, self._weights, self._noise, self._number = function, weights, noise, number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        noise = contextlib.nullcontext() if self._noise is None else self._noise.of_tile(self._number)
+        noise = nullcontext() if self._noise is None else self._noise.of_tile(self._number)
         with in_tile(), self._weights.lent(), noise:
             return self._function(*args, **kwargs)
 
 
-def run_in_tiles(member: Member, module: nn.Module, args: Any, kwargs: Any, cut: Cut, size: int) -> Any:
+def run_in_tiles(
+    member: Member,
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    cut: Cut,
+    size: int,
+    around_each: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Any:
     """Call the forward of `module` on slices of its arguments, each call a region, and join what they return.
 
     Args:
@@ -107,6 +112,7 @@ def run_in_tiles(member: Member, module: nn.Module, args: Any, kwargs: Any, cut:
         kwargs: the same.
         cut: how.
         size: entries of a slice, at most.
+        around_each: makes a context for the forward of each tile.
 
     Raises:
         ValueError: an output does not have the entries of its slice.
@@ -124,23 +130,22 @@ def run_in_tiles(member: Member, module: nn.Module, args: Any, kwargs: Any, cut:
     noise = KeptNoise(cut.draws, cut.dim, lengths) if cut.draws else None
     function, weights = member.forward_of(module), LentWeights(module)
     found: list[list[Any]] = []
-    with pooled_slices(module) as batchnorm:
-        for number, length in enumerate(lengths):
-            parts = [each[number] for each in slices]
-            given = [part.contiguous() if cuts else part for part, cuts in zip(parts, is_cut, strict=True)]
-            some, named = tree_unflatten(given, tree)
-            del parts, given
-            member.generators(module)  # looked for where calls are counted
-            tile = copy.copy(member)
-            tile.previous_forward = _Tile(function, weights, noise, number)
-            with batchnorm.microbatch():
-                outputs, tree_of_outputs = tree_flatten(run(member.memberships, tile, module, some, named))
-            member.num_calls += 1
-            for output in outputs:
-                if isinstance(output, Tensor) and (output.dim() <= cut.dim or output.shape[cut.dim] != length):
-                    raise ValueError(f"an output {list(output.shape)} does not have the {length} entries of its tile")
-            found.append(outputs)
-            del some, named, outputs
+    for number, length in enumerate(lengths):
+        parts = [each[number] for each in slices]
+        given = [part.contiguous() if cuts else part for part, cuts in zip(parts, is_cut, strict=True)]
+        some, named = tree_unflatten(given, tree)
+        del parts, given
+        member.generators(module)  # looked for where calls are counted
+        tile = copy.copy(member)
+        tile.previous_forward = _Tile(function, weights, noise, number)
+        with around_each():
+            outputs, tree_of_outputs = tree_flatten(run(member.memberships, tile, module, some, named))
+        member.num_calls += 1
+        for output in outputs:
+            if isinstance(output, Tensor) and (output.dim() <= cut.dim or output.shape[cut.dim] != length):
+                raise ValueError(f"an output {list(output.shape)} does not have the {length} entries of its tile")
+        found.append(outputs)
+        del some, named, outputs
     orders = iter(cut.orders)
     whole = [
         _joined(each, cut.dim, next(orders)) if isinstance(each[0], Tensor) else each[0]

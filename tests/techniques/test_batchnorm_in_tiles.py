@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_memsave import Checkpointing, Tiling, apply_checkpointing, apply_tiling
-from lightning_memsave.saved_tensors.batchnorm import pooled_batchnorm
 from lightning_memsave.saved_tensors.tiles import lengths_of
 from lightning_memsave.techniques import tiling
+from lightning_memsave.techniques.batchnorm import pooled_batchnorm
 from lightning_memsave.techniques.tiling import independence
 
 

@@ -47,11 +47,11 @@ from lightning_memsave.core.errors import NoEffectWarning, NotLosslessWarning, R
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.selection import Selector, as_selectors, is_selected, scripted_in
 from lightning_memsave.core.units import counted
-from lightning_memsave.saved_tensors.batchnorm import pools_statistics
 from lightning_memsave.saved_tensors.kept_noise import is_in_tile
 from lightning_memsave.saved_tensors.region_call import ChangesAttributeError, EditsInputError
 from lightning_memsave.saved_tensors.region_members import Group, Member, Membership, bind, is_bound, unbind
 from lightning_memsave.saved_tensors.tiles import Cut, are_cut, extent_of, lengths_of, run_in_tiles
+from lightning_memsave.techniques.batchnorm import pooled_slices, pools_statistics
 from lightning_memsave.techniques.tiling.independence import (
     Independence,
     differs_at_full_size,
@@ -439,7 +439,8 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if found is None:
         return tiled.forward_of(self)(*args, **kwargs)
     try:
-        return run_in_tiles(tiled, self, args, kwargs, *found)
+        with pooled_slices(self) as batchnorm:
+            return run_in_tiles(tiled, self, args, kwargs, *found, batchnorm.microbatch)
     except EditsInputError as error:
         raise _refusal(tiled, "edits its input in place") from error
     except ChangesAttributeError as error:

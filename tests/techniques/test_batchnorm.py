@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import Ledger, MemSave, Microbatching
 from lightning_memsave.core.errors import NotLosslessWarning
-from lightning_memsave.saved_tensors.batchnorm import pooled_batchnorm, pools_statistics, unpooled
+from lightning_memsave.techniques.batchnorm import pooled_batchnorm, pools_statistics, unpooled
 
 pytestmark = pytest.mark.filterwarnings("ignore:Microbatches change the result")
 
