@@ -438,9 +438,10 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     found = tiled.cut_of(self, args, kwargs)
     if found is None:
         return tiled.forward_of(self)(*args, **kwargs)
+    cut, size = found
     try:
         with pooled_slices(self) as batchnorm:
-            return run_in_tiles(tiled, self, args, kwargs, *found, batchnorm.microbatch)
+            return run_in_tiles(tiled, self, args, kwargs, cut, size, batchnorm.microbatch)
     except EditsInputError as error:
         raise _refusal(tiled, "edits its input in place") from error
     except ChangesAttributeError as error:
