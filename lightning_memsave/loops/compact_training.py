@@ -15,6 +15,7 @@ import torch
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.lightning_compat import callbacks_named
+from lightning_memsave.torch_internals.coupling import held_by
 
 
 class CompactTraining:
@@ -37,11 +38,18 @@ class CompactTraining:
         """Take part in the steps of `optimizers`, where the technique does so.
 
         Raises:
-            ValueError: an optimizer was made before layers changed, or is bitsandbytes' own, whose state has no dense
-                layout on disk.
+            ValueError: an optimizer was made before layers changed, holds others, or is bitsandbytes' own, whose state
+                has no dense layout on disk.
         """
         ours = set(self._model.parameters())
         for optimizer in optimizers:
+            if held_by(optimizer):
+                raise setting_error(
+                    self.technique,
+                    "cannot write the state of optimizers that are inside of another one in the dense layout",
+                    type(optimizer).__name__,
+                    "Use one optimizer, or manual optimization with several.",
+                )
             if any(p.requires_grad and p not in ours for group in optimizer.param_groups for p in group["params"]):
                 raise setting_error(
                     self.technique,

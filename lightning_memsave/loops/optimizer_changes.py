@@ -37,6 +37,7 @@ from lightning_memsave.techniques.optimizer_state import (
     is_ours,
 )
 from lightning_memsave.techniques.optimizer_state.state_config import NormClipping
+from lightning_memsave.torch_internals.held_optimizers import stepping
 from lightning_memsave.torch_internals.sharded_parameters import is_sharded
 
 
@@ -54,7 +55,7 @@ def change_optimizers(
     Returns:
         What was done, and what happens to gradients in backward, which ends with the run where the rest stays.
     """
-    optimizers, module = trainer.strategy.optimizers, trainer.lightning_module
+    optimizers, module = stepping(trainer.strategy.optimizers), trainer.lightning_module
     done: list[Applied] = []
     config = recipe.get(OptimizerState)
     if config is not None:
@@ -135,7 +136,8 @@ class ClippingRelease(GradientRelease):
             assert norm_clipping is not None, "else it is refused"
             self._by_norm = ClippingByNorm(value, norm_clipping)
         before_step = functools.partial(_clip, value) if value else None
-        super().__init__(trainer.strategy.optimizers, self._by_norm.clip if self._by_norm else before_step, exchange)
+        optimizers = stepping(trainer.strategy.optimizers)
+        super().__init__(optimizers, self._by_norm.clip if self._by_norm else before_step, exchange)
         self._trainer: Any = trainer
         self._clip_value, trainer.gradient_clip_val = value, None
 

@@ -35,6 +35,7 @@ from lightning_memsave.measuring.storages import storages, tensors_in
 from lightning_memsave.measuring.timeline import timeline
 from lightning_memsave.torch_internals.autograd_graph import WeakStorage, autograd_is_running, running_node
 from lightning_memsave.torch_internals.fake_tensors import ASKS_DEVICE, device_of, is_fake
+from lightning_memsave.torch_internals.held_optimizers import with_held
 
 
 class LedgerEntry:
@@ -263,7 +264,7 @@ class Ledger(TorchDispatchMode):
         self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), batch: object = ()
     ) -> Ledger:
         """Book what a step starts with; use the result as a context manager."""
-        self._model, self._optimizers = model, tuple(optimizers)
+        self._model, self._optimizers = model, tuple(with_held(optimizers))
         self.hold("weights", model.parameters())
         self.hold("weights", (t for p in model.parameters() for t in tensors_in(vars(p))))  # scales of a quantised one
         self.hold("weights", model.buffers())

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.measuring.storages import storages, tensors_in
 from lightning_memsave.torch_internals.autograd_graph import Node, kept_by
+from lightning_memsave.torch_internals.held_optimizers import with_held
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ def _everything(
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Return category, place and tensor; what is known by identity comes first, so that it keeps its category."""
     yield from _of_model(model)
-    for optimizer in optimizers:
+    for optimizer in with_held(optimizers):
         for leaf in tree_leaves(list(optimizer.state.values())):
             if isinstance(leaf, Tensor):
                 yield "optimizer_state", type(optimizer).__name__, leaf

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_memsave.simulation.known_sizes import pad_packed_sequence
 from lightning_memsave.simulation.value_propagation import FactsMode, forget_values, note_values
 from lightning_memsave.torch_internals.containers import nested, refill
+from lightning_memsave.torch_internals.coupling import held_by
 from lightning_memsave.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from lightning_memsave.torch_internals.model_copies import copied
 
@@ -180,6 +181,8 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
     Where that step cannot be made without values, what it made until then: often everything.
     """
+    if held := held_by(optimizer):  # a step of a copy would step them
+        return sum(map(optimizer_state_bytes, held))
     return _state_bytes(optimizer.state) or sum(_rehearsed_bytes(optimizer, group) for group in optimizer.param_groups)
 
 

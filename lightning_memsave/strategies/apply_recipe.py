@@ -12,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.lightning_compat import callbacks_of
 from lightning_memsave.loops.forward_scope import ForwardScope, may_drop_logits
@@ -32,6 +31,8 @@ from lightning_memsave.techniques.registry import Config, technique_of
 from lightning_memsave.techniques.sparse_update import SparseUpdate
 from lightning_memsave.techniques.sparsity import Sparsity
 from lightning_memsave.techniques.tiling import Tiles, Tiling
+from lightning_memsave.torch_internals.coupling import check_steps_parameters_alone
+from lightning_memsave.torch_internals.held_optimizers import stepping
 
 C = TypeVar("C", bound=Config)
 
@@ -181,9 +182,17 @@ def _open_store(session: Session, trainer: L.Trainer, config: ActivationCompress
 
 
 def _check_state(session: Session, trainer: L.Trainer, config: OptimizerState) -> None:
-    check_optimizers(trainer.strategy.optimizers, config, trainer.lightning_module)
+    check_optimizers(stepping(trainer.strategy.optimizers), config, trainer.lightning_module)
 
 
 def _check_steps(session: Session, trainer: L.Trainer, config: LowPrecision) -> None:
-    for optimizer in trainer.strategy.optimizers:
+    optimizers = stepping(trainer.strategy.optimizers)
+    if config.format == "fp16-scaled" and len(optimizers) > len(trainer.strategy.optimizers):
+        raise setting_error(
+            "precision",
+            '="fp16-scaled" needs optimizers that hold no others: an overflow skips the step of all parameters',
+            ", ".join(type(each).__name__ for each in trainer.strategy.optimizers),
+            'Use `precision="bf16-sr"`, which needs no scaling.',
+        )
+    for optimizer in optimizers:
         check_steps_parameters_alone(optimizer, "precision")

@@ -41,6 +41,7 @@ from lightning_memsave.strategies.apply_recipe import (
 )
 from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
 from lightning_memsave.techniques.optimizer_state import GradientExchange, OptimizerState, pages_kept, send_from_first
+from lightning_memsave.torch_internals.held_optimizers import with_held
 
 _SHARDS = "model parallel (FSDP2)"
 
@@ -91,7 +92,7 @@ class MemSaveMixin(Strategy):
             self._begin(trainer)
             _install_loop(trainer, self.memsave)
             apply_to_model(self.memsave, trainer)
-        with pages_kept(self.optimizers if fitting else ()):
+        with pages_kept(with_held(self.optimizers) if fitting else ()):
             super().setup(trainer)
         if fitting:
             apply_to_steps(self.memsave, trainer)
@@ -231,14 +232,14 @@ class MemSaveMixin(Strategy):
         checkpoint = readable(self.optimizers, checkpoint)
         if self.memsave.compact_training is not None:
             checkpoint = self.memsave.compact_training.from_disk(self.optimizers, checkpoint)
-        with pages_kept(self.optimizers):
+        with pages_kept(with_held(self.optimizers)):
             super().load_optimizer_state_dict(checkpoint)
 
     def teardown(self) -> None:
         """Give back what was changed, and tear down."""
         module: Any = self.lightning_module
         try:  # first: what gives the model back takes memory, and the device may be full
-            with pages_kept(self.optimizers):
+            with pages_kept(with_held(self.optimizers)):
                 super().teardown()
         finally:
             self.memsave.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_memsave.core.coupling import check_steps_parameters_alone
+from lightning_memsave.torch_internals.coupling import check_steps_parameters_alone
 from lightning_memsave.torch_internals.optimizer_class import OneParameter, bare_step, step_one
 
 

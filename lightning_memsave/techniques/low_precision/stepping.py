@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.techniques.low_precision.scaling import all_finite
 from lightning_memsave.techniques.low_precision.weights import Weights
+from lightning_memsave.torch_internals.coupling import check_steps_parameters_alone
 from lightning_memsave.torch_internals.optimizer_class import (
     ELEMENTWISE,
     IN_BACKWARD,

@@ -39,7 +39,6 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied, worst_loss_class
 from lightning_memsave.core.selection import select
@@ -86,6 +85,7 @@ from lightning_memsave.techniques.optimizer_state.state_dict_layout import (
     for_adafactor,
     in_order_of,
 )
+from lightning_memsave.torch_internals.coupling import check_steps_parameters_alone
 from lightning_memsave.torch_internals.optimizer_class import name_of
 from lightning_memsave.torch_internals.private_names import require
 from lightning_memsave.torch_internals.sharded_parameters import as_local, free_gathered, is_sharded

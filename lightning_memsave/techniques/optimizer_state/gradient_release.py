@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.coupling import check_steps_parameters_alone
 from lightning_memsave.saved_tensors.checkpoint_regions import before_change, expect_changes, expect_no_changes
 from lightning_memsave.techniques.optimizer_state import optimizer_accumulation
 from lightning_memsave.techniques.optimizer_state.gradient_exchange import GradientExchange
 from lightning_memsave.techniques.optimizer_state.quantized import is_quantized, memory_of
+from lightning_memsave.torch_internals.coupling import check_steps_parameters_alone
 from lightning_memsave.torch_internals.optimizer_class import IN_BACKWARD, PENDING, bare_step, step_one
 
 

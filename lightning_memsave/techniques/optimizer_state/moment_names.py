@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.coupling import check_steps_parameters_alone, random_matrices, stepped_twin
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.techniques.optimizer_state import projection
 from lightning_memsave.techniques.optimizer_state.moment_codecs import POSITIVE
+from lightning_memsave.torch_internals.coupling import check_steps_parameters_alone, random_matrices, stepped_twin
 from lightning_memsave.torch_internals.fake_tensors import truth, with_values
 from lightning_memsave.torch_internals.optimizer_class import MadeClass, name_of
 
@@ -132,8 +132,8 @@ def check_quantizable(optimizer: torch.optim.Optimizer, state_format: str) -> No
         ValueError: an optimizer without moments, or whose moments the format does not suit, or a setting that subtracts
             a moment from another.
     """
-    name, moments = name_of(type(optimizer)), find_moments(optimizer).is_positive
     check_steps_parameters_alone(optimizer, "optimizer_state")
+    name, moments = name_of(type(optimizer)), find_moments(optimizer).is_positive
     if isinstance(type(optimizer), MadeClass):
         rule = "must change an optimizer before anything else does"
         raise setting_error("optimizer_state", rule, name, "Apply it first.")

@@ -6,6 +6,7 @@ Private names of torch (seen in 2.13): `_optimizer_step_pre_hooks`, `_optimizer_
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
@@ -14,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.core.errors import setting_error
+from lightning_memsave.torch_internals.fake_tensors import with_values
 
 
 def check_steps_parameters_alone(optimizer: torch.optim.Optimizer, name: str) -> None:
@@ -26,18 +29,31 @@ def check_steps_parameters_alone(optimizer: torch.optim.Optimizer, name: str) ->
     Raises:
         ValueError: it is one of those.
     """
-    delegates = any(isinstance(each, torch.optim.Optimizer) for each in vars(optimizer).values())
     needs_closure = any(
         each.name == "closure" and each.default is each.empty
         for each in inspect.signature(optimizer.step).parameters.values()
     )
-    if delegates or needs_closure or isinstance(optimizer, torch.optim.LBFGS) or _couples_parameters(optimizer):
+    if held_by(optimizer):
+        raise setting_error(
+            name,
+            "needs an optimizer that steps each parameter by itself, or only calls the steps of those that it holds",
+            type(optimizer).__name__,
+            "Let its `step` do no more, and its `state` be theirs; or use AdamW or SGD.",
+        )
+    if needs_closure or isinstance(optimizer, torch.optim.LBFGS) or _couples_parameters(optimizer):
         raise setting_error(
             name,
             "needs an optimizer that steps each parameter by itself",
             type(optimizer).__name__,
             "Use AdamW or SGD.",
         )
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that one has as attributes, or in lists, tuples and dictionaries that it has."""
+    leaves = tree_leaves([value for name, value in vars(optimizer).items() if name not in _OF_STEPS])
+    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.optim.Optimizer) and leaf is not optimizer}
+    return list(found.values())
 
 
 _OF_STEPS = ("state", "param_groups", "step")
@@ -51,19 +67,24 @@ def _couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
     bitsandbytes and this package do not. One that fails on two matrices, or draws random numbers, cannot be judged, and
     counts as one that does not.
     """
-    if type(optimizer).__module__.startswith(_KNOWN):
+    if f"{type(optimizer).__module__}.".startswith(_KNOWN):
         return False
+    try:  # in a thread, where no mode makes tensors fake
+        return with_values(functools.partial(_steps_apart, optimizer))
+    except Exception:  # whatever a class does that needs more than a step
+        return False
+
+
+def _steps_apart(optimizer: torch.optim.Optimizer) -> bool:
     values, gradients = random_matrices(2, seed=0), random_matrices(2, seed=1)
     gradients[1] *= 30
     before = torch.get_rng_state()
     try:
         twins = [stepped_twin(optimizer, values, [gradients] * 2, in_turn=each) for each in (False, True)]
-        together, in_turn = ([p.detach() for p in twin.param_groups[0]["params"]] for twin in twins)
-    except Exception:  # whatever a class does that needs more than a step
-        return False
     finally:
         draws = not torch.equal(before, torch.get_rng_state())
         torch.set_rng_state(before)
+    together, in_turn = ([p.detach() for p in twin.param_groups[0]["params"]] for twin in twins)
     apart = max(float((a - b).abs().max()) for a, b in zip(together, in_turn, strict=True))
     moved = max(float((a - b).abs().max()) for a, b in zip(together, values, strict=True))
     return not draws and apart > 1e-6 * moved

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_memsave.core.coupling import check_steps_parameters_alone
+from lightning_memsave.torch_internals.coupling import check_steps_parameters_alone
+from lightning_memsave.torch_internals.fake_tensors import FakeTensorMode
 
 
 class GlobalNorm(torch.optim.Optimizer):
@@ -60,3 +61,11 @@ def test_others_are_stepped_and_left_as_they_were(kind):
     assert all(map(torch.equal, before, after))
     assert len(optimizer.state) == 0
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("kind", [OwnNorm, torch.optim.Muon])
+def test_others_are_known_among_fake_tensors(kind):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        check_steps_parameters_alone(kind([torch.nn.Parameter(torch.ones(3, 2))]), "precision")
+        with pytest.raises(ValueError, match=r"each parameter by itself.*GlobalNorm"):
+            check_steps_parameters_alone(GlobalNorm(parameters()), "precision")

@@ -1,0 +1,164 @@
+"""Runs whose optimizer holds others: Muon for matrices and AdamW for the rest, behind one."""
+
+from __future__ import annotations
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_memsave import MemSave, OptimizerState, apply_optimizer_state, predict
+from lightning_memsave.techniques.optimizer_state import is_low_bit
+from tests.torch_internals.held_optimizers_subjects import Both, Clipping, Joined, Lookahead
+
+from .quiet_runs import QUIET
+
+NUM_BATCHES = 4
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+
+
+def inside(network):
+    matrices, rest = ([p for p in network.parameters() if (p.dim() == 2) is is_matrix] for is_matrix in (True, False))
+    return torch.optim.Muon(matrices, 0.02), torch.optim.AdamW(rest, 0.02)
+
+
+def batches(start=0):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(16, 128, generator=generator) for _ in range(2 * NUM_BATCHES)][start:][:NUM_BATCHES]
+
+
+class Module(L.LightningModule):
+    def __init__(self, kind=Both):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.losses = kind, []
+        self.network = nn.Sequential(nn.Linear(128, 96), nn.LayerNorm(96), nn.Tanh(), nn.Linear(96, 128))
+
+    def training_step(self, batch, batch_idx):
+        return (self.network(batch) - batch).square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+        self.dtypes = {p.dtype for p in self.parameters()}
+
+    def configure_optimizers(self):
+        return self.kind(*inside(self.network))
+
+
+def fit(module, *settings, start=0, ckpt_path=None, **keywords):
+    callbacks = [MemSave(*settings, summary=False, **keywords)] if settings or keywords else []
+    trainer = L.Trainer(**{**QUIET, "max_steps": -1, "max_epochs": 1 if start == 0 else 2}, callbacks=callbacks)
+    trainer.fit(module, DataLoader(batches(start), batch_size=None), ckpt_path=ckpt_path, weights_only=False)
+    return trainer
+
+
+def in_plain_torch(change=lambda optimizer, network: None):
+    """The weights, and the optimizers, of a loop over the same batches."""
+    network = Module().network
+    optimizers = inside(network)
+    for each in optimizers:
+        change(each, network)
+    for batch in batches():
+        for each in optimizers:
+            each.zero_grad()
+        (network(batch) - batch).square().mean().backward()
+        for each in optimizers:
+            each.step()
+    return network, optimizers
+
+
+def are_equal(one, other):
+    return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+
+
+RELEASE = {"optimizer_state": OptimizerState(first_moment="32bit", gradients="release")}
+EXACT = ({}, RELEASE, {"activations": "exact"})
+
+
+@pytest.mark.parametrize("kind", [Both, Joined])
+@pytest.mark.parametrize("settings", EXACT, ids=str)
+def test_what_is_exact_is_the_plain_loop(kind, settings):
+    module = Module(kind)
+    trainer = fit(module, **settings) if settings else fit(module, "lossless")
+    assert trainer.callbacks[0].report.loss_class == "exact"
+    assert are_equal(module.network, in_plain_torch()[0])
+
+
+@pytest.mark.parametrize("kind", [Both, Joined])
+@pytest.mark.parametrize("state_format", ["8bit", "4bit"])
+def test_state_is_in_codes_inside(kind, state_format):
+    config = OptimizerState.from_shorthand(state_format)
+    module = Module(kind)
+    fit(module, optimizer_state=config)
+    network, optimizers = in_plain_torch(lambda each, network: apply_optimizer_state(each, config, network))
+    assert are_equal(module.network, network)
+    assert all(map(is_low_bit, optimizers))
+
+
+@pytest.mark.parametrize("precision", ["bf16-sr", "bf16+8", "bf16-kahan"])
+def test_weights_in_16_bits_learn_as_float32(precision):
+    """One step of the outer optimizer for each parameter would be a step of all, several times."""
+    plain, lowered = Module(), Module()
+    fit(plain)
+    fit(lowered, precision=precision)
+    assert lowered.dtypes == {torch.bfloat16, torch.float32}  # LayerNorm keeps 32 bits
+    for one, other in zip(lowered.losses, plain.losses, strict=True):
+        assert one == pytest.approx(other, rel=5e-3)
+
+
+@pytest.mark.parametrize("kind", [Clipping, Lookahead])
+@pytest.mark.parametrize(
+    "settings",
+    [{"precision": "bf16-sr"}, {"optimizer_state": "8bit"}, {"optimizer_state": EXACT[1]["optimizer_state"]}],
+)
+def test_one_that_does_more_is_refused(kind, settings):
+    with pytest.raises(ValueError, match=f"only calls the steps of those that it holds.*{kind.__name__}"):
+        fit(Module(kind), **settings)
+
+
+def test_recipes_step_aside_for_one_that_does_more():
+    module, plain = Module(Lookahead), Module(Lookahead)
+    fit(plain)
+    fit(module, "balanced")
+    assert module.dtypes == {torch.float32}
+    assert module.losses == pytest.approx(plain.losses, rel=1e-2)
+
+
+def test_a_factor_of_the_loss_is_refused():
+    with pytest.raises(ValueError, match=r"fp16-scaled.*hold no others.*Both"):
+        fit(Module(), precision="fp16-scaled")
+
+
+@pytest.mark.parametrize("technique", [{"sparsity": 0.5}, {"low_rank": 8}], ids=str)
+def test_layers_that_change_are_refused(technique):
+    class Elementwise(Module):
+        def configure_optimizers(self):
+            return Both(*(torch.optim.SGD(layer.parameters(), 0.1) for layer in self.network[:2]))
+
+    with pytest.raises(ValueError, match=r"inside of another one.*Both"):
+        fit(Elementwise(), **technique)
+
+
+@pytest.mark.parametrize("settings", [{"optimizer_state": "8bit"}, {"precision": "bf16+8"}, {"recipe": "balanced"}])
+def test_a_resumed_run_is_the_run_that_went_on(settings, tmp_path):
+    first, whole = Module(), Module()
+    fit(first, **settings).save_checkpoint(tmp_path / "one.ckpt")
+    resumed = Module()
+    fit(resumed, start=NUM_BATCHES, ckpt_path=tmp_path / "one.ckpt", **settings)
+    trainer = L.Trainer(**{**QUIET, "max_steps": -1, "max_epochs": 1}, callbacks=[MemSave(**settings, summary=False)])
+    trainer.fit(whole, DataLoader([*batches(), *batches(NUM_BATCHES)], batch_size=None))
+    assert resumed.losses == whole.losses[NUM_BATCHES:]
+
+
+@pytest.mark.parametrize("settings", [(), ("balanced",)])
+def test_state_is_booked_as_that_and_predicted(settings):
+    module = Module()
+    expected = predict(copy.deepcopy(module), batches()[0], MemSave(*settings) if settings else ())
+    report = fit(module, *(settings or ("lossless",))).callbacks[0].report
+    assert report.peak_bytes == expected.peak_bytes
+    state = sum(p.nbytes for p in module.network.parameters() if p.dim() == 2)  # Muon's; AdamW's is small
+    assert report.by_category["data"] == batches()[0].nbytes
+    assert report.by_category["optimizer_state"] > (state if not settings else state / 5)
