@@ -293,8 +293,8 @@ class MemSave(MemoryMonitor):
         if self._state is not None and state_dict:
             self._state.load_state_dict(state_dict)
 
-    def _outcome(self) -> str | None:
-        return super()._outcome() if self.plan is None else outcome(self.plan, self.report)
+    def _outcome(self, report: MemoryReport) -> str | None:
+        return super()._outcome(report) if self.plan is None else outcome(self.plan, report)
 
     def _settings_on(self) -> tuple[set[str], set[str]]:
         recipe, by_recovery = self._in_force, {a.technique for a in self.report.applied}

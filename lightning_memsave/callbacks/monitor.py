@@ -287,20 +287,20 @@ class MemoryMonitor(Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the final figures to the loggers that keep summaries, and tell people."""
         self._has_figures_to_log = False
+        report = of_the_largest_rank(trainer, self.report)
         if self._leader is None:
-            report = of_the_largest_rank(trainer, self.report)
             log_summary(trainer, report)
             self._tell(trainer, report)
-        if (text := self._outcome()) is not None:
+        if (text := self._outcome(report)) is not None:
             rank_zero_info(text)
 
     def _tell(self, trainer: L.Trainer, report: MemoryReport) -> None:
         """Tell people what the fit took."""
         rank_zero_info(one_line(report))
 
-    def _outcome(self) -> str | None:
+    def _outcome(self, report: MemoryReport) -> str | None:
         """Return a line that compares the run with its prediction; `None` without one."""
-        return None if self._prediction is None else miss_text(self.report)
+        return None if self._prediction is None else miss_text(report)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Stop measuring and log what was measured; out of memory, say what is alive and what would help."""

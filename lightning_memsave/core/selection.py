@@ -24,8 +24,16 @@ def is_selected(selector: Selector, name: str, module: nn.Module) -> bool:
     (False, True)
     """
     if isinstance(selector, str):
-        return any(fnmatchcase(text, selector) for text in (name, type(module).__name__))
+        return any(fnmatchcase(text, selector) for text in (name, *_class_names(module)))
     return isinstance(module, selector) if isinstance(selector, type) else bool(selector(name, module))
+
+
+def _class_names(module: nn.Module) -> Iterator[str]:
+    """Yield the name of a module's class, and of the class that it was before `fully_shard` changed it."""
+    kind = type(module)
+    yield kind.__name__
+    if any(base.__name__ == "FSDPModule" for base in kind.__bases__):
+        yield kind.__bases__[-1].__name__
 
 
 def select(setting: str, selectors: tuple[Selector, ...], model: nn.Module) -> Iterator[nn.Module]:

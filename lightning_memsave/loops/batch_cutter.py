@@ -185,7 +185,8 @@ class BatchCutter:
             return ask(trainer, kwargs, int(sum(n for _, n in parts)), config, *agreed)
 
         before, answer = rules.known, rules.ask(asked)
-        if config.weight_fn is not None or config.reduction != "auto":
+        is_given = config.weight_fn is not None or config.reduction != "auto"
+        if is_given and (not answer.is_exchanged or self._waits(trainer)):  # who waits cuts as the others do
             return self._takes_given(answer, config, is_first=not before)
         if before and not answer.has_failed:
             self._compare(before, answer, f"batch {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}")
@@ -195,7 +196,8 @@ class BatchCutter:
         if answer.why_not and not (answer.has_failed and before):
             self._given_up = True  # no other batch would tell
             self.why_whole = "" if answer.has_failed else answer.why_not
-            self.record.ran_whole(f"Batches are not cut into microbatches: {answer.why_not} {_WAYS_OUT}")
+            ways_out = _BY_TILES if answer.is_exchanged else _WAYS_OUT
+            self.record.ran_whole(f"Batches are not cut into microbatches: {answer.why_not} {ways_out}")
             return False
         if not self._in_any_process(trainer, rules.weights(parts) is None):
             return True
@@ -281,8 +283,9 @@ def noting_parts(num_parts: int) -> Iterator[None]:
 _OF_SHAPES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 """Errors of steps whose tensors do not fit together."""
 _SPLIT = "Where parts need more than a slice of each tensor, pass `Microbatching(split_fn=...)`."
+_BY_TILES = 'Where it relates samples, `tiling="samples"` runs encoders in parts and gives the loss all of them.'
 _WAYS_OUT = (
-    'Where it relates samples, `tiling="samples"` runs encoders in parts and gives the loss all of them. '
+    f"{_BY_TILES} "
     "For a mean over something else than samples pass `Microbatching(weight_fn=...)` (`LabelCount()` for labels that "
     "are not -100, `LabelCount(shifted=True)` for causal language models), for samples that belong together "
     '`split_fn=...`; `reduction="mean"` or `"sum"` is taken as said.'

@@ -25,6 +25,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave.core.errors import add_note
 from lightning_memsave.lightning_compat import Batch, session_of
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.last_layers import InputGradient, LastLayers, compare
@@ -41,6 +42,7 @@ from lightning_memsave.techniques.activation_compression import has_wide_head
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.reduction import Losses, ReductionRule, rules_for
 from lightning_memsave.techniques.microbatching.split import are_equal, cloned
+from lightning_memsave.torch_internals.collectives import ExchangesError, NoExchange
 from lightning_memsave.torch_internals.sharded_parameters import free_gathered, has_fake_parameters
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-6}
@@ -65,6 +67,8 @@ class Answer:
     """Whether another batch may have a rule."""
     explained_by: tuple[ReductionRule, ...] = ()
     """Rules under which the loss of a part has no value."""
+    is_exchanged: bool = False
+    """Whether the step exchanges something with other processes."""
     holds_here_alone: bool = False
     """Whether all samples are the same one, of which any weights make the mean: another batch may have other rules."""
 
@@ -133,16 +137,27 @@ def _asked(
         subject = Subject.of(batch, num_samples, config, fewest)
         widens = agreed is None and not _weights_of(module) <= _TOLERANCE.keys()
         is_thorough = agreed is None and config.split_fn is None  # by which the whole batch is cut here
+        no_exchange = NoExchange()
         for mode in _MODES:
-            found = _found(_Evaluation(trainer, kwargs, mode, start), subject, config, num_samples, is_thorough)
+            evaluation = _Evaluation(trainer, kwargs, mode, start, no_exchange)
+            found = _found(evaluation, subject, config, num_samples, is_thorough, agreed is not None)
             if widens:  # afterwards, so that what a step keeps for later (`lru_cache`) has its own dtype
-                in_32 = _Evaluation(trainer, kwargs, mode, start, widens)
+                in_32 = _Evaluation(trainer, kwargs, mode, start, no_exchange, widens)
                 found = _found_in_float32(in_32, subject, config, num_samples, is_thorough) or found
             answer, is_last = found if agreed is None else agreed(found)
             if is_last:
                 break
     free_gathered(module)  # no backward follows
-    return answer
+    return answer if no_exchange.found is None else Answer(why_not=_EXCHANGES, is_exchanged=True)
+
+
+_OTHERS_WAIT = (
+    "memsave: the error came where `training_step` ran on a few samples, to find out how the loss depends on them. The "
+    "others may wait there, so this process cannot go on without it. `microbatch=False` runs batches whole."
+)
+_EXCHANGES = (
+    "`training_step` exchanges something with other processes, which may cut their batches into other numbers of parts."
+)
 
 
 def _found_in_float32(
@@ -161,13 +176,21 @@ def _found_in_float32(
 
 
 def _found(
-    evaluation: _Evaluation, subject: Subject, config: Microbatching, num_samples: int, is_thorough: bool
+    evaluation: _Evaluation,
+    subject: Subject,
+    config: Microbatching,
+    num_samples: int,
+    is_thorough: bool,
+    waits: bool = False,
 ) -> _Found:
     batch, mode = evaluation.batch, evaluation.mode
     try:
         whole, *parts = evaluation.of(subject)
     except Exception as error:  # whatever user code raises outside its usual mode
         if is_out_of_memory(error):  # says nothing about the loss
+            raise
+        if waits and not isinstance(error, ExchangesError):
+            add_note(error, _OTHERS_WAIT)
             raise
         why_not = f"the loss cannot be evaluated ({type(error).__name__}: {error})."
         return Answer(why_not=why_not, has_failed=True), False
@@ -312,12 +335,20 @@ class _Evaluation:
         kwargs: of `training_step`.
         mode: of the module.
         start: what each evaluation begins with.
+        no_exchange: raises where the step exchanges something with other processes.
         widens: whether 16-bit weights are computed with as float32.
     """
 
     def __init__(
-        self, trainer: L.Trainer, kwargs: dict[str, Any], mode: _Mode, start: BatchStart, widens: bool = False
+        self,
+        trainer: L.Trainer,
+        kwargs: dict[str, Any],
+        mode: _Mode,
+        start: BatchStart,
+        no_exchange: NoExchange,
+        widens: bool = False,
     ) -> None:
+        self._no_exchange = no_exchange if trainer.world_size > 1 else contextlib.nullcontext()
         self._trainer, self._kwargs, self.mode, self._start = trainer, kwargs, mode, start
         self._dtypes, self._widens = {torch.float32} if widens else _weights_of(trainer.lightning_module), widens
         self._is_wide = self._dtypes <= _TOLERANCE.keys()
@@ -387,6 +418,7 @@ class _Evaluation:
             if not (self._widens or self._differentiates):
                 stack.enter_context(session_of(trainer).scopes.evaluating(trainer))
             stack.enter_context(ParametersKept(module))
+            stack.enter_context(self._no_exchange)
             noise = stack.enter_context(SampleNoise(start, num_samples, num_all))
             stack.enter_context(self._seen)
             if self._differentiates:

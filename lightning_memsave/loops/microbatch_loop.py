@@ -78,10 +78,12 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                 return self._run_until_it_fits(session, session.recovery)
             parts = session.cutter.microbatches(self._loop.trainer, self._kwargs)
             self._free_first(session)
-            if not session.cutter.runs_in_parts(parts):
+            # Beside processes that cut theirs, a whole batch logs when they do, after backward: a log may exchange.
+            logs_late = self._loop.trainer.world_size > 1 and session.cutter.config is not None
+            if not session.cutter.runs_in_parts(parts) and not logs_late:
                 return super().closure(*args, **kwargs)
             with noting_parts(len(parts)):
-                return self._run(parts, session)
+                return self._run_parts(parts, session) if logs_late else self._run(parts, session)
         finally:
             self._zero_grad_fn = zero_grad  # LBFGS calls again
 
@@ -325,9 +327,9 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         self,
         parts: list[tuple[Any, float]],
         session: Session,
-        exchange: LateReduction | JointRecovery | None,
-        weights: list[float] | None,
-        found_metrics: Sequence[Metric] | None,
+        exchange: LateReduction | JointRecovery | None = None,
+        weights: list[float] | None = None,
+        found_metrics: Sequence[Metric] | None = None,
     ) -> Any:
         trainer = self._loop.trainer
         config = session.cutter.config

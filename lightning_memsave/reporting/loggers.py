@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,12 +76,18 @@ def log_summary(trainer: Any, report: MemoryReport) -> None:
 
 
 def of_the_largest_rank(trainer: Any, report: MemoryReport) -> MemoryReport:
-    """Return the report with the highest peak of all processes, which is what has to fit; all of them have to ask."""
+    """Return the report with the highest peak of all processes, which is what has to fit; all of them have to ask.
+
+    The peak of validation is the highest of all as well, which may be another process's.
+    """
     if trainer.world_size == 1 or not dist.is_available() or not dist.is_initialized():
         return report
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, report.as_dict())
-    return max(map(MemoryReport.from_dict, reports), key=lambda each: each.peak_bytes or 0)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, report.as_dict())
+    reports = [MemoryReport.from_dict(each) for each in found]
+    largest = max(reports, key=lambda each: each.peak_bytes or 0)
+    evaluated = max((each.evaluation_peak_bytes or 0 for each in reports), default=0) or None
+    return dataclasses.replace(largest, evaluation_peak_bytes=evaluated)
 
 
 def agreed(trainer: Any, figures: Mapping[str, float]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -12,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_memsave.core.errors import setting_error
+from lightning_memsave.core.errors import NoEffectWarning, setting_error
 from lightning_memsave.lightning_compat import callbacks_of
 from lightning_memsave.loops.forward_scope import ForwardScope, may_drop_logits
 from lightning_memsave.loops.low_rank_training import LowRankTraining
@@ -33,6 +34,7 @@ from lightning_memsave.techniques.sparsity import Sparsity
 from lightning_memsave.techniques.tiling import Tiles, Tiling
 from lightning_memsave.torch_internals.coupling import check_steps_parameters_alone
 from lightning_memsave.torch_internals.held_optimizers import stepping
+from lightning_memsave.torch_internals.sharded_parameters import frees_weights
 
 C = TypeVar("C", bound=Config)
 
@@ -171,6 +173,14 @@ def _make_regions(session: Session, trainer: L.Trainer, config: Checkpointing) -
 def _open_store(session: Session, trainer: L.Trainer, config: ActivationCompression) -> None:
     """Open the store; that a loss keeps no logits is in recipes for models which end in many classes."""
     recipe = session.recipe
+    is_named = HEAD in config.written_out and ActivationCompression not in recipe.by_default
+    if is_named and frees_weights(trainer.lightning_module):
+        warnings.warn(
+            f'`activations="{HEAD}"` has no effect under FSDP2: the weight of a head is freed before backward, so logits '
+            "are kept.",
+            NoEffectWarning,
+            stacklevel=2,
+        )
     if ActivationCompression in recipe.by_default and not may_drop_logits(trainer.lightning_module):
         codecs = tuple(codec for codec in config.codecs if codec != HEAD)
         if not codecs:

@@ -3,13 +3,18 @@
 A process that stopped in the middle of its work leaves the others waiting in the next collective. Where it does the
 same work again, those that it has already taken part in must not be issued a second time: here they are answered by
 what this process has. The values are then wrong, and the result must be dropped, by all processes.
+
+A step that exchanges something itself is told from one that only torch's own layers exchange for.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,3 +75,45 @@ def _answered(func: Any, args: Any, group: Any) -> Any:
         output.copy_(values.reshape(group.size(), -1)[group.rank()].view_as(output))
     work = _Work().boxed()
     return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+class ExchangesError(Exception):
+    """A step exchanges something with other processes, where they do not run it."""
+
+
+class NoExchange(TorchDispatchMode):
+    """Raises `ExchangesError` in place of a collective that user code calls; those of torch's own layers go on.
+
+    The other processes may be elsewhere, so it must not begin.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: str | None = None
+        """The first of them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "namespace", "") in _OF_COLLECTIVES and not _is_of_a_layer():
+            self.found = self.found or func._schema.name
+            raise ExchangesError(f"`{func._schema.name}` among processes that do not all run this")
+        return func(*args, **(kwargs or {}))
+
+
+_OF_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_TORCH, _OWN = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/"
+_LAYERS = tuple(
+    f"{_TORCH}{path}"
+    for path in ("distributed/fsdp/", "distributed/tensor/", "nn/parallel/distributed.py", "nn/modules/_functions.py")
+)
+
+
+def _is_of_a_layer() -> bool:
+    """Return whether torch's FSDP, DTensor, DDP or SyncBatchNorm calls, and not the code that calls them."""
+    frame = sys._getframe(1)
+    while frame is not None and (name := frame.f_code.co_filename).startswith((_TORCH, _OWN)):
+        if name.startswith(_LAYERS):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]  # `None` at the end
+    return False

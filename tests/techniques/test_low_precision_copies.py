@@ -233,7 +233,7 @@ class Delegates(torch.optim.Optimizer):
 
 def test_an_optimizer_that_steps_by_another_is_refused():
     model = network()
-    with pytest.raises(ValueError, match=r"needs an optimizer that steps each parameter by itself, got 'Delegates'"):
+    with pytest.raises(ValueError, match=r"only calls the steps of those that it holds, got 'Delegates'"):
         apply_low_precision(model, Delegates(model.parameters()), LowPrecision())
 
 
