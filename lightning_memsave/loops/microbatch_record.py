@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_memsave.core.errors import MicrobatchWarning, NotLosslessWarning, setting_error
 from lightning_memsave.core.report import Applied
+from lightning_memsave.core.units import counted
 from lightning_memsave.loops.step_effects import StepEffects, hooks_on_gradients, nothing_added
 from lightning_memsave.techniques.microbatching import Microbatching, why_not_exact
 
@@ -43,7 +44,7 @@ class MicrobatchRecord:
         if self._summary is None:
             return None
         loss = f" (loss: {rule})" if rule else ""
-        samples = f" of at most {size} samples" if size is not None else ""
+        samples = f" of at most {counted(size, 'sample')}" if size is not None else ""
         whole = f"; {self._num_whole} batches ran whole" if self._num_whole else ""
         return Applied(
             technique="microbatching",

@@ -25,7 +25,7 @@ from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_memsave.core.units import format_bytes, parse_bytes
+from lightning_memsave.core.units import counted, format_bytes, parse_bytes
 from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.fallbacks import Fallbacks
@@ -309,4 +309,5 @@ def _tell(message: str) -> None:
 
 
 def _sizes(size: int | None) -> str:
-    return f"microbatches of at most {size} samples"
+    assert size is not None, "batches are cut"
+    return f"microbatches of at most {counted(size, 'sample')}"

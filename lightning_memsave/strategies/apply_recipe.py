@@ -176,8 +176,8 @@ def _open_store(session: Session, trainer: L.Trainer, config: ActivationCompress
     is_named = HEAD in config.written_out and ActivationCompression not in recipe.by_default
     if is_named and frees_weights(trainer.lightning_module):
         warnings.warn(
-            f'`activations="{HEAD}"` has no effect under FSDP2: the weight of a head is freed before backward, so logits '
-            "are kept.",
+            f'`activations="{HEAD}"` has no effect under FSDP2: the weight of a head is freed before backward, so '
+            "logits are kept.",
             NoEffectWarning,
             stacklevel=2,
         )

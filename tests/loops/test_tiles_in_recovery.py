@@ -177,7 +177,7 @@ def test_tiles_shrink_until_they_fit():
     module, _ = fit(Dice, 3, memsave)
     assert_same_weights(module, plain)
     (applied,) = (a for a in memsave.report.applied if a.technique == "tiling")
-    assert applied.summary == "1 module in tiles: 1 x UNet, at most 1 samples"
+    assert applied.summary == "1 module in tiles: 1 x UNet, at most 1 sample"
 
 
 @pytest.mark.filterwarnings("default::lightning_memsave.core.errors.NotLosslessWarning")
@@ -278,7 +278,7 @@ def test_one_sample_that_is_too_long_goes_on_in_tiles_of_positions(lines, tmp_pa
         trainer.callback_metrics["loss"], plain_trainer.callback_metrics["loss"], rtol=1e-10, atol=0
     )
     assert_same_weights(module, plain)
-    assert "microbatches of at most 1 samples" in str(lines)
+    assert "microbatches of at most 1 sample" in str(lines)
     assert "modules in tiles of positions, where these are independent" in str(lines)
     assert "modules in tiles of 3 positions, where these are independent" in str(lines)
     (applied,) = (a for a in memsave.report.applied if a.technique == "tiling")

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_memsave import MemoryReport, MemSave, Microbatching, Tiling
+from lightning_memsave import MemoryReport, MemSave, Microbatching, NoEffectWarning, Tiling
 from lightning_memsave.reporting.loggers import of_the_largest_rank
 
 LONGEST = timedelta(seconds=60)
@@ -148,6 +148,13 @@ def sharded_modules_have_the_name_of_their_class():
     assert any("Block" in applied.summary for applied in memsave.report.applied if applied.technique == "tiling")
 
 
+def a_head_whose_weight_is_freed_keeps_its_logits_and_says_so():
+    module = Module()
+    module.last = nn.Linear(6, 1200)
+    with pytest.warns(NoEffectWarning, match=r"linear-cross-entropy.*no effect under FSDP2"):
+        train(module, MemSave(activations="linear-cross-entropy"), shards=True)
+
+
 def the_highest_peaks_are_reported_of_all_processes():
     is_first = dist.get_rank() == 0
     own = MemoryReport(peak_bytes=3 if is_first else 2, evaluation_peak_bytes=4 if is_first else 5)
@@ -163,6 +170,7 @@ def main():
     whole_batches_log_as_cut_ones_do()
     steps_that_exchange_run_whole()
     sharded_modules_have_the_name_of_their_class()
+    a_head_whose_weight_is_freed_keeps_its_logits_and_says_so()
     the_highest_peaks_are_reported_of_all_processes()
     if dist.get_rank() == 0:
         print("ok", file=sys.stderr, flush=True)

@@ -184,7 +184,7 @@ class Tiles:
                 self.applied.summary = f"no module in tiles: {'; '.join(self._reasons())}"
             return
         self.largest, self.longest = max(self.largest, size), max(self.longest, extent)
-        self._cut[tiled.name] = f"{tiled.kind}, at most {size} {_in_words(dim)}"
+        self._cut[tiled.name] = f"{tiled.kind}, at most {_sized(size, dim)}"
         kinds = "; ".join(f"{count} x {text}" for text, count in Counter(self._cut.values()).items())
         self.applied.summary = f"{counted(len(self._cut), 'module')} in tiles: {kinds}"
         if found.draws is None:
@@ -234,6 +234,11 @@ class Tiles:
                 NoEffectWarning,
                 stacklevel=2,
             )
+
+
+def _sized(size: int, dim: int) -> str:
+    noun = {0: "sample", 1: "position"}.get(dim)
+    return f"{size} {_in_words(dim)}" if noun is None else counted(size, noun)
 
 
 def _in_words(dim: int | None) -> str:
