@@ -125,7 +125,11 @@ def nothing_left_jointly(applied: Collection[str], fixed: Collection[str]) -> st
         fixed: what of it was set, and the way of training: what these refuse is no help.
     """
     tried = {*applied, "out-of-memory recovery", "microbatching"}
-    blocks = [] if "checkpointing" in tried else ['`checkpointing="blocks"` (computes activations again)']
+    regions = {
+        "checkpointing": '`checkpointing="blocks"` (computes activations again)',
+        "tiling": '`tiling="samples"` (modules in slices, where these are independent)',
+    }
+    blocks = [remedy for name, remedy in regions.items() if name not in tried]
     found = [remedies_for(name, tried, fixed)[:1] for name in ("optimizer_state", "weights")]
     advice = ", ".join([*blocks, *(remedy for remedies in found for remedy in remedies), "more processes"])
     return (
