@@ -256,7 +256,7 @@ _IN_WORDS: Mapping[LossClass, str] = {
     "approximate": "noise with a small bias",
     "changed": "another result than plain Lightning",
 }
-_BAR, _LONGEST = 24, 72  # columns
+_BAR = 24  # columns
 _MUCH_TIME, _LITTLE_MEMORY, _SAME = 1.3, 1.2, 0.005
 
 
@@ -278,7 +278,7 @@ def _lines(report: MemoryReport) -> Iterator[str]:
         yield f"{applied.technique.replace('_', ' ')}: {applied.summary}"
     reasons = report.loss_class_reasons
     yield f"{report.loss_class}: {_IN_WORDS[report.loss_class]}"
-    yield from (f"  {reason}" if len(reason) <= _LONGEST else f"  {reason[:_LONGEST]}..." for reason in reasons)
+    yield from (f"  {reason}" for reason in reasons)
     if report.gradient_noise is not None:
         yield f"noise of a gradient: {report.gradient_noise:.1%} of its norm, measured on the first batch"
     yield from _verdicts(report.factor, report.step_ratio)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import textwrap
 from collections.abc import Iterator
 
 from lightning_utilities.core import rank_zero
@@ -58,13 +59,28 @@ def show_summary(report: MemoryReport, why_no_baseline: str = "", console: Conso
     """
     if console is None and not rank_zero.log.isEnabledFor(logging.INFO):
         return
-    text = Text(str(report))
+    console = console or Console()
+    width = min(console.width - 4, _WIDEST)
+    text = Text("\n".join(folded for line in str(report).splitlines() for folded in _folded(line, width)))
     if why_no_baseline:
         text.append(f"\nno baseline: {why_no_baseline}")
     text.highlight_regex(r"[\d.]+x less|^next:.*", "bold")
     text.highlight_regex("█+", "green")
     text.highlight_regex("░+", "dim")
-    (console or Console()).print(Panel(text, title="lightning-memsave", title_align="left", expand=False))
+    console.print(Panel(text, title="lightning-memsave", title_align="left", expand=False))
+
+
+_WIDEST, _MOST_LINES = 96, 3  # columns of a line, and lines of a sentence
+
+
+def _folded(line: str, width: int) -> list[str]:
+    """Return a line as several of this width, those after the first further in; of a long sentence the first ones."""
+    if len(line) <= width:
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.wrap(
+        line, width, subsequent_indent=f"{indent}  ", max_lines=_MOST_LINES, placeholder=" ...", break_on_hyphens=False
+    )
 
 
 def print_comparison(comparison: Comparison, console: Console, title: str = "") -> None:

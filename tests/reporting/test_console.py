@@ -8,7 +8,7 @@ from rich.console import Console
 from lightning_memsave import Applied, MemoryReport
 from lightning_memsave.demo.run import RUNS
 from lightning_memsave.reporting.comparison import compare
-from lightning_memsave.reporting.console import print_comparison, print_settings
+from lightning_memsave.reporting.console import print_comparison, print_settings, show_summary
 from lightning_memsave.reporting.runs import Run, run_of
 
 MIB = 2**20
@@ -129,3 +129,16 @@ def test_settings_that_differ_are_said_of_each_run():
         "c: lr=0.2; text=[x]",
         "d: nothing that another run has not",
     ]
+
+
+def test_long_sentences_are_folded_in_the_box_and_whole_in_the_report():
+    reason = "microbatches change the result of " + ", ".join(f"m.layer.{n} (Dropout: other masks)" for n in range(20))
+    applied = Applied(technique="microbatching", summary="parts", loss_class="changed", reasons=(reason,), restore=None)
+    report = MemoryReport(peak_bytes=2**20, by_category={"weights": 2**20}, applied=(applied,))
+    assert f"  {reason}" in str(report).splitlines()
+    console = Console(file=io.StringIO(), width=60)
+    show_summary(report, console=console)
+    lines = [line.strip("│╭╮╰╯─ ") for line in console.file.getvalue().splitlines()]
+    folded = lines[lines.index("microbatches change the result of m.layer.0 (Dropout:") :][:3]
+    assert folded[1].startswith("other masks)")
+    assert folded[2].endswith(" ...")
