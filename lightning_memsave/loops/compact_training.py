@@ -15,6 +15,7 @@ import torch
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.lightning_compat import callbacks_named
+from lightning_memsave.techniques.optimizer_state import decoded_state_dict
 from lightning_memsave.torch_internals.coupling import held_by
 
 
@@ -88,7 +89,7 @@ class CompactTraining:
         """Return a checkpoint of a dense run with the optimizer states of this one."""
         states = list(checkpoint["optimizer_states"])
         for number, optimizer in enumerate(optimizers[: len(states)]):  # Lightning leaves the others alone as well
-            states[number] = self._state_from_disk(optimizer, states[number])
+            states[number] = self._state_from_disk(optimizer, _decoded(states[number]))
         return {**checkpoint, "optimizer_states": states}
 
     def _now(self) -> dict[str, Any]:
@@ -101,6 +102,12 @@ class CompactTraining:
         self._at_end = self._now()
         self._model = None
         applied.undo()
+
+
+def _decoded(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict without codes, which are those of whole dense moments."""
+    is_layout = isinstance(state.get("state"), Mapping)
+    return decoded_state_dict(state) if is_layout else state
 
 
 def refuse_readers(trainer: L.Trainer, technique: str) -> None:

@@ -37,7 +37,8 @@ from lightning_memsave.techniques.optimizer_state import (
     is_ours,
 )
 from lightning_memsave.techniques.optimizer_state.state_config import NormClipping
-from lightning_memsave.torch_internals.held_optimizers import stepping
+from lightning_memsave.torch_internals.coupling import held_by
+from lightning_memsave.torch_internals.held_optimizers import stepping, with_held
 from lightning_memsave.torch_internals.sharded_parameters import is_sharded
 
 
@@ -55,9 +56,11 @@ def change_optimizers(
     Returns:
         What was done, and what happens to gradients in backward, which ends with the run where the rest stays.
     """
-    optimizers, module = stepping(trainer.strategy.optimizers), trainer.lightning_module
+    optimizers, module = trainer.strategy.optimizers, trainer.lightning_module
     done: list[Applied] = []
     config = recipe.get(OptimizerState)
+    if config is not None or weights is not None:
+        optimizers = stepping(optimizers)
     if config is not None:
         check_optimizers(optimizers, config, module)  # all of them, before the first is changed
         if config.gradients == "into-state" and most_accumulated(trainer) > 1:
@@ -136,8 +139,7 @@ class ClippingRelease(GradientRelease):
             assert norm_clipping is not None, "else it is refused"
             self._by_norm = ClippingByNorm(value, norm_clipping)
         before_step = functools.partial(_clip, value) if value else None
-        optimizers = stepping(trainer.strategy.optimizers)
-        super().__init__(optimizers, self._by_norm.clip if self._by_norm else before_step, exchange)
+        super().__init__(trainer.strategy.optimizers, self._by_norm.clip if self._by_norm else before_step, exchange)
         self._trainer: Any = trainer
         self._clip_value, trainer.gradient_clip_val = value, None
 
@@ -197,9 +199,24 @@ def readable(optimizers: Sequence[torch.optim.Optimizer], checkpoint: Mapping[st
     """
     states = list(checkpoint["optimizer_states"])
     for number, optimizer in enumerate(optimizers[: len(states)]):  # Lightning leaves the others alone as well
-        if not is_low_bit(optimizer):
+        held = held_by(optimizer)
+        if held and not any(map(is_low_bit, with_held(held))):
+            states[number] = _decoded_inside(states[number])
+        elif not held and not is_low_bit(optimizer):
             states[number] = _for_torch(optimizer, states[number])
     return {**checkpoint, "optimizer_states": states}
+
+
+def _decoded_inside(states: Any) -> Any:
+    """Return state dicts of optimizers that another one holds, wherever they are in what it has saved, decoded."""
+    if isinstance(states, (list, tuple)):
+        return type(states)(map(_decoded_inside, states))
+    if not isinstance(states, dict):
+        return states
+    if {"state", "param_groups"} <= states.keys() and isinstance(states["state"], Mapping):
+        check_whole(states)
+        return decoded_state_dict(states)
+    return {name: _decoded_inside(each) for name, each in states.items()}
 
 
 def _for_torch(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:

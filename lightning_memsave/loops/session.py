@@ -8,8 +8,6 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 import lightning as L
-import torch
-from torch import Tensor, nn
 
 from lightning_memsave.core.errors import add_note
 from lightning_memsave.core.report import Applied
@@ -18,6 +16,7 @@ from lightning_memsave.loops.batch_cutter import BatchCutter
 from lightning_memsave.loops.compact_training import CompactTraining
 from lightning_memsave.loops.fallbacks import Fallbacks
 from lightning_memsave.loops.joint_recovery import JointRecovery
+from lightning_memsave.loops.kept_weights import KeptWeights
 from lightning_memsave.loops.recovery import RecoveryPolicy
 from lightning_memsave.loops.step_scopes import StepScopes
 from lightning_memsave.measuring.ledger import Measurement
@@ -59,7 +58,8 @@ class Session:
         self.compact_training: CompactTraining | None = None
         self.saved_training: dict[str, Any] = {}
         """What `CompactTraining.state_dict` said in the run that is resumed, by technique; empty for a new run."""
-        self.weights_of_tuning: tuple[nn.Module, dict[str, Tensor]] | None = None
+        self.kept_weights: KeptWeights | None = None
+        """As they were before; until the first step, or while Lightning tunes."""
         self.scopes = StepScopes()
         self.fallbacks = Fallbacks(self.scopes)
         self.joint: JointRecovery | None = None
@@ -106,6 +106,11 @@ class Session:
         return self
 
     # --------------------------------------------------------------------------- steps
+    def begin_step(self) -> None:
+        """Let go of weights as they were before the fit."""
+        if self.kept_weights is not None and not self.kept_weights.are_copies:
+            self.kept_weights = None
+
     @property
     def noise(self) -> NoiseSeeds | None:
         """Seeds of the noise of codes, if there are any."""
@@ -159,10 +164,13 @@ class Session:
             found |= {"memsave/loss_scale": scaling.factor, "memsave/num_steps_skipped": float(scaling.num_skipped)}
         return found
 
-    def finish(self) -> None:
+    def finish(self, is_refused: bool = False) -> None:
         """Give the model back as it was; what was done stays on record.
 
         Optimizers stay low-bit: checkpoints may still be written, and their plain state would take memory.
+
+        Args:
+            is_refused: whether the fit ends by an error; where no step was begun, weights are as before it.
         """
         self.scopes.close()
         if self.joint is not None:
@@ -172,13 +180,9 @@ class Session:
         self.weights = self.release = None
         for applied in reversed(self.changes):
             applied.keep() if applied.technique == "optimizer_state" else applied.undo()
-        if self.weights_of_tuning is not None:
-            module, weights = self.weights_of_tuning
-            with torch.no_grad():
-                for name, p in module.named_parameters():
-                    if name in weights:
-                        p.copy_(weights[name])
-            self.weights_of_tuning = None
+        if self.kept_weights is not None and (is_refused or self.kept_weights.are_copies):
+            self.kept_weights.put_back()
+        self.kept_weights = None
 
     # --------------------------------------------------------------------------- checkpoints
     def state_dict(self) -> dict[str, Any]:

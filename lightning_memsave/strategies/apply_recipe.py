@@ -11,11 +11,11 @@ from typing import TypeVar
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.errors import NoEffectWarning, setting_error
 from lightning_memsave.lightning_compat import callbacks_of
 from lightning_memsave.loops.forward_scope import ForwardScope, may_drop_logits
+from lightning_memsave.loops.kept_weights import KeptWeights
 from lightning_memsave.loops.low_rank_training import LowRankTraining
 from lightning_memsave.loops.partial_training import PartialTraining
 from lightning_memsave.loops.planned_checkpointing import PlannedCheckpointing
@@ -41,7 +41,7 @@ C = TypeVar("C", bound=Config)
 
 def apply_to_model(session: Session, trainer: L.Trainer) -> None:
     """Change layers and lower weights, before the strategy moves the model and makes optimizers."""
-    _keep_weights_of_tuning(session, trainer)
+    _keep_weights(session, trainer)
     session.compact_training = None
     _apply(session, trainer, Sparsity, _make_sparse)
     _apply(session, trainer, LowRank, _make_low_rank)
@@ -86,6 +86,8 @@ def check_made_optimizers(session: Session, trainer: L.Trainer, *, is_wrapped: b
         for applied in session.changes:
             if applied.technique == "low_precision":
                 applied.undo()
+                if session.kept_weights is not None:
+                    session.kept_weights.put_back()  # they were rounded
         session.changes = [applied for applied in session.changes if applied.technique != "low_precision"]
         session.weights = None
 
@@ -124,13 +126,11 @@ def _check_shards(module: nn.Module, num_processes: int) -> None:
         )
 
 
-def _keep_weights_of_tuning(session: Session, trainer: L.Trainer) -> None:
-    """Keep weights before they change: the tuner puts back what it saved, but saves after they have changed."""
-    is_lossy = any(session.recipe.get(kind) is not None for kind in (LowPrecision, Sparsity, LowRank))
-    if is_lossy and any(getattr(callback, "_early_exit", False) for callback in callbacks_of(trainer)):
-        module = trainer.lightning_module
-        made = ((name, p) for name, p in module.named_parameters() if not is_lazy(p))
-        session.weights_of_tuning = module, {name: p.detach().clone() for name, p in made}
+def _keep_weights(session: Session, trainer: L.Trainer) -> None:
+    """Keep weights before they change."""
+    if any(session.recipe.get(kind) is not None for kind in (LowPrecision, Sparsity, LowRank)):
+        is_tuned = any(getattr(callback, "_early_exit", False) for callback in callbacks_of(trainer))
+        session.kept_weights = KeptWeights(trainer.lightning_module, copies=is_tuned)
 
 
 def _make_sparse(session: Session, trainer: L.Trainer, config: Sparsity) -> None:
@@ -192,7 +192,20 @@ def _open_store(session: Session, trainer: L.Trainer, config: ActivationCompress
 
 
 def _check_state(session: Session, trainer: L.Trainer, config: OptimizerState) -> None:
-    check_optimizers(stepping(trainer.strategy.optimizers), config, trainer.lightning_module)
+    optimizers = stepping(trainer.strategy.optimizers)
+    if config.gradients != "keep" and len(optimizers) > len(trainer.strategy.optimizers):
+        if OptimizerState not in session.recipe.by_default or config.format == "32bit":
+            raise setting_error(
+                "OptimizerState.gradients",
+                f'="{config.gradients}" needs optimizers that hold no others: what the outer `step` decides (a '
+                "learning rate, or to leave a step out) would come after the steps of those inside",
+                ", ".join(type(each).__name__ for each in trainer.strategy.optimizers),
+                'Use `OptimizerState(gradients="keep")`.',
+            )
+        before, config = config, replace(config, gradients="keep")
+        recipe = session.recipe
+        session.recipe = replace(recipe, techniques=tuple(config if t is before else t for t in recipe.techniques))
+    check_optimizers(optimizers, config, trainer.lightning_module)
 
 
 def _check_steps(session: Session, trainer: L.Trainer, config: LowPrecision) -> None:

@@ -186,6 +186,7 @@ class MemSaveMixin(Strategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step in the scopes of the session."""
         module: Any = self.lightning_module
+        self.memsave.begin_step()
         self._send_buffers()
         on_use = functools.partial(self.memsave.cutter.used_by_hand, module)
         step = functools.partial(super().training_step, *args, **kwargs)
@@ -242,10 +243,10 @@ class MemSaveMixin(Strategy):
             with pages_kept(with_held(self.optimizers)):
                 super().teardown()
         finally:
-            self.memsave.finish()
+            trainer = getattr(module, "_trainer", None)  # none yet where the fit was refused before it began
+            self.memsave.finish(is_refused=trainer is not None and trainer.interrupted)
             _remove_loop(module)
             self._is_down = True
-        trainer = getattr(module, "_trainer", None)  # none yet where the fit was refused before it began
         if trainer is None or trainer.interrupted:
             release(self)  # callbacks are not torn down then
             return

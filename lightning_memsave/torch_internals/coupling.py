@@ -29,10 +29,10 @@ def check_steps_parameters_alone(optimizer: torch.optim.Optimizer, name: str) ->
     Raises:
         ValueError: it is one of those.
     """
-    needs_closure = any(
-        each.name == "closure" and each.default is each.empty
-        for each in inspect.signature(optimizer.step).parameters.values()
-    )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise setting_error(
+            name, "needs a `torch.optim.Optimizer`", type(optimizer).__name__, "Derive its class from that."
+        )
     if held_by(optimizer):
         raise setting_error(
             name,
@@ -40,6 +40,10 @@ def check_steps_parameters_alone(optimizer: torch.optim.Optimizer, name: str) ->
             type(optimizer).__name__,
             "Let its `step` do no more, and its `state` be theirs; or use AdamW or SGD.",
         )
+    needs_closure = any(
+        each.name == "closure" and each.default is each.empty
+        for each in inspect.signature(optimizer.step).parameters.values()
+    )
     if needs_closure or isinstance(optimizer, torch.optim.LBFGS) or _couples_parameters(optimizer):
         raise setting_error(
             name,
@@ -63,9 +67,9 @@ _KNOWN = ("torch.optim.", "bitsandbytes.", "lightning_memsave.")
 def _couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether two parameters step differently together than one after the other, tried on small ones of our own.
 
-    So do optimizers that look at all parameters, and those that count their steps themselves. Classes of torch,
-    bitsandbytes and this package do not. One that fails on two matrices, or draws random numbers, cannot be judged, and
-    counts as one that does not.
+    So do optimizers that look at all parameters, those that count their steps themselves, and those that step by others
+    which are not found, so that these parameters do not move. Classes of torch, bitsandbytes and this package do not.
+    One that fails on two matrices, or draws random numbers, cannot be judged, and counts as one that does not.
     """
     if f"{type(optimizer).__module__}.".startswith(_KNOWN):
         return False
@@ -78,16 +82,19 @@ def _couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
 def _steps_apart(optimizer: torch.optim.Optimizer) -> bool:
     values, gradients = random_matrices(2, seed=0), random_matrices(2, seed=1)
     gradients[1] *= 30
+    lr = optimizer.param_groups[0].get("lr")
+    settings = {} if lr or not isinstance(lr, (int, float)) else {"lr": 0.1}  # a warmup begins with none
     before = torch.get_rng_state()
     try:
-        twins = [stepped_twin(optimizer, values, [gradients] * 2, in_turn=each) for each in (False, True)]
+        make = functools.partial(stepped_twin, optimizer, values, [gradients] * 2, settings=settings)
+        twins = [make(in_turn=each) for each in (False, True)]
     finally:
         draws = not torch.equal(before, torch.get_rng_state())
         torch.set_rng_state(before)
     together, in_turn = ([p.detach() for p in twin.param_groups[0]["params"]] for twin in twins)
     apart = max(float((a - b).abs().max()) for a, b in zip(together, in_turn, strict=True))
     moved = max(float((a - b).abs().max()) for a, b in zip(together, values, strict=True))
-    return not draws and apart > 1e-6 * moved
+    return not draws and (moved == 0 or apart > 1e-6 * moved)  # what moves none has parameters elsewhere
 
 
 def random_matrices(count: int, seed: int) -> list[Tensor]:
@@ -123,12 +130,14 @@ def stepped_twin(
     vars(twin).update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     known = {key: value for key, value in optimizer.param_groups[group].items() if key != "params"}
     now = {**copy.deepcopy(known), **settings}
+    step = type(optimizer).step  # of the class: a scheduler has wrapped the instance's
+    closure = [lambda: torch.zeros((), device="cpu")] if "closure" in inspect.signature(step).parameters else []
     for each in gradients:
         for parameter, gradient in zip(parameters, each, strict=True):
             parameter.grad = gradient.clone()
         for some in [[p] for p in parameters] if in_turn else [parameters]:
             twin.param_groups = [{**now, "params": some}]
-            type(optimizer).step(twin)  # of the class: a scheduler has wrapped the instance's
+            step(twin, *closure)  # type: ignore[arg-type]  # any loss
         now = twin.param_groups[0]
     twin.param_groups = [{**now, "params": parameters}]
     return twin

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.torch_internals.coupling import held_by
 from lightning_memsave.torch_internals.fake_tensors import is_fake, with_values
@@ -77,6 +78,8 @@ def _only_calls(optimizer: torch.optim.Optimizer, inside: list[torch.optim.Optim
     parameters = list(_parameters_of(inside))
     if len(set(parameters)) != len(parameters) or set(parameters) != set(_parameters_of([optimizer])):
         return False
+    if any(isinstance(leaf, nn.Module) for leaf in tree_leaves(list(vars(optimizer).values()))):
+        return False  # it may do something with it, also in a trial
     try:  # in a thread, where no mode makes tensors fake
         return with_values(functools.partial(_steps_alike, optimizer, inside))
     except Exception:  # whatever a class does that needs more than a step
@@ -136,7 +139,6 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
     own |= {name: OrderedDict() for name, value in own.items() if "hooks" in name and isinstance(value, OrderedDict)}
     if "state" in own:
         own["state"] = defaultdict(dict)
-    memo |= {id(value): value for value in own.values() if isinstance(value, nn.Module)}
     vars(twin).update(copy.deepcopy(own, memo))
     for group in twin.param_groups:
         if isinstance(group.get("lr"), (int, float)):

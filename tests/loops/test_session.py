@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memsave import Checkpointing, MemSave, Microbatching, OptimizerState, Recipe
+from lightning_memsave.loops.kept_weights import KeptWeights
 from lightning_memsave.loops.session import Session
 from lightning_memsave.planner.recipes import RECIPES
 from lightning_memsave.techniques.early_zero_grad import EarlyZeroGrad
@@ -123,7 +124,7 @@ def test_an_error_about_dtypes_names_the_setting_where_weights_were_lowered(weig
 def test_weights_of_a_trial_and_the_model_come_back_at_the_end():
     session, module, undone = Session(Recipe("measure")), nn.Linear(2, 2), []
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    session.weights_of_tuning = module, before
+    session.kept_weights = KeptWeights(module, copies=True)
     session.release = SimpleNamespace(remove=lambda: undone.append("release"))
     for technique in ("sparsity", "optimizer_state", "low_precision"):
         session.changes.append(
@@ -138,7 +139,19 @@ def test_weights_of_a_trial_and_the_model_come_back_at_the_end():
     session.finish()
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
     assert undone == ["release", "low_precision", "optimizer_state is kept", "sparsity"]
-    assert (session.weights, session.release, session.weights_of_tuning) == (None, None, None)
+    assert (session.weights, session.release, session.kept_weights) == (None, None, None)
+
+
+@pytest.mark.parametrize(("is_refused", "begins"), [(True, False), (True, True), (False, False)])
+def test_weights_come_back_where_a_fit_is_refused_before_its_first_step(is_refused, begins):
+    session, module = Session(Recipe("measure")), nn.Linear(2, 2)
+    before = module.weight.detach().clone()
+    session.kept_weights = KeptWeights(module)
+    module.weight.data = torch.zeros(2, 2)
+    if begins:
+        session.begin_step()
+    session.finish(is_refused=is_refused)
+    assert torch.equal(module.weight, before) is (is_refused and not begins)
 
 
 @pytest.mark.filterwarnings("ignore:.*Sparse.*")

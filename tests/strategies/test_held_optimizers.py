@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -75,7 +76,8 @@ def are_equal(one, other):
 
 
 RELEASE = {"optimizer_state": OptimizerState(first_moment="32bit", gradients="release")}
-EXACT = ({}, RELEASE, {"activations": "exact"})
+INTO_STATE = {"optimizer_state": OptimizerState(gradients="into-state"), "microbatch": 4}
+EXACT = ({}, {"optimizer_state": "offload"}, {"activations": "exact"}, {"recipe": "exact"})
 
 
 @pytest.mark.parametrize("kind", [Both, Joined])
@@ -119,6 +121,82 @@ def test_one_that_does_more_is_refused(kind, settings):
         fit(Module(kind), **settings)
 
 
+@pytest.mark.parametrize("settings", [RELEASE, INTO_STATE], ids=["release", "into-state"])
+def test_gradients_do_not_end_in_backward_where_an_outer_step_may_decide(settings):
+    with pytest.raises(ValueError, match=r"hold no others.*outer `step` decides.*Both"):
+        fit(Module(), **settings)
+
+
+class Skipping(Both):
+    """Holds its optimizers where nobody finds them."""
+
+    def __init__(self, *optimizers):
+        super().__init__(*optimizers)
+        self.inside, self.optimizers = SimpleNamespace(optimizers=optimizers), ()
+
+    def step(self, closure=None):
+        loss = closure()
+        for each in self.inside.optimizers:
+            each.step()
+        return loss
+
+
+@pytest.mark.parametrize("settings", [{"precision": "bf16-sr"}, {"optimizer_state": "8bit"}, RELEASE], ids=str)
+def test_one_whose_parameters_do_not_move_by_itself_is_refused(settings):
+    with pytest.raises(ValueError, match=r"steps each parameter by itself|something for each parameter"):
+        fit(Module(Skipping), **settings)
+
+
+class WithModule(Both):
+    """A trial of it would change the average."""
+
+    def __init__(self, *optimizers):
+        super().__init__(*optimizers)
+        self.average, self.num_steps = nn.Linear(2, 2), []
+
+    def step(self, closure=None):
+        self.num_steps.append(1)
+        return super().step(closure)
+
+
+def test_one_that_holds_a_module_is_not_tried():
+    module = Module(WithModule)
+    trainer = fit(module, "balanced")
+    assert len(trainer.optimizers[0].num_steps) == NUM_BATCHES
+    assert module.dtypes == {torch.float32}
+
+
+REFUSED = [{"sparsity": 0.9}, {"low_rank": 4}, {"precision": "int8-sr"}, {"precision": "bf16-sr"}]
+
+
+@pytest.mark.parametrize("settings", REFUSED, ids=str)
+@pytest.mark.parametrize("fails", ["the optimizer", "on_train_start"])
+def test_a_fit_that_is_refused_leaves_the_weights_as_they_were(settings, fails):
+    class Failing(Module):
+        def configure_optimizers(self):
+            if fails == "the optimizer":
+                return Lookahead(*(torch.optim.SGD(layer.parameters(), 0.1) for layer in self.network[:2]))
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+        def on_train_start(self):
+            raise ValueError("the user's own")
+
+    module = Failing()
+    before = copy.deepcopy(module.network)
+    with pytest.raises(ValueError, match=r"by itself|inside of another|the user's own"):
+        fit(module, **settings)
+    assert are_equal(module.network, before)
+    assert [p.dtype for p in module.parameters()] == [torch.float32] * 6
+
+
+def test_a_precision_that_steps_aside_has_not_rounded_the_weights():
+    module, plain = Module(Clipping), Module(Clipping)
+    fit(plain)
+    trainer = fit(module, "balanced", activations=False)
+    assert module.losses == plain.losses
+    assert trainer.callbacks[0].report.loss_class == "exact"
+
+
 def test_recipes_step_aside_for_one_that_does_more():
     module, plain = Module(Lookahead), Module(Lookahead)
     fit(plain)
@@ -142,15 +220,48 @@ def test_layers_that_change_are_refused(technique):
         fit(Elementwise(), **technique)
 
 
+class Shared(Both):
+    """Has the groups of those that it holds, as dictionaries."""
+
+    def __init__(self, *optimizers):
+        super().__init__(*optimizers)
+        self.param_groups = [group for each in optimizers for group in each.param_groups]
+
+
+@pytest.mark.parametrize("kind", [Both, Shared])
 @pytest.mark.parametrize("settings", [{"optimizer_state": "8bit"}, {"precision": "bf16+8"}, {"recipe": "balanced"}])
-def test_a_resumed_run_is_the_run_that_went_on(settings, tmp_path):
-    first, whole = Module(), Module()
+def test_a_resumed_run_is_the_run_that_went_on(settings, kind, tmp_path):
+    first, whole = Module(kind), Module(kind)
     fit(first, **settings).save_checkpoint(tmp_path / "one.ckpt")
-    resumed = Module()
+    resumed = Module(kind)
     fit(resumed, start=NUM_BATCHES, ckpt_path=tmp_path / "one.ckpt", **settings)
     trainer = L.Trainer(**{**QUIET, "max_steps": -1, "max_epochs": 1}, callbacks=[MemSave(**settings, summary=False)])
     trainer.fit(whole, DataLoader([*batches(), *batches(NUM_BATCHES)], batch_size=None))
     assert resumed.losses == whole.losses[NUM_BATCHES:]
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16+8"}, {"optimizer_state": "4bit"}], ids=str)
+def test_compact_checkpoints_are_read_by_every_format(settings, tmp_path):
+    compact = OptimizerState(checkpoint="compact", min_size=64)
+    fit(Module(), optimizer_state=compact).save_checkpoint(tmp_path / "compact.ckpt")
+    resumed = Module()
+    fit(resumed, "lossless", start=NUM_BATCHES, ckpt_path=tmp_path / "compact.ckpt", **settings)
+    same = Module()
+    fit(same, optimizer_state=compact, start=NUM_BATCHES, ckpt_path=tmp_path / "compact.ckpt")
+    assert resumed.losses == pytest.approx(same.losses, rel=0.02)
+
+
+def test_compact_checkpoints_are_read_by_sparse_layers_with_low_bit_state(tmp_path):
+    class One(Module):
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), 0.01)
+
+    compact = OptimizerState(checkpoint="compact", min_size=64)
+    fit(One(), optimizer_state=compact).save_checkpoint(tmp_path / "compact.ckpt")
+    resumed = One()
+    config = OptimizerState(min_size=64)
+    fit(resumed, start=NUM_BATCHES, ckpt_path=tmp_path / "compact.ckpt", sparsity=0.5, optimizer_state=config)
+    assert len(resumed.losses) == NUM_BATCHES
 
 
 @pytest.mark.parametrize("settings", [(), ("balanced",)])

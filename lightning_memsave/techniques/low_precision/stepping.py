@@ -225,13 +225,16 @@ def _lengthen(state: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def _seemingly_float32(optimizer: torch.optim.Optimizer, weights: Weights) -> Iterator[None]:
     """Let loading cast state to float32 while entered: torch gives it the dtype of its parameter."""
-    for group in optimizer.param_groups:
-        group["params"] = [stand_in(p, _without_memory(p)) if p in weights else p for p in group["params"]]
+    before = [(group, group["params"]) for group in optimizer.param_groups]
+    for group, parameters in before:
+        group["params"] = [stand_in(p, _without_memory(p)) if p in weights else p for p in parameters]
     try:
         yield
     finally:
         for group in optimizer.param_groups:
             group["params"] = [original(p) for p in group["params"]]
+        for group, parameters in before:  # others now; an optimizer that holds this one may share these
+            group["params"] = parameters
         state = {original(p): value for p, value in optimizer.state.items()}
         optimizer.state.clear()
         optimizer.state.update(state)
