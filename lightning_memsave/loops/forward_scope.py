@@ -24,7 +24,7 @@ from lightning_memsave.techniques.activation_compression import (
     what_happened,
 )
 from lightning_memsave.torch_internals.compiled_regions import NAME as COMPILED
-from lightning_memsave.torch_internals.compiled_regions import compiled_regions
+from lightning_memsave.torch_internals.compiled_regions import compiled_functions, compiled_regions
 from lightning_memsave.torch_internals.sharded_parameters import frees_weights
 
 _NUM_RUNS_UNTIL_COMPILED = 3  # measured steps, which may run eagerly, are among the first ones
@@ -99,7 +99,14 @@ class ForwardScope:
         return self._store.evaluating() if self._is_on and not self._is_compiled else nullcontext()
 
     def _check_compiled(self, module: L.LightningModule) -> None:
-        """Say where compiled code codes nothing."""
+        """Say where compiled code codes nothing, or runs eagerly."""
+        if not self._is_compiled and (functions := compiled_functions(module)):
+            warnings.warn(
+                f"Functions that are compiled ({', '.join(functions)}) run eagerly where activations are kept by "
+                "`MemSave(activations=...)`, a recipe or recovery. Compile modules instead: `module.compile()`.",
+                NoEffectWarning,
+                stacklevel=3,
+            )
         regions = ["training_step"] if self._is_compiled else [name for name, _ in compiled_regions(module)]
         if regions and not self._config.is_exact and not self._store.consequences.is_compiled:
             warnings.warn(

@@ -120,6 +120,8 @@ def nothing_around(namespace: str) -> dict[str, Any]:
 def fit(trainer: L.Trainer, module: Any, batch: Batch, data_module: Any = None) -> None:
     """Train a copy of a module on one batch; its own callbacks stay out of it: they write files.
 
+    What is compiled runs eagerly: where a mode of ours met it, it would never compile again in this process.
+
     Args:
         trainer: with a callback that ends the run.
         module: is trained.
@@ -131,7 +133,8 @@ def fit(trainer: L.Trainer, module: Any, batch: Batch, data_module: Any = None) 
         _has_prepared(module, "LightningModule")
     batches = _Batches(batch)
     if data_module is None:
-        trainer.fit(module, batches)
+        with torch.compiler.set_stance("force_eager"):
+            trainer.fit(module, batches)
         return
     data = copy.copy(data_module)
     data.trainer = None
@@ -139,7 +142,8 @@ def fit(trainer: L.Trainer, module: Any, batch: Batch, data_module: Any = None) 
     for name in ("setup", "teardown"):
         setattr(data, name, lambda *_, **__: None)
     data.train_dataloader, data.val_dataloader = lambda: batches, lambda: []
-    trainer.fit(module, datamodule=data)
+    with torch.compiler.set_stance("force_eager"):
+        trainer.fit(module, datamodule=data)
 
 
 def _has_prepared(owner: Any, base: str) -> None:

@@ -8,6 +8,8 @@ for together when its backward begins. What it keeps is therefore coded inside o
 from __future__ import annotations
 
 import functools
+import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -30,6 +32,25 @@ def compiled_regions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if _entrance(module) is not None:
             yield name, module
+
+
+def compiled_functions(model: nn.Module) -> list[str]:
+    """Return names of functions that were compiled: attributes of modules, and what the file of the model's class has.
+
+    A function that is compiled elsewhere shows nowhere.
+    """
+    found = []
+    for path, module in model.named_modules():
+        owned = {**vars(type(module)), **vars(module)}
+        entrance = _entrance(module)
+        names = [name for name, value in owned.items() if name != entrance and _is_compiled_function(value)]
+        found += [f"{path}.{name}".lstrip(".") for name in names]
+    file = sys.modules.get(type(model).__module__)
+    return found + [name for name, value in (vars(file) if file else {}).items() if _is_compiled_function(value)]
+
+
+def _is_compiled_function(value: object) -> bool:
+    return isinstance(value, types.FunctionType) and "get_compiler_config" in vars(value)
 
 
 def num_compiled_graphs() -> int:

@@ -125,6 +125,17 @@ def test_compiled_code_without_codes_is_told_of(compiled):
         train(lambda: Module(compiled), MemSave(activations=INT4))
 
 
+@pytest.mark.parametrize("activations", ["exact", "int4"])
+def test_functions_that_are_compiled_are_told_of(activations):
+    class Compiled(Module):
+        def __init__(self):
+            super().__init__()
+            self.net.forward = torch.compile(self.net.forward, backend="eager")
+
+    with pytest.warns(NoEffectWarning, match=r"Functions that are compiled .net\.forward. run eagerly"):
+        train(Compiled, MemSave(activations=activations))
+
+
 def test_gradients_outside_of_training_step_are_told_of():
     """Compiled code keeps what it was compiled to keep, also where nobody asked for codes."""
     module = Module(torch.compile)

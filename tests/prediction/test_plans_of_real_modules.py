@@ -264,6 +264,46 @@ def test_compiled_modules_are_still_compiled():
     assert len(calls) == 4
 
 
+class Dropping(nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x):
+        return nn.functional.dropout(self.inside(x), 0.1, self.training)
+
+
+@pytest.mark.filterwarnings("ignore:Microbatches change the result")
+def test_steps_after_a_plan_are_compiled():
+    """Code that a trial of the plan has met under a mode would stay eager, and draw other masks."""
+    calls, of_steps = [], []
+
+    def backend(graph, inputs):
+        def run(*args):
+            calls.append(1)
+            return graph(*args)
+
+        return run
+
+    class Compiled(Module):
+        def __init__(self):
+            super().__init__()
+            torch._dynamo.reset()
+            self.net = torch.compile(Dropping(self.net), backend=backend)
+
+        def on_train_batch_end(self, *_):
+            of_steps.append(len(calls))
+            calls.clear()
+
+    memsave = MemSave(budget="0.9x")
+    train(Compiled, memsave)
+    assert memsave.plan is not None
+    assert all(of_steps[-2:]), "the last of the run, which are not measured"
+    of_steps.clear()
+    train(Compiled, None)
+    assert all(of_steps)
+
+
 def test_a_resumed_run_with_other_settings_is_planned_again(tmp_path):
     trainer, _ = train(Module, MemSave(budget="0.9x"), max_epochs=1)
     trainer.save_checkpoint(tmp_path / "one.ckpt")

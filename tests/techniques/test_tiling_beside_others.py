@@ -240,6 +240,42 @@ def test_what_is_compiled_inside_of_a_tile_stays_compiled():
     assert compiled, "not eager because a test has met it first"
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore:Tiles change the result")
+@pytest.mark.parametrize("which", ["inside", "around", "beside"])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_compiled_code_with_dropout_draws_by_itself(which, is_named):
+    torch.compiler.reset()
+    num_calls = []
+
+    def backend(graph, inputs):
+        def call(*args):
+            num_calls.append(1)
+            return graph.forward(*args)
+
+        return call
+
+    model = net(0.3)
+    if which == "around":
+        model.blocks = torch.compile(model.blocks, backend=backend)
+    else:
+        model.blocks[0 if which == "inside" else 1].mlp.compile(backend=backend)
+    name = {"inside": "blocks.0", "around": "blocks._orig_mod.0", "beside": "blocks.0"}[which]
+    applied = apply_tiling(model, Tiling(modules=name if is_named else None, dim=0, size=3))
+    for _ in range(2):
+        before = len(num_calls)
+        step(model, batch())
+        assert len(num_calls) > before, "compiled code has become eager"
+    if which == "beside":
+        assert (applied.loss_class, "in tiles: 1 x" in applied.summary) == ("exact", True)
+    elif is_named:
+        assert (applied.loss_class, "in tiles: 1 x Block" in applied.summary) == ("changed", True)
+        assert "other random numbers" in applied.reasons[0]
+    else:
+        assert applied.loss_class == "exact"
+        assert "blocks.0` (" not in applied.summary.partition("in tiles")[2]
+
+
 @pytest.mark.parametrize("kind", ["regions inside", "regions around", "regions inside and around"])
 def test_dropout_in_regions_and_tiles_has_the_masks_of_the_plain_step(kind):
     model = net(0.3)

@@ -9,7 +9,12 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from lightning_memsave.torch_internals.compiled_regions import compiled_regions, num_compiled_graphs, shield
+from lightning_memsave.torch_internals.compiled_regions import (
+    compiled_functions,
+    compiled_regions,
+    num_compiled_graphs,
+    shield,
+)
 
 
 class Block(nn.Module):
@@ -43,6 +48,30 @@ def test_both_ways_to_compile_are_found(counter):
     whole = torch.compile(Block(), backend=counter)
     assert [name for name, _ in compiled_regions(whole)] == [""]
     assert counter.frame_count == 0
+
+
+@torch.compile(backend="eager")
+def in_this_file(x):
+    return x
+
+
+def test_compiled_functions_are_found_by_name(counter):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside, self.twice = model(counter), torch.compile(lambda x: 2 * x, backend=counter)
+            self.inside[0].forward = torch.compile(self.inside[0].forward, backend=counter)
+
+        @torch.compile(backend="eager")
+        def method(self, x):
+            return x
+
+        @torch.compiler.disable
+        def not_compiled(self, x):
+            return x
+
+    assert sorted(compiled_functions(Net())) == ["in_this_file", "inside.0.forward", "method", "twice"]
+    assert compiled_functions(nn.Linear(2, 2)) == []
 
 
 def test_each_call_of_a_compiled_module_is_within_and_the_result_is_the_same(counter):

@@ -59,6 +59,7 @@ from lightning_memsave.techniques.tiling.independence import (
     test_of,
 )
 from lightning_memsave.torch_internals.autograd_graph import is_inside_transform, version_of
+from lightning_memsave.torch_internals.compiled_regions import compiled_regions
 from lightning_memsave.torch_internals.fake_tensors import is_fake
 from lightning_memsave.torch_internals.private_names import require
 from lightning_memsave.torch_internals.sharded_parameters import has_shards_inside
@@ -151,7 +152,7 @@ class Tiles:
     def __init__(self, model: nn.Module, config: Tiling, *, is_asked_for: bool = True) -> None:
         require("autograd", "tiling")
         self.config, self._is_asked_for = config, is_asked_for
-        self._modules = dict(_selected(model, config))
+        self._modules, self._model = dict(_selected(model, config)), model
         self.applied = Applied(technique="tiling", summary="no module has run yet", restore=self._restore)
         self._cut: dict[str, str] = {}
         self.largest = self.longest = 0
@@ -167,6 +168,12 @@ class Tiles:
         for module in self._modules.values():
             unbind(module, TILES, forward)
         self._modules.clear()
+
+    def is_compiled(self, name: str) -> bool:
+        """Return whether the module of this name, or one around it or inside of it, is compiled."""
+        paths = (each.split(".") if each else [] for each, _ in compiled_regions(self._model))
+        own = name.split(".") if name else []
+        return any(a == b for a, b in ((path[: len(own)], own[: len(path)]) for path in paths))
 
     def note(self, tiled: _TiledModule, found: Independence, dim: int, size: int | None, extent: int) -> None:
         """Note what the test of a module's call has found.
@@ -373,6 +380,8 @@ class _TiledModule(Member):
         reasons: list[str] = []
         for dim in dims:
             found = test_of(function, module, args, kwargs, dim)
+            if found.draws and self._tiles.is_compiled(self.name):  # its code draws by itself
+                found = replace(found, draws=None)
             if not found.why_not and found.draws is None and not is_named:
                 found = Independence(why_not="its random numbers would be others in tiles")
             if not found.why_not:
