@@ -39,18 +39,11 @@ class CompactTraining:
         """Take part in the steps of `optimizers`, where the technique does so.
 
         Raises:
-            ValueError: an optimizer was made before layers changed, holds others, or is bitsandbytes' own, whose state
-                has no dense layout on disk.
+            ValueError: an optimizer was made before layers changed, or is bitsandbytes' own, whose state has no dense
+                layout on disk.
         """
         ours = set(self._model.parameters())
         for optimizer in optimizers:
-            if held_by(optimizer):
-                raise setting_error(
-                    self.technique,
-                    "cannot write the state of optimizers that are inside of another one in the dense layout",
-                    type(optimizer).__name__,
-                    "Use one optimizer, or manual optimization with several.",
-                )
             if any(p.requires_grad and p not in ours for group in optimizer.param_groups for p in group["params"]):
                 raise setting_error(
                     self.technique,
@@ -65,6 +58,20 @@ class CompactTraining:
                     type(optimizer).__name__,
                     'Use torch\'s optimizer and `MemSave(optimizer_state="8bit")`.',
                 )
+
+    def refuse_held(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Refuse optimizers that hold others.
+
+        Raises:
+            ValueError: one does.
+        """
+        for optimizer in filter(held_by, optimizers):
+            raise setting_error(
+                self.technique,
+                "cannot write the state of optimizers that are inside of another one in the dense layout",
+                type(optimizer).__name__,
+                "Use one optimizer, or manual optimization with several.",
+            )
 
     def stepped(self, trainer: L.Trainer, optimizer: torch.optim.Optimizer) -> None:
         """Do what is due after a step of an optimizer."""

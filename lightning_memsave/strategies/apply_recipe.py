@@ -108,6 +108,34 @@ def _apply(
         session.recipe = session.recipe.without(kind)
 
 
+def leave_layers_dense(session: Session, trainer: L.Trainer, error: Exception) -> bool:
+    """Give layers back that a recipe has changed by default, as optimizers cannot be made for them.
+
+    Args:
+        session: of the run.
+        trainer: whose optimizers are to be made, once more.
+        error: that came of it.
+
+    Returns:
+        Whether there are such layers.
+    """
+    recipe = session.recipe
+    changing = [t for t in recipe.techniques if isinstance(t, Sparsity | LowRank | SparseUpdate)]
+    changing = [t for t in changing if type(t) in recipe.by_default]
+    if session.compact_training is None or not changing:
+        return False
+    for applied in reversed(session.changes):
+        applied.undo()
+    session.changes, session.compact_training, session.weights = [], None, None
+    if session.kept_weights is not None:
+        session.kept_weights.put_back()
+    for config in changing:
+        rank_zero_info(f"memsave: {technique_of(config).stem} is left out: {error}")
+        session.recipe = session.recipe.without(type(config))
+    _apply(session, trainer, LowPrecision, _lower_weights)
+    return True
+
+
 def _check_shards(module: nn.Module, num_processes: int) -> None:
     """Refuse FSDP2 on a mesh of one process, beside others: each "shard" is the whole, and nothing is saved."""
     from torch.distributed.fsdp import FSDPModule  # here: not every build of torch has it

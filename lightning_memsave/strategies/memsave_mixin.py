@@ -38,6 +38,7 @@ from lightning_memsave.strategies.apply_recipe import (
     apply_to_model,
     apply_to_steps,
     check_made_optimizers,
+    leave_layers_dense,
 )
 from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
 from lightning_memsave.techniques.optimizer_state import GradientExchange, OptimizerState, pages_kept, send_from_first
@@ -153,8 +154,15 @@ class MemSaveMixin(Strategy):
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Make the optimizers, and change those that the recipe is about."""
-        super().setup_optimizers(trainer)
         session = self.memsave
+        try:
+            super().setup_optimizers(trainer)
+            if session.compact_training is not None:
+                session.compact_training.refuse_held(self.optimizers)
+        except Exception as error:  # of user code as well, which may look for matrices
+            if self.model is not self.lightning_module or not leave_layers_dense(session, trainer, error):
+                raise
+            super().setup_optimizers(trainer)
         if session.weights is not None:
             session.weights.materialized()
         check_made_optimizers(session, trainer, is_wrapped=self.model is not self.lightning_module)

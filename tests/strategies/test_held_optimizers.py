@@ -21,9 +21,9 @@ NUM_BATCHES = 4
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 
-def inside(network):
+def inside(network, lr=0.02):
     matrices, rest = ([p for p in network.parameters() if (p.dim() == 2) is is_matrix] for is_matrix in (True, False))
-    return torch.optim.Muon(matrices, 0.02), torch.optim.AdamW(rest, 0.02)
+    return torch.optim.Muon(matrices, lr), torch.optim.AdamW(rest, lr)
 
 
 def batches(start=0):
@@ -203,6 +203,27 @@ def test_recipes_step_aside_for_one_that_does_more():
     fit(module, "balanced")
     assert module.dtypes == {torch.float32}
     assert module.losses == pytest.approx(plain.losses, rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", [Both, Clipping])
+@pytest.mark.parametrize("by", ["matrices", "layers"])
+def test_extreme_leaves_layers_dense_for_them(kind, by):
+    """No matrix is left where Muon looks for one, or the optimizer is refused."""
+
+    class Extreme(Module):
+        def configure_optimizers(self):
+            if by == "matrices":
+                return kind(*inside(self.network, lr=1e-4))
+            return kind(*(torch.optim.AdamW(self.network[n].parameters(), 1e-4) for n in (0, 1, 3)))
+
+    module, before = Extreme(kind), Module().network[0].weight.detach()
+    trainer = fit(module, "extreme", microbatch=False)
+    report = trainer.callbacks[0].report
+    assert "sparsity" not in {applied.technique for applied in report.applied}
+    assert module.dtypes == ({torch.bfloat16, torch.float32} if kind is Both else {torch.float32})
+    after = module.network[0].weight.detach()
+    assert float((after == 0).float().mean()) < 0.01, "it was sparse for a moment"
+    assert float((after - before).abs().max()) < 0.1 * float(before.abs().max()), "small steps from where it was"
 
 
 def test_a_factor_of_the_loss_is_refused():
