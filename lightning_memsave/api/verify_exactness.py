@@ -60,8 +60,9 @@ def verify(
         data_module: of the run, whose hooks see the batch.
 
     Raises:
-        ValueError: the module trains by manual optimization, whose gradients nobody hands out; memory runs out
-            without memory saving, which is what is compared with; or the first step has no gradient to compare.
+        ValueError: the module is compiled as a whole, or trains by manual optimization, whose gradients nobody hands
+            out; memory runs out without memory saving, which is what is compared with; or the first step has no
+            gradient to compare.
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
@@ -69,6 +70,12 @@ def verify(
         >>> result.holds, result.loss_class, result.largest_difference < 1e-6
         (True, 'exact', True)
     """
+    if hasattr(module, "_orig_mod"):
+        rule, remedy = (
+            "must be a LightningModule itself",
+            "Pass what was compiled; layers inside of it may be compiled.",
+        )
+        raise setting_error("module", rule, "`torch.compile(module)`", remedy)
     if not module.automatic_optimization:
         raise ValueError(
             "`verify` needs automatic optimization: under manual optimization no step hands its gradients out."

@@ -16,6 +16,7 @@ from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.lightning_compat import callbacks_named
 from lightning_memsave.techniques.optimizer_state import decoded_state_dict
+from lightning_memsave.techniques.optimizer_state.projection import PROJECTION
 from lightning_memsave.torch_internals.coupling import held_by
 
 
@@ -112,9 +113,10 @@ class CompactTraining:
 
 
 def _decoded(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict without codes, which are those of whole dense moments."""
-    is_layout = isinstance(state.get("state"), Mapping)
-    return decoded_state_dict(state) if is_layout else state
+    """Return a state dict without codes, which are those of whole dense moments; as it is where moments are others."""
+    if not isinstance(state.get("state"), Mapping) or any(PROJECTION in each for each in state["state"].values()):
+        return state
+    return decoded_state_dict(state)
 
 
 def refuse_readers(trainer: L.Trainer, technique: str) -> None:

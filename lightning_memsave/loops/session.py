@@ -59,7 +59,7 @@ class Session:
         self.saved_training: dict[str, Any] = {}
         """What `CompactTraining.state_dict` said in the run that is resumed, by technique; empty for a new run."""
         self.kept_weights: KeptWeights | None = None
-        """As they were before; until the first step, or while Lightning tunes."""
+        """Weights before they changed; until the first step, or while Lightning tunes."""
         self.scopes = StepScopes()
         self.fallbacks = Fallbacks(self.scopes)
         self.joint: JointRecovery | None = None

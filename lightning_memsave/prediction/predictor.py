@@ -105,7 +105,8 @@ class Predictor:
             self._namespace, self._trainer = namespace_of(self._module), {"max_epochs": 1, **trainer}
         except TypeError as error:
             kind = type(self._module).__name__
-            raise setting_error("module", "must be a LightningModule", kind, "Predict its training step.") from error
+            remedy = "Pass what was compiled." if hasattr(self._module, "_orig_mod") else "Predict its training step."
+            raise setting_error("module", "must be a LightningModule", kind, remedy) from error
         self._data_module, self._num_processes = data_module, num_processes_of(trainer)
         self._why: str | None = None  # not on fake tensors
 

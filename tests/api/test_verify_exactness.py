@@ -21,6 +21,7 @@ from lightning_memsave import (
     OptimizerState,
     Sparsity,
     plan_training,
+    predict,
     verify,
 )
 from lightning_memsave.api import verify_exactness
@@ -130,6 +131,14 @@ def test_a_gradient_that_one_side_lacks_is_infinitely_far(batch):
     result = verify(Loses(), batch, MemSave(microbatch=Microbatching(size=32, reduction="mean")))
     assert result.gradient_differences["norm"] == math.inf
     assert not result.holds
+
+
+def test_a_module_that_is_compiled_as_a_whole_is_refused(batch):
+    module = torch.compile(Net(), backend="eager")
+    with pytest.raises(ValueError, match=r"LightningModule itself.*torch\.compile"):
+        verify(module, batch)
+    with pytest.raises(ValueError, match=r"OptimizedModule.*Pass what was compiled"):
+        predict(module, batch)
 
 
 def test_manual_optimization_is_refused(batch):

@@ -331,5 +331,5 @@ def test_the_test_of_a_module_takes_no_more_memory_than_two_tiles(limit, lines):
     module, _ = fit(DiceOfThirsty, limit, memsave)
     assert_same_weights(module, plain)
     (applied,) = (a for a in memsave.report.applied if a.technique == "tiling")
-    assert applied.summary == f"1 module in tiles: 1 x UNet, at most {4 if limit == 8 else 1} samples"
+    assert applied.summary == f"1 module in tiles: 1 x UNet, at most {'4 samples' if limit == 8 else '1 sample'}"
     assert memsave.report.loss_class == "exact"
