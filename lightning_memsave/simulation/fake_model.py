@@ -31,6 +31,7 @@ from lightning_memsave.simulation.value_propagation import FactsMode, forget_val
 from lightning_memsave.torch_internals.containers import nested, refill
 from lightning_memsave.torch_internals.coupling import held_by
 from lightning_memsave.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+from lightning_memsave.torch_internals.held_optimizers import with_held
 from lightning_memsave.torch_internals.model_copies import copied
 
 _FLAT_WEIGHTS, _FLAT_REFERENCES = "_flat_weights", "_flat_weight_refs"
@@ -181,8 +182,8 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
     Where that step cannot be made without values, what it made until then: often everything.
     """
-    if held := held_by(optimizer):  # a step of a copy would step them
-        return sum(map(optimizer_state_bytes, held))
+    if held := with_held([optimizer])[1:]:  # a step of a copy would step them
+        return sum(optimizer_state_bytes(each) for each in held if not held_by(each))
     return _state_bytes(optimizer.state) or sum(_rehearsed_bytes(optimizer, group) for group in optimizer.param_groups)
 
 

@@ -102,9 +102,9 @@ class NoExchange(TorchDispatchMode):
 
 
 _OF_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_TORCH, _OWN = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/"
+_TORCH, _OWN = str(Path(torch.__file__).parent / "_")[:-1], str(Path(__file__).parent.parent / "_")[:-1]
 _LAYERS = tuple(
-    f"{_TORCH}{path}"
+    str(Path(_TORCH, path))
     for path in ("distributed/fsdp/", "distributed/tensor/", "nn/parallel/distributed.py", "nn/modules/_functions.py")
 )
 

@@ -1,8 +1,8 @@
 """Optimizers that hold others, as one with Muon for matrices and AdamW for the rest, and which of them move parameters.
 
 Lightning's automatic optimization knows one optimizer, so several come behind one. What is done to an optimizer (codes
-for its state, steps in float32, steps inside of backward) is done to those inside, where the outer one proves to do no
-more than to call their steps: a copy of it steps small parameters, and so do copies of those that it holds, without it.
+for its state, steps in float32) is done to those inside, where the outer one proves to do no more than to call their
+steps: a copy of it steps small parameters, and so do copies of those that it holds, without it.
 Both must be equal to the bit after each of 64 steps. Lookahead, which moves parameters itself every few steps, and a
 wrapper that scales gradients before it calls a step differ, and so they are one optimizer, and refused by name.
 """
@@ -32,10 +32,12 @@ _NUM_TRIED = 2
 def with_held(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     """Return optimizers and all that they hold, each once: whose state is that of optimizers."""
     found: dict[int, torch.optim.Optimizer] = {}
-    for optimizer in optimizers:
-        if id(optimizer) not in found:
+    todo = list(optimizers)
+    while todo:
+        optimizer = todo.pop(0)
+        if id(optimizer) not in found:  # else one that is inside may know the one around it
             found[id(optimizer)] = optimizer
-            found |= {id(each): each for each in with_held(held_by(optimizer))}
+            todo += held_by(optimizer)
     return list(found.values())
 
 
@@ -65,6 +67,7 @@ def _stepping_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer
     if not held:
         return [optimizer]
     if optimizer not in _ONLY_CALLS:
+        _ONLY_CALLS[optimizer] = False  # for one inside that holds it
         _ONLY_CALLS[optimizer] = _only_calls(optimizer, stepping(held))
     return stepping(held) if _ONLY_CALLS[optimizer] else [optimizer]
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import Checkpointing, MemSave, predict
+from tests.strategies.quiet_runs import QUIET
 
 WIDTH, SAMPLES, BATCH = 64, 256, 128
 
@@ -304,15 +305,7 @@ def test_steps_after_a_plan_are_compiled():
             return torch.optim.SGD(self.parameters(), 0.1)
 
     memsave = MemSave(budget="0.99x")
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        callbacks=[memsave],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = L.Trainer(**QUIET | {"max_steps": 6}, callbacks=[memsave])
     data = [(torch.randn(16, 10, 32), torch.randint(5, (16, 10))) for _ in range(6)]
     trainer.fit(Compiled(), DataLoader(data, batch_size=None))
     assert memsave.plan is not None

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_memsave.simulation.fake_model import optimizer_state_bytes
 from lightning_memsave.torch_internals.coupling import check_steps_parameters_alone, held_by
 from lightning_memsave.torch_internals.fake_tensors import FakeTensorMode
 from lightning_memsave.torch_internals.held_optimizers import stepping, with_held
@@ -77,6 +78,18 @@ def test_among_fake_tensors():
     with FakeTensorMode():
         optimizer = Both(*muon_and_adamw(model()))
         assert stepping([optimizer]) == list(optimizer.optimizers)
+
+
+def test_one_inside_may_know_the_one_around_it():
+    inside = muon_and_adamw(model())
+    optimizer = Both(*inside)
+    inside[0].parent = optimizer
+    assert with_held([optimizer]) == [optimizer, *inside]
+    for each in stepping([optimizer]):
+        if held_by(each):
+            with pytest.raises(ValueError, match="only calls the steps"):
+                check_steps_parameters_alone(each, "precision")
+    assert optimizer_state_bytes(optimizer) > 0
 
 
 def test_all_that_is_held_each_once():
