@@ -5,18 +5,21 @@ They change before optimizers exist, and checkpoints have the layout of the dens
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import lightning as L
 import torch
+from torch import Tensor
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.lightning_compat import callbacks_named
 from lightning_memsave.techniques.optimizer_state import decoded_state_dict
 from lightning_memsave.techniques.optimizer_state.projection import PROJECTION
+from lightning_memsave.torch_internals.compact_layers import compact_layers
 from lightning_memsave.torch_internals.coupling import held_by
 
 
@@ -35,23 +38,23 @@ class CompactTraining:
         self.applied = dataclasses.replace(applied, restore=lambda: self._finish(applied))
         """What was done; its `undo` ends the run."""
         self._at_end: dict[str, Any] = {}
+        own = (layer.get_parameter(layer.parameter_name) for layer in compact_layers(self._model).values())
+        self._parameters = tuple(p for p in own if p.requires_grad)
+        self._optimizers: Sequence[torch.optim.Optimizer] = ()
+        self._left: dict[torch.optim.Optimizer, dict[Tensor, Any]] = {}
+        """State of these that the run has left: once it is over, they are dense."""
 
     def follow(self, trainer: L.Trainer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Take part in the steps of `optimizers`, where the technique does so.
 
+        Where they come from an earlier fit, their state of these layers begins anew: it is that of other numbers.
+
         Raises:
-            ValueError: an optimizer was made before layers changed, or is bitsandbytes' own, whose state has no dense
-                layout on disk.
+            ValueError: an optimizer is bitsandbytes' own, whose state has no dense layout on disk.
         """
-        ours = set(self._model.parameters())
+        self._optimizers = optimizers
         for optimizer in optimizers:
-            if any(p.requires_grad and p not in ours for group in optimizer.param_groups for p in group["params"]):
-                raise setting_error(
-                    self.technique,
-                    "needs optimizers that are made in `configure_optimizers`, when layers have changed",
-                    f"{type(optimizer).__name__} with parameters that the model does not have",
-                    "Make it there, from `self.parameters()`.",
-                )
+            self._take_state(optimizer)
             if type(optimizer).__module__.startswith("bitsandbytes"):
                 raise setting_error(
                     self.technique,
@@ -89,6 +92,20 @@ class CompactTraining:
         """Return the callback's state: what layers are besides their weight."""
         return self._at_end if self._model is None else self._now()
 
+    @contextlib.contextmanager
+    def as_in_the_run(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Let an optimizer have its state and its parameters' shapes as in the run, also once that is over."""
+        dense = {p: p.data for p in self._left.get(optimizer, {})}
+        for p, weight in dense.items():
+            p.data = weight.new_empty(()).expand(self._shapes[p])  # takes no memory
+            optimizer.state[p] = self._left[optimizer][p]
+        try:
+            yield
+        finally:
+            for p, weight in dense.items():
+                p.data = weight
+                del optimizer.state[p]
+
     def to_disk(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state dict as that of a dense run."""
         raise NotImplementedError
@@ -108,8 +125,13 @@ class CompactTraining:
 
     def _finish(self, applied: Applied) -> None:
         self._at_end = self._now()
+        self._shapes: dict[Tensor, torch.Size] = {p: p.shape for p in self._parameters}
         self._model = None
         applied.undo()
+        self._left = {optimizer: self._take_state(optimizer) for optimizer in self._optimizers}
+
+    def _take_state(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
+        return {p: optimizer.state.pop(p) for p in self._parameters if p in optimizer.state}
 
 
 def _decoded(state: dict[str, Any]) -> dict[str, Any]:

@@ -38,23 +38,23 @@ class LowRankTraining(CompactTraining):
         refuse_readers(trainer, "low_rank")
         super().__init__(trainer, apply_low_rank(trainer.lightning_module, config, saved and saved["factors"]))
         layers = low_rank_layers(self._model).values()
-        self._shapes: dict[Tensor, torch.Size] = {layer.factors: layer.dense_shape for layer in layers}
+        self._dense_shapes: dict[Tensor, torch.Size] = {layer.factors: layer.dense_shape for layer in layers}
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers that are left of the weights of these layers, as a fraction."""
-        total = sum(shape.numel() for shape in self._shapes.values())
-        return {"memsave/low_rank_fraction": sum(p.numel() for p in self._shapes) / total}
+        total = sum(shape.numel() for shape in self._dense_shapes.values())
+        return {"memsave/low_rank_fraction": sum(p.numel() for p in self._dense_shapes) / total}
 
     def to_disk(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state dict as that of a dense run."""
-        return to_dense_layout(optimizer, state, self._shapes)
+        return to_dense_layout(optimizer, state, self._dense_shapes)
 
     def from_disk(self, optimizers: Sequence[torch.optim.Optimizer], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return a checkpoint of a dense run with the optimizer states of this one, as these optimizers read them."""
         return readable(optimizers, super().from_disk(optimizers, checkpoint))
 
     def _state_from_disk(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return from_dense_layout(optimizer, state, self._shapes)
+        return from_dense_layout(optimizer, state, self._dense_shapes)
 
     def _now(self) -> dict[str, Any]:
         return {"factors": {name: layer.whole_factors() for name, layer in low_rank_layers(self._model).items()}}

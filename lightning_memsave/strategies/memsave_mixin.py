@@ -225,10 +225,12 @@ class MemSaveMixin(Strategy):
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state for a checkpoint, in the layout of the dense model."""
-        state = super().optimizer_state(optimizer)
-        plain = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer wraps
         compact = self.memsave.compact_training
-        return state if compact is None else compact.to_disk(plain, state)
+        if compact is None:
+            return super().optimizer_state(optimizer)
+        plain = getattr(optimizer, "_optimizer", optimizer)  # LightningOptimizer wraps
+        with compact.as_in_the_run(plain):
+            return compact.to_disk(plain, super().optimizer_state(optimizer))
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint; Lightning reads shards in the dtype of the parameters, which are float32 meanwhile."""

@@ -134,24 +134,37 @@ def export_dense(module: nn.Module) -> nn.Module:
     return module
 
 
-def put_in_place(module: nn.Module, old: str, new: str, parameter: nn.Parameter) -> None:
-    """Replace one parameter by another; the order of all, which optimizers number them by, stays."""
+def rename_parameter(module: nn.Module, old: str, new: str, values: Tensor) -> None:
+    """Give a parameter another name and other values, and no gradient.
+
+    It stays the same object, as optimizers may hold it already, and the order of all, which optimizers number them by,
+    stays.
+    """
     own = dict(module.named_parameters(recurse=False))
     for name in own:
         delattr(module, name)
+    own[old].grad = None
+    _hold(own[old], values)
     for name, p in own.items():
-        module.register_parameter(*((new, parameter) if name == old else (name, p)))
+        module.register_parameter(new if name == old else name, p)
 
 
 def replace_values(parameter: nn.Parameter, values: Tensor) -> None:
     """Give a parameter values of another number; it stays the same object."""
-    if values.shape != parameter.shape:
-        # Another dtype in between makes torch forget the node that took gradients of the old length: alive in a
-        # graph of an earlier step that somebody keeps, it would refuse those of the new length.
-        another = torch.float32 if values.dtype == torch.float64 else torch.float64
-        parameter.data = values.new_empty(0, dtype=another)
-        parameter.data = torch.empty_like(values)
-    parameter.detach().copy_(values)  # an edit that such a graph's own backward notices
+    if values.shape == parameter.shape:
+        parameter.detach().copy_(values)  # an edit that a graph's own backward notices
+    else:
+        _hold(parameter, values.clone())
+
+
+def _hold(parameter: nn.Parameter, values: Tensor) -> None:
+    """Let a parameter hold `values` themselves."""
+    # Another dtype in between makes torch forget the node that took gradients of the old shape: alive in a graph of an
+    # earlier step that somebody keeps, it would refuse those of the new shape.
+    another = torch.float32 if values.dtype == torch.float64 else torch.float64
+    parameter.data = values.new_empty(0, dtype=another)
+    parameter.detach().zero_()  # an edit that such a graph's own backward notices
+    parameter.data = values
 
 
 def make_dense(layers: Iterable[nn.Module]) -> None:

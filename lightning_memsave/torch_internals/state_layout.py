@@ -66,7 +66,7 @@ def _converted(
                 name: convert(layouts[p], p, moment) if isinstance(moment, Tensor) else moment
                 for name, moment in state[number].items()
             }
-    return {**state_dict, "state": state}
+    return {**state_dict, "state": dict(sorted(state.items()))}
 
 
 def has_layout_of_torch(state_dict: Mapping[str, Any]) -> bool:

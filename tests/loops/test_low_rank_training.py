@@ -329,14 +329,9 @@ def test_masks_of_dense_weights_are_refused():
         fit(MemSave(low_rank=3), callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
 
 
-def test_optimizers_of_bitsandbytes_and_those_made_before_are_refused():
+def test_optimizers_of_bitsandbytes_are_refused():
     with pytest.raises(ValueError, match=r"`low_rank` cannot write the state of bitsandbytes' own"):
         fit(MemSave(low_rank=3), Net(lambda p: bitsandbytes.optim.Adam8bit(p, 1e-3)))
-    module = Net()
-    made = torch.optim.SGD(module.parameters(), 0.1)
-    module._make = lambda _: made
-    with pytest.raises(ValueError, match=r"`low_rank` needs optimizers that are made in `configure_optimizers`"):
-        fit(MemSave(low_rank=3), module)
 
 
 def test_sparsity_beside_it_is_refused_and_steps_aside_where_nobody_asked_for_it():

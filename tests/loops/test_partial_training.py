@@ -305,14 +305,9 @@ def test_callbacks_that_unfreeze_parameters_are_refused():
         fit(MemSave(sparse_update=PARTS), callbacks=[Finetuning()])
 
 
-def test_optimizers_of_bitsandbytes_and_those_made_before_are_refused():
+def test_optimizers_of_bitsandbytes_are_refused():
     with pytest.raises(ValueError, match=r"`sparse_update` cannot write the state of bitsandbytes' own"):
         fit(MemSave(sparse_update=PARTS), Net(lambda p: bitsandbytes.optim.Adam8bit(p, 1e-3)))
-    module = Net()
-    made = torch.optim.SGD(module.parameters(), 0.1)
-    module._make = lambda _: made
-    with pytest.raises(ValueError, match=r"`sparse_update` needs optimizers that are made in `configure_optimizers`"):
-        fit(MemSave(sparse_update=PARTS), module)
 
 
 def test_others_that_replace_weights_are_refused_and_step_aside_where_nobody_asked_for_them():

@@ -365,14 +365,6 @@ def test_bitsandbytes_own_optimizers_are_refused():
         fit(MemSave(sparsity=setting("static")), Net(lambda p: bitsandbytes.optim.Adam8bit(p, 1e-3)))
 
 
-def test_optimizers_that_exist_before_the_fit_are_refused():
-    module = Net()
-    made = torch.optim.SGD(module.parameters(), 0.1)
-    module.configure_optimizers = lambda: made
-    with pytest.raises(ValueError, match=r"SGD with parameters that the model does not have"):
-        fit(MemSave(sparsity=setting("static")), module)
-
-
 def test_a_failed_fit_gives_the_dense_model_back():
     class Fails(Net):
         def training_step(self, batch, batch_idx):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ from lightning_memsave.techniques.sparsity import SparseLayer
 from lightning_memsave.torch_internals.compact_layers import (
     compact_class,
     compact_layers,
-    put_in_place,
+    rename_parameter,
     replace_values,
 )
 
@@ -52,12 +54,24 @@ def test_each_kind_is_found_and_exported(apply):
     torch.testing.assert_close(model(x), expected)
 
 
-def test_a_parameter_takes_the_place_of_another():
+@pytest.mark.parametrize("shape", [(5,), (2, 3)])
+def test_a_parameter_of_another_name_is_the_same_object(shape):
     layer = nn.Linear(3, 2)
-    bias, other = layer.bias, nn.Parameter(torch.zeros(5))
-    put_in_place(layer, "weight", "values", other)
-    assert [(name, p) for name, p in layer.named_parameters()] == [("values", other), ("bias", bias)]
+    weight, bias, values = layer.weight, layer.bias, torch.arange(math.prod(shape)).float().view(shape)
+    alias = weight.detach()
+    before = alias.clone()
+    loss = layer(torch.ones(1, 3, requires_grad=True)).square().sum()
+    loss.backward(retain_graph=True)
+    rename_parameter(layer, "weight", "values", values)
+    assert [(name, p) for name, p in layer.named_parameters()] == [("values", weight), ("bias", bias)]
     assert not hasattr(layer, "weight")
+    assert weight.grad is None
+    assert torch.equal(weight, values)
+    assert torch.equal(alias, before)  # what it held is no longer its own
+    weight.sum().backward()
+    assert torch.equal(weight.grad, torch.ones(shape))
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|must match"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -50,7 +50,7 @@ _WANTED = Wanted("low_rank", "of low rank", (nn.Linear, *CONVOLUTIONS), "Linear 
 
 
 def apply_low_rank(model: nn.Module, config: LowRank, factors: Mapping[str, Tensor] | None = None) -> Applied:
-    """Replace weights of `model` by two factors, in place. Before optimizers are made: their parameters are new.
+    """Replace weights of `model` by two factors, in place. Parameters stay the same objects, of other shapes.
 
     `state_dict` stays that of the dense model.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_memsave.numerics.factors import factors_of
 from lightning_memsave.numerics.master_weights import join
 from lightning_memsave.techniques.low_rank.low_rank_config import sides_of
-from lightning_memsave.torch_internals.compact_layers import CompactLayer, compact_class, put_in_place
+from lightning_memsave.torch_internals.compact_layers import CompactLayer, compact_class, rename_parameter
 from lightning_memsave.torch_internals.layer_selection import is_conv1d_of_transformers
 
 CONVOLUTIONS: Mapping[type[nn.Module], Callable[..., Tensor]] = {
@@ -53,10 +53,10 @@ class LowRankLayer(CompactLayer):
 
     def become_dense(self) -> None:
         """Undo `become_low_rank`: a plain parameter, the product of the factors."""
-        weight = nn.Parameter(self._dense_of(self.factors.detach()), requires_grad=self.factors.requires_grad)
+        weight = self._dense_of(self.factors.detach())
         self.__class__ = self.dense_class  # type: ignore[assignment]  # the class it had
         del self.dense_shape
-        put_in_place(self, "factors", "weight", weight)
+        rename_parameter(self, "factors", "weight", weight)
 
     def whole_factors(self) -> Tensor:
         """Return the factors, in float32 where low precision keeps a part of them beside."""
@@ -150,14 +150,12 @@ def become_low_rank(module: nn.Module, rank: int, factors: Tensor | None = None)
         rank: of the factors.
         factors: [N + M, R], instead of those of the weight.
     """
-    weight = module.get_parameter("weight")
-    if factors is None:
-        factors = factors_of(weight.detach().flatten(1), rank)
-    shape = weight.shape
-    put_in_place(module, "weight", "factors", nn.Parameter(factors.to(weight.device, weight.dtype, copy=True)))
+    weight = module.get_parameter("weight").detach()
+    factors = factors_of(weight.flatten(1), rank) if factors is None else factors
+    rename_parameter(module, "weight", "factors", factors.to(weight.device, weight.dtype, copy=True))
     module.__class__ = compact_class(_base_of(module), type(module))
     layer = cast("LowRankLayer", module)
-    layer.dense_shape = shape
+    layer.dense_shape = weight.shape
     return layer
 
 

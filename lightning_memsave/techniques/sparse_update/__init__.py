@@ -69,7 +69,7 @@ __all__ = [
 
 
 def apply_sparse_update(model: nn.Module, config: SparseUpdate) -> Applied:
-    """Freeze `model` but for what `config` says, in place. Before optimizers are made: their parameters are new.
+    """Freeze `model` but for what `config` says, in place. Parameters stay the same objects, of other shapes.
 
     `state_dict` stays that of the dense model.
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import grad as conv_grad
 
 from lightning_memsave.numerics.master_weights import join
-from lightning_memsave.torch_internals.compact_layers import CompactLayer, compact_class, put_in_place
+from lightning_memsave.torch_internals.compact_layers import CompactLayer, compact_class, rename_parameter
 from lightning_memsave.torch_internals.layer_selection import is_conv1d_of_transformers
 
 
@@ -215,11 +215,11 @@ class PartialLayer(CompactLayer):
 
     def become_dense(self) -> None:
         """Undo `become_partial`: a plain parameter."""
-        weight = nn.Parameter(self._dense_of(self.values.detach()), requires_grad=self.values.requires_grad)
+        weight = self._dense_of(self.values.detach())
         self.__class__ = self.dense_class  # type: ignore[assignment]  # the class it had
         for name in ("frozen_weight", "channels", "dense_shape"):
             delattr(self, name)
-        put_in_place(self, "values", "weight", weight)
+        rename_parameter(self, "values", "weight", weight)
 
     @property
     def layout(self) -> Channels:
@@ -305,14 +305,13 @@ def become_partial(module: nn.Module, numbers: Sequence[int]) -> PartialLayer:
         module: one with `channels_of`.
         numbers: of these channels, ascending.
     """
-    operator, weight = operator_of(module), module.get_parameter("weight")
+    operator, weight = operator_of(module), module.get_parameter("weight").detach()
     assert operator is not None, "it has been asked for"
     channels = torch.tensor(numbers, device=weight.device)
-    values = nn.Parameter(weight.detach().index_select(operator.weight_dim, channels))
-    put_in_place(module, "weight", "values", values)
+    rename_parameter(module, "weight", "values", weight.index_select(operator.weight_dim, channels))
     module.__class__ = compact_class(PartialLayer, type(module))
     layer = cast("PartialLayer", module)
-    layer.register_buffer("frozen_weight", weight.detach(), persistent=False)
+    layer.register_buffer("frozen_weight", weight, persistent=False)
     layer.register_buffer("channels", channels, persistent=False)
     layer.dense_shape = weight.shape
     return layer

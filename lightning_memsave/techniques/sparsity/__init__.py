@@ -62,7 +62,7 @@ __all__ = [
 
 
 def apply_sparsity(model: nn.Module, config: Sparsity, patterns: Mapping[str, Tensor] | None = None) -> Applied:
-    """Make layers of `model` sparse, in place. Before optimizers are made: their parameters are new.
+    """Make layers of `model` sparse, in place. Parameters stay the same objects, of other shapes.
 
     `state_dict` stays that of the dense model. Patterns that change are moved by `MaskUpdates`, after each step.
 

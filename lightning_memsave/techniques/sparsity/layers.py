@@ -20,7 +20,7 @@ from lightning_memsave.torch_internals.autograd_graph import autograd_is_running
 from lightning_memsave.torch_internals.compact_layers import (
     CompactLayer,
     compact_class,
-    put_in_place,
+    rename_parameter,
     replace_values,
 )
 from lightning_memsave.torch_internals.fake_tensors import is_fake
@@ -89,11 +89,11 @@ class SparseLayer(CompactLayer):
 
     def become_dense(self) -> None:
         """Undo `become_sparse`: a plain parameter, with zeros where nothing lived."""
-        weight = nn.Parameter(self.layout.dense(self.values.detach()), requires_grad=self.values.requires_grad)
+        weight = self.layout.dense(self.values.detach())
         self.__class__ = self.dense_class  # type: ignore[assignment]  # the class it had
         for name in ("values_index", "dense_shape", "group", "watches_gradient", "dense_gradient"):
             delattr(self, name)
-        put_in_place(self, "values", "weight", weight)
+        rename_parameter(self, "values", "weight", weight)
 
     def _whole(self) -> Tensor:
         values = self.values.detach()
@@ -150,8 +150,7 @@ def become_sparse(module: nn.Module, packed: Tensor, group: Group | None = None)
     """Keep the values at `packed` positions, which may be of groups, and let the rest go."""
     weight = module.get_parameter("weight")
     layout = Layout(packed.to(weight.device), weight.shape)
-    values = nn.Parameter(layout.compact(weight.detach()))
-    put_in_place(module, "weight", "values", values)
+    rename_parameter(module, "weight", "values", layout.compact(weight.detach()))
     module.__class__ = sparse_class(type(module))
     layer = cast("SparseLayer", module)
     layer.register_buffer("values_index", layout.packed, persistent=False)
