@@ -91,7 +91,11 @@ MODELS: dict[str, tuple[Callable[[], L.LightningModule], TensorDataset, int]] = 
     "WideResNet-28-2, 32 x 32, batch 100": (lambda: ImageClassifier(WideResNet()), images(800, 32), 100),
     "ResNet-50, 224 x 224, batch 16": (resnet_50, images(128, 224), 16),
     "ViT-S/16, 224 x 224, batch 16": (vit_small, images(128, 224), 16),
-    "GPT-2, 4 layers of 256, 1,000 words, batch 8 x 128": (lambda: Training(gpt("recipes").model, "input_ids"), tokens(64, 128), 8),
+    "GPT-2, 4 layers of 256, 1,000 words, batch 8 x 128": (
+        lambda: Training(gpt("recipes").model, "input_ids"),
+        tokens(64, 128),
+        8,
+    ),
     "Llama with LoRA, 8 layers of 512, 8,000 words, batch 8 x 256": (llama_lora, tokens(64, 256, 8000), 8),
 }
 """Makers, data and batch sizes. WideResNet is trained by SGD with momentum, the others by AdamW."""

@@ -26,6 +26,7 @@ from lightning_memsave.techniques.microbatching.split import are_equal
 
 _SAME = 1e-9  # relative: weights that differ by less are equal
 _MUCH = 0.02  # of the first epoch
+_LEAST_SECONDS = 1.0  # that are worth a line
 _SECOND = 4  # the second and the third step are measured, which asking would add to
 _NUM_NODES = 48  # of the graph, from the loss on
 _MOST_IN_VAIN = 32  # batches that ask because of another one
@@ -79,11 +80,11 @@ class LossRules:
         """Return a line on what asking has taken of the time since the first batch, where that is much; once."""
         start, self._start = self._start, None
         elapsed = math.inf if start is None else time.perf_counter() - start
-        if self.seconds <= _MUCH * elapsed:
+        if self.seconds < _LEAST_SECONDS or self.seconds <= _MUCH * elapsed:
             return None
         return (
             f"memsave: finding out how the loss depends on the batch took {self.seconds:.1f} s, "
-            f"{self.seconds / elapsed:.0%} of the first epoch; later epochs ask more and more seldom."
+            f"{self.seconds / elapsed:.0%} of the first epoch; later epochs ask less and less often."
         )
 
     def ask(self, asked: Callable[[], Answer]) -> Answer:

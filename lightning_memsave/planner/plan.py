@@ -19,6 +19,7 @@ from lightning_memsave.techniques.registry import TECHNIQUES, Config, technique_
 from lightning_memsave.techniques.sparsity import UpdateSchedule
 
 _FORMAT = 1
+_ALIKE = 1.005  # so close a factor is told as none
 _PARTS = {part.__name__: part for part in (LabelCount, UpdateSchedule)}
 
 
@@ -100,6 +101,15 @@ class Plan:
         return math.prod(step.time_factor for step in self.steps)
 
     @property
+    def factor(self) -> float:
+        """Predicted peak of the plain step over that of the planned one, of tracked tensors both."""
+        return (sum(self.baseline_by_category.values()) or self.baseline_bytes) / max(1, self.peak_bytes)
+
+    @property
+    def _saving(self) -> str:
+        return f"{self.factor:.2f}x below the plain step" if self.factor > _ALIKE else "as the plain step"
+
+    @property
     def _nothing_yet(self) -> set[str]:
         """What neither changes nor costs anything unless memory runs out."""
         waits = any(isinstance(t, Microbatching) and t.size == "auto" for t in self.techniques)
@@ -128,7 +138,7 @@ class Plan:
             *([f"  besides: {', '.join(fixed)}"] if fixed else []),
             f"  planned step: {format_bytes(self.needed_bytes)}{_split(self.by_category)}"
             + (f", of which kernels {format_bytes(self.workspace_bytes)}" if self.workspace_bytes else ""),
-            f"  {self.baseline_bytes / max(1, self.needed_bytes):.2f}x below the plain step, {self.loss_class}, time "
+            f"  {self._saving}, {self.loss_class}, time "
             f"{how} x{self.time_factor:.2f}{f' (without what {untold} {told})' if untold else ''}; "
             f"{self.num_predictions} predictions ({self.source})",
         ]

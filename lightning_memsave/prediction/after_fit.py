@@ -29,7 +29,7 @@ from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.activation_compression import ActivationCompression, has_wide_head, with_head
 from lightning_memsave.techniques.checkpointing import Checkpointing
 from lightning_memsave.techniques.low_precision import LowPrecision
-from lightning_memsave.techniques.microbatching import Microbatching
+from lightning_memsave.techniques.microbatching import Microbatching, why_not_exact
 from lightning_memsave.techniques.microbatching.split import UnsplittableBatchError, batch_size, cloned, take
 from lightning_memsave.techniques.optimizer_state import OptimizerState
 from lightning_memsave.techniques.registry import Config
@@ -50,6 +50,7 @@ _CANDIDATES: tuple[_Candidate, ...] = (
     ('precision="bf16-sr"', LowPrecision(), "changed"),
 )
 """Settings that need no number, and their loss class."""
+_PARTS = 4  # of a batch, where microbatches are advised
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,9 @@ def look_ahead(
         fixed = microbatching.of_size(size)
         recipe = replace(recipe, techniques=tuple(fixed if t is microbatching else t for t in recipe.techniques))
     candidates = [each for each in _candidates(module) if recipe.leaves_open(type(each[1]))]
+    if size is None and _may_be_cut(recipe, module, sample):
+        part = max(1, sample.num_samples // _PARTS)
+        candidates.append((f"microbatch={part}", (microbatching or Microbatching()).of_size(part), "exact"))
     further = _next(predictor, sample, recipe, report, ways_of_training(trainer), candidates)
     return replace(further, baseline=baseline)
 
@@ -147,14 +151,18 @@ def _next(
     ways: Sequence[str],
     candidates: Sequence[_Candidate],
 ) -> Outlook:
-    """Return the setting with the smallest peak, of the class of the run where there is one, and what it takes."""
+    """Return the setting with the smallest peak, of the class of the run where there is one, and what it takes.
+
+    Microbatches come after others of their class: whether the loss allows them is found out only in a run.
+    """
     assert report.peak_bytes is not None, "asked before"
     least = round(_WORTH_TELLING * report.peak_bytes)
-    found: list[tuple[bool, int, str]] = []
+    found: list[tuple[bool, bool, int, str]] = []
     for text, config, loss_class in candidates:
         is_worse = LOSS_CLASSES.index(loss_class) > LOSS_CLASSES.index(report.loss_class)
         try:
-            further = Recipe(recipe.name, (*recipe.techniques, config))
+            others = (t for t in recipe.techniques if type(t) is not type(config))
+            further = Recipe(recipe.name, (*others, config))
             check_compatibility([*further.rows(), *ways])
             with _unheard():
                 peak_bytes = _as_measured(predictor(further, num_samples=sample.num_samples)).peak_bytes
@@ -164,11 +172,19 @@ def _next(
             _log.debug(f"memsave: {text} is not predicted: {error}")
             continue
         if peak_bytes < least:
-            found.append((is_worse, peak_bytes, f"{text}, which changes the result" if is_worse else text))
+            told = f"{text}, which changes the result" if is_worse else text
+            found.append((is_worse, isinstance(config, Microbatching), peak_bytes, told))
     if not found:
         return Outlook()
-    _, peak_bytes, text = min(found)
+    *_, peak_bytes, text = min(found)
     return Outlook(next_setting=text, next_peak_bytes=peak_bytes)
+
+
+def _may_be_cut(recipe: Recipe, module: L.LightningModule, sample: Sample) -> bool:
+    """Return whether microbatches are open, and no module of the model notices them."""
+    own = recipe.get(Microbatching)
+    is_open = recipe.leaves_open(Microbatching) if own is None else own.size == "auto"
+    return is_open and sample.num_samples > 1 and module.automatic_optimization and not why_not_exact(module)
 
 
 def _candidates(module: L.LightningModule) -> Iterator[_Candidate]:

@@ -284,7 +284,10 @@ class Predictor:
         """Return what was found; of a step that was not taken, only the allocations are known."""
         is_measured = bool(flags)
         if watch.is_cut and not is_measured:
-            flags = (*flags, "whether the loss of a batch is the mean over its parts is not known: taken to be")
+            flags = (
+                *flags,
+                "the loss of a batch is assumed to be the mean over its parts; a run checks it before it cuts",
+            )
         if self._target == "cuda":
             flags = (*flags, "CUDA: reserved bytes are a replay")
             if self._num_processes > 1:

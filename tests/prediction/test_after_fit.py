@@ -72,7 +72,27 @@ def test_the_next_setting_takes_what_is_predicted_for_it(patient):
 
 def test_no_setting_is_advised_that_was_switched_off(patient):
     switched_off = {"checkpointing": False, "activations": False, "optimizer_state": False, "precision": False}
-    assert fit(MemSave(**switched_off)).report.next_setting is None
+    assert fit(MemSave(**switched_off, microbatch=False)).report.next_setting is None
+
+
+class Recurrent(Stack):
+    def __init__(self, dropout=0.0) -> None:
+        super().__init__(0)
+        self.lstm, self.dropout = nn.LSTM(64, 64, batch_first=True), nn.Dropout(dropout)
+
+    def training_step(self, batch, batch_idx):
+        out, _ = self.lstm(batch.view(-1, 1, 64).expand(-1, 16, -1))
+        return self.dropout(out).square().mean()
+
+
+def test_microbatches_are_advised_where_they_are_exact_and_nothing_else_is(patient):
+    report = fit(MemSave(), Recurrent()).report
+    assert (report.next_setting, report.loss_class) == ("microbatch=64", "exact")
+    assert (
+        fit(MemSave(microbatch=64), Recurrent()).report.peak_bytes == report.next_peak_bytes < 0.5 * report.peak_bytes
+    )
+    for memsave, dropout in ((MemSave(), 0.5), (MemSave(microbatch=False), 0.0), (MemSave(microbatch=128), 0.0)):
+        assert "microbatch" not in (fit(memsave, Recurrent(dropout)).report.next_setting or "")
 
 
 def test_a_run_that_changes_nothing_is_its_own_baseline():
@@ -123,7 +143,7 @@ def test_the_baseline_is_of_the_measured_batch_with_the_highest_peak(patient):
 
 
 def test_advice_of_a_worse_loss_class_says_so_and_comes_last(patient):
-    taken = {"checkpointing": "blocks", "activations": False, "precision": False}
+    taken = {"checkpointing": "blocks", "activations": False, "precision": False, "microbatch": False}
     report = fit(MemSave(**taken)).report
     assert report.next_setting == 'optimizer_state="8bit", which changes the result'
 

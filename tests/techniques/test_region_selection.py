@@ -195,5 +195,7 @@ def test_the_model_itself_is_no_region():
 def test_one_block_is_not_repeated():
     model = nn.Sequential(nn.Linear(8, 8), Block())
     assert repeated_blocks(model) == []
-    with pytest.raises(ValueError, match=r"`checkpointing` must match at least one module.*Block \(1\)"):
+    with pytest.raises(
+        ValueError, match=r"`checkpointing` needs blocks: modules of one class that repeat, got 'none'.*Block \(1\)"
+    ):
         select_regions(model, None)

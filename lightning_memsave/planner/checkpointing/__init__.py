@@ -44,6 +44,8 @@ class CheckpointingPlan:
     def describe(self) -> str:
         """Return one line for people."""
         regions = self.config.regions or ()
+        if not regions and self.peak_bytes is not None:
+            return f"no region lowers the predicted peak of {format_bytes(self.baseline_peak_bytes)}"
         num_modules = len({name for region in regions for name in region})
         found = f"{counted(len(regions), 'region')} over {counted(num_modules, 'module')}"
         peak = (

@@ -60,12 +60,11 @@ def select_regions(
         called = (m for n, m in model.named_modules() if n and any(m.children()) and _is_called(m))
         there_is = Counter(type(m).__name__ for m in called)
         blocks = ", ".join(f"{kind} ({count})" for kind, count in there_is.items()) or "no module with children"
-        raise setting_error(
-            "checkpointing" if wanted is None else "Checkpointing.modules",
-            "must match at least one module",
-            wanted or "blocks",
-            f"This model has: {blocks}. Name one of them: `Checkpointing(modules=...)`.",
-        )
+        remedy = f"This model has: {blocks}. Name one of them: `Checkpointing(modules=...)`."
+        if wanted is None:
+            rule, remedy = "needs blocks: modules of one class that repeat", f"{remedy} `microbatch=` needs none."
+            raise setting_error("checkpointing", rule, "none", remedy)
+        raise setting_error("Checkpointing.modules", "must match at least one module", wanted, remedy)
     return [(name,) for name, _ in found]
 
 
