@@ -115,7 +115,7 @@ def _add_compare(commands: Any) -> None:
         type=Path,
         metavar="RUN",
         help="a W&B run folder, a folder of Lightning's CSVLogger, or a saved JSON file; NAME=PATH names it; the first "
-        "is the baseline",
+        "that changes nothing is the baseline, or else the first",
     )
     compare.add_argument("--out", type=Path, metavar="FILE", help="also write one HTML page, which needs no network")
     compare.add_argument(

@@ -142,7 +142,7 @@ def compare(runs: Sequence[Run], metric: str | None = None, better: str | None =
     return Comparison(
         runs=tuple(runs),
         quality=quality,
-        rows=tuple(_rows(runs, quality)),
+        rows=tuple(_rows(runs, quality, baselines[0] if baselines else runs[0])),
         front=_front(runs, quality),
         differences=differences([run.config for run in runs]),
     )
@@ -206,7 +206,7 @@ def _front(runs: Sequence[Run], quality: Quality | None) -> tuple[int, ...]:
 
 
 # ------------------------------------------------------------------ rows
-def _rows(runs: Sequence[Run], quality: Quality | None) -> Iterable[ComparisonRow]:
+def _rows(runs: Sequence[Run], quality: Quality | None, baseline: Run) -> Iterable[ComparisonRow]:
     def row(key: str, heading: str, value: Callable[[Run], Any], text: Callable[[Any], str] = str) -> ComparisonRow:
         values = tuple(map(value, runs))
         texts = tuple("n/a" if v is None else text(v) for v in values)
@@ -219,7 +219,7 @@ def _rows(runs: Sequence[Run], quality: Quality | None) -> Iterable[ComparisonRo
         heading = name.replace("_", " ")
         return row(f"{name}_bytes", heading, lambda run: run.report.by_category.get(name), format_bytes)
 
-    seconds = runs[0].report.step_seconds
+    seconds = baseline.report.step_seconds
     yield figure("peak_bytes", "peak", format_bytes)
     yield figure("peak_bytes", "peak bytes")
     optional = [

@@ -19,6 +19,7 @@ from rich.table import Table
 from lightning_memsave.core.report import CATEGORIES, Timeline
 from lightning_memsave.core.units import MIB, format_bytes
 from lightning_memsave.reporting.figures import CATEGORY_COLOURS, new_figure
+from lightning_memsave.simulation.caching_allocator import cublas_workspaces
 from lightning_memsave.simulation.predicted_step import Prediction
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ def _headline(prediction: Prediction) -> str:
         cuda, (low, high) = prediction.cuda, prediction.cuda.context_bytes
         text += (
             f"\non CUDA: {format_bytes(cuda.allocated_bytes)} allocated, {format_bytes(cuda.reserved_bytes)} reserved "
-            f"({cuda.fragmentation:.2f}x), and {format_bytes(low)} to {format_bytes(high)} of context and library "
-            "workspace"
+            f"({cuda.fragmentation:.2f}x), of which cuBLAS has {format_bytes(sum(cublas_workspaces()))}, and "
+            f"{format_bytes(low)} to {format_bytes(high)} of context and other libraries"
         )
         if cuda.fragmentation > _FRAGMENTED:
             between = format_bytes(cuda.reserved_bytes - cuda.allocated_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -99,6 +100,11 @@ PLAIN = {"memsave": {"recipe": "measure", "every": 200}}
 def test_a_run_that_changes_nothing_is_the_baseline_wherever_it_stands():
     comparison = compare([run("a", 50), run("b", 200, PLAIN), run("c", 100, PLAIN), run("d", 20)])
     assert [each.report.factor for each in comparison.runs] == [4.0, 1.0, 1.0, 10.0]
+    timed = [
+        replace(each, report=replace(each.report, step_seconds=s))
+        for each, s in zip(comparison.runs, (3.0, 2.0, 9.0, 1.0), strict=True)
+    ]
+    assert next(row.values for row in compare(timed).rows if row.key == "step_time_ratio") == (1.5, 1.0, 4.5, 0.5)
     alone = compare([run("a", 200, PLAIN)]).runs[0].report
     assert (alone.factor, alone.baseline_source) == (1.0, "measured")
 
