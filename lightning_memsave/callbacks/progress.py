@@ -109,7 +109,8 @@ class MemoryProgressBar(RichProgressBar):
         if self._prints_lines:
             metrics = self.get_metrics(trainer, pl_module)
             named = [f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, (int, float))]
-            self._print_line(", ".join([f"epoch {trainer.current_epoch} of {trainer.max_epochs}", *named]))
+            of = "" if trainer.max_epochs in (None, -1) else f" of {trainer.max_epochs}"  # as with `max_steps`
+            self._print_line(", ".join([f"epoch {trainer.current_epoch}{of}", *named]))
 
     def _print_line(self, what: str) -> None:
         if self._monitor is not None:

@@ -7,18 +7,19 @@ import re
 from lightning_memsave.core.errors import setting_error
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+_ROUNDED_UP = 1023.95 / 1024  # of a unit: what would be 1024.0 of the next smaller one
 
 
 def format_bytes(num_bytes: int | None) -> str:
     """Return bytes as text in binary units.
 
-    >>> format_bytes(400_257_000), format_bytes(512), format_bytes(3 * GIB), format_bytes(None)
-    ('381.7 MiB', '512 B', '3.0 GiB', 'n/a')
+    >>> format_bytes(400_257_000), format_bytes(512), format_bytes(3 * GIB), format_bytes(MIB - 1), format_bytes(None)
+    ('381.7 MiB', '512 B', '3.0 GiB', '1.0 MiB', 'n/a')
     """
     if num_bytes is None:
         return "n/a"
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if abs(num_bytes) >= unit:
+        if abs(num_bytes) >= _ROUNDED_UP * unit:
             return f"{num_bytes / unit:.1f} {name}"
     return f"{num_bytes} B"
 

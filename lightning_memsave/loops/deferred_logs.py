@@ -147,8 +147,11 @@ def _merge(
 
 def _is_loss(call: _Call, losses: list[Tensor | None], num_accumulated: int) -> bool:
     loss = losses[call.microbatch]
-    # Divided as Lightning divides it: the way back would not always be the number that it was.
-    return loss is not None and torch.equal(_comparable(call.value / num_accumulated), _comparable(loss))
+    if loss is None:
+        return False
+    # Divided as Lightning divides it: the way back would not always be the number that it was. It may be logged from
+    # another device than the loss is on.
+    return torch.equal(_comparable(call.value.to(loss.device) / num_accumulated), _comparable(loss))
 
 
 def _comparable(value: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def _merge_leaf(values: list[Any], sizes: list[float]) -> Any:
     if not isinstance(first, Tensor) and hasattr(first, "__array__"):
         return _merge_arrays(values, sizes)
     if isinstance(first, Tensor):
-        if first.ndim and all(v.size(0) == n for v, n in zip(values, sizes, strict=True)):
+        if _have_rows(values, sizes):
             return torch.cat(values)
         if first.ndim == 0 and first.is_floating_point():
             return sum(v * n for v, n in zip(values, sizes, strict=True)) / sum(sizes)
@@ -76,6 +76,10 @@ def _merge_arrays(values: list[Any], sizes: list[float]) -> Any:
     if first.dtype.kind in "biufc":
         joined = _merge_leaf([torch.as_tensor(v) for v in values], sizes)
         return joined.numpy() if isinstance(joined, Tensor) else values
-    if first.ndim and all(len(v) == n for v, n in zip(values, sizes, strict=True)):
-        return sys.modules["numpy"].concatenate(values)
-    return values
+    return sys.modules["numpy"].concatenate(values) if _have_rows(values, sizes) else values
+
+
+def _have_rows(values: list[Any], sizes: list[float]) -> bool:
+    """Return whether tensors, or arrays, have a row for each sample, and all rows one shape."""
+    rows = values[0].shape[1:]
+    return all(v.ndim and len(v) == n and v.shape[1:] == rows for v, n in zip(values, sizes, strict=True))

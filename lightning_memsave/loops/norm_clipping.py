@@ -17,12 +17,12 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lightning_memsave.loops.side_effect_free import without_a_trace
 from lightning_memsave.techniques.optimizer_state import InBackward
 from lightning_memsave.techniques.optimizer_state.state_config import NormClipping
 from lightning_memsave.torch_internals.fake_tensors import is_fake
+from lightning_memsave.torch_internals.sharded_parameters import whole
 
 
 class ClippingByNorm:
@@ -59,7 +59,7 @@ class ClippingByNorm:
         if not norms:  # a batch without a loss
             return
         total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-        total = total.full_tensor() if isinstance(total, DTensor) else total
+        total = whole(total)
         # A prediction has no values.
         self._factor = 1.0 if is_fake(total) else float((self._max_norm / (total + 1e-6)).clamp(max=1.0))
 

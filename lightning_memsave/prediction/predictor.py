@@ -13,7 +13,6 @@ import contextlib
 import functools
 import inspect
 import math
-import os
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +33,7 @@ from lightning_memsave.loops.recovery import smallest_size
 from lightning_memsave.measuring.allocation_trace import Allocations, extended, with_more_parts
 from lightning_memsave.measuring.module_attribution import Breakdown
 from lightning_memsave.measuring.storages import tensors_in
+from lightning_memsave.planner.memory_budget import machine_bytes
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.prediction.dry_run import StepWatch, dry_run
 from lightning_memsave.prediction.microbatch_extrapolation import few_of_many
@@ -339,7 +339,7 @@ def _step_together(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 
 
 def _check_size(num_bytes: int, why: str | None) -> None:
-    if 4 * num_bytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+    if 4 * num_bytes > (machine_bytes() or math.inf):
         raise ValueError(
             f"The step cannot be run without values ({why}), and the module is too large to be made for it: predict a "
             "smaller one."

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
@@ -34,7 +34,7 @@ from lightning_memsave.techniques.sparsity import Sparsity
 from lightning_memsave.techniques.tiling import Tiles, Tiling
 from lightning_memsave.torch_internals.coupling import check_steps_parameters_alone
 from lightning_memsave.torch_internals.held_optimizers import stepping
-from lightning_memsave.torch_internals.sharded_parameters import frees_weights
+from lightning_memsave.torch_internals.sharded_parameters import frees_weights, is_sharded
 
 C = TypeVar("C", bound=Config)
 
@@ -138,17 +138,14 @@ def leave_layers_dense(session: Session, trainer: L.Trainer, error: Exception) -
 
 def _check_shards(module: nn.Module, num_processes: int) -> None:
     """Refuse FSDP2 on a mesh of one process, beside others: each "shard" is the whole, and nothing is saved."""
-    from torch.distributed.fsdp import FSDPModule  # here: not every build of torch has it
-    from torch.distributed.tensor import DTensor
-
-    if not any(isinstance(each, FSDPModule) for each in module.modules()):
+    if not frees_weights(module):
         return
-    sharded = [p.device_mesh for p in module.parameters() if isinstance(p, DTensor)]
-    if sharded and all(mesh.size() == 1 for mesh in sharded):
+    sharded: list[Any] = [p for p in module.parameters() if is_sharded(p)]
+    if sharded and all(p.device_mesh.size() == 1 for p in sharded):
         raise setting_error(
             "strategy",
             'must have a mesh whose dimension "data_parallel" has more than one process, for `fully_shard` to shard',
-            str(sharded[0]),
+            str(sharded[0].device_mesh),
             f'Use `strategy="memsave_fsdp"`, or '
             f"`ModelParallelStrategy(data_parallel_size={num_processes}, tensor_parallel_size=1)`.",
         )

@@ -49,6 +49,11 @@ def as_local(value: Any) -> Any:
     return detached.to_local()
 
 
+def whole(value: Tensor) -> Tensor:
+    """Return what all processes have of a sharded tensor together; any other as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def written_part(value: Tensor) -> Tensor:
     """Return the tensor whose version tells of edits: FSDP2 adds to the shard of a gradient, behind the DTensor."""
     return value._local_tensor if isinstance(value, DTensor) else value

@@ -43,8 +43,8 @@ def test_text_is_within_half_of_its_last_digit(num_bytes):
     number, unit = format_bytes(num_bytes).split()
     size = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}[unit]
     assert abs(Fraction(number) * size - num_bytes) <= (0 if unit == "B" else Fraction(size, 20))
-    assert size == 1 or abs(num_bytes) >= size
-    assert unit == "GiB" or abs(num_bytes) < 1024 * size
+    assert size == 1 or abs(Fraction(number)) >= 1
+    assert unit == "GiB" or abs(Fraction(number)) < 1024
 
 
 @given(st.integers(1, 2**50))

@@ -66,6 +66,13 @@ def test_a_value_that_is_the_loss_is_that_of_the_batch():
     assert logged(parts, losses, "sum", 1)["name"][0][0] == 4.0  # is not the loss then
 
 
+@pytest.mark.gpu
+def test_a_loss_that_is_logged_from_another_device_is_that_of_the_batch():
+    parts = [(3, 0.5, one(1.0, reduce_fx="max")), (1, 0.5, one(4.0, reduce_fx="max"))]
+    losses = [torch.tensor(1.0, device="cuda"), torch.tensor(4.0, device="cuda")]
+    assert logged(parts, losses)["name"][0][0] == 2.5
+
+
 def test_a_part_without_a_share_does_not_count_even_where_its_loss_is_no_number():
     parts = [(3, 1.0, one(1.5)), (1, 0.0, one(math.nan))]
     assert logged(parts, [torch.tensor(1.5), torch.tensor(math.nan)])["name"][0][0] == 1.5

@@ -21,6 +21,11 @@ def merged(*values, sizes=(2, 1)):
     return merge_outputs([{"value": value} for value in values], list(sizes))["value"]
 
 
+def test_rows_of_other_lengths_are_not_joined():
+    parts = [{"y": torch.zeros(2, 5)}, {"y": torch.zeros(2, 4)}]
+    assert [each.shape for each in merge_outputs(parts, [2, 2])["y"]] == [(2, 5), (2, 4)]
+
+
 def test_tuples_are_merged_by_their_parts():
     y, names = merged((torch.tensor([1, 2]), ["a", "b"]), (torch.tensor([3]), ["c"]))
     assert y.tolist() == [1, 2, 3]
