@@ -49,9 +49,14 @@ def callbacks_of(trainer: Trainer) -> list[Any]:
     return found.callbacks  # type: ignore[no-any-return]  # a list
 
 
+def kinds_of(obj: object) -> set[str]:
+    """Return the names of the classes that an object is of: Lightning's are imported by two names."""
+    return {cls.__name__ for cls in type(obj).__mro__}
+
+
 def callbacks_named(trainer: Trainer, *names: str) -> list[Any]:
-    """Return the callbacks of a trainer that are of one of Lightning's classes: these are imported by two names."""
-    return [each for each in callbacks_of(trainer) if {cls.__name__ for cls in type(each).__mro__}.intersection(names)]
+    """Return the callbacks of a trainer that are of one of Lightning's classes."""
+    return [each for each in callbacks_of(trainer) if kinds_of(each).intersection(names)]
 
 
 def data_module_of(trainer: Trainer) -> Any:
@@ -69,6 +74,21 @@ def session_of(trainer: Trainer) -> Any:
 def ddp_options_of(strategy: object) -> dict[str, Any]:
     """Return the arguments that a strategy was given for DDP."""
     return getattr(strategy, "_ddp_kwargs", {})
+
+
+def has_ddp_hook(strategy: object) -> bool:
+    """Return whether a strategy was given a communication hook for DDP."""
+    return getattr(strategy, "_ddp_comm_hook", None) is not None
+
+
+def is_tensor_parallel(strategy: object) -> bool:
+    """Return whether a strategy was told to divide tensors among processes."""
+    return getattr(strategy, "_tensor_parallel_size", 1) not in (1, "auto")
+
+
+def is_tuned(trainer: Trainer) -> bool:
+    """Return whether a callback of Lightning's tuner ends this fit early, and puts back what it has saved."""
+    return any(getattr(callback, "_early_exit", False) for callback in callbacks_of(trainer))
 
 
 def bucket_bytes_of(strategy: object) -> int | None:

@@ -151,11 +151,8 @@ def _recipe_of(memsave: MemSave) -> Recipe:
 def _redrawn(memsave: MemSave, draw: int) -> MemSave:
     """Return the same settings with another noise."""
     recipe = _recipe_of(memsave)
-    techniques = [
-        replace(each, seed=each.seed + draw) if isinstance(each, ActivationCompression) else each
-        for each in recipe.techniques
-    ]
-    return MemSave(replace(recipe, techniques=tuple(techniques)))
+    config = recipe.get(ActivationCompression)
+    return MemSave(recipe if config is None else recipe.with_settings(replace(config, seed=config.seed + draw)))
 
 
 def _lossy_codecs(config: ActivationCompression) -> tuple[str, ...]:

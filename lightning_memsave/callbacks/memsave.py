@@ -149,7 +149,7 @@ class MemSave(MemoryMonitor):
             raise setting_error("max_gradient_noise", rule, max_gradient_noise, remedy)
         self.noise_bounded = NoiseBoundedRun(self.recipe) if is_bounded else None
         """What chooses codecs for a bound of noise; `None` without one, and with a budget, whose plan does."""
-        self._state: Session | None = None
+        self._session: Session | None = None
         self._began, self._outlook = 0.0, Outlook()
         self._sample: Sample | None = None
         self._highest_bytes = 0
@@ -187,15 +187,15 @@ class MemSave(MemoryMonitor):
             measured = with_baseline(measured, measured)
         elif self._outlook.baseline is not None:
             measured = with_baseline(measured, self._outlook.baseline)
-        if self._state is None:
+        if self._session is None:
             return measured
-        applied = self._state.applied
+        applied = self._session.applied
         is_cut = any(a.technique == "microbatching" for a in applied)
         return dataclasses.replace(
             measured,
             applied=applied,
-            microbatch_size=self._state.cutter.size if is_cut else None,
-            num_oom_recovered=self._state.num_recovered,
+            microbatch_size=self._session.cutter.size if is_cut else None,
+            num_oom_recovered=self._session.num_recovered,
             next_setting=self._outlook.next_setting,
             next_peak_bytes=self._outlook.next_peak_bytes,
         )
@@ -211,10 +211,10 @@ class MemSave(MemoryMonitor):
                     [type(c).__name__ for c in callbacks_of(trainer)],
                     "Merge their settings.",
                 )
-            self._state = Session(self.recipe, self._source).after(self._state)
-        elif self._state is None:
-            self._state = Session(self.recipe, self._source)
-        adopt(trainer.strategy, self._state)
+            self._session = Session(self.recipe, self._source).after(self._session)
+        elif self._session is None:
+            self._session = Session(self.recipe, self._source)
+        adopt(trainer.strategy, self._session)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Tell the loggers how this run is configured."""
@@ -249,8 +249,8 @@ class MemSave(MemoryMonitor):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop measuring, and give the strategy back: a later fit without this callback is without its settings."""
         super().teardown(trainer, pl_module, stage)
-        if self._state is not None:
-            self._state.finish()  # after a finder's trial Lightning tears down callbacks first, then the strategy
+        if self._session is not None:
+            self._session.finish()  # after a finder's trial Lightning tears down callbacks first, then the strategy
         release(trainer.strategy)
 
     def on_train_batch_end(
@@ -259,23 +259,19 @@ class MemSave(MemoryMonitor):
         """End a step; hold what was measured in it against the limits that were set; tell of patterns that changed."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._keep_sample(trainer, batch)
-        if (
-            self._state is not None
-            and self._state.compact_training is not None
-            and self._state.compact_training.has_moved()
-        ):
-            log_metrics(trainer, self._state.compact_training.metrics())
-        meter = self._meter
-        if self._state is None:
+        if (session := self._session) is None:
             return
-        has_changed = self._state.measured(trainer, batch, meter.tracked, meter.scheduled_bytes)
+        if session.compact_training is not None and session.compact_training.has_moved():
+            log_metrics(trainer, session.compact_training.metrics())
+        meter = self._meter
+        has_changed = session.measured(trainer, batch, meter.tracked, meter.scheduled_bytes)
         if has_changed:
             meter.measure_next()
         if self.budgeted is not None and meter.tracked is not None:
             self.budgeted.check(trainer, meter.tracked, has_changed)
 
     def _on_growth(self) -> None:
-        for applied in [] if self._state is None else self._state.changes:
+        for applied in [] if self._session is None else self._session.changes:
             applied.renew(applied)
 
     def state_dict(self) -> dict[str, Any]:
@@ -284,14 +280,14 @@ class MemSave(MemoryMonitor):
         A resumed run starts where this one stopped.
         """
         planned = {} if self._source is None else self._source.state_dict()
-        return planned if self._state is None else {**self._state.state_dict(), **planned}
+        return planned if self._session is None else {**self._session.state_dict(), **planned}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what was learned; effective from the first batch on."""
         if self._source is not None:
             self._source.load_state_dict(state_dict)
-        if self._state is not None and state_dict:
-            self._state.load_state_dict(state_dict)
+        if self._session is not None and state_dict:
+            self._session.load_state_dict(state_dict)
 
     def _outcome(self, report: MemoryReport) -> str | None:
         return super()._outcome(report) if self.plan is None else outcome(self.plan, report)
@@ -301,7 +297,7 @@ class MemSave(MemoryMonitor):
         return {*recipe.rows(), *by_recovery}, set(recipe.fixed_rows())
 
     def _headlines(self) -> dict[str, float]:
-        return {**super()._headlines(), **({} if self._state is None else self._state.metrics())}
+        return {**super()._headlines(), **({} if self._session is None else self._session.metrics())}
 
     def _config(self) -> dict[str, Any]:
         settings = {**self._in_force.as_dict(), "every": self._meter.every}
@@ -312,7 +308,7 @@ class MemSave(MemoryMonitor):
     @property
     def _in_force(self) -> Recipe:
         """The recipe; once a fit has begun, without defaults that stepped aside in it, or as its plan has it."""
-        return self.recipe if self._state is None or not self._state.started else self._state.recipe
+        return self.recipe if self._session is None or not self._session.started else self._session.recipe
 
 
 def _bounded(activations: Any, bound: float | None) -> Any:

@@ -106,14 +106,6 @@ class KeptLogs:
             vars(self._results[key]).clear()
             vars(self._results[key]).update(attributes)
 
-    def begin(self, microbatch: Any, num_samples: float, weight: float) -> None:
-        """Begin the only microbatch, which is the batch."""
-
-    def flush(
-        self, batch: Batch, losses: list[Tensor | None], reduction: Literal["mean", "sum"], num_accumulated: int = 1
-    ) -> None:
-        """Do nothing: everything is logged."""
-
 
 def _merge(
     calls: list[_Call], losses: list[Tensor | None], reduction: Literal["mean", "sum"], num_accumulated: int

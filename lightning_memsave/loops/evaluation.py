@@ -68,16 +68,13 @@ def _parts(session: Session, batch: Batch) -> list[tuple[Any, float]]:
 
 
 def _run(trainer: L.Trainer, step: Callable[..., Any], args: tuple[Any, ...], parts: list[tuple[Any, float]]) -> Any:
-    results, outputs = trainer._results, []
-    logs: Any = None  # prediction logs nothing
-    if results is not None:
-        logs = (
-            KeptLogs(results)
-            if len(parts) == 1 and trainer.world_size == 1
-            else DeferredLogs(results, type(results).log)
-        )
+    module, results, outputs = trainer.lightning_module, trainer._results, []
+    if len(parts) == 1 and trainer.world_size == 1:  # beside other processes it logs when they do
+        with nullcontext() if results is None else KeptLogs(results), MergedMetrics(module):
+            return step(*args)
+    logs = None if results is None else DeferredLogs(results, type(results).log)  # prediction logs nothing
     total = sum(n for _, n in parts) or 1.0
-    with logs or nullcontext(), MergedMetrics(trainer.lightning_module, len(parts)) as metrics:
+    with logs or nullcontext(), MergedMetrics(module, len(parts)) as metrics:
         for part, num_samples in parts:
             metrics.weight = num_samples / total
             if logs is not None:
@@ -86,5 +83,4 @@ def _run(trainer: L.Trainer, step: Callable[..., Any], args: tuple[Any, ...], pa
             outputs.append({"output": output if len(parts) == 1 else detached(output)})
     if logs is not None:
         logs.flush(args[0], [None] * len(parts), "mean")
-    merged = merge_outputs(outputs, [n for _, n in parts])
-    return merged["output"]
+    return merge_outputs(outputs, [n for _, n in parts])["output"]

@@ -14,7 +14,7 @@ collective fails, which is when that process is gone, or after the timeout of th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError, is_out_of_memory
 from lightning_memsave.loops.recovery import smallest_size
+from lightning_memsave.loops.step_effects import gradients_set_aside
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError
 from lightning_memsave.torch_internals.collectives import CatchingUp, groups_of, num_issued
 from lightning_memsave.torch_internals.private_names import find
@@ -147,7 +148,8 @@ class JointRecovery:
         num_done = {name: n - self._num_at_start[name] for name, n in num_issued(self._groups).items()}
         self._has_failed = True
         try:
-            with self._without_gradients(), CatchingUp(num_done):
+            reset_after_error(self._module)
+            with gradients_set_aside(self._module), CatchingUp(num_done):  # to those of earlier batches it would add
                 repeat()
         except FailedTryError:
             return
@@ -156,19 +158,6 @@ class JointRecovery:
             why = f"one sample {went} ({type(error).__name__}: {error})"
             raise self.given_up(failure, why) from error
         raise AssertionError("its try does not count")
-
-    @contextlib.contextmanager
-    def _without_gradients(self) -> Iterator[None]:
-        """Set gradients of earlier batches aside, to which a repetition would add."""
-        reset_after_error(self._module)
-        kept = [(p, p.grad) for p in self._module.parameters()]
-        for p, _ in kept:
-            p.grad = None
-        try:
-            yield
-        finally:
-            for p, gradient in kept:
-                p.grad = gradient
 
     @property
     def has_counted(self) -> bool:

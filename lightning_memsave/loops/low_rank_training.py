@@ -57,4 +57,4 @@ class LowRankTraining(CompactTraining):
         return from_dense_layout(optimizer, state, self._dense_shapes)
 
     def _now(self) -> dict[str, Any]:
-        return {"factors": {name: layer.whole_factors() for name, layer in low_rank_layers(self._model).items()}}
+        return {"factors": {name: layer.whole_values() for name, layer in low_rank_layers(self._model).items()}}

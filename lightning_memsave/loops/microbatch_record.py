@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_memsave.core.errors import MicrobatchWarning, NotLosslessWarning, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.units import counted
-from lightning_memsave.loops.step_effects import StepEffects, hooks_on_gradients, nothing_added
+from lightning_memsave.loops.step_effects import StepEffects, gradients_set_aside, hooks_on_gradients
 from lightning_memsave.techniques.microbatching import Microbatching, why_not_exact
 
 _OTHER_MODULES = "microbatches change the result of"
@@ -101,7 +101,8 @@ class MicrobatchRecord:
         @contextmanager
         def around(part: int) -> Iterator[None]:
             effects = StepEffects(module, device) if looks and part < 2 else None
-            with nothing_added(module) if part and self._makes_gradients else nullcontext():
+            # A backward of the step's own: what it makes in later parts goes, as with `zero_grad` of a whole batch.
+            with gradients_set_aside(module) if part and self._makes_gradients else nullcontext():
                 yield
             if effects is not None:
                 self._note(effects, module, part)

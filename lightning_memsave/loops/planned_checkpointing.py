@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from lightning_memsave.core.errors import BudgetWarning, NoEffectWarning, setting_error
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.units import format_bytes
-from lightning_memsave.lightning_compat import session_of
+from lightning_memsave.lightning_compat import kinds_of, session_of
 from lightning_memsave.loops.optimizer_changes import most_accumulated
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.loops.side_effect_free import ParametersKept, values_kept, without_a_trace
@@ -33,7 +33,7 @@ from lightning_memsave.torch_internals.fake_tensors import with_values
 from lightning_memsave.torch_internals.private_names import require
 from lightning_memsave.torch_internals.sharded_parameters import has_fake_parameters
 
-_SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+_SHARDED = {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
 _ROOM = 2**28
 """Bytes of addresses; a small model's rehearsal took 225 MiB."""
@@ -145,8 +145,7 @@ class PlannedCheckpointing:
 def _refuse(trainer: L.Trainer, config: Checkpointing) -> None:
     """Raise `ValueError` where one step cannot be rehearsed on its own."""
     what = repr(config.method) if config.budget is None else f"budget={config.budget!r}"
-    kinds = {cls.__name__ for cls in type(trainer.strategy).__mro__}
-    if kinds & set(_SHARDED):
+    if kinds_of(trainer.strategy) & _SHARDED:
         why = f"planned under {type(trainer.strategy).__name__}: its parameters are shards while no module runs"
     elif not trainer.lightning_module.automatic_optimization:
         why = "planned under manual optimization: a rehearsal of `training_step` would step the optimizers"

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memsave.torch_internals.dispatch_mode import DispatchMode
 
 _INTEGERS = frozenset(("randperm", "randint", "multinomial", "bernoulli"))
 
 
-class SampleNoise(TorchDispatchMode):
+class SampleNoise(DispatchMode):
     """Noise of each sample's own, which is the same when the sample is in a part of the batch.
 
     So a loss that draws noise (dropout, diffusion, variational autoencoders) can be compared between a batch and its
@@ -39,7 +40,7 @@ class SampleNoise(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, start: int, num_samples: int, num_all: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        super().__init__()
         self._start, self._num_samples, self._num_all = start, num_samples, num_all
         self.num_drawn = 0
         """Number of draws so far."""
@@ -50,7 +51,7 @@ class SampleNoise(TorchDispatchMode):
         random.seed(0)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
-        super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
+        super().__enter__()
         return self
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:

@@ -10,15 +10,17 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memsave.lightning_compat import Batch, session_of
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.merged_metrics import MergedMetrics
+from lightning_memsave.loops.step_effects import gradients_set_aside
 from lightning_memsave.measuring.storages import tensors_in
 from lightning_memsave.simulation.global_state_guard import names_kept
 from lightning_memsave.techniques.batchnorm import unpooled
 from lightning_memsave.torch_internals.autograd_graph import storage_key
+from lightning_memsave.torch_internals.dispatch_mode import DispatchMode
 from lightning_memsave.torch_internals.fake_tensors import is_fake
 
 
@@ -33,9 +35,6 @@ def without_a_trace(trainer: L.Trainer, module: L.LightningModule, batch: Batch)
     start = BatchStart(module, None, batch=batch, noise=session.noise, small_bytes=math.inf, most_entries=math.inf)
     metrics = MergedMetrics(module)
     metrics.set_aside()
-    gradients = {p: p.grad for p in module.parameters()}
-    for parameter in gradients:
-        parameter.grad = None
     results: dict[str, Any] = vars(trainer._results)
     connector = trainer._logger_connector
     own: dict[str, Any] = {
@@ -46,7 +45,12 @@ def without_a_trace(trainer: L.Trainer, module: L.LightningModule, batch: Batch)
     release = session.release
     session.scopes.is_rehearsing = True
     try:
-        with names_kept(module), unpooled(), nullcontext() if release is None else release.rehearsed():
+        with (
+            gradients_set_aside(module),
+            names_kept(module),
+            unpooled(),
+            nullcontext() if release is None else release.rehearsed(),
+        ):
             yield start
     finally:
         session.scopes.is_rehearsing = False
@@ -54,12 +58,10 @@ def without_a_trace(trainer: L.Trainer, module: L.LightningModule, batch: Batch)
         results.update(own)
         connector._current_fx = logged_last
         metrics.restore()
-        start.restore()
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
+        start.restore(gradients=False)
 
 
-class ParametersKept(TorchDispatchMode):
+class ParametersKept(DispatchMode):
     """Mode that gives parameters edited inside it (a teacher that follows in `training_step`) their values back.
 
     A copy is made of each just before its first edit: most steps edit none.
@@ -71,7 +73,7 @@ class ParametersKept(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        super().__init__()
         self._parameters = {storage_key(p): p for p in module.parameters() if _has_storage(p)}
         self._before: list[tuple[Tensor, Tensor]] = []
 
@@ -84,7 +86,7 @@ class ParametersKept(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *exc_info: Any) -> None:
-        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]  # untyped in torch
+        super().__exit__(*exc_info)
         for values, before in self._before:
             values.copy_(before)
 

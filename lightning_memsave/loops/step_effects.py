@@ -72,8 +72,8 @@ def unwatched(part: int) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def nothing_added(module: nn.Module) -> Iterator[None]:
-    """Drop what a step's own backward makes inside, as Lightning's zero_grad does for a whole batch."""
+def gradients_set_aside(module: nn.Module) -> Iterator[None]:
+    """Start without gradients; afterwards there are those of before, and what was made inside is gone."""
     gradients = [(p, p.grad) for p in module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None

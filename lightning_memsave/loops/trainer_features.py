@@ -8,7 +8,14 @@ import lightning as L
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
-from lightning_memsave.lightning_compat import callbacks_of, is_compiled
+from lightning_memsave.lightning_compat import (
+    callbacks_named,
+    ddp_options_of,
+    has_ddp_hook,
+    is_compiled,
+    is_tensor_parallel,
+    kinds_of,
+)
 from lightning_memsave.loops.optimizer_changes import ways_of_stepping
 from lightning_memsave.techniques.low_precision import LossScaling
 from lightning_memsave.torch_internals.private_names import missing
@@ -20,18 +27,16 @@ _OF_RECOVERY = ("FSDP2 after an error", "sharded parameters", "DDP")
 
 def ways_of_training(trainer: L.Trainer) -> list[str]:
     """Return the names, of `core.compatibility`, that describe how this trainer trains."""
-    strategy, kinds = trainer.strategy, {cls.__name__ for cls in type(trainer.strategy).__mro__}
+    strategy, kinds = trainer.strategy, kinds_of(trainer.strategy)
     is_ddp, is_fsdp2 = "DDPStrategy" in kinds, "ModelParallelStrategy" in kinds
-    ddp_options = getattr(strategy, "_ddp_kwargs", {}) if is_ddp else {}
-    callbacks = {cls.__name__ for callback in callbacks_of(trainer) for cls in type(callback).__mro__}
     training_step = trainer.lightning_module.training_step
     present = {
         "manual optimization": not trainer.lightning_module.automatic_optimization,
         "DDP": is_ddp,
-        "DDP with static_graph": ddp_options.get("static_graph", False),
+        "DDP with static_graph": is_ddp and ddp_options_of(strategy).get("static_graph", False),
         "FSDP": "FSDPStrategy" in kinds,
         "model parallel (FSDP2)": is_fsdp2,
-        "tensor parallelism": getattr(strategy, "_tensor_parallel_size", 1) not in (1, "auto"),
+        "tensor parallelism": is_tensor_parallel(strategy),
         "DeepSpeed": "DeepSpeedStrategy" in kinds,
         "processes without DDP": trainer.world_size > 1 and not kinds & _OF_PROCESSES,
         "dataloader_iter": is_param_in_hook_signature(training_step, "dataloader_iter", explicit=True),
@@ -39,10 +44,10 @@ def ways_of_training(trainer: L.Trainer) -> list[str]:
         "fp16 with a GradScaler": not isinstance(
             getattr(strategy.precision_plugin, "scaler", None), LossScaling | NoneType
         ),
-        "a DDP communication hook": is_ddp and getattr(strategy, "_ddp_comm_hook", None) is not None,
+        "a DDP communication hook": is_ddp and has_ddp_hook(strategy),
         "SyncBatchNorm": any(isinstance(m, nn.SyncBatchNorm) for m in trainer.lightning_module.modules()),
-        "batch size finder": "BatchSizeFinder" in callbacks,
-        "learning rate finder": "LearningRateFinder" in callbacks,
+        "batch size finder": bool(callbacks_named(trainer, "BatchSizeFinder")),
+        "learning rate finder": bool(callbacks_named(trainer, "LearningRateFinder")),
         "an unknown training loop": bool(missing("training loop")),
         "an unknown DDP": is_ddp and bool(missing("DDP")),
         "an unknown FSDP2": is_fsdp2 and any(map(missing, _OF_RECOVERY)),

@@ -20,11 +20,11 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.core.report import CATEGORIES, Timeline
@@ -34,6 +34,7 @@ from lightning_memsave.measuring.storage_resizing import resizes_seen
 from lightning_memsave.measuring.storages import storages, tensors_in
 from lightning_memsave.measuring.timeline import timeline
 from lightning_memsave.torch_internals.autograd_graph import WeakStorage, autograd_is_running, running_node
+from lightning_memsave.torch_internals.dispatch_mode import DispatchMode
 from lightning_memsave.torch_internals.fake_tensors import ASKS_DEVICE, device_of, is_fake
 from lightning_memsave.torch_internals.held_optimizers import with_held
 
@@ -69,7 +70,7 @@ class Measurement:
     """What the step made and left alive: neither weights nor gradients nor optimizer state."""
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(DispatchMode):
     """Books every tensor storage on `device` while it is entered; `measurement` holds the result afterwards.
 
     Args:
@@ -87,7 +88,7 @@ class Ledger(TorchDispatchMode):
     supports_higher_order_operators = True  # each is one operation
 
     def __init__(self, device: torch.device | str = "cpu", *, fake: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        super().__init__()
         self._device_type, self._fake = torch.device(device).type, fake
         self._live: dict[int, LedgerEntry] = {}  # keyed by the address of the storage, removed when it dies
         self._at_start: list[tuple[int, LedgerEntry]] = []
@@ -260,9 +261,7 @@ class Ledger(TorchDispatchMode):
             self._recorded.clear()
 
     # ------------------------------------------------------------------ a step
-    def watching(
-        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), batch: object = ()
-    ) -> Ledger:
+    def watching(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), batch: object = ()) -> Self:
         """Book what a step starts with; use the result as a context manager."""
         self._model, self._optimizers = model, tuple(with_held(optimizers))
         self.hold("weights", model.parameters())
@@ -291,7 +290,7 @@ class Ledger(TorchDispatchMode):
         if parameter.grad is not None:
             self.hold("gradients", [parameter.grad])
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> Self:
         # A compiled region that is called under a dispatch mode stays eager for the rest of the run; in this stance it
         # runs eagerly now and compiled afterwards.
         self._stance = torch.compiler.set_stance("force_eager")
@@ -308,11 +307,11 @@ class Ledger(TorchDispatchMode):
             ]
         self._resizes = resizes_seen(self._resized)
         self._resizes.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
+        super().__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]  # untyped in torch
+        super().__exit__(*exc_info)
         self._resizes.__exit__(None, None, None)
         self._stance.__exit__(None, None, None)
         for hook in self._hooks:
@@ -336,13 +335,17 @@ class Ledger(TorchDispatchMode):
         self._recorded.clear()
         self._hooks, self._model, self._optimizers, self._ddp = [], None, (), []
 
+    def _alive_at_peak(self) -> Counter[LedgerEntry]:
+        """Return the bytes of each storage at the peak."""
+        alive: Counter[LedgerEntry] = Counter()
+        for num_bytes, entry in (*self._at_start, *self._events[: self._peak_event]):
+            alive[entry] += num_bytes
+        return alive
+
     def _split_at_peak(self) -> tuple[dict[str, int], dict[str, int]]:
         split: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
         by_line: Counter[Line | None] = Counter()
-        changed: Counter[LedgerEntry] = Counter()
-        for num_bytes, entry in (*self._at_start, *self._events[: self._peak_event]):
-            changed[entry] += num_bytes
-        for entry, num_bytes in changed.items():
+        for entry, num_bytes in self._alive_at_peak().items():
             split[entry.category or "temporary"] += num_bytes
             if entry.made is not None:
                 by_line[entry.made[2]] += num_bytes

@@ -6,7 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -96,9 +96,7 @@ class BreakdownLedger(Ledger):
         self._owned: dict[LedgerEntry, tuple[torch.Size, torch.dtype]] = {}
         self._seconds, self._num_operations = 0.0, 0
 
-    def watching(
-        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), batch: object = ()
-    ) -> Ledger:
+    def watching(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), batch: object = ()) -> Self:
         """Watch as the ledger does; modules are told by their names in `model`."""
         super().watching(model, optimizers, batch)
         self._shared_names = shared_names(model)
@@ -117,7 +115,7 @@ class BreakdownLedger(Ledger):
         return self
 
     def _belongs(self, tensor: object, where: str) -> None:
-        """Return tensors of a module, or of what is kept for its parameters."""
+        """Note that a tensor belongs to a module: its own, or what is kept for its parameters."""
         if not isinstance(tensor, Tensor):
             return
         for storage in storages(tensor):
@@ -146,7 +144,7 @@ class BreakdownLedger(Ledger):
             self._num_operations += num_alike()
         return out
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> Self:
         super().__enter__()
         assert self._model is not None, "it watches a model"
         for name, module in self._model.named_modules():
@@ -166,9 +164,7 @@ class BreakdownLedger(Ledger):
 
     def _split_at_peak(self) -> tuple[dict[str, int], dict[str, int]]:
         self._running.clear()
-        alive: Counter[LedgerEntry] = Counter()
-        for num_bytes, entry in (*self._at_start, *self._events[: self._peak_event]):
-            alive[entry] += num_bytes
+        alive = self._alive_at_peak()
         kinds: dict[tuple[Any, ...], list[LedgerEntry]] = {}
         for entry, num_bytes in alive.items():
             if num_bytes:

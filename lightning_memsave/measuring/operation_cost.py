@@ -60,6 +60,10 @@ def measure_speed(device_type: str) -> Speed:
     return with_values(lambda: _measure_speed(device_type))
 
 
+_NUM_TIMED = 5
+"""Runs, of which the fastest counts."""
+
+
 def _measure_speed(device_type: str) -> Speed:
     size = 512
     matrix = torch.ones(size, size, device=device_type)
@@ -69,9 +73,9 @@ def _measure_speed(device_type: str) -> Speed:
     return Speed(flops=2 * size**3 / product, bytes=2 * block.nbytes / copy)
 
 
-def _best_seconds(run: Callable[[], object], device_type: str, repeats: int = 5) -> float:
+def _best_seconds(run: Callable[[], object], device_type: str) -> float:
     def timed() -> Iterator[float]:
-        for _ in range(repeats):
+        for _ in range(_NUM_TIMED):
             start = time.perf_counter()
             run()
             if device_type != "cpu":

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.core.selection import is_scripted, scripted_in
@@ -27,6 +26,7 @@ from lightning_memsave.measuring.storages import storages, tensors_in
 from lightning_memsave.saved_tensors.deferred_logits import DeferredLogits
 from lightning_memsave.saved_tensors.module_state import Attributes
 from lightning_memsave.torch_internals.autograd_graph import autograd_is_running, running_node, version_of
+from lightning_memsave.torch_internals.dispatch_mode import DispatchMode
 
 
 @dataclass(slots=True)
@@ -192,9 +192,9 @@ def _made(tree: object) -> Iterator[Tensor]:
     return (tensor for tensor in tensors_in(tree) if not _is_pending(tensor))
 
 
-class _Tracer(TorchDispatchMode):
+class _Tracer(DispatchMode):
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        super().__init__()
         self.trace = Trace()
         self._names = {module: name for name, module in model.named_modules()}
         self._live: dict[int, _Live] = {}
@@ -338,11 +338,11 @@ class _Tracer(TorchDispatchMode):
                 continue
             self._hooks.append(module.register_forward_pre_hook(self._enter_module, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(self._leave_module, with_kwargs=True, always_call=True))
-        super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
+        super().__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]  # untyped in torch
+        super().__exit__(*exc_info)
         for hook in self._hooks:
             hook.remove()
         self._stance.__exit__(None, None, None)

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_memsave.core.errors import defaults_of, setting_error
 from lightning_memsave.core.plain_data import from_data
-from lightning_memsave.core.report import LOSS_CLASSES, LossClass
+from lightning_memsave.core.report import LossClass, worst_loss_class
 from lightning_memsave.core.units import format_bytes
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.techniques.microbatching import LabelCount, Microbatching
@@ -91,7 +91,7 @@ class Plan:
     @property
     def loss_class(self) -> LossClass:
         """The worst of its steps; what was on already (in `techniques`, and no step) is not in it."""
-        return max((step.loss_class for step in self.steps), key=LOSS_CLASSES.index, default="exact")
+        return worst_loss_class(step.loss_class for step in self.steps)
 
     @property
     def time_factor(self) -> float:

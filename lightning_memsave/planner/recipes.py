@@ -73,6 +73,10 @@ class Recipe:
         """Return the recipe without one technique."""
         return replace(self, techniques=tuple(t for t in self.techniques if type(t) is not kind))
 
+    def with_settings(self, config: Config) -> Recipe:
+        """Return the recipe with other settings of a technique that is on."""
+        return replace(self, techniques=tuple(config if type(t) is type(config) else t for t in self.techniques))
+
     def stems(self) -> tuple[str, ...]:
         """Return the names of what is on."""
         return tuple(technique_of(config).stem for config in self.techniques)

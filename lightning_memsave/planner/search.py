@@ -21,7 +21,6 @@ import torch
 
 from lightning_memsave.core.compatibility import check_compatibility
 from lightning_memsave.core.errors import BudgetTooSmallError
-from lightning_memsave.core.report import LOSS_CLASSES, LossClass
 from lightning_memsave.planner.lower_bounds import LowerBounds
 from lightning_memsave.planner.memory_budget import needed_bytes
 from lightning_memsave.planner.recipes import Recipe
@@ -62,11 +61,6 @@ class Found:
     why_ended: str
     """Why the search ended before all was asked that had to be; empty where all was."""
     beyond_bytes: int = 0  # what `prediction` needs above the less certain one that the search went by
-
-    @property
-    def loss_class(self) -> LossClass:
-        """The worst of its settings."""
-        return max((option.loss_class for option in self.choice), key=LOSS_CLASSES.index)
 
 
 class SearchWatch:
@@ -469,8 +463,7 @@ def in_order(techniques: Sequence[Config]) -> tuple[Config, ...]:
     return tuple(sorted(techniques, key=lambda config: kinds.index(type(config))))
 
 
-def _with(choice: Choice, position: int | None, option: Option) -> Choice:
-    assert position is not None, "there is such a dimension"
+def _with(choice: Choice, position: int, option: Option) -> Choice:
     return (*choice[:position], option, *choice[position + 1 :])
 
 

@@ -133,8 +133,7 @@ def look_ahead(
         return Outlook(baseline=baseline)
     size, microbatching = report.microbatch_size, recipe.get(Microbatching)
     if size is not None and microbatching is not None:
-        fixed = microbatching.of_size(size)
-        recipe = replace(recipe, techniques=tuple(fixed if t is microbatching else t for t in recipe.techniques))
+        recipe = recipe.with_settings(microbatching.of_size(size))
     candidates = [each for each in _candidates(module) if recipe.leaves_open(type(each[1]))]
     if size is None and _may_be_cut(recipe, module, sample):
         part = max(1, sample.num_samples // _PARTS)

@@ -155,8 +155,8 @@ def _has_prepared(owner: Any, base: str) -> None:
 class StepWatch(L.Callback):
     """Hands the recipe to the strategy, and counts the bytes of all steps but the first."""
 
-    def __init__(self, state: Session, fake: bool) -> None:
-        self._state, self._fake = state, fake
+    def __init__(self, session: Session, fake: bool) -> None:
+        self._session, self._fake = session, fake
         self._num_batches = 0
         self._ledger: BreakdownLedger | None = None
         self._breakdown: Breakdown | None = None
@@ -175,7 +175,7 @@ class StepWatch(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hand the recipe to the strategy."""
-        adopt(trainer.strategy, self._state)
+        adopt(trainer.strategy, self._session)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuse optimizers whose state depends on values, on fake tensors.
@@ -203,11 +203,11 @@ class StepWatch(L.Callback):
         """Keep the step if it is the highest so far, and end the run when all were seen."""
         self._num_batches += 1
         self._close()
-        config = self._state.recipe.get(Microbatching)
-        self.is_cut = bool(self._state.cutter.rules.known) and config is not None and config.reduction == "auto"
-        self.has_parts = self._state.cutter.applied is not None
+        config = self._session.recipe.get(Microbatching)
+        self.is_cut = bool(self._session.cutter.rules.known) and config is not None and config.reduction == "auto"
+        self.has_parts = self._session.cutter.applied is not None
         if self._num_batches == _NUM_STEPS[self._fake] * trainer.accumulate_grad_batches:
-            self._state.cutter.warn_if_unused(pl_module)
+            self._session.cutter.warn_if_unused(pl_module)
             raise DoneError
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

@@ -94,7 +94,7 @@ class NoiseBoundedRun:
             self._codes = self._codes_for(module, batch, trainer)
             self._made_for = _kind_of(module)
             rank_zero_info(f"memsave: {self._codes}")
-        return self._recipe_with(self._codes)
+        return self._recipe.with_settings(self._codes.config)
 
     def recipe_for(self, module: L.LightningModule, batch: Batch) -> Recipe:
         """Return the settings for a module and batch outside of a run.
@@ -102,15 +102,11 @@ class NoiseBoundedRun:
         Raises:
             ValueError: as `CodeNoise`.
         """
-        return self._recipe_with(self._codes_for(module, batch))
+        return self._recipe.with_settings(self._codes_for(module, batch).config)
 
     def _codes_for(self, module: L.LightningModule, batch: Batch, trainer: L.Trainer | None = None) -> BoundedCodes:
         stays_whole = bool(Trial(module, batch, trainer).cut(Microbatching()).why_not)
         return CodecChoice(CodeNoise(module, batch, self._config, trainer, stays_whole)).of(self._config)
-
-    def _recipe_with(self, codes: BoundedCodes) -> Recipe:
-        techniques = (codes.config if is_bounded(each) else each for each in self._recipe.techniques)
-        return replace(self._recipe, techniques=tuple(techniques))
 
     @property
     def _config(self) -> ActivationCompression:

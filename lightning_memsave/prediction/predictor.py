@@ -171,8 +171,7 @@ class Predictor:
         config = recipe.get(Microbatching)
         if config is None or config.goal != "smallest":
             return recipe
-        fixed = config.of_size(config.start or smallest_size(self._module))
-        return replace(recipe, techniques=tuple(fixed if t is config else t for t in recipe.techniques))
+        return recipe.with_settings(config.of_size(config.start or smallest_size(self._module)))
 
     def _with_layers(self, recipe: Recipe, num_samples: int | None) -> Recipe:
         """Return a recipe whose sparse update has its layers, chosen by real steps on this batch."""

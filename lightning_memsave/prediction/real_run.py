@@ -121,7 +121,7 @@ class Trial:
             return Cut(
                 "with manual optimization only `lightning_memsave.microbatches(batch)` in `training_step` cuts them."
             )
-        return Cut(step.state.cutter.why_whole, step.asking_bytes // min(few, max(few // 2, FEWEST_SAMPLES)))
+        return Cut(step.session.cutter.why_whole, step.asking_bytes // min(few, max(few // 2, FEWEST_SAMPLES)))
 
     def tiled(self) -> Tiled:
         """Return the modules that treat samples independently, the outermost, as far as a few samples tell."""
@@ -156,7 +156,7 @@ class Trial:
         step = OneStep(Recipe("trial", (*others, config)))
         with contextlib.suppress(ValueError):  # tiles, or few samples, cannot be had
             if self._has_room(step, batch):
-                return step.state.scopes.tiles
+                return step.session.scopes.tiles
         return None
 
     def _names(self, tiles: Tiles) -> tuple[str, ...]:
@@ -253,17 +253,17 @@ class OneStep(pl.Callback):
     """Adopts the trial's strategy, and ends it after one batch."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.state = Session(recipe)
+        self.session = Session(recipe)
         self.is_done = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hand the recipe to the strategy."""
-        adopt(trainer.strategy, self.state)
+        adopt(trainer.strategy, self.session)
 
     @property
     def is_cut(self) -> bool:
         """Whether a batch was cut into microbatches."""
-        return self.state.cutter.applied is not None
+        return self.session.cutter.applied is not None
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
@@ -281,7 +281,7 @@ class _Asking(OneStep):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        self._ledger = self.state.cutter.rules.watch = Ledger(trainer.strategy.root_device)
+        self._ledger = self.session.cutter.rules.watch = Ledger(trainer.strategy.root_device)
 
     @property
     def asking_bytes(self) -> int:
@@ -314,7 +314,7 @@ class _Steps(OneStep):
         device = trainer.strategy.root_device
         if position == 0 and step in (1, 2):
             if step == 2 and device.type != "cpu":
-                self.state.cutter.rules.ask_next()
+                self.session.cutter.rules.ask_next()
             allocator.reset_peak(device)
             assert trainer.strategy.model is not None, "it trains"
             self._ledger = Ledger(device).watching(trainer.strategy.model, trainer.optimizers, batch)
@@ -324,7 +324,7 @@ class _Steps(OneStep):
             self._profile.__enter__()
         elif position == 0 and step == 4:
             assert self._profile is not None, "it was opened a step before"
-            self.state.cutter.rules.ask_next()  # how the loss depends on the batch, as some steps of the run do
+            self.session.cutter.rules.ask_next()  # how the loss depends on the batch, as some steps of the run do
             self._profile.mark()
         elif position == 0:
             self._began_seconds = self._updates_seconds = time.thread_time()  # the latter where nothing is updated

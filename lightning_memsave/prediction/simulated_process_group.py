@@ -20,11 +20,12 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.lightning_compat import counterpart
+from lightning_memsave.torch_internals.dispatch_mode import DispatchMode
 
 T = TypeVar("T")
 
@@ -147,11 +148,11 @@ class _LonelyDDP(nn.parallel.DistributedDataParallel):
     """Orders its buckets anew after the first step, for which it must read numbers."""
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with _RealNumbers():  # type: ignore[no-untyped-call]  # untyped in torch
+        with _RealNumbers():
             return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]  # as above
 
 
-class _RealNumbers(TorchDispatchMode):
+class _RealNumbers(DispatchMode):
     """DDP's own indices, which are its only int32 tensors, are real among fake tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -53,11 +52,7 @@ def with_layers(recipe: Recipe, module: Any, batches: Sequence[Batch], trainer: 
             raise setting_error("sparse_update", rule, config.budget, _REMEDY)
     if not step.has_gains:
         raise setting_error("sparse_update", "needs a first batch with a loss", config.budget, _REMEDY)
-    return _replaced(recipe, planned(step.meter, config, step.state_bytes))
-
-
-def _replaced(recipe: Recipe, config: SparseUpdate) -> Recipe:
-    return replace(recipe, techniques=tuple(config if isinstance(t, SparseUpdate) else t for t in recipe.techniques))
+    return recipe.with_settings(planned(step.meter, config, step.state_bytes))
 
 
 class PlannedUpdate:
@@ -85,7 +80,7 @@ class PlannedUpdate:
         """
         saved = session_of(trainer).saved_training.get("sparse_update")
         if saved is not None and self._asked_before == self._asked:
-            return _replaced(self._recipe, as_saved(saved))
+            return self._recipe.with_settings(as_saved(saved))
         _refuse(self._asked[0], ways_of_training(trainer))
         batches = first_batches(trainer, _NUM_BATCHES, "sparse_update", _REMEDY)
         found = trainer.strategy.broadcast(with_layers(self._recipe, trainer.lightning_module, batches, trainer))

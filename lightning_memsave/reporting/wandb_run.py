@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.core.versions import require_package
+from lightning_memsave.lightning_compat import kinds_of
 
 STEP_METRIC = "trainer/global_step"
 BREAKDOWN, TIMELINE = "memsave/breakdown", "memsave/timeline"  # wandb adds `_table` for what they are drawn from
@@ -16,7 +17,7 @@ BREAKDOWN, TIMELINE = "memsave/breakdown", "memsave/timeline"  # wandb adds `_ta
 
 def is_wandb(logger: object) -> bool:
     """Return whether `logger` is a `WandbLogger` of either Lightning namespace, without importing wandb."""
-    return any(cls.__name__ == "WandbLogger" for cls in type(logger).__mro__)
+    return "WandbLogger" in kinds_of(logger)
 
 
 def wandb_logger(

@@ -93,8 +93,8 @@ def derivative_of(call: Call) -> Derivative | None:
     return None if settings is None else Derivative(call.name, settings)
 
 
-def _unless_in_place(call: Call, position: int) -> tuple[Any, ...] | None:
-    return None if call.argument(position, "inplace", False) else ()
+def _unless_in_place(call: Call) -> tuple[Any, ...] | None:
+    return None if call.argument(1, "inplace", False) else ()
 
 
 def _softplus(call: Call) -> tuple[Any, ...] | None:
@@ -110,8 +110,8 @@ def _elu(call: Call) -> tuple[Any, ...] | None:
 
 _SETTINGS: Mapping[str, Callable[[Call], tuple[Any, ...] | None]] = {
     "gelu": lambda call: (call.argument(1, "approximate", "none"),),
-    "silu": lambda call: _unless_in_place(call, 1),
-    "mish": lambda call: _unless_in_place(call, 1),
+    "silu": _unless_in_place,
+    "mish": _unless_in_place,
     "softplus": _softplus,
     "elu": _elu,
 }

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memsave.numerics import bits
+from lightning_memsave.torch_internals.dispatch_mode import DispatchMode
 
 
 class Draw(NamedTuple):
@@ -69,7 +69,7 @@ class KeptNoise:
         self._kept: list[list[Tensor]] = []
         """Numbers of each tile, one list for each draw, masks as bits; one tensor where all tiles have the same."""
 
-    def of_tile(self, number: int) -> TorchDispatchMode:
+    def of_tile(self, number: int) -> DispatchMode:
         """Return a mode in which draws give the numbers of a tile."""
         return _NoiseOfTile(functools.partial(self._numbers, number))
 
@@ -102,23 +102,23 @@ class KeptNoise:
         return [bits.pack(part.flatten(), 1) if is_mask else part.contiguous() for part in parts]
 
 
-class _NoiseOfTile(TorchDispatchMode):
+class _NoiseOfTile(DispatchMode):
     """Answers draws by `numbers(number of the draw, operation, args, kwargs)`."""
 
     supports_higher_order_operators = True
 
     def __init__(self, numbers: Callable[..., Tensor], num_draws: int = 0) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        super().__init__()
         self._numbers, self._num_draws = numbers, num_draws
         self._tokens: list[Token[_NoiseOfTile | None]] = []
 
     def __enter__(self) -> _NoiseOfTile:
         self._tokens.append(_ACTIVE.set(self))
-        super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
+        super().__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]  # untyped in torch
+        super().__exit__(*exc_info)
         _ACTIVE.reset(self._tokens.pop())
 
     def from_here(self) -> _NoiseOfTile:

@@ -137,12 +137,14 @@ def cublas_workspaces() -> tuple[int, int]:
     return size, size
 
 
-def replay(step: Allocations, num_steps: int = 3, lasting: Sequence[int] = ()) -> AllocatorBytes:
+_NUM_STEPS = 3  # what one leaves in pieces, the next ones find
+
+
+def replay(step: Allocations, lasting: Sequence[int] = ()) -> AllocatorBytes:
     """Return the peaks of some equal steps: what one gives back, the next one finds.
 
     Args:
         step: its allocations.
-        num_steps: how many.
         lasting: sizes that are there from beginning to end, besides.
 
     >>> replay(Allocations((2**20,), ((2**21, 1), (-(2**21), 1))))
@@ -152,7 +154,7 @@ def replay(step: Allocations, num_steps: int = 3, lasting: Sequence[int] = ()) -
     for size in lasting:
         allocator.allocate(size)
     live = {number: allocator.allocate(size) for number, size in enumerate(step.held)}
-    for _ in range(num_steps):
+    for _ in range(_NUM_STEPS):
         sizes: dict[int, int] = dict(enumerate(step.held))
         for change, number in step.changes:
             if (block := live.pop(number, None)) is not None:

@@ -231,17 +231,16 @@ def _with_gradient(parameter: Tensor, mode: FakeTensorMode) -> Tensor:
     return fake
 
 
-def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str = "cpu") -> nn.Module:
-    """Return a copy of a model that is made of fake tensors on `device`.
+def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Return a copy of a model that is made of fake tensors on the CPU.
 
     The model stays as it is, and no memory is taken.
 
     Args:
         model: of real tensors, of the meta device's, or of fake ones of the same `mode`.
         mode: of the fake tensors.
-        device: where they seem to be.
     """
-    exchange = _Exchange(mode, device)
+    exchange = _Exchange(mode, "cpu")
     memo: dict[int, Any] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -253,9 +252,9 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
         return copied(model, memo)
 
 
-def fakes_of(tree: Any, mode: FakeTensorMode, device: torch.device | str = "cpu") -> Any:
-    """Return a nest of containers with fake tensors on `device`, of which is known what integers they may hold."""
-    return _Exchange(mode, device).of_known(tree)
+def fakes_of(tree: Any, mode: FakeTensorMode) -> Any:
+    """Return a nest of containers with fake tensors on the CPU, of which is known what integers they may hold."""
+    return _Exchange(mode, "cpu").of_known(tree)
 
 
 _CONVERSIONS = {

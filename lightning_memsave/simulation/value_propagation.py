@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.measuring.source_lines import line_text, user_line
 from lightning_memsave.simulation.kernel_outputs import CORRECTIONS
 from lightning_memsave.simulation.known_sizes import ReadsValueError, sized_by_values
+from lightning_memsave.torch_internals.dispatch_mode import DispatchMode
 from lightning_memsave.torch_internals.fake_tensors import (
     ASKS_DEVICE,
     UNKNOWN,
@@ -57,11 +57,8 @@ _lost: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 _MODES = ("lightning_memsave.measuring.", "lightning_memsave.simulation.")
 
 
-class FactsMode(TorchDispatchMode):
+class FactsMode(DispatchMode):
     """Follows facts while it is entered; above the fake mode, below whoever counts."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_memsave.core.errors import NoEffectWarning, setting_error
-from lightning_memsave.lightning_compat import callbacks_of
+from lightning_memsave.lightning_compat import is_tuned
 from lightning_memsave.loops.forward_scope import ForwardScope, may_drop_logits
 from lightning_memsave.loops.kept_weights import KeptWeights
 from lightning_memsave.loops.low_rank_training import LowRankTraining
@@ -43,9 +44,8 @@ def apply_to_model(session: Session, trainer: L.Trainer) -> None:
     """Change layers and lower weights, before the strategy moves the model and makes optimizers."""
     _keep_weights(session, trainer)
     session.compact_training = None
-    _apply(session, trainer, Sparsity, _make_sparse)
-    _apply(session, trainer, LowRank, _make_low_rank)
-    _apply(session, trainer, SparseUpdate, _freeze)
+    for kind, training in _TRAININGS.items():
+        _apply(session, trainer, kind, functools.partial(_change_layers, training))
     _apply(session, trainer, LowPrecision, _lower_weights)
 
 
@@ -120,8 +120,7 @@ def leave_layers_dense(session: Session, trainer: L.Trainer, error: Exception) -
         Whether there are such layers.
     """
     recipe = session.recipe
-    changing = [t for t in recipe.techniques if isinstance(t, Sparsity | LowRank | SparseUpdate)]
-    changing = [t for t in changing if type(t) in recipe.by_default]
+    changing = [t for t in recipe.techniques if type(t) in _TRAININGS and type(t) in recipe.by_default]
     if session.compact_training is None or not changing:
         return False
     for applied in reversed(session.changes):
@@ -154,25 +153,20 @@ def _check_shards(module: nn.Module, num_processes: int) -> None:
 def _keep_weights(session: Session, trainer: L.Trainer) -> None:
     """Keep weights before they change."""
     if any(session.recipe.get(kind) is not None for kind in (LowPrecision, Sparsity, LowRank)):
-        is_tuned = any(getattr(callback, "_early_exit", False) for callback in callbacks_of(trainer))
-        session.kept_weights = KeptWeights(trainer.lightning_module, copies=is_tuned)
+        session.kept_weights = KeptWeights(trainer.lightning_module, copies=is_tuned(trainer))
 
 
-def _make_sparse(session: Session, trainer: L.Trainer, config: Sparsity) -> None:
-    """Make layers sparse, as they were in the run that is resumed."""
-    session.compact_training = SparseTraining(trainer, config, session.saved_training.get("sparsity"))
-    session.changes.append(session.compact_training.applied)
+_TRAININGS: dict[type[Config], Any] = {
+    Sparsity: SparseTraining,
+    LowRank: LowRankTraining,
+    SparseUpdate: PartialTraining,
+}
+"""What trains layers that change, by its settings."""
 
 
-def _make_low_rank(session: Session, trainer: L.Trainer, config: LowRank) -> None:
-    """Give layers factors, those of the run that is resumed."""
-    session.compact_training = LowRankTraining(trainer, config, session.saved_training.get("low_rank"))
-    session.changes.append(session.compact_training.applied)
-
-
-def _freeze(session: Session, trainer: L.Trainer, config: SparseUpdate) -> None:
-    """Train a part of the model, the same as in the run that is resumed."""
-    session.compact_training = PartialTraining(trainer, config, session.saved_training.get("sparse_update"))
+def _change_layers(training: Any, session: Session, trainer: L.Trainer, config: Config) -> None:
+    """Change layers: make them sparse, give them factors, or freeze a part; as in the run that is resumed."""
+    session.compact_training = training(trainer, config, session.saved_training.get(training.technique))
     session.changes.append(session.compact_training.applied)
 
 
@@ -211,8 +205,8 @@ def _open_store(session: Session, trainer: L.Trainer, config: ActivationCompress
         if not codecs:
             session.recipe = recipe.without(ActivationCompression)
             return
-        before, config = config, replace(config, codecs=codecs)
-        session.recipe = replace(recipe, techniques=tuple(config if t is before else t for t in recipe.techniques))
+        config = replace(config, codecs=codecs)
+        session.recipe = recipe.with_settings(config)
     session.scopes.activations = ForwardScope(trainer, config)
 
 
@@ -227,9 +221,8 @@ def _check_state(session: Session, trainer: L.Trainer, config: OptimizerState) -
                 ", ".join(type(each).__name__ for each in trainer.strategy.optimizers),
                 'Use `OptimizerState(gradients="keep")`.',
             )
-        before, config = config, replace(config, gradients="keep")
-        recipe = session.recipe
-        session.recipe = replace(recipe, techniques=tuple(config if t is before else t for t in recipe.techniques))
+        config = replace(config, gradients="keep")
+        session.recipe = session.recipe.with_settings(config)
     check_optimizers(optimizers, config, trainer.lightning_module)
 
 

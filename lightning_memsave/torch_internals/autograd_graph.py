@@ -232,7 +232,10 @@ _MADE_WHOLE = (*REBUILT, "_WeightProductBackward")
 """Nodes of weights that take more bytes than their parameter; the last one's is two factors (`techniques.low_rank`)."""
 
 
-def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:
+_MOST_LEVELS = 8  # of nodes between a tensor and the weights that it is made of
+
+
+def is_made_of_weights(tensor: Tensor) -> bool:
     """Return whether `tensor` is a leaf that requires a gradient, or computed from such leaves alone.
 
     Casts of autocast, transposes, weight norm, LoRA's merge. An embedding's output depends on parameters only as well,
@@ -241,7 +244,7 @@ def is_made_of_weights(tensor: Tensor, depth: int = 8) -> bool:
     if tensor.is_leaf:
         return tensor.requires_grad
     largest, level = 0, [tensor.grad_fn]
-    for _ in range(depth):  # level by level: most tensors are found to be data on the first two
+    for _ in range(_MOST_LEVELS):  # level by level: most tensors are found to be data on the first two
         behind: list[Node | None] = []
         for node in level:
             if node is None:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_memsave.torch_internals.dispatch_mode import DispatchMode
 from lightning_memsave.torch_internals.private_names import find
 from lightning_memsave.torch_internals.sharded_parameters import is_sharded
 
@@ -39,7 +39,7 @@ def num_issued(groups: Sequence[Any]) -> dict[str, int]:
     return {group.group_name: group._get_sequence_number_for_group() for group in groups}
 
 
-class CatchingUp(TorchDispatchMode):
+class CatchingUp(DispatchMode):
     """Leaves out the first collectives of each group, which the other processes have behind them.
 
     Args:
@@ -47,7 +47,7 @@ class CatchingUp(TorchDispatchMode):
     """
 
     def __init__(self, num_done: Mapping[str, int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._num_left = dict(num_done)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,7 +81,7 @@ class ExchangesError(Exception):
     """A step exchanges something with other processes, where they do not run it."""
 
 
-class NoExchange(TorchDispatchMode):
+class NoExchange(DispatchMode):
     """Raises `ExchangesError` in place of a collective that user code calls; those of torch's own layers go on.
 
     The other processes may be elsewhere, so it must not begin.
@@ -90,7 +90,7 @@ class NoExchange(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found: str | None = None
         """The first of them."""
 

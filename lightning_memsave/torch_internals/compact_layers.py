@@ -27,6 +27,8 @@ class CompactLayer(nn.Module):
     """Name of the parameter that stands in the place of `weight`."""
     steady_buffers: ClassVar[frozenset[str]] = frozenset()
     """Names of buffers that hold the same after a forward pass as before, so that none needs a copy of them."""
+    own_attributes: ClassVar[tuple[str, ...]] = ()
+    """Names of what a compact layer has besides its parameter and `dense_shape`."""
     dense_shape: torch.Size
 
     @property
@@ -36,9 +38,14 @@ class CompactLayer(nn.Module):
 
     def become_dense(self) -> None:
         """Have a plain parameter `weight` again, and the class that it had."""
-        raise NotImplementedError
+        name = self.parameter_name
+        weight = self._dense_of(self.get_parameter(name).detach())
+        for attribute in ("dense_shape", *self.own_attributes):
+            delattr(self, attribute)
+        self.__class__ = self.dense_class  # type: ignore[assignment]  # the class it had
+        rename_parameter(self, name, "weight", weight)
 
-    def _whole(self) -> Tensor:
+    def whole_values(self) -> Tensor:
         """Return the parameter's values as they go to disk, with what low precision keeps beside them."""
         raise NotImplementedError
 
@@ -61,7 +68,7 @@ class CompactLayer(nn.Module):
         super()._save_to_state_dict(own, prefix, keep_vars)
         for key, tensor in own.items():
             if key == f"{prefix}{self.parameter_name}":
-                destination[f"{prefix}weight"] = self.weight if keep_vars else self._dense_of(self._whole())
+                destination[f"{prefix}weight"] = self.weight if keep_vars else self._dense_of(self.whole_values())
             else:
                 destination[key] = tensor
 

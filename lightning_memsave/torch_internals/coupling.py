@@ -80,7 +80,7 @@ def _couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _steps_apart(optimizer: torch.optim.Optimizer) -> bool:
-    values, gradients = random_matrices(2, seed=0), random_matrices(2, seed=1)
+    values, gradients = two_matrices(seed=0), two_matrices(seed=1)
     gradients[1] *= 30
     lr = optimizer.param_groups[0].get("lr")
     settings = {} if lr or not isinstance(lr, (int, float)) else {"lr": 0.1}  # a warmup begins with none
@@ -97,10 +97,10 @@ def _steps_apart(optimizer: torch.optim.Optimizer) -> bool:
     return not draws and (moved == 0 or apart > 1e-6 * moved)  # what moves none has parameters elsewhere
 
 
-def random_matrices(count: int, seed: int) -> list[Tensor]:
-    """Return float64 matrices, [4, 3], for a trial of an optimizer."""
+def two_matrices(seed: int) -> list[Tensor]:
+    """Return two random float64 matrices, [4, 3], for a trial of an optimizer."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(4, 3, generator=generator, dtype=torch.float64, device="cpu") for _ in range(count)]
+    return [torch.randn(4, 3, generator=generator, dtype=torch.float64, device="cpu") for _ in range(2)]
 
 
 def stepped_twin(

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memsave.torch_internals.dispatch_mode import DispatchMode
 
 _REFUSED = "already associated to a python object"
 _known: weakref.WeakKeyDictionary[type[Tensor], bool] = weakref.WeakKeyDictionary()
@@ -43,13 +44,13 @@ def _fails(cls: type[Tensor]) -> bool:
     make: Any = cls.__new__
     try:
         others = [p for p in inspect.signature(make).parameters.values() if p.default is p.empty][2:]
-        with torch.random.fork_rng([]), _Watching():  # type: ignore[no-untyped-call]  # untyped in torch
+        with torch.random.fork_rng([]), _Watching():
             make(cls, torch.zeros(2, device="cpu")[:1], *(None for p in others if p.kind is p.POSITIONAL_OR_KEYWORD))
     except Exception as error:  # of the user's class
         return _REFUSED in str(error)
     return False
 
 
-class _Watching(TorchDispatchMode):
+class _Watching(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

@@ -60,7 +60,7 @@ class Factors(L.Callback):
         self.seen, self.model = [], None
 
     def on_train_batch_end(self, trainer, pl_module, *args):
-        self.seen.append({name: layer.whole_factors().clone() for name, layer in low_rank_layers(pl_module).items()})
+        self.seen.append({name: layer.whole_values().clone() for name, layer in low_rank_layers(pl_module).items()})
 
     def on_fit_end(self, trainer, pl_module):
         self.model = copy.deepcopy(pl_module.state_dict())

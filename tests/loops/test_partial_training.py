@@ -57,7 +57,7 @@ class Values(L.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, *args):
         layers = partial_layers(pl_module)
-        self.seen.append({name: layer._whole().clone() for name, layer in layers.items()})
+        self.seen.append({name: layer.whole_values().clone() for name, layer in layers.items()})
         self.channels = {name: layer.channels.tolist() for name, layer in layers.items()}
 
     def on_fit_end(self, trainer, pl_module):

@@ -14,7 +14,7 @@ from torchmetrics import SumMetric
 
 from lightning_memsave import MemSave, Microbatching
 from lightning_memsave.core.errors import NotLosslessWarning
-from lightning_memsave.loops.step_effects import StepEffects, hooks_on_gradients, nothing_added
+from lightning_memsave.loops.step_effects import StepEffects, gradients_set_aside, hooks_on_gradients
 from tests.loops.loss_runs import CLASSES, Base, applied, batches, compare, fit
 
 
@@ -236,7 +236,7 @@ def test_a_step_that_calls_backward_is_seen_whether_gradients_are_made_or_added_
 def test_what_a_step_adds_to_gradients_is_dropped():
     module = Base()
     module.head.weight.grad = kept = torch.ones_like(module.head.weight)
-    with nothing_added(module):
+    with gradients_set_aside(module):
         assert module.head.weight.grad is None
         module.head(torch.ones(2, 16)).sum().backward()
         assert module.head.bias.grad is not None

@@ -158,10 +158,10 @@ def test_whether_it_fits_is_said_with_what_is_needed(device_bytes, answer):
     cuda = CudaBytes(allocated_bytes=GIB, reserved_bytes=GIB, context_bytes=(GIB // 2, 3 * GIB // 2))
     text = printed(prediction(cuda=cuda), device_bytes)
     assert f"{answer}: 1.5 GiB to 2.5 GiB needed" in text
-    assert (
-        "on CUDA: 1.0 GiB allocated, 1.0 GiB reserved (1.00x), of which cuBLAS has 64.0 MiB, and 512.0 MiB to 1.5 GiB of context"
-        in " ".join(text.split())
+    told = (
+        "on CUDA: 1.0 GiB allocated, 1.0 GiB reserved (1.00x), of which cuBLAS has 64.0 MiB, and 512.0 MiB to 1.5 GiB"
     )
+    assert told in " ".join(text.split())
     assert "expandable_segments" not in text
     total = format_bytes(prediction().peak_bytes)
     assert f"fits in 3.0 GiB: {total} needed" in printed(prediction(), 3 * GIB)

@@ -58,6 +58,15 @@ def test_private_attributes_of_the_trainer():
     assert isinstance(epoch_loop.automatic_optimization, lightning_compat.AutomaticOptimization)
 
 
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_private_attributes_that_are_read_with_a_default(namespace):
+    strategies, callbacks = (import_module(f"{namespace}.{name}") for name in ("strategies", "callbacks"))
+    assert {"_ddp_kwargs", "_ddp_comm_hook"} <= vars(strategies.DDPStrategy()).keys()
+    assert "_tensor_parallel_size" in vars(strategies.ModelParallelStrategy())
+    assert callbacks.BatchSizeFinder()._early_exit is False
+    assert import_module(namespace).LightningModule()._compiler_ctx is None
+
+
 def test_torch_private_names_of_the_optimizer_swap():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     assert callable(optimizer._patch_step_function)

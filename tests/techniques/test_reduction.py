@@ -9,7 +9,6 @@ from lightning_memsave.techniques.microbatching.reduction import (
     LabelCount,
     Losses,
     ReductionRule,
-    infer_reduction,
     rules_for,
 )
 
@@ -17,16 +16,17 @@ from lightning_memsave.techniques.microbatching.reduction import (
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
-        (lambda x: x.square().mean(), "mean"),
-        (lambda x: x.square().sum(), "sum"),
-        (lambda x: torch.cdist(x, x).mean(), "neither"),
-        (lambda x: x.square().mean().sqrt(), "neither"),
-        (lambda x: x.new_zeros(()), "either"),
+        (lambda x: x.square().mean(), (True, False)),
+        (lambda x: x.square().sum(), (False, True)),
+        (lambda x: torch.cdist(x, x).mean(), (False, False)),
+        (lambda x: x.square().mean().sqrt(), (False, False)),
+        (lambda x: x.new_zeros(()), (True, True)),
     ],
 )
 def test_reduction_is_told_from_losses(loss, expected):
     x = torch.randn(7, 2, dtype=torch.float64)
-    assert infer_reduction(lambda part: float(loss(part)), x, [(x[:2], 2), (x[2:], 5)], 1e-9) == expected
+    losses = Losses(float(loss(x)), (float(loss(x[:2])), float(loss(x[2:]))), 1e-9)
+    assert (losses.fit_mean([2, 5]), losses.fit_sum()) == expected
 
 
 def test_a_batch_without_labels_weighs_its_parts_alike():
@@ -152,14 +152,3 @@ def test_of_losses_in_16_bits_the_weights_that_fit_best_are_chosen():
     assert losses.best([by_samples, by_labels], shares.get) == [by_labels]
     assert Losses(whole, parts, 0.01).best([by_samples, by_labels], shares.get) == [by_samples, by_labels]
     assert not losses.fit_mean([3.2, 6.8])
-
-
-def test_a_part_without_samples_has_no_loss():
-    asked = []
-
-    def loss_of(xs):
-        asked.append(xs)
-        return sum(xs) / len(xs)
-
-    assert infer_reduction(loss_of, [1.0, 2.0, 6.0], [([1.0], 1), ([], 0), ([2.0, 6.0], 2)], 1e-9) == "mean"
-    assert [] not in asked

@@ -71,9 +71,9 @@ class Replay:
         peak = int((live + self._scratch if workspace else live).max())
         return max([peak, *(int(live[event]) + spike for effect in effects for event, spike in effect.spikes)])
 
-    def curve(self, effects: Sequence[Effect] = ()) -> Tensor:
-        """Return live bytes before each event and at the end, with workspace, int64 [E + 1]."""
-        return self._live + self._adjustment(effects) + self._scratch
+    def curve(self) -> Tensor:
+        """Return live bytes of the plain step before each event and at the end, with workspace, int64 [E + 1]."""
+        return self._live + self._scratch
 
     def adjustment(self, effect: Effect) -> Tensor:
         """Return by how much one region changes that curve, int64 [E + 1]."""

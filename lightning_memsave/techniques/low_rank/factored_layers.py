@@ -51,27 +51,17 @@ class LowRankLayer(CompactLayer):
             product: Tensor = _WeightProduct.apply(*self.pair)  # type: ignore[no-untyped-call]  # untyped in torch
         return product.view(self.dense_shape)
 
-    def become_dense(self) -> None:
-        """Undo `become_low_rank`: a plain parameter, the product of the factors."""
-        weight = self._dense_of(self.factors.detach())
-        self.__class__ = self.dense_class  # type: ignore[assignment]  # the class it had
-        del self.dense_shape
-        rename_parameter(self, "factors", "weight", weight)
-
-    def whole_factors(self) -> Tensor:
+    def whole_values(self) -> Tensor:
         """Return the factors, in float32 where low precision keeps a part of them beside."""
         factors = self.factors.detach()
         return factors if self._correction is None else join(factors, self._correction)
-
-    def _whole(self) -> Tensor:
-        return self.whole_factors()
 
     def _dense_of(self, whole: Tensor) -> Tensor:
         return product_of(whole, self.dense_shape)
 
     def _taken_from(self, dense: Tensor) -> Tensor:
         """Return the factors as they are where their product is `dense`, else new ones."""
-        whole, dense = self.whole_factors(), dense.detach().to(self.factors.device)
+        whole, dense = self.whole_values(), dense.detach().to(self.factors.device)
         if torch.equal(self._dense_of(whole).to(dense.dtype), dense):
             return whole
         return factors_of(dense.flatten(1), self.rank)

@@ -29,7 +29,7 @@ from torch import nn
 from lightning_memsave.core.errors import check_unused, setting_error
 from lightning_memsave.core.units import parse_bytes
 from lightning_memsave.techniques.batchnorm import PooledBatchNorms, pooled_batchnorm
-from lightning_memsave.techniques.microbatching.reduction import LabelCount, ReductionRule, infer_reduction
+from lightning_memsave.techniques.microbatching.reduction import LabelCount, ReductionRule
 from lightning_memsave.techniques.microbatching.split import (
     UnsplittableBatchError,
     batch_size,
@@ -42,7 +42,6 @@ __all__ = [
     "Microbatching",
     "UnsplittableBatchError",
     "batch_size",
-    "infer_reduction",
     "microbatches",
     "split",
 ]

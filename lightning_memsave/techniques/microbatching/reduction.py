@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 Reduction = Literal["mean", "sum"]
-Finding = Literal["mean", "sum", "either", "neither"]
 
 _CLEARLY = 10.0
 """Factor by which losses of parts must differ more than rounding, so that weights that are 10 % off are seen."""
@@ -204,31 +203,3 @@ class Losses:
         fitting = {rule: distance for rule, distance in off.items() if distance <= self._rounding}
         limit = max(_CLEARLY * min(fitting.values(), default=0.0), 1e-6 * self.size)
         return [rule for rule, distance in fitting.items() if self.tolerance is not None or distance <= limit]
-
-
-def infer_reduction(
-    loss_of: Callable[[Any], float], whole: Any, parts: Sequence[tuple[Any, float]], relative_tolerance: float
-) -> Finding:
-    """Compare the loss of a batch with the losses of its parts.
-
-    Args:
-        loss_of: the loss of a batch; must not depend on chance or on earlier calls.
-        whole: a batch.
-        parts: the same samples in two or more parts of uneven sizes, each with its size; one of size 0 has no loss.
-        relative_tolerance: how far two ways to the same loss may differ.
-
-    Returns:
-        `"either"` when that does not tell: losses that are zero, not finite, or equal in all parts.
-
-    >>> samples = [1.0, 2.0, 6.0]
-    >>> infer_reduction(lambda xs: sum(xs) / len(xs), samples, [(samples[:1], 1), (samples[1:], 2)], 1e-9)
-    'mean'
-    """
-    counted = [(part, n) for part, n in parts if n]
-    losses = Losses(loss_of(whole), tuple(loss_of(part) for part, _ in counted), relative_tolerance)
-    if not losses.are_finite:
-        return "either"
-    is_mean, is_sum = losses.fit_mean([n for _, n in counted]), losses.fit_sum()
-    if is_mean:
-        return "either" if is_sum or not losses.lie_apart else "mean"
-    return "sum" if is_sum else "neither"

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.techniques.optimizer_state import projection
 from lightning_memsave.techniques.optimizer_state.moment_codecs import POSITIVE
-from lightning_memsave.torch_internals.coupling import check_steps_parameters_alone, random_matrices, stepped_twin
+from lightning_memsave.torch_internals.coupling import check_steps_parameters_alone, stepped_twin, two_matrices
 from lightning_memsave.torch_internals.fake_tensors import truth, with_values
 from lightning_memsave.torch_internals.optimizer_class import MadeClass, name_of
 
@@ -90,10 +90,10 @@ def _tried_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, bool]] | N
 
 
 def _tried(optimizer: torch.optim.Optimizer, group: int) -> dict[str, bool]:
-    gradients = [[g * 0.01 for g in random_matrices(2, seed)] for seed in (1, 2, 3)]
+    gradients = [[g * 0.01 for g in two_matrices(seed)] for seed in (1, 2, 3)]
     lr = optimizer.param_groups[group].get("lr")
     settings = {"lr": 1e-3} if isinstance(lr, (int, float)) else {}  # the weights, and copies of them, move by little
-    twin = stepped_twin(optimizer, random_matrices(2, seed=0), gradients, group=group, settings=settings)
+    twin = stepped_twin(optimizer, two_matrices(seed=0), gradients, group=group, settings=settings)
     found: dict[str, list[Tensor]] = {}
     for p, state in twin.state.items():
         weights = p.detach()

@@ -184,6 +184,7 @@ class PartialLayer(CompactLayer):
     """What a layer becomes, together with its own class. Edit `values` and `frozen_weight` instead of `weight`."""
 
     prefix, parameter_name = "Partial", "values"
+    own_attributes = ("frozen_weight", "channels")
     steady_buffers = frozenset(("frozen_weight", "channels"))
     values: nn.Parameter
     frozen_weight: Tensor
@@ -213,20 +214,13 @@ class PartialLayer(CompactLayer):
         out: Tensor = _Partial.apply(x, self.values, self.bias, dense, operator, self.channels)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
 
-    def become_dense(self) -> None:
-        """Undo `become_partial`: a plain parameter."""
-        weight = self._dense_of(self.values.detach())
-        self.__class__ = self.dense_class  # type: ignore[assignment]  # the class it had
-        for name in ("frozen_weight", "channels", "dense_shape"):
-            delattr(self, name)
-        rename_parameter(self, "values", "weight", weight)
-
     @property
     def layout(self) -> Channels:
         """Places of the values in the dense weight."""
         return Channels(self.channels, self.dense_shape, self.operator.weight_dim)
 
-    def _whole(self) -> Tensor:
+    def whole_values(self) -> Tensor:
+        """Return the values of the channels that are trained."""
         values = self.values.detach()
         return values if self._correction is None else join(values, self._correction)
 
@@ -282,7 +276,8 @@ class FrozenConvolution(CompactLayer):
         self.__class__ = self.dense_class  # type: ignore[assignment]  # the class it had
         del self.dense_shape
 
-    def _whole(self) -> Tensor:
+    def whole_values(self) -> Tensor:
+        """Return the weight."""
         return self.weight.detach()
 
     def _dense_of(self, whole: Tensor) -> Tensor:

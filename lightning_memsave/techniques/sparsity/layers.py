@@ -50,6 +50,7 @@ class SparseLayer(CompactLayer):
     """What a layer becomes, together with its own class. Edit `values` instead of `weight`, which is made anew."""
 
     prefix, parameter_name = "Sparse", "values"
+    own_attributes = ("values_index", "group", "watches_gradient", "dense_gradient")
     values: nn.Parameter
     values_index: Tensor
     group: Group | None
@@ -87,15 +88,8 @@ class SparseLayer(CompactLayer):
         replace_values(self.values, values)
         self.values_index = pack_positions(positions, self.dense_shape.numel())
 
-    def become_dense(self) -> None:
-        """Undo `become_sparse`: a plain parameter, with zeros where nothing lived."""
-        weight = self.layout.dense(self.values.detach())
-        self.__class__ = self.dense_class  # type: ignore[assignment]  # the class it had
-        for name in ("values_index", "dense_shape", "group", "watches_gradient", "dense_gradient"):
-            delattr(self, name)
-        rename_parameter(self, "values", "weight", weight)
-
-    def _whole(self) -> Tensor:
+    def whole_values(self) -> Tensor:
+        """Return the live values."""
         values = self.values.detach()
         return values if self._correction is None else join(values, self._correction)
 

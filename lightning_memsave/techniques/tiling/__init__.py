@@ -33,6 +33,7 @@ any module, tested instead of declared; one pass of the step; dropout's own mask
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -213,8 +214,8 @@ class Tiles:
         """Return what normalises tiles by statistics of their own."""
         return [each for each in module.modules() if pools_statistics(each)] if self.config.batchnorm else []
 
-    def _reasons(self, most: int = 3) -> Iterator[str]:
-        for name, why_not in list(self._refused.items())[:most]:
+    def _reasons(self) -> Iterator[str]:
+        for name, why_not in itertools.islice(self._refused.items(), 3):
             yield f"`{name}`: {why_not}"
 
     @property

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memsave.saved_tensors.kept_noise import NoiseError, is_draw, shape_drawn
 from lightning_memsave.saved_tensors.tiles import memory_order
 from lightning_memsave.torch_internals.autograd_graph import storage_key
+from lightning_memsave.torch_internals.dispatch_mode import DispatchMode
 
 _READS = frozenset(
     f"aten::{name}"
@@ -41,13 +41,13 @@ def _drawn(func: Any, args: Sequence[Any]) -> Drawn:
     return Drawn(shape, memory_order(args[0]) if isinstance(args[0], Tensor) else tuple(range(len(shape))))
 
 
-class CallWatch(TorchDispatchMode):
+class CallWatch(DispatchMode):
     """Notes what a call reads, draws, and keeps."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        super().__init__()
         self.reads: list[str] = []
         self.draws: list[Drawn] = []
         self._kept: dict[int, int] = {}
@@ -92,13 +92,10 @@ class ReadsInPython(TorchFunctionMode):
 _NOISE = frozenset(f"aten::{name}" for name in ("bernoulli", "rand", "randn", "rand_like", "randn_like", "normal"))
 
 
-class Still(TorchDispatchMode):
+class Still(DispatchMode):
     """Draws give the same number everywhere, so that slices can be compared with the whole without their noise."""
 
     supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
