@@ -71,10 +71,13 @@ def dry_run(
         warnings.simplefilter("always")
         options = {**options, "max_steps": enough_steps(options.get("max_steps", -1))}
         trainer = import_module(namespace).Trainer(callbacks=[watch], **nothing_around(namespace), **options)
-        with contextlib.suppress(DoneError):
-            fit(trainer, module, batch, data_module)
+        try:
+            with contextlib.suppress(DoneError):
+                fit(trainer, module, batch, data_module)
+        finally:
+            watch.abandon()
     if watch.measured is None:
-        raise ValueError("No step can be predicted: `training_step` stopped the training, or there is no batch.")
+        raise ValueError(NO_STEP)
     watch.flags = tuple(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, _TOLD)))
     return watch
 
@@ -82,6 +85,9 @@ def dry_run(
 def enough_steps(max_steps: int) -> int:
     """Return the `max_steps` of a run for a trial of a few steps, raised so that the trial can take them."""
     return max_steps if max_steps < 0 else max(max_steps, _MANY)
+
+
+NO_STEP = "No step can be predicted: `training_step` stopped the training, or there is no batch."
 
 
 class DoneError(Exception):
@@ -190,6 +196,7 @@ class StepWatch(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         """Count bytes from here on, in all steps but the first."""
+        self.abandon()  # a batch that was skipped has no end
         if self._num_batches >= trainer.accumulate_grad_batches:
             ledger = BreakdownLedger("cpu", fake=self._fake)
             assert trainer.strategy.model is not None, "it trains"
@@ -210,17 +217,22 @@ class StepWatch(L.Callback):
             self._session.cutter.warn_if_unused(pl_module)
             raise DoneError
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Stop counting."""
-        self._close()
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """End the run where a step has ended the epoch."""
+        raise DoneError
+
+    def abandon(self) -> BreakdownLedger | None:
+        """Stop counting, wherever a step has ended, and return what counted."""
+        ledger, self._ledger = self._ledger, None
+        if ledger is not None:
+            ledger.__exit__(None, None, None)
+        return ledger
 
     def _close(self) -> None:
-        ledger, self._ledger = self._ledger, None
-        if ledger is None:
-            return
-        ledger.__exit__(None, None, None)
-        found = ledger.measurement
+        ledger = self.abandon()
+        found = None if ledger is None else ledger.measurement
         if found is not None and (self.measured is None or found.peak_bytes > self.measured.peak_bytes):
+            assert ledger is not None, "it has measured"
             self.measured, self._breakdown = found, ledger.breakdown
 
 

@@ -35,7 +35,7 @@ from lightning_memsave.measuring.ledger import Ledger, Measurement
 from lightning_memsave.measuring.profiler_peak import AllocationProfile
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.planner.search_space import NOT_TILED, Tiled
-from lightning_memsave.prediction.dry_run import DoneError, enough_steps, fit, nothing_around, silence
+from lightning_memsave.prediction.dry_run import NO_STEP, DoneError, enough_steps, fit, nothing_around, silence
 from lightning_memsave.prediction.microbatch_extrapolation import as_if_whole, first_microbatches, rest_bytes
 from lightning_memsave.saved_tensors.codec_names import HEAD
 from lightning_memsave.saved_tensors.randomness import Randomness
@@ -178,6 +178,7 @@ class Trial:
             warnings.simplefilter("ignore")  # what is said of a trial would be taken for the run's
             try:
                 self._fit(steps, batch)
+                raise ValueError(NO_STEP)
             except DoneError:
                 pass
             except ValueError:
@@ -186,6 +187,8 @@ class Trial:
                 if is_out_of_memory(error):
                     return False
                 raise StepFailedError(f"{type(error).__name__}: {error}") from error
+            finally:
+                steps.abandon()
         return True
 
     @property
@@ -272,6 +275,13 @@ class OneStep(pl.Callback):
         self.is_done = True
         raise DoneError
 
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """End the trial where a step has ended the epoch."""
+        raise DoneError
+
+    def abandon(self) -> None:
+        """Stop what measures, wherever a step has ended."""
+
 
 class _Asking(OneStep):
     """Counts what it takes to find out how the loss depends on the batch, on top of what was there."""
@@ -348,16 +358,18 @@ class _Steps(OneStep):
             if forward_and_backward + update > _LONG_SECONDS or len(self._seconds) == _NUM_TIMED:
                 raise DoneError
         elif step == 4:
-            assert self._profile is not None, "it was opened a step before"
-            self._profile.__exit__(None, None, None)
-            self._profiled_bytes, self._profile = self._profile.peak_bytes, None
+            profile = self._profile
+            assert profile is not None, "it was opened a step before"
+            self.abandon()
+            self._profiled_bytes = profile.peak_bytes
             if not self._is_timed:
                 raise DoneError
         if step >= 4:
             return
         assert self._ledger is not None, "it was opened at the start of the step"
-        self._ledger.__exit__(None, None, None)
-        self._keep_highest(self._ledger.measurement, allocator.read_peak(device))
+        ledger = self._ledger
+        self.abandon()
+        self._keep_highest(ledger.measurement, allocator.read_peak(device))
         if step == 2 and device.type != "cpu":
             raise DoneError
 
@@ -367,19 +379,18 @@ class _Steps(OneStep):
         if self._highest is None or measured.peak_bytes > self._highest.peak_bytes:
             self._highest, self._allocated = measured, allocated
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, DoneError):
-            return
-        if self._ledger is not None and self._ledger.measurement is None:
-            self._ledger.__exit__(None, None, None)
-        elif self._profile is not None:
-            self._profile.__exit__(None, None, None)
+    def abandon(self) -> None:
+        ledger, profile = self._ledger, self._profile
+        self._ledger = self._profile = None
+        for each in (ledger, profile):
+            if each is not None:
+                each.__exit__(None, None, None)
 
     def result(self, missing_bytes: int) -> Prediction:
         """Return what was measured, with bytes of the batch that were left out."""
         measured, latest = self._highest, self._latest
-        assert measured is not None, "a fit without an error has measured"
-        assert latest is not None, "and so has its last step"
+        if measured is None or latest is None:
+            raise ValueError(NO_STEP)
         split = dict(measured.by_category)
         split["data"] += missing_bytes
         workspace = 0

@@ -129,6 +129,8 @@ def _follow(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
         return False  # nearly all end here
     outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if func._schema.is_mutable and not any(map(is_fake, inputs)):  # done already: not twice
+        return False
     is_known = (
         all(_values_of(leaf) is not None for leaf in inputs) and torch.Tag.nondeterministic_seeded not in func.tags
     )

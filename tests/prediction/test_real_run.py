@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 
 from lightning_memsave import (
@@ -383,3 +384,32 @@ def test_a_trial_chooses_the_regions_of_the_run():
     train(memsave, Plain())
     found = Trial(Plain(), batch())(techniques)
     assert 0 <= found.peak_bytes - memsave.report.peak_bytes <= 64 * (SAMPLES // 4 - 2)  # what is noted of each
+
+
+class Ends(Plain):
+    """Ends the epoch at the start of a batch, or in the middle of its step."""
+
+    def __init__(self, at, in_step):
+        super().__init__()
+        self.at, self.in_step = at, in_step
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == self.at and not self.in_step else None
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == self.at and self.in_step:
+            raise StopIteration
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("at", range(6))
+def test_a_step_that_ends_its_epoch_leaves_nothing_on(at, in_step):
+    module = Ends(at, in_step)
+    if at < 2:
+        with pytest.raises(ValueError, match="No step can be predicted"):
+            plan_training(module, batch(), MemSave(budget="1x"))
+    else:
+        plan_training(module, batch(), MemSave(budget="1x"))
+    assert _get_current_dispatch_mode_stack() == []
+    assert not torch.autograd.profiler._is_profiler_enabled

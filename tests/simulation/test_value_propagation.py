@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lightning_memsave.simulation import value_propagation
 from lightning_memsave.simulation.fake_model import fake_tensors
 from lightning_memsave.simulation.known_sizes import ReadsValueError
-from lightning_memsave.simulation.value_propagation import note_values
+from lightning_memsave.simulation.value_propagation import FactsMode, note_values
 from lightning_memsave.torch_internals.fake_tensors import facts_of, has_two_values, integer_range, is_fake
 
 
@@ -323,3 +323,11 @@ def test_padding_with_a_number_keeps_a_range():
 def test_values_of_a_tensor_that_is_made_among_fakes_are_followed():
     with fake_tensors(nn.Identity()) as fake:
         assert (fake(torch.tensor([[5, 0]])) + 1).tolist() == [[6, 1]]
+
+
+def test_edits_of_real_tensors_are_done_once():
+    counts = [torch.zeros(()), torch.zeros(())]
+    with FactsMode():
+        torch._foreach_add_(counts, 1)
+        counts[0].add_(1)
+    assert counts == [2, 1]
