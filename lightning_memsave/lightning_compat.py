@@ -23,6 +23,7 @@ Batch: TypeAlias = Any
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 _WRITTEN_FOR = NAMESPACES[0]
+_LIGHTNINGS, _OURS = ("lightning.", "pytorch_lightning."), "lightning_memsave."
 
 AutomaticOptimization = find("lightning.pytorch.loops.optimization.automatic._AutomaticOptimization")
 Closure = find("lightning.pytorch.loops.optimization.automatic.Closure")
@@ -109,10 +110,16 @@ def is_compiled(module: object) -> bool:
 
 
 def is_overridden(owner: Any, hook: str) -> bool:
-    """Return whether a user's class of a module or callback defines a hook of Lightning's; none of ours counts."""
-    defined_in = next((cls for cls in type(owner).__mro__ if hook in vars(cls)), None)  # a mock has none
-    ours = ("lightning.", "pytorch_lightning.", "lightning_memsave.")
-    return defined_in is not None and not defined_in.__module__.startswith(ours)
+    """Return whether a user's class of a module, callback or strategy defines a hook of Lightning's."""
+    others = (cls for cls in type(owner).__mro__ if not cls.__module__.startswith(_OURS))
+    defined_in = next((cls for cls in others if hook in vars(cls)), None)  # a mock has none
+    return defined_in is not None and not defined_in.__module__.startswith(_LIGHTNINGS)
+
+
+def has_own_loop(trainer: Trainer) -> bool:
+    """Return whether somebody has put a loop of automatic optimization of their own in the place of Lightning's."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    return not type(loop).__module__.startswith((*_LIGHTNINGS, _OURS))
 
 
 # ------------------------------------------------------------------------------- one class, for either namespace

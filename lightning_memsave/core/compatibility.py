@@ -68,7 +68,7 @@ SETTINGS = (
 
 _KEEP = '`OptimizerState(gradients="keep")`'
 
-_GONE = "private names that it needs are gone (`torch_internals.private_names`)"
+_GONE = "private names that it needs are gone (`torch_internals.private_names`), or are somebody's own"
 _INSTALL = "Install a version of torch and Lightning that is tested"
 _NOT_PUT_BACK = "its trial's steps move weights, and a pattern that has changed is not put back"
 _FIND_BEFORE = 'Find it with `Sparsity(method="static")` of another `initial` than "snip", or with `sparsity=False`.'

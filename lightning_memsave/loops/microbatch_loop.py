@@ -24,6 +24,7 @@ from lightning_memsave.lightning_compat import (
     Closure,
     ClosureResult,
     block_sync,
+    is_overridden,
 )
 from lightning_memsave.loops.batch_cutter import noting_parts
 from lightning_memsave.loops.batch_snapshot import BatchStart
@@ -343,6 +344,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         outputs: list[dict[str, Any]] = []
         sizes: list[float] = []
         total: Tensor | None = None
+        has_ended = self._backward_fn is None
         results = trainer._results
         module = trainer.lightning_module
         is_watched = counts and len(parts) > 1
@@ -379,13 +381,20 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                             joint.phase = f"the backward pass of part {i + 1} of {len(parts)}"
                         # Other processes may have a loss in parts that are left.
                         self._backward(loss, is_last, exchange if joint is None or i + 1 == len(parts) else None)
+                        has_ended = is_last
                     del out, loss  # the next microbatch must not meet this one's graph
         if exchange is not None:
             exchange.finish()  # where the last microbatch had no loss
         logs.flush(self._kwargs["batch"], losses, reduction, trainer.accumulate_grad_batches)
         session.cutter.record.note_losses(losses)
-        if total is None:
-            return self._skipped()
+        return self._skipped() if total is None else self._merged(total, outputs, sizes, has_ended)
+
+    def _merged(self, total: Tensor, outputs: list[dict[str, Any]], sizes: list[float], has_ended: bool) -> Any:
+        """Return what a batch has come to; its hooks run once, also where the last microbatch had no loss."""
+        if not has_ended:
+            strategy = self._loop.trainer.strategy
+            strategy.precision_plugin.pre_backward(total, strategy.lightning_module)
+            strategy.precision_plugin.post_backward(total, strategy.lightning_module)
         return ClosureResult(total, extra=merge_outputs(outputs, sizes))
 
     def _backward(self, loss: Tensor, is_last: bool, exchange: LateReduction | JointRecovery | None) -> None:
@@ -393,13 +402,14 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         strategy = self._loop.trainer.strategy
         plugin, module = strategy.precision_plugin, strategy.lightning_module
         known = type(plugin).pre_backward.__module__.startswith(_PRECISION_PLUGINS)
+        known &= not is_overridden(strategy, "backward")
         if is_last and exchange is not None:
             strategy.pre_backward(loss)
             loss = plugin.pre_backward(loss, module)
             plugin.backward(loss, module, self._optimizer)
             exchange.finish()
             strategy.post_backward(plugin.post_backward(loss, module))
-        elif is_last or not known:  # an unknown plugin may scale in its own `pre_backward`: it gets every call
+        elif is_last or not known:  # an unknown plugin or strategy may scale in its own methods: it gets every call
             self._backward_fn(loss)
         else:
             strategy.pre_backward(loss)

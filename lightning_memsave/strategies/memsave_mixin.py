@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning as L
@@ -43,6 +43,7 @@ from lightning_memsave.strategies.apply_recipe import (
 from lightning_memsave.techniques.microbatching import Microbatching, active_microbatching
 from lightning_memsave.techniques.optimizer_state import GradientExchange, OptimizerState, pages_kept, send_from_first
 from lightning_memsave.torch_internals.held_optimizers import with_held
+from lightning_memsave.torch_internals.optimizer_class import name_of
 
 _SHARDS = "model parallel (FSDP2)"
 
@@ -96,6 +97,9 @@ class MemSaveMixin(Strategy):
         with pages_kept(with_held(self.optimizers) if fitting else ()):
             super().setup(trainer)
         if fitting:
+            if self.memsave.zero_grad_first and (optimizer := _zeroing_itself(self.optimizers)):
+                self.memsave.zero_grad_first = False
+                rank_zero_info(f"memsave: gradients are freed by {optimizer}.zero_grad, after the forward pass.")
             apply_to_steps(self.memsave, trainer)
             if _SHARDS in ways:
                 self.memsave.recover_jointly(trainer.lightning_module)
@@ -286,6 +290,15 @@ def _reader_of_gradients(trainer: L.Trainer) -> str | None:
         if is_overridden(owner, hook):
             return f"{type(owner).__name__}.{hook}"
     return _reader_in_forward(trainer.lightning_module)
+
+
+def _zeroing_itself(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
+    """Return the name of an optimizer that does something of its own to zero gradients, such as keeping zeros."""
+    plain = torch.optim.Optimizer.zero_grad
+    for optimizer in with_held(optimizers):
+        if "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not plain:
+            return name_of(type(optimizer))
+    return None
 
 
 _AFTER_BACKWARD = (
