@@ -8,10 +8,11 @@ from the same code; nothing else in the package tells the two apart. Private nam
 from __future__ import annotations
 
 import abc
+import dis
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any, TypeAlias
 
 from lightning.pytorch import Trainer
@@ -114,6 +115,31 @@ def is_overridden(owner: Any, hook: str) -> bool:
     others = (cls for cls in type(owner).__mro__ if not cls.__module__.startswith(_OURS))
     defined_in = next((cls for cls in others if hook in vars(cls)), None)  # a mock has none
     return defined_in is not None and not defined_in.__module__.startswith(_LIGHTNINGS)
+
+
+def says_grad(method: object) -> bool:
+    """Return whether the code of a function says `.grad`."""
+    return any("grad" in code.co_names and "autograd" not in code.co_names for code in _codes_of(method))
+
+
+def edits_grad(method: object) -> bool:
+    """Return whether a function that says `.grad` may change it: sets it, clips, or calls anything in place."""
+    codes = list(_codes_of(method))
+    names = {name for code in codes for name in code.co_names}
+    if any("clip_grad" in name for name in names):
+        return True
+    is_set = any(i.opname == "STORE_ATTR" and i.argval == "grad" for code in codes for i in dis.get_instructions(code))
+    in_place = any(name.endswith("_") and not name.endswith("__") for name in names)
+    return is_set or (in_place and says_grad(method))
+
+
+def _codes_of(method: object) -> Iterator[CodeType]:
+    """Yield the code of a function and of the functions inside of it."""
+    waiting = [method.__code__] if hasattr(method, "__code__") else []
+    while waiting:
+        code = waiting.pop()
+        yield code
+        waiting.extend(each for each in code.co_consts if isinstance(each, CodeType))
 
 
 def has_own_loop(trainer: Trainer) -> bool:

@@ -380,7 +380,8 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                         if joint is not None:
                             joint.phase = f"the backward pass of part {i + 1} of {len(parts)}"
                         # Other processes may have a loss in parts that are left.
-                        self._backward(loss, is_last, exchange if joint is None or i + 1 == len(parts) else None)
+                        with session.own_backward():
+                            self._backward(loss, is_last, exchange if joint is None or i + 1 == len(parts) else None)
                         has_ended = is_last
                     del out, loss  # the next microbatch must not meet this one's graph
         if exchange is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_memsave.core.errors import NoEffectWarning, setting_error
 from lightning_memsave.core.report import Applied
-from lightning_memsave.lightning_compat import callbacks_named, callbacks_of, is_overridden
+from lightning_memsave.lightning_compat import callbacks_named, callbacks_of, edits_grad, is_overridden, says_grad
 from lightning_memsave.loops.norm_clipping import ClippingByNorm, run_for_norm
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.techniques.low_precision import Weights, step_in_float32
@@ -37,7 +37,7 @@ from lightning_memsave.techniques.optimizer_state import (
     is_ours,
 )
 from lightning_memsave.techniques.optimizer_state.state_config import NormClipping
-from lightning_memsave.torch_internals.coupling import held_by
+from lightning_memsave.torch_internals.coupling import held_by, hooks_of_step
 from lightning_memsave.torch_internals.held_optimizers import stepping, with_held
 from lightning_memsave.torch_internals.sharded_parameters import is_sharded
 
@@ -83,7 +83,8 @@ def change_optimizers(
             step_in_float32(optimizer, weights)
     if config is None or config.gradients == "keep":
         return done, None
-    _name_readers(trainer)
+    _refuse_users_of_gradients(trainer)
+    editors = tuple(_editors(trainer))
     config = _without_unused_clipping(trainer, config)
     in_backward: InBackward
     if config.gradients == "release":
@@ -92,6 +93,8 @@ def change_optimizers(
         in_backward = GradientsIntoState(optimizers, exchange)
     applied = gradients_applied(config, optimizers, in_backward)
     applied.keep()  # `in_backward` is removed by whom it is returned to
+    if editors:
+        applied = replace(applied, loss_class="changed", reasons=(*applied.reasons, *editors))
     return [*done, applied], in_backward
 
 
@@ -148,8 +151,8 @@ class ClippingRelease(GradientRelease):
         if self._by_norm is not None and self._by_norm.is_due:
             run_for_norm(self._trainer, step, args, self, self._by_norm)
 
-    def _step_is_over(self, *args: Any) -> None:
-        super()._step_is_over(*args)
+    def _step_is_over(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        super()._step_is_over(optimizer, *args)
         if self._by_norm is not None and not self._by_norm.is_due:
             self._by_norm.decide(self.parameters())
 
@@ -160,13 +163,30 @@ class ClippingRelease(GradientRelease):
             self._trainer.gradient_clip_val, self._trainer = self._clip_value, None
 
 
-def _name_readers(trainer: L.Trainer) -> None:
+def _editors(trainer: L.Trainer) -> Iterator[str]:
+    """Yield what cannot change gradients any more; hooks that may read them are named in the log."""
     for owner in (trainer.lightning_module, *callbacks_of(trainer)):
         for hook in ("on_after_backward", "on_before_optimizer_step"):
             if is_overridden(owner, hook):
-                rank_zero_info(
-                    f"memsave: {type(owner).__name__}.{hook} finds no gradients: they are freed in backward."
-                )
+                text = f"{type(owner).__name__}.{hook} finds no gradients: they are freed in backward"
+                rank_zero_info(f"memsave: {text}.")
+                if edits_grad(getattr(type(owner), hook)):
+                    yield text
+    for optimizer in trainer.strategy.optimizers:
+        if any(map(says_grad, hooks_of_step(optimizer))):
+            yield f"a hook of {type(optimizer).__name__}.step finds no gradients: they are freed in backward"
+
+
+def _refuse_users_of_gradients(trainer: L.Trainer) -> None:
+    """Raise `ValueError` for a strategy or a precision plugin that uses gradients after backward."""
+    for owner, method in ((trainer.strategy, "post_backward"), (trainer.strategy.precision_plugin, "clip_gradients")):
+        if is_overridden(owner, method):
+            raise setting_error(
+                "OptimizerState.gradients",
+                "cannot end gradients in backward where they may be used after it",
+                f"{type(owner).__name__}.{method}",
+                'Use `gradients="keep"`.',
+            )
 
 
 def ways_of_stepping(trainer: L.Trainer) -> dict[str, bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -163,6 +164,10 @@ class Session:
         if scaling is not None:
             found |= {"memsave/loss_scale": scaling.factor, "memsave/num_steps_skipped": float(scaling.num_skipped)}
         return found
+
+    def own_backward(self) -> AbstractContextManager[None]:
+        """What the run's own backward runs in: gradients of no other end in it."""
+        return nullcontext() if self.release is None else self.release.own_backward()
 
     def finish(self, is_refused: bool = False) -> None:
         """Give the model back as it was; what was done stays on record.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from lightning_memsave.lightning_compat import (
     ddp_options_of,
     is_overridden,
     namespace_of,
+    says_grad,
 )
 from lightning_memsave.loops.evaluation import evaluate
 from lightning_memsave.loops.microbatch_loop import MicrobatchLoop
@@ -172,6 +172,8 @@ class MemSaveMixin(Strategy):
         check_made_optimizers(session, trainer, is_wrapped=self.model is not self.lightning_module)
         done, session.release = change_optimizers(trainer, session.recipe, session.weights, self._new_exchange())
         session.changes.extend(done)
+        if session.release is not None:
+            session.release.wait_for_own_backward()
         if self._exchanges and session.release is None:  # the default that ends gradients in backward was left out
             self._wrap_in_ddp()
         if session.compact_training is not None:
@@ -186,7 +188,7 @@ class MemSaveMixin(Strategy):
 
     def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run backward; an error about dtypes names the setting that may be its cause."""
-        with naming_the_setting(self.memsave.weights):
+        with naming_the_setting(self.memsave.weights), self.memsave.own_backward():
             return super().backward(*args, **kwargs)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
@@ -316,15 +318,9 @@ def _reader_in_forward(module: L.LightningModule) -> str | None:
         if cls.__module__.startswith(("lightning.", "pytorch_lightning.", "torch.", "builtins")):
             continue
         for name, method in vars(cls).items():
-            code = getattr(method, "__code__", None)
-            if code is not None and name not in _AFTER_BACKWARD and _says_grad(code):
+            if name not in _AFTER_BACKWARD and says_grad(method):
                 return f"{cls.__name__}.{name}"
     return None
-
-
-def _says_grad(code: types.CodeType) -> bool:
-    inside = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return ("grad" in code.co_names and "autograd" not in code.co_names) or any(map(_says_grad, inside))
 
 
 def _remove_loop(module: L.LightningModule | None) -> None:

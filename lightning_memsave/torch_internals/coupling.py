@@ -9,7 +9,7 @@ import copy
 import functools
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -51,6 +51,12 @@ def check_steps_parameters_alone(optimizer: torch.optim.Optimizer, name: str) ->
             type(optimizer).__name__,
             "Use AdamW or SGD.",
         )
+
+
+def hooks_of_step(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Return the functions that run before and after each step of an optimizer."""
+    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return [hook for kind in kinds for hook in getattr(optimizer, kind, {}).values()]
 
 
 def held_by(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

@@ -37,6 +37,7 @@ class InBackward(ABC):
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], exchange: GradientExchange | None = None) -> None:
         self._is_rehearsal, self._exchange = False, exchange
+        self._is_open = True
         self._observe: Callable[[Tensor], object] | None = None
         self._hooks = []
         self._optimizers = list(map(weakref.ref, optimizers))  # their state must not wait for the garbage collector
@@ -59,6 +60,8 @@ class InBackward(ABC):
     def _complete(self, p: Tensor) -> None:
         if self._is_rehearsal:
             p.grad = None
+        elif not self._is_open and self._observe is None:
+            return
         elif self._exchange is not None and p in self._exchange:
             self._exchange.add(p)
         else:
@@ -102,6 +105,19 @@ class InBackward(ABC):
     @abstractmethod
     def _take(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> None:
         """Use the gradient of `p`, which is freed afterwards."""
+
+    def wait_for_own_backward(self) -> None:
+        """Leave gradients as they are from now on, but for those of `own_backward`."""
+        self._is_open = False
+
+    @contextlib.contextmanager
+    def own_backward(self) -> Iterator[None]:
+        """Take the gradients that are made while entered; others may be of a saliency map, or an attack."""
+        before, self._is_open = self._is_open, True
+        try:
+            yield
+        finally:
+            self._is_open = before
 
     @contextlib.contextmanager
     def rehearsed(self) -> Iterator[None]:
@@ -157,6 +173,8 @@ class GradientRelease(InBackward):
     ) -> None:
         super().__init__(optimizers, exchange)
         self._before_step, self._stepped = before_step, set[Tensor]()
+        self._used: dict[int, dict[str, Any]] = {}
+        """Learning rates and the like of the groups that have stepped, by the group's `id`."""
         expect_changes(self.parameters())
         for reference in self._optimizers:
             self._hooks.append(_alive(reference).register_step_post_hook(self._step_is_over))
@@ -170,11 +188,22 @@ class GradientRelease(InBackward):
         if self._before_step is not None:
             self._before_step(p)
         before_change(p)
+        if id(group) not in self._used:
+            self._used[id(group)] = _settings_of(group)
         step_one(bare_step(type(optimizer)), optimizer, group, p)
         self._stepped.add(p)
 
-    def _step_is_over(self, *_: Any) -> None:
+    def _step_is_over(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._stepped.clear()
+        for group in optimizer.param_groups:
+            used, now = self._used.pop(id(group), None), _settings_of(group)
+            if used is not None and used != now:
+                changed = next(name for name in now if now[name] != used.get(name))
+                raise RuntimeError(
+                    f"`{changed}` of the optimizer was changed between backward and `optimizer.step()`: with "
+                    '`OptimizerState(gradients="release")` parameters step in backward, with the value before it. '
+                    'Change it earlier, or use `gradients="keep"`.'
+                )
         # A parameter without a hook stepped as without us. That is fine, unless gradients were to be changed before.
         if self._before_step is not None and any(p.grad is not None for p in self.parameters()):
             raise RuntimeError(
@@ -188,6 +217,10 @@ class GradientRelease(InBackward):
         expect_no_changes(self.parameters())
         self._before_step = None
         self._stepped.clear()
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if isinstance(value, (int, float, tuple))}
 
 
 class GradientsIntoState(InBackward):
