@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import lightning as L
 import torch
 from torch import Tensor
 
@@ -80,6 +82,35 @@ class DeferredLogs:
                 continue
             value, options = _merge(calls, losses, reduction, num_accumulated)
             self._log(self._results, fx, name, value, **options)
+
+
+class LogsInsideError(Exception):
+    """A module that would be called several times logs."""
+
+
+@contextlib.contextmanager
+def refusing_logs(trainer: L.Trainer) -> Iterator[None]:
+    """Let `self.log` raise while entered.
+
+    Raises:
+        LogsInsideError: somebody logs.
+    """
+
+    def refuse(*_: object, **__: object) -> None:
+        raise LogsInsideError("`self.log` in it would log each tile")
+
+    results: Any = trainer._results
+    if results is None:
+        yield
+        return
+    before = vars(results).get("log")
+    results.log = refuse
+    try:
+        yield
+    finally:
+        del results.log
+        if before is not None:
+            results.log = before
 
 
 class KeptLogs:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import lightning as L
 
 from lightning_memsave.core.compatibility import check_compatibility
 from lightning_memsave.lightning_compat import is_compiled, session_of
+from lightning_memsave.loops.deferred_logs import refusing_logs
 from lightning_memsave.loops.forward_scope import ForwardScope, may_drop_logits
 from lightning_memsave.loops.planned_checkpointing import PlannedCheckpointing, has_room
 from lightning_memsave.loops.step_scopes import StepScopes
@@ -154,7 +156,9 @@ class Fallbacks:
         if scopes.tiles is not None:
             scopes.tiles.applied.undo()
         self.tiling = config
-        scopes.tiles = Tiles(trainer.lightning_module, config, is_asked_for=False)
+        scopes.tiles = Tiles(
+            trainer.lightning_module, config, is_asked_for=False, apart=partial(refusing_logs, trainer)
+        )
         if has_regions:
             scopes.regions = scopes.planned = None
             try:

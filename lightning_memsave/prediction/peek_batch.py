@@ -41,7 +41,7 @@ def first_batches(trainer: L.Trainer, most: int, setting: str = "budget", remedy
     with Randomness.untouched(), contextlib.ExitStack() as stack:
         loaders, structure = tree_flatten(getattr(found, "iterables", found))  # of a CombinedLoader
         for loader in loaders:
-            stack.enter_context(_generators_of(loader))
+            stack.enter_context(_as_it_was(loader))
         each = [_first_of(loader, most, setting, remedy) for loader in loaders]
         return [tree_unflatten(list(batches), structure) for batches in zip(*each, strict=False)]
 
@@ -114,14 +114,19 @@ def _iterator_of(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _generators_of(loader: Any) -> Iterator[None]:
-    """Restore the generators that a loader and its samplers hold."""
+def _as_it_was(loader: Any) -> Iterator[None]:
+    """Restore the attributes of a loader, its dataset and its samplers, and the generators that they hold."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    names = ("dataset", "sampler", "batch_sampler")
+    owners = [loader, *(getattr(loader, name, None) for name in names), getattr(batch_sampler, "sampler", None)]
     found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners) if g is not None}
     states = [(generator, generator.get_state()) for generator in found.values()]
+    attributes = [(vars(owner), dict(vars(owner))) for owner in owners if hasattr(owner, "__dict__")]
     try:
         yield
     finally:
         for generator, state in states:
             generator.set_state(state)
+        for now, before in attributes:
+            now.clear()
+            now.update(before)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import lightning as L
@@ -15,6 +16,7 @@ from torch import nn
 
 from lightning_memsave.core.errors import NoEffectWarning, setting_error
 from lightning_memsave.lightning_compat import is_tuned
+from lightning_memsave.loops.deferred_logs import refusing_logs
 from lightning_memsave.loops.forward_scope import ForwardScope, may_drop_logits
 from lightning_memsave.loops.kept_weights import KeptWeights
 from lightning_memsave.loops.low_rank_training import LowRankTraining
@@ -176,7 +178,7 @@ def _lower_weights(session: Session, trainer: L.Trainer, config: LowPrecision) -
 
 
 def _make_tiles(session: Session, trainer: L.Trainer, config: Tiling) -> None:
-    session.scopes.tiles = Tiles(trainer.lightning_module, config)
+    session.scopes.tiles = Tiles(trainer.lightning_module, config, apart=partial(refusing_logs, trainer))
 
 
 def _make_regions(session: Session, trainer: L.Trainer, config: Checkpointing) -> None:

@@ -36,7 +36,8 @@ import contextlib
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -148,10 +149,19 @@ class Tiles:
         model: the model; it is changed in place.
         config: which modules, and how.
         is_asked_for: whether the user did; then no effect is worth a warning.
+        apart: what modules are tested in; an error that it raises in a call is a reason not to cut that.
     """
 
-    def __init__(self, model: nn.Module, config: Tiling, *, is_asked_for: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Tiling,
+        *,
+        is_asked_for: bool = True,
+        apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         require("autograd", "tiling")
+        self.apart = apart
         self.config, self._is_asked_for = config, is_asked_for
         self._modules, self._model = dict(_selected(model, config)), model
         self.applied = Applied(technique="tiling", summary="no module has run yet", restore=self._restore)
@@ -159,6 +169,7 @@ class Tiles:
         self.largest = self.longest = 0
         """Entries of the largest tile so far, and of the longest call that was cut."""
         self._refused: dict[str, str] = {}
+        self._has_warned = False
         for name, module in self._modules.items():
             if is_bound(module, forward):
                 raise setting_error("tiling", "must be applied once", name, "Call `.undo()` of the first one.")
@@ -235,7 +246,8 @@ class Tiles:
 
     def warn_if_unused(self) -> None:
         """Warn where modules have run and none of them can be cut."""
-        if self._is_asked_for and self.is_useless:
+        if self._is_asked_for and self.is_useless and not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"tiling had no effect: no module treats {_in_words(self.config.dim)} independently, "
                 f"{'; '.join(self._reasons())}. Name modules: `Tiling(modules=...)`.",
@@ -355,7 +367,9 @@ class _TiledModule(Member):
         if size >= extent:
             return found
         lengths = lengths_of(extent, size)
-        return replace(found, why_not=differs_at_full_size(self.forward_of(module), module, args, kwargs, dim, lengths))
+        with self._tiles.apart():
+            why_not = differs_at_full_size(self.forward_of(module), module, args, kwargs, dim, lengths)
+        return replace(found, why_not=why_not)
 
     def _dimensions(self, leaves: list[Any]) -> list[int]:
         """Return the dimensions that may be cut, the longest first."""
@@ -380,7 +394,8 @@ class _TiledModule(Member):
             next(leaf for leaf in leaves if isinstance(leaf, Tensor)).flatten()[0].item()  # raises: values are needed
         reasons: list[str] = []
         for dim in dims:
-            found = test_of(function, module, args, kwargs, dim)
+            with self._tiles.apart():
+                found = test_of(function, module, args, kwargs, dim)
             if found.draws and self._tiles.is_compiled(self.name):  # its code draws by itself
                 found = replace(found, draws=None)
             if not found.why_not and found.draws is None and not is_named:
