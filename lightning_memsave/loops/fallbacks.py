@@ -167,13 +167,18 @@ class Fallbacks:
                 _plan_regions(trainer, recipe, scopes)
 
     def withdraw(self, trainer: L.Trainer) -> bool:
-        """Undo the tiles or regions of a measure, which the model has refused; return whether there were any."""
-        scopes = self._scopes
+        """Undo the tiles or regions of a measure, or of a recipe by default, which the model has refused.
+
+        Returns:
+            Whether there were any.
+        """
+        scopes, recipe = self._scopes, session_of(trainer).recipe
         if self.tiling is not None and scopes.tiles is not None:
             scopes.tiles.applied.undo()
             scopes.tiles, self.tiling, self._tiles_refused = None, None, True
             return True
-        if not session_of(trainer).recipe.leaves_open(Checkpointing) or not scopes.undo_regions():
+        is_open = recipe.leaves_open(Checkpointing) or Checkpointing in recipe.by_default
+        if not is_open or not scopes.undo_regions():
             return False
         scopes.regions = scopes.planned = scopes.region_inputs = None
         self.regions_refused = True

@@ -99,10 +99,7 @@ def print_settings(comparison: Comparison, console: Console) -> None:
         console.print(f"{run.name}: {settings}", markup=False, highlight=False)
 
 
-_NUM_SHOWN = 10  # modules
-
-
-def print_verification(result: Verification, console: Console) -> None:
+def print_verification(result: Verification, console: Console, num_shown: int = 10) -> None:
     """Print where a step differs, by module, the largest difference first, and what it saves."""
     console.print("relative differences from a plain step")
     table = Table(pad_edge=False)
@@ -111,12 +108,12 @@ def print_verification(result: Verification, console: Console) -> None:
         table.add_column(heading, justify="right")
     found, buffers = result.gradient_differences, result.buffer_differences
     largest_first = sorted({**buffers, **found}, key=lambda name: -max(found.get(name, 0.0), buffers.get(name, 0.0)))
-    for name in largest_first[:_NUM_SHOWN]:
+    for name in largest_first[:num_shown]:
         cells = (f"{each[name]:.1e}" if name in each else "" for each in (found, buffers))
         table.add_row(escape(name or "(the module itself)"), *cells)
     console.print(table)
-    if len(largest_first) > _NUM_SHOWN:
-        console.print(f"and {len(largest_first) - _NUM_SHOWN} modules with smaller ones")
+    if len(largest_first) > num_shown:
+        console.print(f"and {len(largest_first) - num_shown} modules with smaller ones")
     plain, ours = result.plain, result.report
     seconds = ours.step_seconds, plain.step_seconds
     time = f", {seconds[0] / seconds[1]:.2f} times its seconds" if seconds[0] and seconds[1] else ""

@@ -171,9 +171,10 @@ class Attributes:
         """Return the name of an attribute that the call has changed and that cannot be put back. Ends the call.
 
         Args:
-            but_filled: do not count one that was empty before: a cache is filled once.
+            but_filled: do not count one that was empty before: a cache is filled once. A tensor that was edited in
+                place counts, as it may be a sum.
         """
-        found = next((own.name(key) for own in self._before for key in own.changed() if not but_filled), None)
+        found = next((own.name(key) for own in self._before for key in own.changed(but_replaced=but_filled)), None)
         for own in self._before:
             for key, value in own.others.items():
                 if found is None and self._has_moved(value) and not (but_filled and self._is_empty(value)):
@@ -239,10 +240,10 @@ class _Own:
     def name(self, key: str) -> str:
         return f"{self._prefix}.{key}".removeprefix(".")
 
-    def changed(self) -> Iterator[str]:
-        """Yield attributes that were replaced, or edited in place, and cannot be put back."""
-        current = vars(self._owner)
-        yield from (key for key, value in self.others.items() if not _is_same(current.get(key, _MISSING), value))
+    def changed(self, *, but_replaced: bool) -> Iterator[str]:
+        """Yield attributes that were edited in place or, where that counts, replaced, and that cannot be put back."""
+        current, others = vars(self._owner), {} if but_replaced else self.others
+        yield from (key for key, value in others.items() if not _is_same(current.get(key, _MISSING), value))
         yield from (key for key, value, version in self._versions if version_of(value) != version)
 
     def differences(self) -> Iterator[str]:

@@ -181,6 +181,8 @@ class MemSaveMixin(Strategy):
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step, and move patterns of sparse layers that are due."""
+        if self.memsave.release is not None:
+            self.memsave.release.check_is_known(optimizer)
         output = super().optimizer_step(optimizer, *args, **kwargs)
         if self.memsave.compact_training is not None:
             self.memsave.compact_training.stepped(self._running_trainer, optimizer)

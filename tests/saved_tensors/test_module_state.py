@@ -281,3 +281,22 @@ def test_an_attribute_that_is_made_anew_with_what_it_held_is_no_change():
         torch.manual_seed(0)
         train(each, 3)
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+class Sums(nn.Module):
+    """Adds to a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.total = nn.Linear(4, 4), torch.zeros(())
+
+    def forward(self, x):
+        self.total += x.detach().sum()
+        return self.linear(x)
+
+
+def test_an_attribute_that_is_edited_in_place_is_refused_in_the_first_call_already():
+    model = nn.Sequential(Sums(), Sums())
+    apply_checkpointing(model, Checkpointing())
+    with pytest.raises(RegionError, match="total"):
+        model(torch.ones(2, 4, requires_grad=True))

@@ -10,6 +10,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torchmetrics import MeanMetric
 
 from lightning_memsave import MemSave, Microbatching, NoEffectWarning, OptimizerState
 
@@ -232,6 +233,47 @@ def test_a_learning_rate_that_changes_after_backward_is_an_error():
 
     with pytest.raises(RuntimeError, match="`lr` of the optimizer was changed between backward and"):
         fit(Net(), MemSave(optimizer_state=RELEASE), callbacks=[Late()])
+
+
+@pytest.mark.parametrize("state", [RELEASE, INTO_STATE], ids=["release", "into-state"])
+def test_an_optimizer_that_is_replaced_is_an_error(state):
+    class Replaces(L.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                trainer.strategy.optimizers = [pl_module.configure_optimizers()]
+
+    with pytest.raises(RuntimeError, match="SGD has taken the place of another optimizer"):
+        fit(Net(), MemSave(optimizer_state=state, microbatch=False), callbacks=[Replaces()])
+
+
+# ------------------------------------------------------------------------------- what regions cannot hold
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.mean = nn.Linear(8, 8), MeanMetric()
+
+    def forward(self, x):
+        out = self.linear(x).tanh()
+        self.mean.update(out.detach().mean())
+        return out
+
+
+class CountsInBlocks(Net):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(Counted(), Counted(), Counted(), nn.Linear(8, 1))
+
+
+def test_a_recipes_regions_step_aside_where_a_block_cannot_be_one(info):
+    plain = fit(CountsInBlocks())
+    memsave = MemSave("exact")
+    ours = fit(CountsInBlocks(), memsave)
+    assert_alike(plain, ours)
+    assert all(a.mean.compute() == b.mean.compute() for a, b in zip(plain[0].net[:3], ours[0].net[:3], strict=True))
+    assert "the model cannot be run that way; run again without" in info.text
+    assert "checkpointing" not in [applied.technique for applied in memsave.report.applied]
+    with pytest.raises(ValueError, match="`checkpointing` must not select a module that changes an attribute"):
+        fit(CountsInBlocks(), MemSave(checkpointing="blocks"))
 
 
 # ------------------------------------------------------------------------------- logs and samplers

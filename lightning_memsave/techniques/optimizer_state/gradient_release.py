@@ -88,6 +88,18 @@ class InBackward(ABC):
         if self._exchange is not None and not self._is_rehearsal:
             self._exchange.finish()
 
+    def check_is_known(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that came later: gradients end in those that were there.
+
+        Raises:
+            RuntimeError: it is one.
+        """
+        if not any(reference() is optimizer for reference in self._optimizers):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has taken the place of another optimizer, and gradients are to "
+                'end in backward. Use `OptimizerState(gradients="keep")`.'
+            )
+
     def parameters(self) -> Iterator[Tensor]:
         """Yield the parameters of the optimizers, in order."""
         for optimizer in filter(None, (reference() for reference in self._optimizers)):
