@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import statistics
 
-from benchmarks.harness.rows import MB, Row, by_setting, factor_and_time, markdown, rows
+from benchmarks.harness.rows import MB, Row, by_setting, factor_and_time, markdown, mean, rows
 
 
 def checkpointing_blocks() -> str:
@@ -187,6 +188,27 @@ def planning_time() -> str:
         )
         model = row["model"]
     return markdown(head, lines, num_text=3)
+
+
+def budget_quality() -> str:
+    """What plans for a budget, and int4 for every tensor, do to a validation loss: mean over seeds, and the worst."""
+    head = ("setting", "peak MB", "factor", "noise of the plan", "loss against plain, mean", "worst seed", "seeds")
+    lines = []
+    for setting, same in by_setting(rows("budget_quality")):
+        differences = [100 * float(row["relative_difference"]) for row in same]
+        noise = [float(row["gradient_noise"]) for row in same if row["gradient_noise"]]
+        lines.append(
+            (
+                setting,
+                f"{mean(same, 'peak_bytes') / MB:.1f}",
+                f"{mean(same, 'factor'):.2f}x",
+                f"{100 * statistics.mean(noise):.1f} %" if noise else "",
+                f"{statistics.mean(differences):+.3f} %",
+                f"{max(differences, key=abs):+.3f} %",
+                str(len(same)),
+            )
+        )
+    return markdown(head, lines)
 
 
 def planner() -> str:

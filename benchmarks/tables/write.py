@@ -92,7 +92,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "kernels": cuda_tables.kernels,
         "optimizers": cuda_tables.optimizers,
     },
-    "docs/planning.md": {"budgets": planner_tables.planner, "seconds": planner_tables.planning_time},
+    "docs/planning.md": {
+        "budgets": planner_tables.planner,
+        "seconds": planner_tables.planning_time,
+        "budget-quality": planner_tables.budget_quality,
+    },
     "docs/compatibility.md": {
         "techniques": compatibility_tables.techniques,
         "refusals": compatibility_tables.refusals,
