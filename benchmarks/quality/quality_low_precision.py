@@ -1,9 +1,10 @@
 """What low precision and lean optimizer state do to training: three seeds, each against float32 with the same one.
 
-`text`: a GPT on the source of Python's standard library, AdamW; the loss on files that were not seen. `digits`:
-WideResNet-28-2 on digits of 8x8, SGD with momentum; accuracy on 360 images that were not seen. Each setting sees the
-weights and batches of float32 with that seed; state is low-bit for every parameter. About 20 minutes on one core, most
-of it the emulation of 16-bit arithmetic. Names of tasks as arguments run only these; rows that are there are kept.
+`text`: a GPT on the source of Python's standard library, AdamW; the loss on files that were not seen. `muon`: the same
+with Muon for the matrices of its blocks. `digits`: WideResNet-28-2 on digits of 8x8, SGD with momentum; accuracy on 360
+images that were not seen. Each setting sees the weights and batches of float32 with that seed; state is low-bit for
+every parameter. About 20 minutes on one core, most of it the emulation of 16-bit arithmetic. Names of tasks as
+arguments run only these; rows that are there are kept.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.harness.bfloat16 import faster_bfloat16
 from benchmarks.harness.measurement import Subject, environment, put_row, read_rows
@@ -27,6 +28,7 @@ from benchmarks.quality.quality_activation_compression import source_text
 from lightning_memsave import LowPrecision, OptimizerState, apply_low_precision, apply_optimizer_state
 from lightning_memsave.demo.data import load_digits_32
 from lightning_memsave.demo.model import WideResNet
+from lightning_memsave.torch_internals.held_optimizers import stepping
 
 NAME = "low_precision_quality"
 SEEDS = (0, 1, 2)
@@ -95,6 +97,28 @@ def text_subject(setting: str, seed: int) -> Subject:
     return subject
 
 
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for the matrices of the blocks, AdamW for the rest, as one optimizer that only steps both."""
+
+    def __init__(self, model: nn.Module) -> None:
+        blocks = {name: p for name, p in model.named_parameters() if p.ndim == 2 and "blocks" in name}
+        rest = [p for name, p in model.named_parameters() if name not in blocks]
+        muon = torch.optim.Muon(list(blocks.values()), LEARNING_RATE, adjust_lr_fn="match_rms_adamw")
+        self.optimizers = (muon, torch.optim.AdamW(rest, LEARNING_RATE))
+        super().__init__([*model.parameters()], {})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for each in self.optimizers:
+            each.step()
+        return loss
+
+
+def muon_subject(setting: str, seed: int) -> Subject:
+    subject = text_subject(setting, seed)
+    return replace(subject, optimizer=MuonAndAdamW(subject.model))
+
+
 def text_loss(model: Any, ids: Tensor) -> Tensor:
     return next_token_loss(model(ids).float(), ids)
 
@@ -150,6 +174,16 @@ TASKS = {
         loss=text_loss,
         test=text_test,
     ),
+    "muon": Task(
+        model=f"Muon and AdamW: GPT of plain modules, 2 layers, width 64, batch {BATCH} x {CONTEXT}, "
+        f"{NUM_STEPS} steps, learning rate {LEARNING_RATE}",
+        quality="validation loss, nats per byte of unseen files of Python's standard library",
+        settings=("float32", "8bit", "4bit"),
+        make=muon_subject,
+        batches=text_batches,
+        loss=text_loss,
+        test=text_test,
+    ),
     "digits": Task(
         model=f"WideResNet-28-2, digits 8x8, batch {DIGITS_BATCH}, SGD momentum, {EPOCHS} epochs, cosine",
         quality="test accuracy, per cent of 360 images",
@@ -168,8 +202,8 @@ def prepared(task: Task, setting: str, seed: int) -> Subject:
     precision, state = SETTINGS[setting]
     if setting == "plain bf16":
         subject.model.bfloat16()
-    if state is not None:
-        apply_optimizer_state(subject.optimizer, OptimizerState(**state), subject.model)
+    for optimizer in stepping([subject.optimizer]) if state is not None else ():
+        apply_optimizer_state(optimizer, OptimizerState(**state), subject.model)
     if precision is not None:
         config = LowPrecision(format=precision, seed=seed)  # type: ignore[arg-type]
         apply_low_precision(subject.model, subject.optimizer, config)

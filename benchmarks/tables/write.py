@@ -43,6 +43,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/techniques/optimizer_state.md": {
         "errors": technique_tables.state_errors,
+        "muon": partial(technique_tables.low_precision_quality, "Muon"),
         "second-moments": technique_tables.second_moments,
         "distributed": technique_tables.distributed,
         "measured": technique_tables.optimizer_state,
