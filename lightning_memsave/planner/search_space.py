@@ -168,7 +168,8 @@ def dimensions(
         ),
         LowPrecision: (
             Option(text="precision as it is", strength=0),
-            _changed('precision="bf16-sr"', LowPrecision(), "extreme", 19.0 if is_cpu else 1.0, 1),
+            _changed('precision="bf16+8"', LowPrecision(format="bf16+8"), "balanced", 19.0 if is_cpu else 1.0, 1),
+            _changed('precision="bf16-sr"', LowPrecision(), "extreme", 19.0 if is_cpu else 1.0, 2),
         ),
         Microbatching: tuple(_parts(num_samples, is_cut_exact, overhead)),
         ActivationCompression: tuple(_activations(own, noise_bounds, store, has_wide_head)),
