@@ -127,7 +127,7 @@ def refused(budget_bytes):
 
 def test_a_refusal_names_every_recipe_that_reaches_less_and_asks_for_nothing_twice():
     text, asked = refused(81_000)
-    assert '"balanced" fits, with 78.1 KiB or less; "extreme" fits, with 19.5 KiB or less.' in text
+    assert '"balanced" fits, with 48.8 KiB or less; "extreme" fits, with 19.5 KiB or less.' in text
     assert len(set(asked)) == len(asked)
 
 
