@@ -73,9 +73,9 @@ class MergedMetrics:
     A batch in one piece has nothing to merge: its metrics go on, and are only put back when it fails.
 
     Metrics whose states do not merge by sum, concatenation, minimum or maximum are left alone: totals over samples are
-    right, their value for the step is the last microbatch's. A scalar that a `MeanMetric` gets without a weight counts as the
-    mean over its microbatch: together these count as the one scalar of the batch. Of a loss that is a sum that is its
-    mean over microbatches.
+    right, their value for the step is the last microbatch's. A scalar that a `MeanMetric` gets without a weight counts
+    as the mean over its microbatch: together these count as the one scalar of the batch. Of a loss that is a sum that
+    is its mean over microbatches.
 
     Args:
         module: whose metrics.
