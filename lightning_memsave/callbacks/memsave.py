@@ -73,7 +73,7 @@ class MemSave(MemoryMonitor):
             so far is taken, as with Ctrl-C. The default is a minute, or a tenth of the fit's estimated time.
         summary: whether the fit ends with a box (`print(memsave.report)` has the same text): the peak beside that of
             plain Lightning, which is predicted unless `compare_to` was given another one, and a setting that would
-            save more. Predictions take four seconds of processor time at most, after long fits 5 % of the fit. There is
+            save more. Predictions take at most 4 s of processor time, or 5 % of the fit if that is more. There is
             no box where Lightning's log is silenced.
 
     Raises:

@@ -1,6 +1,6 @@
-"""What a run has to do about layers with other parameters than their weight: sparse ones, and those of low rank.
+"""What a run has to do about layers with another parameter than their weight: sparse, low-rank or partly trained ones.
 
-They change before optimizers exist, and checkpoints have the layout of the dense model.
+They change before optimizers step, and checkpoints have the layout of the dense model.
 """
 
 from __future__ import annotations

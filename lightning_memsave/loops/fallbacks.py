@@ -186,7 +186,7 @@ class Fallbacks:
 
 
 def _place(tiling: Tiling) -> int:
-    """Return when tiles are taken: of samples, of positions, of samples with BatchNorm, which changes the result."""
+    """Return the place of a kind of tiles in the order in which kinds are tried."""
     return _KINDS.index((tiling.dim, tiling.batchnorm))
 
 

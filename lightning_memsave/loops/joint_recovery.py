@@ -170,7 +170,7 @@ class JointRecovery:
 
         Args:
             failure: where memory ran out, and the error.
-            why: it cannot go on.
+            why: the reason why it cannot go on.
         """
         text = f"Memory ran out in rank {self._rank}, and {why}. {_WAYS_OUT} It ran out in {failure}"
         with contextlib.suppress(Exception):  # it may be gone, with the process that held it

@@ -77,7 +77,7 @@ class RecoveryPolicy:
         hold_addresses_back()
 
     def decide_jointly(self, agree: Callable[[bool], bool], *, speaks: bool) -> None:
-        """Decide as all other processes do, which must cut their batches into as many parts: sizes are of samples.
+        """Decide as all other processes do, which must cut their batches into as many parts: sizes then count samples.
 
         Args:
             agree: whether something that only this process knows is true in all of them.
@@ -245,7 +245,7 @@ class RecoveryPolicy:
         return self._latest.peak_bytes + growing <= self._max_bytes
 
     def measured(self, trainer: L.Trainer, batch: Batch, step: Measurement, may_cut: bool = True) -> bool:
-        """Hold a measured step against `max_bytes`; whether something was changed, so that the next is to be measured.
+        """Compare a measured step with `max_bytes`; return whether a measure was taken: then the next one is measured.
 
         The step itself has been taken already; what is done holds for the next one.
 

@@ -164,10 +164,7 @@ class Ledger(DispatchMode):
         return entry
 
     def _end(self, storage: torch.UntypedStorage, before: int | None = None) -> LedgerEntry | None:
-        """End a storage that is still there.
-
-        With `before`, if another node than that has made it.
-        """
+        """End a storage that is still there; with `before`, only if another node made it."""
         entry = self._live.get(storage._cdata)
         if entry is not None and entry.node != before:
             entry.reference = None  # with its callback

@@ -2,9 +2,9 @@
 
 A prediction says what is alive at each moment of a step, by category. Another setting leaves at least a part of each
 category: microbatches of half the samples half of the activations, 8-bit state a quarter of the state. So every
-prediction bounds what every other choice of settings needs, and the highest bound counts. What activations keep under
-codecs and regions hangs on the model: there the part is a guess from below, until two predictions that differ in
-nothing else have shown it. A search then asks only about choices whose bound does not rule them out.
+prediction bounds what every other choice of settings needs, and the highest bound counts. How much codecs and regions
+leave of activations depends on the model: a low guess is used until two predictions that differ only in that setting
+show it. A search then asks only about choices whose bound does not rule them out.
 
 Bounds are good, not proven: a choice may be ruled out that would have fitted by a little.
 """

@@ -374,7 +374,7 @@ def adopt(strategy: Any, session: Session) -> None:
 
 
 def release(strategy: Any) -> None:
-    """Undo `adopt`: the strategy has the recipe that it had before; once it is torn down, its class if it was not ours.
+    """Undo `adopt`: give the strategy its recipe back and, once it is torn down, its own class.
 
     A strategy that has trained compact layers (sparse ones, for example) keeps ours, which writes and reads their
     checkpoints.

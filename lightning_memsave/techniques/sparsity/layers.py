@@ -112,7 +112,6 @@ class SparseLayer(CompactLayer):
 class SparseEmbedding(SparseLayer):
     """An embedding reads few rows of a large table, so only these become dense; its gradient likewise."""
 
-    num_embeddings: int
     padding_idx: int | None
     scale_grad_by_freq: bool
 
