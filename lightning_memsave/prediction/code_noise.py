@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.selection import is_scripted
-from lightning_memsave.lightning_compat import Batch
+from lightning_memsave.lightning_compat import Batch, is_compiled
 from lightning_memsave.planner.codec_choice import CODECS, EXACT, Codecs, CodeSite, CodeSites, in_words
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.prediction.dry_run import DoneError
@@ -200,7 +200,7 @@ def _refuse(module: L.LightningModule) -> None:
         why = "a module whose parameters are there"
     elif not module.automatic_optimization:
         why = "automatic optimization: under manual optimization no step hands its gradients out"
-    elif compiled := [name for name, _ in compiled_regions(module)]:
+    elif compiled := [*([""] if is_compiled(module) else []), *(name for name, _ in compiled_regions(module))]:
         why = f"eager code: nobody sees what `{compiled[0] or type(module).__name__}` keeps, which is compiled"
     if why:
         raise setting_error("max_gradient_noise", f"needs {why}", type(module).__name__, _REMEDY)

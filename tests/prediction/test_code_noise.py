@@ -208,6 +208,8 @@ def test_compiled_modules_are_refused():
     module.net[1].compile(backend="eager")
     with pytest.raises(ValueError, match=r"max_gradient_noise.*`net\.1`.*compiled"):
         train(MemSave(max_gradient_noise=0.05), module)
+    with pytest.raises(ValueError, match=r"max_gradient_noise.*`Net`.*compiled"):
+        train(MemSave(max_gradient_noise=0.05), torch.compile(Net(), backend="eager"))
 
 
 @pytest.mark.parametrize(
