@@ -121,7 +121,7 @@ class Session:
         """Run `step`, which is `training_step(*args)`, in the scopes of this run."""
         if self.fallbacks.take_learned(trainer) and self.recovery is not None:
             self.recovery.has_new_regions = True
-        with naming_the_setting(self.weights):
+        with naming_the_setting(self.weights), _naming_calls_of_ours(self.scopes):
             return self.scopes.run(trainer, step, args)
 
     def measured(self, trainer: L.Trainer, batch: Batch, step: Measurement | None, scheduled_bytes: int | None) -> bool:
@@ -245,5 +245,21 @@ def naming_the_setting(weights: Weights | None) -> Iterator[None]:
                 f"memsave: by `MemSave(precision=...)` or a recipe, {weights.reason} and the step runs under autocast. "
                 "Where an operation takes no 16-bit numbers, give it `.float()` ones, keep its module as it is "
                 "(`LowPrecision(keep_32bit=...)`), or leave all weights as they are: `precision=False`.",
+            )
+        raise
+
+
+@contextlib.contextmanager
+def _naming_calls_of_ours(scopes: StepScopes) -> Iterator[None]:
+    """Add to an error of torch's compiler that regions and tiles run in Python, if there are some."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error).__module__.startswith("torch._dynamo") and (scopes.regions or scopes.planned or scopes.tiles):
+            add_note(
+                error,
+                "memsave: checkpointed regions and tiles run in Python, between compiled parts. Compile without "
+                "`fullgraph=True`, or leave what is compiled out of them: `Checkpointing(modules=...)`, "
+                "`Tiling(modules=...)`.",
             )
         raise

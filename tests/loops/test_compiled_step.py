@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_memsave import ActivationCompression, MemSave, NoEffectWarning
+from lightning_memsave import ActivationCompression, Checkpointing, MemSave, NoEffectWarning
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch's own, while it compiles
@@ -183,3 +183,14 @@ def test_a_compiled_block_in_a_region_is_repeated_as_it_was(codec):
     ours, _ = train(Blocks, MemSave(activations=activations, checkpointing="recursive", summary=False))
     apart = float((ours - plain).norm() / plain.norm())
     assert apart == 0 if codec == "exact" else 0 < apart < 0.1
+
+
+@pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled frames")  # torch 2.12
+@pytest.mark.parametrize("settings", [{"checkpointing": Checkpointing(modules=["Net"])}, {"tiling": "samples"}])
+def test_what_may_have_no_graph_breaks_meets_no_regions_or_tiles_and_a_note_says_so(settings):
+    def compiled(net):
+        return torch.compile(nn.Sequential(net, nn.Tanh()), backend="eager", fullgraph=True)
+
+    with pytest.raises(RuntimeError) as caught:
+        train(lambda: Module(compiled), MemSave(**settings))
+    assert any("Compile without `fullgraph=True`" in note for note in caught.value.__notes__)
