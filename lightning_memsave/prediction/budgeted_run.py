@@ -39,7 +39,12 @@ from lightning_memsave.planner.search_space import MANY_BLOCKS, NOT_TILED, Tiled
 from lightning_memsave.prediction.code_noise import CodeNoise
 from lightning_memsave.prediction.microbatch_extrapolation import as_if_whole, first_microbatches, rest_bytes
 from lightning_memsave.prediction.noise_bounds import CodecChoice, is_bounded
-from lightning_memsave.prediction.peek_batch import estimated_batches, first_batch, samples_of, samples_per_batch
+from lightning_memsave.prediction.peek_batch import (
+    estimated_batches,
+    largest_first_batch,
+    samples_of,
+    samples_per_batch,
+)
 from lightning_memsave.prediction.planning_watch import LEAST_SECONDS, SHARE, PlanningWatch
 from lightning_memsave.prediction.predictor import Predictor
 from lightning_memsave.prediction.real_run import Cut, StepFailedError, Trial
@@ -134,8 +139,8 @@ class BudgetedRun:
             if trainer.strategy.broadcast(not self._is_planned(kind)):
                 self.plan, self._has_told, self._has_warned = None, False, False
                 rank_zero_info(f"memsave: looking for a plan within {self._budget.text}, by predicting steps")
-                module = trainer.lightning_module
-                self.plan = plan_for(module, first_batch(trainer), self._budget, self._recipe, trainer, self.seconds)
+                module, batch = trainer.lightning_module, largest_first_batch(trainer)
+                self.plan = plan_for(module, batch, self._budget, self._recipe, trainer, self.seconds)
                 rank_zero_info(f"memsave: {self.plan}")
             self._made_for = kind
         assert self.plan is not None, "without a budget there is a plan"

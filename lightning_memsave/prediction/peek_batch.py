@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
+import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.lightning_compat import Batch, loaders_of
+from lightning_memsave.measuring.storages import tensors_in
 from lightning_memsave.saved_tensors.randomness import Randomness
 from lightning_memsave.techniques.microbatching import UnsplittableBatchError, batch_size
 
@@ -29,6 +31,16 @@ def first_batch(trainer: L.Trainer) -> Any:
         ValueError: the loader is an iterator, of which a batch would be missing afterwards, or it is empty.
     """
     return first_batches(trainer, 1)[0]
+
+
+def largest_first_batch(trainer: L.Trainer) -> Any:
+    """Return the first batch of the process whose has most bytes; as `first_batch`, asked for in every process."""
+    batch = first_batch(trainer)
+    if trainer.world_size == 1:
+        return batch
+    sizes = [0] * trainer.world_size
+    dist.all_gather_object(sizes, sum(tensor.nbytes for tensor in tensors_in(batch)))
+    return batch if len(set(sizes)) == 1 else trainer.strategy.broadcast(batch, src=sizes.index(max(sizes)))
 
 
 def first_batches(trainer: L.Trainer, most: int, setting: str = "budget", remedy: str = _REMEDY) -> list[Any]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 import lightning as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_memsave import ActivationCompression, MemSave
+from lightning_memsave import ActivationCompression, BudgetWarning, MemSave, predict
 
 
 class Module(L.LightningModule):
@@ -30,7 +31,7 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), foreach=False)
 
 
-def train(memsave):
+def train(memsave, loader=None):
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(1024, 6, generator=generator), torch.randint(0, 64, (1024,), generator=generator)
@@ -46,8 +47,30 @@ def train(memsave):
         enable_model_summary=False,
     )
     module = Module()
-    trainer.fit(module, DataLoader(TensorDataset(*rows), batch_size=128))
+    trainer.fit(module, DataLoader(TensorDataset(*rows), batch_size=128) if loader is None else loader)
     return module
+
+
+class Uneven(IterableDataset):
+    """The second process has batches of twice as many samples."""
+
+    def __iter__(self):
+        generator, num = torch.Generator().manual_seed(1), 64 * (1 + dist.get_rank())
+        for _ in range(4):
+            yield torch.randn(num, 6, generator=generator), torch.randint(0, 64, (num,), generator=generator)
+
+
+def check_that_the_largest_batch_counts():
+    memsave = MemSave(budget="0.8x")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        train(memsave, DataLoader(Uneven(), batch_size=None))
+    peaks = [None, None]
+    dist.all_gather_object(peaks, (memsave.plan.baseline_bytes, memsave.report.peak_bytes))
+    assert peaks[0][0] == peaks[1][0]
+    assert max(peaks[0][1], peaks[1][1]) <= memsave.plan.budget_bytes
+    alone = predict(Module(), next(iter(Uneven())), MemSave("measure")).peak_bytes
+    assert (dist.get_rank() == 1) == (alone > 0.8 * memsave.plan.baseline_bytes)
 
 
 def main():
@@ -71,6 +94,7 @@ def main():
     dist.all_gather_object(texts, bounded.state_dict()["chosen_codecs"])
     assert texts[0] == texts[1]
     assert 0 < bounded.report.gradient_noise <= 0.03
+    check_that_the_largest_batch_counts()
     if dist.get_rank() == 0:
         print("ok", file=sys.stderr)
 
