@@ -122,15 +122,26 @@ def says_grad(method: object) -> bool:
     return any("grad" in code.co_names and "autograd" not in code.co_names for code in _codes_of(method))
 
 
-def edits_grad(method: object) -> bool:
-    """Return whether a function that says `.grad` may change it: sets it, clips, or calls anything in place."""
-    codes = list(_codes_of(method))
-    names = {name for code in codes for name in code.co_names}
-    if any("clip_grad" in name for name in names):
+def edits_grad(owner: object, hook: str) -> bool:
+    """Return whether a hook, or a method that it names, may change a `.grad`: sets it, clips, or edits in place."""
+    names, codes, waiting = set[str](), [], [hook]
+    while waiting:
+        name = waiting.pop()
+        method = getattr(type(owner), name, None)
+        if name in names or method is None or str(getattr(method, "__module__", "")).startswith(_LIGHTNINGS):
+            continue
+        names.add(name)
+        found = list(_codes_of(method))
+        codes += found
+        waiting += [each for code in found for each in code.co_names]
+    said = {name for code in codes for name in code.co_names}
+    if any("clip_grad" in name for name in said):
         return True
-    is_set = any(i.opname == "STORE_ATTR" and i.argval == "grad" for code in codes for i in dis.get_instructions(code))
-    in_place = any(name.endswith("_") and not name.endswith("__") for name in names)
-    return is_set or (in_place and says_grad(method))
+    steps = [step for code in codes for step in dis.get_instructions(code)]
+    is_set = any(step.opname == "STORE_ATTR" and step.argval in ("grad", "data") for step in steps)
+    is_set |= any(step.opname == "STORE_SUBSCR" for step in steps)
+    in_place = any(name.endswith("_") and not name.endswith("__") for name in said)
+    return "grad" in said and (is_set or in_place)
 
 
 def _codes_of(method: object) -> Iterator[CodeType]:

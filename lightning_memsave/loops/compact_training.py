@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import lightning as L
@@ -21,6 +21,7 @@ from lightning_memsave.techniques.optimizer_state import decoded_state_dict
 from lightning_memsave.techniques.optimizer_state.projection import PROJECTION
 from lightning_memsave.torch_internals.compact_layers import compact_layers
 from lightning_memsave.torch_internals.coupling import held_by
+from lightning_memsave.torch_internals.state_layout import before_a_step
 
 
 class CompactTraining:
@@ -38,23 +39,22 @@ class CompactTraining:
         self.applied = dataclasses.replace(applied, restore=lambda: self._finish(applied))
         """What was done; its `undo` ends the run."""
         self._at_end: dict[str, Any] = {}
-        own = (layer.get_parameter(layer.parameter_name) for layer in compact_layers(self._model).values())
-        self._parameters = tuple(p for p in own if p.requires_grad)
+        layers = compact_layers(self._model).values()
+        shapes = ((layer.get_parameter(layer.parameter_name), layer.dense_shape) for layer in layers)
+        self._dense_shapes: dict[Tensor, torch.Size] = {p: shape for p, shape in shapes if p.requires_grad}
         self._optimizers: Sequence[torch.optim.Optimizer] = ()
         self._left: dict[torch.optim.Optimizer, dict[Tensor, Any]] = {}
         """State of these that the run has left: once it is over, they are dense."""
+        self._early = set[torch.optim.Optimizer]()
+        """Optimizers that have had a state before, and may not make one by themselves."""
 
     def follow(self, trainer: L.Trainer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Take part in the steps of `optimizers`, where the technique does so.
 
-        Where they come from an earlier fit, their state of these layers begins anew: it is that of other numbers.
-
         Raises:
             ValueError: an optimizer is bitsandbytes' own, whose state has no dense layout on disk.
         """
-        self._optimizers = optimizers
         for optimizer in optimizers:
-            self._take_state(optimizer)
             if type(optimizer).__module__.startswith("bitsandbytes"):
                 raise setting_error(
                     self.technique,
@@ -63,12 +63,27 @@ class CompactTraining:
                     'Use torch\'s optimizer and `MemSave(optimizer_state="8bit")`.',
                 )
 
-    def refuse_held(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse optimizers that hold others.
+    def begin(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Take up optimizers that have just been made, or come from an earlier fit.
+
+        State of these layers that is of other numbers begins anew.
 
         Raises:
-            ValueError: one does.
+            ValueError: an optimizer holds others.
         """
+        self._optimizers = optimizers
+        for optimizer in optimizers:
+            for p, dense_shape in self._dense_shapes.items():
+                state = optimizer.state.get(p)
+                if state is None:
+                    continue
+                self._early.add(optimizer)
+                if _is_of(p, state.values()):
+                    continue
+                if (first := before_a_step(state, dense_shape, p.shape)) is not None:
+                    optimizer.state[p] = first
+                else:
+                    del optimizer.state[p]
         for optimizer in filter(held_by, optimizers):
             raise setting_error(
                 self.technique,
@@ -95,16 +110,18 @@ class CompactTraining:
     @contextlib.contextmanager
     def as_in_the_run(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Let an optimizer have its state and its parameters' shapes as in the run, also once that is over."""
-        dense = {p: p.data for p in self._left.get(optimizer, {})}
-        for p, weight in dense.items():
-            p.data = weight.new_empty(()).expand(self._shapes[p])  # takes no memory
-            optimizer.state[p] = self._left[optimizer][p]
+        left = self._left.get(optimizer, {})
+        dense, state = {p: p.data for p in left}, {p: optimizer.state[p] for p in left if p in optimizer.state}
         try:
+            for p, weight in dense.items():
+                p.data = weight.new_empty(()).expand(self._shapes[p])  # takes no memory
+                optimizer.state[p] = left[p]
             yield
         finally:
             for p, weight in dense.items():
                 p.data = weight
-                del optimizer.state[p]
+                optimizer.state.pop(p, None)
+            optimizer.state.update(state)
 
     def to_disk(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state dict as that of a dense run."""
@@ -125,13 +142,21 @@ class CompactTraining:
 
     def _finish(self, applied: Applied) -> None:
         self._at_end = self._now()
-        self._shapes: dict[Tensor, torch.Size] = {p: p.shape for p in self._parameters}
+        self._shapes: dict[Tensor, torch.Size] = {p: p.shape for p in self._dense_shapes}
         self._model = None
         applied.undo()
-        self._left = {optimizer: self._take_state(optimizer) for optimizer in self._optimizers}
+        for optimizer in self._optimizers:
+            left: dict[Tensor, Any] = {p: optimizer.state.pop(p) for p in self._dense_shapes if p in optimizer.state}
+            self._left[optimizer] = left
+            for p, state in left.items() if optimizer in self._early else ():
+                if (first := before_a_step(state, self._shapes[p], p.shape)) is not None:
+                    optimizer.state[p] = first
 
-    def _take_state(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
-        return {p: optimizer.state.pop(p) for p in self._parameters if p in optimizer.state}
+
+def _is_of(p: Tensor, state: Iterable[Any]) -> bool:
+    """Return whether a parameter's state is of as many numbers as it has, or of none: not of what it was before."""
+    tensors = [value for value in state if isinstance(value, Tensor)]
+    return any(value.shape == p.shape for value in tensors) or all(value.numel() <= 1 for value in tensors)
 
 
 def _decoded(state: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
 
 from lightning_memsave.loops.compact_training import CompactTraining, refuse_readers
 from lightning_memsave.loops.optimizer_changes import readable
@@ -37,13 +36,12 @@ class LowRankTraining(CompactTraining):
     def __init__(self, trainer: L.Trainer, config: LowRank, saved: Mapping[str, Any] | None) -> None:
         refuse_readers(trainer, "low_rank")
         super().__init__(trainer, apply_low_rank(trainer.lightning_module, config, saved and saved["factors"]))
-        layers = low_rank_layers(self._model).values()
-        self._dense_shapes: dict[Tensor, torch.Size] = {layer.factors: layer.dense_shape for layer in layers}
+        total = sum(shape.numel() for shape in self._dense_shapes.values())
+        self._fraction = sum(p.numel() for p in self._dense_shapes) / total
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers that are left of the weights of these layers, as a fraction."""
-        total = sum(shape.numel() for shape in self._dense_shapes.values())
-        return {"memsave/low_rank_fraction": sum(p.numel() for p in self._dense_shapes) / total}
+        return {"memsave/low_rank_fraction": self._fraction}
 
     def to_disk(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state dict as that of a dense run."""

@@ -381,8 +381,8 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                             joint.phase = f"the backward pass of part {i + 1} of {len(parts)}"
                         # Other processes may have a loss in parts that are left.
                         with session.own_backward():
-                            self._backward(loss, is_last, exchange if joint is None or i + 1 == len(parts) else None)
-                        has_ended = is_last
+                            at_end = joint is None or i + 1 == len(parts)
+                            has_ended = self._backward(loss, is_last, exchange if at_end else None)
                     del out, loss  # the next microbatch must not meet this one's graph
         if exchange is not None:
             exchange.finish()  # where the last microbatch had no loss
@@ -398,8 +398,12 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
             strategy.precision_plugin.post_backward(total, strategy.lightning_module)
         return ClosureResult(total, extra=merge_outputs(outputs, sizes))
 
-    def _backward(self, loss: Tensor, is_last: bool, exchange: LateReduction | JointRecovery | None) -> None:
-        """Run backward; `on_before_backward` and `on_after_backward` run for the last microbatch, once per batch."""
+    def _backward(self, loss: Tensor, is_last: bool, exchange: LateReduction | JointRecovery | None) -> bool:
+        """Run backward; `on_before_backward` and `on_after_backward` run for the last microbatch, once per batch.
+
+        Returns:
+            Whether they have run.
+        """
         strategy = self._loop.trainer.strategy
         plugin, module = strategy.precision_plugin, strategy.lightning_module
         known = type(plugin).pre_backward.__module__.startswith(_PRECISION_PLUGINS)
@@ -417,6 +421,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
             scaler = getattr(plugin, "scaler", None)
             plugin.backward(loss if scaler is None else scaler.scale(loss), module, self._optimizer)
             strategy.post_backward(loss.detach())
+        return is_last or not known
 
 
 class MicrobatchLoop(AutomaticOptimization):  # type: ignore[misc]  # untyped, as it may be missing

@@ -93,7 +93,8 @@ def run_for_norm(
         output = step()
         loss = output["loss"] if isinstance(output, dict) else output
         if loss is not None:
-            strategy.precision_plugin.backward(loss, module, strategy.optimizers[0])
+            with release.own_backward():
+                strategy.precision_plugin.backward(loss, module, strategy.optimizers[0])
             release.finish_backward()
         del output, loss
         why_not = start.what_stays()

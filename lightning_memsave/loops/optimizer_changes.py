@@ -170,7 +170,7 @@ def _editors(trainer: L.Trainer) -> Iterator[str]:
             if is_overridden(owner, hook):
                 text = f"{type(owner).__name__}.{hook} finds no gradients: they are freed in backward"
                 rank_zero_info(f"memsave: {text}.")
-                if edits_grad(getattr(type(owner), hook)):
+                if edits_grad(owner, hook):
                     yield text
     for optimizer in trainer.strategy.optimizers:
         if any(map(says_grad, hooks_of_step(optimizer))):

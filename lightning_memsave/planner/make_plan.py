@@ -453,11 +453,12 @@ def _infeasible(
         others += " Not every recipe was tried: planning has taken its time (`planning_seconds`)."
     if search.is_exhausted:
         others += f" The search ended {search.why_ended}: there may be a smaller one."
-    kernels = f", with {format_bytes(prediction.workspace_bytes)} in kernels" if prediction.workspace_bytes else ""
+    kernels = f" ({format_bytes(prediction.workspace_bytes)} of it in kernels)" if prediction.workspace_bytes else ""
     return setting_error(
         "budget",
-        f'must be at least {format_bytes(lowest)} ({lowest} bytes) for this step under "{recipe.name}"{kernels}, which '
-        + (f"{text} would come to" if (text := describe(choice)) != "nothing" else "it takes without any technique"),
+        f'must be at least {format_bytes(lowest)} ({lowest} bytes) for this step under "{recipe.name}", which '
+        + (f"{text} would come to" if (text := describe(choice)) != "nothing" else "it takes without any technique")
+        + kernels,
         budget.text,
         f"It stands for {format_bytes(sizes[0])}. What is left is {category} for {share:.0%}: {beyond} would lower it. "
         f"{others.lstrip()} {situation.why_whole}".rstrip(),

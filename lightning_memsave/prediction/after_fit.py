@@ -137,7 +137,8 @@ def look_ahead(
     candidates = [each for each in _candidates(module) if recipe.leaves_open(type(each[1]))]
     if size is None and _may_be_cut(recipe, module, sample):
         part = max(1, sample.num_samples // _PARTS)
-        candidates.append((f"microbatch={part}", (microbatching or Microbatching()).of_size(part), "exact"))
+        text = f"microbatch={part}, if the loss is a mean over samples"
+        candidates.append((text, (microbatching or Microbatching()).of_size(part), "exact"))
     further = _next(predictor, sample, recipe, report, ways_of_training(trainer), candidates)
     return replace(further, baseline=baseline)
 

@@ -127,10 +127,9 @@ def _iterator_of(loader: DataLoader[Any]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _as_it_was(loader: Any) -> Iterator[None]:
-    """Restore the attributes of a loader, its dataset and its samplers, and the generators that they hold."""
+    """Restore the attributes of a loader and its samplers, and the generators that they hold."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    names = ("dataset", "sampler", "batch_sampler")
-    owners = [loader, *(getattr(loader, name, None) for name in names), getattr(batch_sampler, "sampler", None)]
+    owners = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners) if g is not None}
     states = [(generator, generator.get_state()) for generator in found.values()]
     attributes = [(vars(owner), dict(vars(owner))) for owner in owners if hasattr(owner, "__dict__")]

@@ -162,7 +162,7 @@ class MemSaveMixin(Strategy):
         try:
             super().setup_optimizers(trainer)
             if session.compact_training is not None:
-                session.compact_training.refuse_held(self.optimizers)
+                session.compact_training.begin(self.optimizers)
         except Exception as error:  # of user code as well, which may look for matrices
             if self.model is not self.lightning_module or not leave_layers_dense(session, trainer, error):
                 raise

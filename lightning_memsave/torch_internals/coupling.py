@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.torch_internals.fake_tensors import with_values
@@ -57,6 +58,15 @@ def hooks_of_step(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     """Return the functions that run before and after each step of an optimizer."""
     kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return [hook for kind in kinds for hook in getattr(optimizer, kind, {}).values()]
+
+
+def register_first(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> RemovableHandle:
+    """Register a function that runs after each step, before those that are there already."""
+    handle = optimizer.register_step_post_hook(hook)
+    hooks: Any = getattr(optimizer, "_optimizer_step_post_hooks", {})
+    if handle.id in hooks:
+        hooks.move_to_end(handle.id, last=False)
+    return handle
 
 
 def held_by(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

@@ -116,3 +116,60 @@ def test_a_checkpoint_after_the_fit_has_the_state_that_it_left(kind, tmp_path):
         assert state.keys() == later.keys()
         for number in state:
             torch.testing.assert_close(later[number], state[number], rtol=0, atol=0)
+
+
+class Eager(torch.optim.Optimizer):
+    """Has its state from the start, and cannot make it later."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-2})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"sum": torch.zeros_like(p)}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in filter(lambda p: p.grad is not None, group["params"]):
+                self.state[p]["sum"].add_(p.grad.square())
+                p.sub_(group["lr"] * p.grad / (self.state[p]["sum"].sqrt() + 1e-8))
+        return loss
+
+
+class MadeEagerly(Net):
+    def _adamw(self):
+        return Eager(self.parameters())
+
+
+@pytest.mark.parametrize("kind", ["sparsity", "low_rank", "sparse_update"])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_optimizers_that_make_their_state_at_once(kind, is_early):
+    class Keeps(MadeEagerly):
+        def configure_optimizers(self):
+            self.made = self.made or self._adamw()
+            return self.made
+
+    module = Keeps(is_early)
+    before = copy.deepcopy(module.net.state_dict())
+    for settings in (KINDS[kind], {}, KINDS[kind]):
+        after = fit(module, **settings)
+        assert not any(torch.equal(before[key], after[key]) for key in before if key.endswith("weight"))
+        before = after
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_late_checkpoint_of_an_earlier_trainer_leaves_the_optimizer_as_it_is(kind, tmp_path):
+    module = Net(is_early=True)
+    loader = DataLoader(TensorDataset(torch.randn(32, 64)), batch_size=8)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    options["enable_model_summary"] = False
+    first = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[MemSave(**KINDS[kind])], **options)
+    first.fit(module, loader)
+    fit(module)
+    kept = module.made.state.items()
+    before = {id(p): {name: str(value) for name, value in state.items()} for p, state in kept}
+    first.save_checkpoint(tmp_path / "late.ckpt")
+    assert before.keys() == {id(p) for p in module.made.state}
+    for p, state in kept:
+        assert {name: str(value) for name, value in state.items()} == before[id(p)]

@@ -170,6 +170,28 @@ def test_gradients_of_another_backward_are_left_alone(state, kind, callbacks):
     assert memsave.report.loss_class == "exact"
 
 
+class AttacksByAnother(Attacks):
+    """The attack also reaches weights that the loss does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.critic = nn.Linear(8, 1)
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].clone().requires_grad_()
+        self.critic(x).square().sum().backward()
+        return self.loss((batch[0] + 0.01 * x.grad.sign(), batch[1]))
+
+
+def test_the_norm_of_two_passes_is_of_the_runs_own_gradients():
+    clipped = {"gradient_clip_val": 0.1}
+    state = OptimizerState(first_moment="32bit", gradients="release", norm_clipping="two-pass")
+    assert_alike(
+        fit(AttacksByAnother(), **clipped),
+        fit(AttacksByAnother(), MemSave(optimizer_state=state, microbatch=False), **clipped),
+    )
+
+
 class Clips(Precision):
     def clip_gradients(self, optimizer, *args, **kwargs):
         for p in self.main_params(optimizer):
@@ -201,12 +223,31 @@ class Halves(L.Callback):
                 p.grad.mul_(0.5)
 
 
+class FreezesARow(L.Callback):
+    def on_after_backward(self, trainer, pl_module):
+        for p in pl_module.parameters():
+            if p.grad is not None:
+                p.grad[:1] = 0
+
+
+class HalvesElsewhere(Halves):
+    def on_after_backward(self, trainer, pl_module):
+        self._halve(pl_module)
+
+    def _halve(self, module):
+        for p in module.parameters():
+            p.grad = None if p.grad is None else p.grad / 2
+
+
 class Norms(L.Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.norms = [p.grad.norm() for p in pl_module.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize(("callback", "loss_class"), [(Halves, "changed"), (Norms, "exact")])
+@pytest.mark.parametrize(
+    ("callback", "loss_class"),
+    [(Halves, "changed"), (FreezesARow, "changed"), (HalvesElsewhere, "changed"), (Norms, "exact")],
+)
 def test_hooks_that_may_change_gradients_are_in_the_loss_class(callback, loss_class):
     memsave = MemSave(optimizer_state=RELEASE)
     fit(Net(), memsave, callbacks=[callback()])
@@ -233,6 +274,33 @@ def test_a_learning_rate_that_changes_after_backward_is_an_error():
 
     with pytest.raises(RuntimeError, match="`lr` of the optimizer was changed between backward and"):
         fit(Net(), MemSave(optimizer_state=RELEASE), callbacks=[Late()])
+
+
+class Decays(Net):
+    """By a hook of the optimizer's step, for the next one."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda o, *_: o.param_groups[0].update(lr=0.9 * o.param_groups[0]["lr"]))
+        return optimizer
+
+
+def test_a_learning_rate_that_changes_after_the_step_is_none():
+    assert_alike(fit(Decays()), fit(Decays(), MemSave(optimizer_state=RELEASE)))
+
+
+def test_a_learning_rate_in_a_tensor_is_watched():
+    class Tensors(Net):
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), torch.tensor(1e-2), foreach=False)
+
+    class Late(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+
+    assert_alike(fit(Tensors()), fit(Tensors(), MemSave(optimizer_state=RELEASE)))
+    with pytest.raises(RuntimeError, match="`lr` of the optimizer was changed between backward and"):
+        fit(Tensors(), MemSave(optimizer_state=RELEASE), callbacks=[Late()])
 
 
 @pytest.mark.parametrize("state", [RELEASE, INTO_STATE], ids=["release", "into-state"])

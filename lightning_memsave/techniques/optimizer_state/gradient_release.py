@@ -20,7 +20,8 @@ from lightning_memsave.saved_tensors.checkpoint_regions import before_change, ex
 from lightning_memsave.techniques.optimizer_state import optimizer_accumulation
 from lightning_memsave.techniques.optimizer_state.gradient_exchange import GradientExchange
 from lightning_memsave.techniques.optimizer_state.quantized import is_quantized, memory_of
-from lightning_memsave.torch_internals.coupling import check_steps_parameters_alone
+from lightning_memsave.torch_internals.autograd_graph import version_of
+from lightning_memsave.torch_internals.coupling import check_steps_parameters_alone, register_first
 from lightning_memsave.torch_internals.optimizer_class import IN_BACKWARD, PENDING, bare_step, step_one
 
 
@@ -60,7 +61,7 @@ class InBackward(ABC):
     def _complete(self, p: Tensor) -> None:
         if self._is_rehearsal:
             p.grad = None
-        elif not self._is_open and self._observe is None:
+        elif not self._is_open:
             return
         elif self._exchange is not None and p in self._exchange:
             self._exchange.add(p)
@@ -189,7 +190,7 @@ class GradientRelease(InBackward):
         """Learning rates and the like of the groups that have stepped, by the group's `id`."""
         expect_changes(self.parameters())
         for reference in self._optimizers:
-            self._hooks.append(_alive(reference).register_step_post_hook(self._step_is_over))
+            self._hooks.append(register_first(_alive(reference), self._step_is_over))
 
     def _take(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> None:
         if p in self._stepped:
@@ -210,7 +211,7 @@ class GradientRelease(InBackward):
         for group in optimizer.param_groups:
             used, now = self._used.pop(id(group), None), _settings_of(group)
             if used is not None and used != now:
-                changed = next(name for name in now if now[name] != used.get(name))
+                changed = next((name for name in now if now[name] != used.get(name)), "param_groups")
                 raise RuntimeError(
                     f"`{changed}` of the optimizer was changed between backward and `optimizer.step()`: with "
                     '`OptimizerState(gradients="release")` parameters step in backward, with the value before it. '
@@ -232,7 +233,9 @@ class GradientRelease(InBackward):
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if isinstance(value, (int, float, tuple))}
+    plain = {name: value for name, value in group.items() if isinstance(value, (int, float, tuple))}
+    tensors = {name: (id(t), version_of(t)) for name, t in group.items() if isinstance(t, Tensor)}
+    return plain | tensors
 
 
 class GradientsIntoState(InBackward):
