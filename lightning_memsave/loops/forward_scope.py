@@ -111,8 +111,8 @@ class ForwardScope:
         if regions and not self._config.is_exact and not self._store.consequences.is_compiled:
             warnings.warn(
                 f"What is compiled ({', '.join(regions)}) keeps its activations as they are: the compiler has made "
-                "nothing of it (as of torch's own containers, such as `nn.Sequential(...).compile()`), its backend is "
-                "not Inductor, or nothing that it keeps bears noise.",
+                "nothing of it (before torch 2.15 as of torch's own containers: `nn.Sequential(...).compile()`), its "
+                "backend is not Inductor, or nothing that it keeps bears noise.",
                 NoEffectWarning,
                 stacklevel=3,
             )
