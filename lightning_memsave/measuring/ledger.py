@@ -20,7 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ from lightning_memsave.torch_internals.autograd_graph import WeakStorage, autogr
 from lightning_memsave.torch_internals.dispatch_mode import DispatchMode
 from lightning_memsave.torch_internals.fake_tensors import ASKS_DEVICE, device_of, is_fake
 from lightning_memsave.torch_internals.held_optimizers import with_held
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in `typing` from Python 3.11 on
 
 
 class LedgerEntry:

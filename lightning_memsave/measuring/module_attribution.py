@@ -6,7 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from lightning_memsave.measuring.source_lines import line_text
 from lightning_memsave.measuring.storages import storages, tensors_in
 from lightning_memsave.torch_internals.autograd_graph import autograd_is_running
 from lightning_memsave.torch_internals.fake_tensors import ASKS_DEVICE, num_alike
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in `typing` from Python 3.11 on
 
 _NUM_KINDS = 50
 BACKWARD, BATCH, ELSEWHERE = "(backward)", "(batch)", "(outside of modules)"
