@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import lightning as L
@@ -178,7 +177,7 @@ def _lower_weights(session: Session, trainer: L.Trainer, config: LowPrecision) -
 
 
 def _make_tiles(session: Session, trainer: L.Trainer, config: Tiling) -> None:
-    session.scopes.tiles = Tiles(trainer.lightning_module, config, apart=partial(refusing_logs, trainer))
+    session.scopes.tiles = Tiles(trainer.lightning_module, config, apart=functools.partial(refusing_logs, trainer))
 
 
 def _make_regions(session: Session, trainer: L.Trainer, config: Checkpointing) -> None:
