@@ -2,7 +2,7 @@
 
 Time is the larger of arithmetic over the speed of a matrix product and bytes over the speed of a copy (the roofline of
 Williams, Waterman and Patterson, 2009, https://doi.org/10.1145/1498765.1498785), with a constant for each operation.
-Both speeds are measured once.
+Both speeds are measured once; of a device without room for that, those of a data sheet count.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from lightning_memsave.measuring.storages import storages
-from lightning_memsave.torch_internals.fake_tensors import device_of, with_values
+from lightning_memsave.torch_internals.autograd_graph import unwatched
+from lightning_memsave.torch_internals.fake_tensors import device_of
 
 _OVERHEAD_SECONDS = 5e-6
 _SCRATCH = {"aten.convolution": 1, "aten.convolution_backward": 2, "aten.native_batch_norm_backward": 1}
@@ -54,10 +56,22 @@ class Speed:
     bytes: float
 
 
+NOMINAL = Speed(flops=19.5e12, bytes=2.0e12)
+"""Of NVIDIA's A100 in float32 (data sheet, 2021); plans compare operations, for which their ratio is what counts."""
+
+
 @functools.cache
 def measure_speed(device_type: str) -> Speed:
-    """Measure the speed of a matrix product and of a copy, in float32, once."""
-    return with_values(lambda: _measure_speed(device_type))
+    """Measure the speed of a matrix product and of a copy, in float32, once; `NOMINAL` where there is no room for it.
+
+    It may be asked for amid a step whose memory has run out.
+    """
+    # Not in a thread of its own, for which cuBLAS would take another workspace of 32 MiB, and keep it.
+    with torch.no_grad(), unwatched(), _disable_current_modes(), torch.autocast(device_type, enabled=False):
+        try:
+            return _measure_speed(device_type)
+        except RuntimeError:  # out of memory, or a device without one of the two
+            return NOMINAL
 
 
 _NUM_TIMED = 5

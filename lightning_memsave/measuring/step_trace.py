@@ -27,6 +27,7 @@ from lightning_memsave.saved_tensors.deferred_logits import DeferredLogits
 from lightning_memsave.saved_tensors.module_state import Attributes
 from lightning_memsave.torch_internals.autograd_graph import autograd_is_running, running_node, version_of
 from lightning_memsave.torch_internals.dispatch_mode import DispatchMode
+from lightning_memsave.torch_internals.fake_tensors import ASKS_DEVICE, device_of
 
 
 @dataclass(slots=True)
@@ -248,6 +249,8 @@ class _Tracer(DispatchMode):
 
     # ------------------------------------------------------------------ operations
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_DEVICE:
+            return device_of(args[0])
         in_backward = autograd_is_running()
         if in_backward and self.trace.backward_begins is None:
             self._backward_begins()

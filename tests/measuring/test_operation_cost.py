@@ -10,8 +10,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memsave.measuring.operation_cost import cost_of, measure_speed
+from lightning_memsave.measuring import operation_cost
+from lightning_memsave.measuring.operation_cost import NOMINAL, cost_of, measure_speed
 from lightning_memsave.measuring.step_trace import trace_step
+from lightning_memsave.simulation.fake_model import fake_tensors
 
 OVERHEAD = 5e-6
 
@@ -93,6 +95,22 @@ def test_speeds_are_measured_once_and_outside_of_modes():
     assert 0 < speed.bytes < math.inf
     assert 0 < speed.flops < math.inf
     assert max(storage.num_bytes for storage in trace.storages) < 2**20  # not the matrices of the measurement
+
+
+def test_a_device_without_room_has_the_speed_of_a_data_sheet(monkeypatch):
+    def has_no_room(device_type):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(operation_cost, "_measure_speed", has_no_room)
+    measure_speed.cache_clear()
+    try:
+        assert measure_speed("cpu") == NOMINAL
+        model = nn.Linear(4, 4)
+        with fake_tensors(model) as fake, torch.autocast("cpu", torch.bfloat16):
+            x = fake(torch.zeros(2, 4))
+            assert trace_step(model, lambda: model(x).sum().backward()).ops
+    finally:
+        measure_speed.cache_clear()
 
 
 def test_a_larger_product_takes_longer_and_a_view_takes_no_time():

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_memsave import Ledger
 from lightning_memsave.measuring.step_trace import trace_step
+from lightning_memsave.simulation.fake_model import fake_tensors
 from tests.steps import STEPS, gpt2, mlp
 
 
@@ -49,6 +50,19 @@ def test_what_is_kept_is_what_is_alive_behind_forward(name):
     assert kept == alive + 4
     live = trace.start_bytes + sum(change for change, _ in trace.events[: trace.backward_begins])
     assert live == trace.start_bytes + kept
+
+
+@pytest.mark.parametrize("make", [mlp, gpt2])
+def test_a_step_on_fake_tensors_has_the_operations_of_a_real_one(make):
+    """Not what torch runs to ask a fake tensor for its device, twice for each operation."""
+    step = make()
+    real = traced(step)
+    step.model.zero_grad()
+    with fake_tensors(step.model) as fake:
+        batch = fake(step.batch)
+        found = trace_step(step.model, lambda: step.loss(step.model, batch).backward(), held=batch.values())
+    assert [op.name for op in found.ops] == [op.name for op in real.ops]
+    assert found.peak_bytes == real.peak_bytes
 
 
 def test_gradients_that_exist_are_booked_and_a_second_step_needs_no_more():
