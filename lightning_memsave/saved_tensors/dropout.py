@@ -58,6 +58,24 @@ def dropout(call: Call) -> Tensor | None:
     return _Dropped.apply(x, mask, scale_of(p))  # type: ignore[no-any-return, no-untyped-call]
 
 
+DROPOUT = torch.ops.aten.native_dropout.default
+"""Draws a mask and multiplies by it, in one operation: all dropout on CUDA, and `torch.native_dropout` elsewhere."""
+
+
+def native_dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """Return what `DROPOUT` gives with a mask that was drawn before, to the bit."""
+    if p == 1:
+        return torch.zeros_like(x)
+    return x * mask * native_scale(x, p)
+
+
+def native_scale(x: Tensor, p: float) -> float:
+    """Return 1 / (1 - p) as `DROPOUT` multiplies by it: rounded to float32 twice on CUDA, to x's dtype elsewhere."""
+    if x.is_cuda and x.dtype != torch.float64:
+        return scale_of(p)
+    return float(torch.tensor(1.0 / (1.0 - p), dtype=x.dtype, device="cpu"))
+
+
 def scale_of(p: float) -> float:
     """Return 1 / (1 - p), rounded where torch rounds: to float32, twice."""
     return _rounded(1 / _rounded(1 - p))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.numerics import bits
+from lightning_memsave.saved_tensors.dropout import DROPOUT, native_dropout
 from lightning_memsave.torch_internals.dispatch_mode import DispatchMode
 
 
@@ -37,6 +38,8 @@ def is_draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    if func is DROPOUT:
+        return named["train"] is not False
     return "scaled_dot_product" not in func._schema.name or named.get("dropout_p", 0.0) > 0
 
 
@@ -52,7 +55,8 @@ def shape_drawn(func: Any, args: Sequence[Any]) -> tuple[int, ...]:
     return tuple(first.shape) if isinstance(first, Tensor) else tuple(first)
 
 
-_KNOWN = frozenset(f"aten::{name}" for name in ("bernoulli_", "uniform_", "normal_", "rand", "randn"))
+_KNOWN = frozenset(f"aten::{n}" for n in ("bernoulli_", "uniform_", "normal_", "rand", "randn", "native_dropout"))
+_MASKS = frozenset({"aten::bernoulli_", "aten::native_dropout"})
 
 
 class KeptNoise:
@@ -73,16 +77,18 @@ class KeptNoise:
         """Return a mode in which draws give the numbers of a tile."""
         return _NoiseOfTile(functools.partial(self._numbers, number))
 
-    def _numbers(self, tile: int, draw: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    def _numbers(self, tile: int, draw: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if draw >= len(self._draws):
             raise NoiseError("a module in tiles draws more numbers than when it was tested")
         if draw == len(self._kept):
             self._kept.append(self._drawn(draw, func, args, kwargs))
         kept, shape = self._kept[draw], shape_drawn(func, args)
         numbers = kept[tile] if self._draws[draw].times else kept[0]
-        if func._schema.name == "aten::bernoulli_":
-            numbers = bits.unpack(numbers, 1, args[0].numel())
+        if func._schema.name in _MASKS:
+            numbers = bits.unpack_mask(numbers, args[0].numel())
         numbers = numbers.view(shape)
+        if func is DROPOUT:
+            return native_dropout(args[0], numbers, args[1]), numbers
         return args[0].copy_(numbers) if func._schema.is_mutable else numbers.clone()
 
     def _drawn(self, draw: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -92,8 +98,10 @@ class KeptNoise:
         lengths = [times * length for length in self._lengths]
         if times:
             shape[dim] = sum(lengths)
-        is_mask = func._schema.name == "aten::bernoulli_"
-        if func._schema.is_mutable:
+        is_mask = func._schema.name in _MASKS
+        if func is DROPOUT:
+            _, whole = func(torch.empty_permuted(shape, order, dtype=first.dtype, device=first.device), *others)
+        elif func._schema.is_mutable:
             dtype = torch.bool if is_mask else first.dtype
             whole = func(torch.empty_permuted(shape, order, dtype=dtype, device=first.device), *others, **kwargs)
         else:
@@ -107,7 +115,7 @@ class _NoiseOfTile(DispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, numbers: Callable[..., Tensor], num_draws: int = 0) -> None:
+    def __init__(self, numbers: Callable[..., Any], num_draws: int = 0) -> None:
         super().__init__()
         self._numbers, self._num_draws = numbers, num_draws
         self._tokens: list[Token[_NoiseOfTile | None]] = []

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_memsave.numerics import kernels
-from lightning_memsave.saved_tensors.dropout import scale_of
+from lightning_memsave.saved_tensors.dropout import native_dropout
 from lightning_memsave.torch_internals.autograd_graph import (
     Kept,
     Node,
@@ -208,8 +208,7 @@ def _native_dropout(node: Node, output_nr: int, operands: Mapping[int, Any]) -> 
     p, mask = saved_values(node, "p"), packed(node, "result1")
     if p >= 1 or not isinstance(mask, Kept):
         return None
-    # The CPU's scale is rounded once, when it multiplies; that of CUDA's kernel as dropout's noise is.
-    return Rule(lambda x: x * mask.get() * (scale_of(p) if x.is_cuda else 1.0 / (1.0 - p)), is_linear=True)
+    return Rule(lambda x: native_dropout(x, mask.get(), p), is_linear=True)
 
 
 def _dropped(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule | None:

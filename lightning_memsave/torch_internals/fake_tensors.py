@@ -56,8 +56,8 @@ def is_fake(tensor: Tensor) -> bool:
 ASKS_DEVICE = torch.ops.prim.device.default
 """What torch runs to ask a fake tensor for its device, in every operation more than once.
 
-It is no operation of a step, and an error that a dispatch mode raises in there ends the process: autograd asks in C++ where
-nothing may be raised (`InputMetadata`; seen in torch 2.11 to 2.15).
+It is no operation of a step. An error that a dispatch mode raises there ends the process: autograd asks in C++ where
+nothing may be raised (`InputMetadata`; seen in torch 2.11 and 2.13).
 """
 
 

@@ -19,6 +19,7 @@ from tests.loops.whole_batches import Module, batches, both, unpack
     [
         (lambda n: torch.randn(n, 3), True),
         (lambda n: F.dropout(torch.ones(n, 3)), True),
+        (lambda n: torch.native_dropout(torch.ones(n, 3), 0.5, True), True),  # as CUDA does
         (lambda n: torch.rand(()), True),
         (lambda n: F.dropout(torch.ones(2 * n, 3)), False),
         (lambda n: torch.randperm(n), False),
@@ -31,6 +32,20 @@ def test_noise_says_whether_it_is_a_samples_own(draw, is_sure):
     with SampleNoise(2, 3, 5) as part:
         draw(3)
     assert (whole.is_sure and part.is_sure) == is_sure
+
+
+@pytest.mark.parametrize("p", [0.2, 1.0])
+def test_dropout_in_one_operation_is_each_samples_own(p):
+    """CUDA's; the CPU draws the mask first."""
+    x = torch.randn(5, 300, dtype=torch.float64)
+    with SampleNoise(0, 5, 5):
+        whole, kept = torch.native_dropout(x, p, True)
+    with SampleNoise(2, 3, 5):
+        part, kept_in_part = torch.native_dropout(x[2:], p, True)
+    assert torch.equal(part, whole[2:])
+    assert torch.equal(kept_in_part, kept[2:])
+    torch.testing.assert_close(whole, x * kept / (1 - p) if p < 1 else torch.zeros_like(x))
+    assert abs(float(kept.double().mean()) - (1 - p)) < 0.05
 
 
 @pytest.mark.filterwarnings("ignore::lightning_memsave.NotLosslessWarning")

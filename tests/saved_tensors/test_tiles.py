@@ -43,6 +43,28 @@ def test_masks_of_tiles_are_the_slices_of_the_whole_mask(order, dtype):
     assert torch.equal(torch.rand(()), following)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dropout_in_one_operation_has_the_slices_of_the_whole_mask(order, dtype):
+    """As all dropout on CUDA."""
+    shape, lengths = (7, 50, 3), [3, 2, 2]
+    x = torch.empty_permuted(shape, order, dtype=dtype)
+    x.copy_(torch.randn(shape))
+    torch.manual_seed(0)
+    whole, mask = torch.native_dropout(x, 0.3, True)
+    following = torch.rand(())
+    torch.manual_seed(0)
+    noise = KeptNoise([Draw(1, order)], 0, lengths)
+    parts = []
+    for number, part in enumerate(x.split(lengths)):
+        with noise.of_tile(number):
+            parts.append(torch.native_dropout(part, 0.3, True))
+            torch.native_dropout(part, 0.3, False)  # draws nothing
+    assert torch.equal(torch.cat([values for values, _ in parts]), whole)
+    assert torch.equal(torch.cat([mask for _, mask in parts]), mask)
+    assert torch.equal(torch.rand(()), following)
+
+
 def test_what_all_entries_share_is_drawn_once():
     torch.manual_seed(0)
     whole, shared, following = torch.randn(5, 6), torch.rand(1, 3), torch.rand(())
