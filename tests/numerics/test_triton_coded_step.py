@@ -19,7 +19,7 @@ if not INTERPRETED and not torch.cuda.is_available():
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, about division by zero
 if not INTERPRETED:
-    pytestmark.append(pytest.mark.gpu)
+    pytestmark += [pytest.mark.gpu, pytest.mark.kernels]
 SHIFT = 0x9E3779B9
 MAPS = {4: moment_codecs._IN_4BIT, 8: moment_codecs._IN_8BIT}
 RULES = {
@@ -105,6 +105,7 @@ def test_a_step_has_the_bits_of_torch(name, bits, kind, size):
         assert torch.equal(short.correction, correction)
 
 
+@pytest.mark.kernels
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs compiled kernels")
 @pytest.mark.parametrize("precision", [None, "bf16-sr", "bf16+8"])

@@ -17,7 +17,7 @@ if not INTERPRETED and not torch.cuda.is_available():
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, about NaN and division by zero
 if not INTERPRETED:
-    pytestmark.append(pytest.mark.gpu)
+    pytestmark += [pytest.mark.gpu, pytest.mark.kernels]
 MAPS = {4: moment_codecs._IN_4BIT, 5: moment_codecs._IN_5BIT, 8: moment_codecs._IN_8BIT}
 SIZES = (1, 7, 255, 256, 257, 5000)
 
@@ -102,6 +102,7 @@ def test_a_table_is_looked_up_as_in_the_reference():
     assert torch.equal(found.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 
 
+@pytest.mark.kernels
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs compiled kernels")
 def test_they_are_what_cuda_uses():

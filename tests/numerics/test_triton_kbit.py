@@ -20,7 +20,7 @@ if not INTERPRETED and not torch.cuda.is_available():
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, about NaN and division by zero
 if not INTERPRETED:
-    pytestmark.append(pytest.mark.gpu)
+    pytestmark += [pytest.mark.gpu, pytest.mark.kernels]
 SEEDS = (None, 1, 2**32 - 1)
 BLOCKS = {
     "normal": lambda: torch.randn(256),
@@ -126,6 +126,7 @@ def test_a_block_whose_range_overflows_decodes_to_nan(bits):
     assert bool(decoded[256:].isfinite().all())
 
 
+@pytest.mark.kernels
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs compiled kernels")
 class TestOnTheDevice:

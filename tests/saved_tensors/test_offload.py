@@ -196,6 +196,7 @@ def test_a_change_in_place_raises_though_the_bytes_are_away():
 
 
 # ------------------------------------------------------------------------------- CUDA
+@pytest.mark.kernels
 @pytest.mark.gpu
 def test_cuda_tensors_come_back_to_the_bit_while_the_device_is_busy():
     """The copy out reads what the compute stream wrote, and the copy back is waited for: no event may be missing."""

@@ -10,7 +10,7 @@ import sys
 from tests import versions
 from tests.simulated_cuda.build import build
 
-ARGUMENTS = ["-m", "gpu and not kernels and not slow", "tests"]
+ARGUMENTS = ["-m", "gpu and not kernels and not slow", "-n", "2", "--dist", "worksteal", "tests"]
 
 
 def main() -> None:

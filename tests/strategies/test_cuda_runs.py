@@ -20,7 +20,7 @@ from lightning_memsave import MemSave, OptimizerState, predict
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
 IS_SIMULATED = "MEMSAVE_SIMULATED_CUDA" in os.environ
-WIDTH, BATCH, TOKENS = 256, 32, 64
+WIDTH, BATCH, TOKENS = (128, 32, 32) if IS_SIMULATED else (256, 32, 64)
 RELEASE = OptimizerState(first_moment="8bit", gradients="release", min_size=256)
 INTO_STATE = OptimizerState(first_moment="8bit", gradients="into-state", min_size=256)
 SETTINGS = {
