@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_memsave import MemSave, OptimizerState, predict
+from lightning_memsave import MemSave, OptimizerState, Tiling, predict
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
 IS_SIMULATED = "MEMSAVE_SIMULATED_CUDA" in os.environ
@@ -195,6 +195,29 @@ def test_goes_on_where_the_device_is_full(memory_limit, precision):
     assert memsave.report.num_oom_recovered
     assert IS_SIMULATED or memsave.report.microbatch_size < BATCH  # exact measures are enough without workspaces
     assert max(abs(a - b) for a, b in zip(module.losses, expected, strict=True)) < (1e-4 if "32" in precision else 2e-2)
+
+
+class Drops(Net):
+    def training_step(self, ids, batch_idx):
+        logits = self.head(F.dropout(self.blocks(self.table(ids)), 0.2))  # in evaluation mode as well
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def test_a_loss_with_dropout_is_known_for_a_mean():
+    trainer, module = fit({"microbatch": 8}, make=Drops)
+    report = next(c for c in trainer.callbacks if isinstance(c, MemSave)).report
+    assert report.microbatch_size == 8
+    assert any("(loss: mean over samples)" in applied.summary for applied in report.applied)
+    assert module.losses[-1] < module.losses[0]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_dropout_in_tiles_has_the_masks_of_the_plain_step(dim):
+    _, plain = fit(None, number=3)
+    trainer, tiled = fit({"tiling": Tiling(dim=dim, size=8)}, number=3)
+    report = next(c for c in trainer.callbacks if isinstance(c, MemSave)).report
+    assert any("in tiles" in applied.summary for applied in report.applied)
+    assert tiled.losses == pytest.approx(plain.losses, rel=1e-4)
 
 
 @pytest.mark.parametrize("part", [0.35, 0.6])
