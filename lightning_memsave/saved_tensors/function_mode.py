@@ -330,6 +330,7 @@ _NOTED: dict[Any, Callable[[Call], Any]] = {
     F.batch_norm: lambda call: Norm(call.argument(4, "bias"), call.argument(7, "eps", 1e-5)),
     F.group_norm: lambda call: Norm(call.argument(3, "bias"), call.argument(4, "eps", 1e-5)),
     F.layer_norm: lambda call: Norm(call.argument(3, "bias"), call.argument(4, "eps", 1e-5)),
+    F.rms_norm: lambda call: Norm(None, call.argument(3, "eps")),
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _scalar),
     **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _scalar),
 }

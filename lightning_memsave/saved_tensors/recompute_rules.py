@@ -59,7 +59,7 @@ class Norm(NamedTuple):
     """What the node of a normalisation does not keep, or not in every version of torch."""
 
     bias: Tensor | None
-    eps: float
+    eps: float | None
 
 
 def _batch_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule | None:
@@ -128,6 +128,24 @@ def _layer_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
         return F.layer_norm(x, shape, weight, bias, noted.eps)
 
     return Rule(normalise, is_linear=True, exactly=again, reads=(weight, bias))
+
+
+def _rms_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule | None:
+    """Of the one operation that it is on CUDA; elsewhere torch computes it by several, which have rules."""
+    noted = operands.get(sequence_nr_of(node))
+    if noted is None or output_nr != 0:
+        return None
+    shape, weight, rstd = (saved_values(node, name) for name in ("normalized_shape", "weight", "result1"))
+    dtype = output_of(node, 0).dtype
+
+    def normalise(x: Tensor) -> Tensor:
+        y = x.to(rstd.dtype) * rstd  # [..., D], of [..., 1]
+        return (y if weight is None else y.mul_(weight)).to(dtype)
+
+    def again(x: Tensor) -> Tensor:  # computes the statistics again
+        return F.rms_norm(x, shape, weight, noted.eps)
+
+    return Rule(normalise, is_linear=True, exactly=again, reads=(weight,))
 
 
 def _group_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule | None:
@@ -252,6 +270,7 @@ RULES: Mapping[str, Callable[[Node, int, Mapping[int, Any]], Rule | None]] = {
     "CudnnBatchNormBackward0": _batch_norm,
     "NativeLayerNormBackward0": _layer_norm,
     "NativeGroupNormBackward0": _group_norm,
+    "FusedRmsNormBackward0": _rms_norm,
     "ReluBackward0": _unary(torch.relu),
     "GeluBackward0": _unary(F.gelu, "approximate", curvature=_gelu_curvature),
     "SiluBackward0": _unary(F.silu, curvature=_silu_curvature),

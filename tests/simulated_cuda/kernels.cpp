@@ -195,6 +195,50 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   return {host.back(of_q), host.back(of_k), host.back(of_v), Tensor()};
 }
 
+// ---------------------------------------------------------------------- RMSNorm, one operation on CUDA alone
+std::vector<int64_t> last_dims(at::IntArrayRef normalized_shape) {
+  std::vector<int64_t> dims;
+  for (size_t i = 1; i <= normalized_shape.size(); ++i) dims.push_back(-static_cast<int64_t>(i));
+  return dims;
+}
+
+std::tuple<Tensor, Tensor> rms_norm(
+    const Tensor& input, at::IntArrayRef normalized_shape, const OptionalTensor& weight, std::optional<double> eps) {
+  OnHost host;
+  Tensor out, rstd;
+  {
+    c10::impl::ExcludeDispatchKeyGuard guard(ABOVE);
+    const auto wide = host.of(input).to(at::promote_types(input.scalar_type(), at::kFloat));
+    const double epsilon = eps.value_or(input.scalar_type() == at::kDouble ? 2.220446049250313e-16 : 1.1920928955078125e-07);
+    rstd = wide.square().mean(last_dims(normalized_shape), true).add(epsilon).rsqrt();
+    out = wide * rstd;
+    if (weight.has_value() && weight->defined()) out = out * host.of(*weight);
+    out = out.to(input.scalar_type());
+  }
+  return {host.back(out), host.back(rstd)};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward(
+    const Tensor& gradient, const Tensor& input, at::IntArrayRef normalized_shape, const Tensor& rstd,
+    const OptionalTensor& weight, std::array<bool, 2>) {
+  OnHost host;
+  Tensor of_input, of_weight;
+  {
+    c10::impl::ExcludeDispatchKeyGuard guard(ABOVE);
+    const auto normal = host.of(input).to(rstd.scalar_type()) * host.of(rstd);
+    auto outer = host.of(gradient).to(rstd.scalar_type());
+    if (weight.has_value() && weight->defined()) {
+      std::vector<int64_t> first;
+      for (int64_t dim = 0; dim < input.dim() - static_cast<int64_t>(normalized_shape.size()); ++dim) first.push_back(dim);
+      of_weight = (outer * normal).sum(first).to(weight->scalar_type());
+      outer = outer * host.of(*weight);
+    }
+    const auto mean = (outer * normal).mean(last_dims(normalized_shape), true);
+    of_input = ((outer - normal * mean) * host.of(rstd)).to(input.scalar_type());
+  }
+  return {host.back(of_input), host.back(of_weight)};
+}
+
 void refuse(const c10::OperatorHandle& operation, c10::DispatchKeySet, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, "the simulated CUDA device has no kernel for ", operation.schema().name());
 }
@@ -204,7 +248,7 @@ const std::unordered_set<std::string> KEPT = {
     "alias", "as_strided", "detach", "empty", "empty_strided", "is_pinned", "record_stream", "resize_", "set_", "unfold",
     "view", "view_as_complex", "view_as_real", "_efficientzerotensor", "_local_scalar_dense", "_pin_memory",
     "_reshape_alias", "_fused_sdp_choice", "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_efficient_attention_backward"};
+    "_scaled_dot_product_efficient_attention_backward", "_fused_rms_norm", "_fused_rms_norm_backward"};
 // These call kernels by names that the CPU lacks (cuDNN's), or launch one though they are registered for all devices.
 const std::unordered_set<std::string> WHOLE = {"convolution", "convolution_backward", "copy_", "ldexp", "ldexp_"};
 
@@ -227,4 +271,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   }
   m.impl("_scaled_dot_product_efficient_attention", attention);
   m.impl("_scaled_dot_product_efficient_attention_backward", attention_backward);
+  m.impl("_fused_rms_norm", rms_norm);
+  m.impl("_fused_rms_norm_backward", rms_norm_backward);
 }
