@@ -139,8 +139,9 @@ def _rms_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule |
     dtype = output_of(node, 0).dtype
 
     def normalise(x: Tensor) -> Tensor:
-        y = x.to(rstd.dtype) * rstd  # [..., D], of [..., 1]
-        return (y if weight is None else y.mul_(weight)).to(dtype)
+        y = x.to(rstd.dtype) * rstd  # [..., D], statistics [..., 1]
+        out: Tensor = (y if weight is None else y.mul_(weight)).to(dtype)
+        return out
 
     def again(x: Tensor) -> Tensor:  # computes the statistics again
         return F.rms_norm(x, shape, weight, noted.eps)

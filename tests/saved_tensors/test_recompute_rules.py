@@ -174,6 +174,7 @@ def test_every_rule_is_met_by_a_test():
         "NativeDropoutBackward0",  # CUDA
         "ReshapeAliasBackward0",  # older views
         "CudnnBatchNormBackward0",  # on CUDA
+        "FusedRmsNormBackward0",  # on CUDA
     }
     assert set(RULES) - named == elsewhere
 
@@ -220,6 +221,7 @@ def test_names_of_nodes_and_of_what_they_keep():
     assert set(RULES) - set(seen) == {
         "ReshapeAliasBackward0",
         "CudnnBatchNormBackward0",
+        "FusedRmsNormBackward0",
         "_DroppedBackward",  # ours
     }
     node = seen["TransposeBackward0"][0].grad_fn
