@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 HERE = Path(__file__).parent
-_ASKED_FOR = re.compile(r" U ((?:__)?(?:cuda|cublas|curand|cufft|cusparse|cusolver)\w*)")
+_ASKED_FOR = re.compile(r" U ((?:__)?(?:cuda|cublas|cupti|curand|cufft|cusparse|cusolver)\w*)")
 _CREATORS = {"cublasCreate_v2": "malloc(64)", "cublasLtCreate": "malloc(64)"}
 
 
@@ -53,9 +53,9 @@ def _compile(library: Path, arguments: list[str]) -> None:
 def _rest(libraries: Path) -> str:
     """The source of every function that torch's libraries ask for, and `runtime.cpp` lacks: each succeeds."""
     asked: set[str] = set()
-    for name in ("libtorch_cuda.so", "libc10_cuda.so", "libtorch_python.so", "libtorch_cuda_linalg.so"):
-        symbols = subprocess.run(["nm", "-D", libraries / name], check=True, capture_output=True, text=True).stdout
-        asked.update(_ASKED_FOR.findall(symbols))
+    for name in ("libtorch_cpu", "libtorch_cuda", "libtorch_cuda_linalg", "libtorch_python", "libc10_cuda"):
+        command = ["nm", "-D", str(libraries / f"{name}.so")]
+        asked.update(_ASKED_FOR.findall(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
     known = set(re.findall(r"(\w+)\(", (HERE / "runtime.cpp").read_text()))
     lines = ["#include <cstdlib>", 'extern "C" {']
     lines += [f"int {name}(void** handle) {{ *handle = {made}; return 0; }}" for name, made in _CREATORS.items()]
