@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.saved_tensors.dropout import DROPOUT, native_dropout
+from lightning_memsave.saved_tensors.kept_noise import is_draw
 from lightning_memsave.torch_internals.dispatch_mode import DispatchMode
 
 _INTEGERS = frozenset(("randperm", "randint", "multinomial", "bernoulli"))
@@ -57,7 +58,7 @@ class SampleNoise(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        if not is_draw(func, args, kwargs):
             return func(*args, **kwargs)
         self.num_drawn += 1
         torch.manual_seed(self.num_drawn)

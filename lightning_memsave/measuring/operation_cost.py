@@ -7,7 +7,6 @@ Both speeds are measured once; of a device without room for that, those of a dat
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -57,21 +56,31 @@ class Speed:
 
 
 NOMINAL = Speed(flops=19.5e12, bytes=2.0e12)
-"""An A100 in float32, by NVIDIA's data sheet of 2021: plans compare operations, so that the ratio counts."""
+"""An A100 in float32 (NVIDIA's data sheet, 2021). It compares large operations well, while small ones cost alike."""
 
 
-@functools.cache
+_speeds: dict[str, Speed] = {}
+
+
 def measure_speed(device_type: str) -> Speed:
     """Measure the speed of a matrix product and of a copy, in float32, once; `NOMINAL` where there is no room for it.
 
     It may be asked for amid a step whose memory has run out.
     """
-    # Not in a thread of its own, for which cuBLAS would take another workspace of 32 MiB, and keep it.
-    with torch.no_grad(), unwatched(), _disable_current_modes(), torch.autocast(device_type, enabled=False):
+    if device_type not in _speeds:
         try:
-            return _measure_speed(device_type)
-        except RuntimeError:  # out of memory, or a device without one of the two
-            return NOMINAL
+            # Not in a thread of its own, for which cuBLAS would take another workspace of 32 MiB, and keep it.
+            with torch.no_grad(), unwatched(), _disable_current_modes(), torch.autocast(device_type, enabled=False):
+                _speeds[device_type] = _measure_speed(device_type)
+        except (RuntimeError, AssertionError, ImportError):  # out of memory, or a device that computes nothing here
+            _speeds[device_type] = NOMINAL
+    return _speeds[device_type]
+
+
+def measure_again() -> None:
+    """Let speeds that could not be measured be measured when they are asked for next."""
+    for device_type in [each for each, speed in _speeds.items() if speed is NOMINAL]:
+        del _speeds[device_type]
 
 
 _NUM_TIMED = 5
@@ -80,8 +89,8 @@ _NUM_TIMED = 5
 
 def _measure_speed(device_type: str) -> Speed:
     size = 512
-    matrix = torch.ones(size, size, device=device_type)
-    block = torch.ones(4 * 2**20, device=device_type)
+    matrix = torch.ones(size, size, dtype=torch.float32, device=device_type)
+    block = torch.ones(4 * 2**20, dtype=torch.float32, device=device_type)
     product = _best_seconds(lambda: matrix @ matrix, device_type)
     copy = _best_seconds(lambda: block.clone(), device_type)
     return Speed(flops=2 * size**3 / product, bytes=2 * block.nbytes / copy)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.core.selection import is_scripted, scripted_in
 from lightning_memsave.measuring.gradient_sums import replaces_first
-from lightning_memsave.measuring.operation_cost import cost_of
+from lightning_memsave.measuring.operation_cost import cost_of, measure_again
 from lightning_memsave.measuring.storages import storages, tensors_in
 from lightning_memsave.saved_tensors.deferred_logits import DeferredLogits
 from lightning_memsave.saved_tensors.module_state import Attributes
@@ -139,6 +139,7 @@ def trace_step(model: nn.Module, run: Callable[[], object], *, held: Iterable[Te
         >>> [call.name for call in trace.calls]
         ['', '0', '1']
     """
+    measure_again()
     tracer = _Tracer(model)
     tracer.hold(p for p in model.parameters())
     tracer.hold(b for b in model.buffers())

@@ -59,7 +59,7 @@ def dropout(call: Call) -> Tensor | None:
 
 
 DROPOUT = torch.ops.aten.native_dropout.default
-"""Draws a mask and multiplies by it, in one operation: all dropout on CUDA, and `torch.native_dropout` elsewhere."""
+"""Draws a mask and multiplies by it, in one operation: `torch.native_dropout`, and `F.dropout` on CUDA but in place."""
 
 
 def native_dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:

@@ -39,7 +39,7 @@ def is_draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return False
     named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     if func is DROPOUT:
-        return named["train"] is not False
+        return named.get("train") is not False
     return "scaled_dot_product" not in func._schema.name or named.get("dropout_p", 0.0) > 0
 
 
@@ -100,7 +100,7 @@ class KeptNoise:
             shape[dim] = sum(lengths)
         is_mask = func._schema.name in _MASKS
         if func is DROPOUT:
-            _, whole = func(torch.empty_permuted(shape, order, dtype=first.dtype, device=first.device), *others)
+            whole = func(torch.empty_permuted(shape, order, dtype=first.dtype, device=first.device), *others)[1]
         elif func._schema.is_mutable:
             dtype = torch.bool if is_mask else first.dtype
             whole = func(torch.empty_permuted(shape, order, dtype=dtype, device=first.device), *others, **kwargs)

@@ -45,6 +45,9 @@ def test_dropout_in_one_operation_is_each_samples_own(p):
     assert torch.equal(part, whole[2:])
     assert torch.equal(kept_in_part, kept[2:])
     torch.testing.assert_close(whole, x * kept / (1 - p) if p < 1 else torch.zeros_like(x))
+    with SampleNoise(0, 5, 5) as noise:
+        assert torch.equal(torch.native_dropout(x, p, False)[0], x)
+    assert noise.num_drawn == 0
     assert abs(float(kept.double().mean()) - (1 - p)) < 0.05
 
 

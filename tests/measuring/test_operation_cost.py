@@ -87,7 +87,7 @@ def test_sparse_tensors_cost_their_values_and_indices():
 
 
 def test_speeds_are_measured_once_and_outside_of_modes():
-    measure_speed.cache_clear()
+    operation_cost._speeds.clear()
     model = nn.Linear(4, 4)
     trace = trace_step(model, lambda: model(torch.zeros(2, 4)).sum().backward())
     speed = measure_speed("cpu")
@@ -97,20 +97,38 @@ def test_speeds_are_measured_once_and_outside_of_modes():
     assert max(storage.num_bytes for storage in trace.storages) < 2**20  # not the matrices of the measurement
 
 
-def test_a_device_without_room_has_the_speed_of_a_data_sheet(monkeypatch):
+def test_a_device_without_room_has_the_speed_of_a_data_sheet_until_the_next_trace(monkeypatch):
     def has_no_room(device_type):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(operation_cost, "_measure_speed", has_no_room)
-    measure_speed.cache_clear()
+    monkeypatch.setattr(operation_cost, "_speeds", {})
+    model = nn.Linear(4, 4)
+    with monkeypatch.context() as patch, fake_tensors(model) as fake, torch.autocast("cpu", torch.bfloat16):
+        patch.setattr(operation_cost, "_measure_speed", has_no_room)
+        x = fake(torch.zeros(2, 4))
+        assert trace_step(model, lambda: model(x).sum().backward()).ops
+        assert measure_speed("cpu") is NOMINAL
+    assert measure_speed("cpu") is NOMINAL
+    trace_step(model, lambda: model(torch.zeros(2, 4)))
+    assert measure_speed("cpu") is not NOMINAL
+
+
+def test_a_device_that_computes_nothing_has_it_as_well(monkeypatch):
+    monkeypatch.setattr(operation_cost, "_speeds", {})
+    assert measure_speed("meta") is NOMINAL
+    assert torch.cuda.is_available() or measure_speed("cuda") is NOMINAL
+
+
+def test_speeds_are_those_of_float32(monkeypatch):
+    monkeypatch.setattr(operation_cost, "_speeds", {})
+    seen = []
+    monkeypatch.setattr(operation_cost, "_best_seconds", lambda run, device_type: seen.append(run().dtype) or 1.0)
+    torch.set_default_dtype(torch.bfloat16)
     try:
-        assert measure_speed("cpu") == NOMINAL
-        model = nn.Linear(4, 4)
-        with fake_tensors(model) as fake, torch.autocast("cpu", torch.bfloat16):
-            x = fake(torch.zeros(2, 4))
-            assert trace_step(model, lambda: model(x).sum().backward()).ops
+        measure_speed("cpu")
     finally:
-        measure_speed.cache_clear()
+        torch.set_default_dtype(torch.float32)
+    assert seen == [torch.float32, torch.float32]
 
 
 def test_a_larger_product_takes_longer_and_a_view_takes_no_time():

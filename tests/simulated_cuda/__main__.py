@@ -10,12 +10,13 @@ import sys
 from tests import versions
 from tests.simulated_cuda.build import build
 
-ARGUMENTS = ["-m", "gpu and not kernels and not slow", "-n", "2", "--dist", "worksteal", "tests"]
+SELECTED = ["-m", "gpu and not kernels and not slow"]
+ALL = ["-n", "2", "--dist", "worksteal", "tests"]
 
 
 def main() -> None:
     """Build what is needed and run pytest, with its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--torch", default="torch", help="a build for CUDA 13: torch==2.11.0 or later")
     options, arguments = parser.parse_known_args()
     python = versions.environment(options.torch)
@@ -23,7 +24,7 @@ def main() -> None:
     variables = build(packages, python.parent.parent / "simulated_cuda")
     command = [python, "-m", "pytest", "-p", "tests.simulated_cuda.plugin", "-p", "no:cacheprovider"]
     os.chdir(versions.ROOT)
-    done = subprocess.run([*command, *(arguments or ARGUMENTS)], env=os.environ | variables | {"PYTHONPATH": ""})
+    done = subprocess.run([*command, *SELECTED, *(arguments or ALL)], env=os.environ | variables | {"PYTHONPATH": ""})
     sys.exit(done.returncode)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -22,9 +25,17 @@ def build(packages: Path, folder: Path) -> dict[str, str]:
     Returns:
         Environment variables with which a program finds the device.
     """
-    torch, folder = packages / "torch", folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    torch = packages / "torch"
     headers = [packages / "nvidia/cu13/include", packages / "triton/backends/nvidia/include"]
+    for path in (torch / "lib/libtorch_cuda.so", headers[0] / "cuda_runtime_api.h", headers[1] / "cuda.h"):
+        if not path.exists():
+            sys.exit(f"The simulated device needs a torch for CUDA 13: {path} is not there.")
+    for tool in ("g++", "nm"):
+        if shutil.which(tool) is None:
+            sys.exit(f"The simulated device is built with `{tool}`, which is not there.")
+    sources = b"".join((HERE / name).read_bytes() for name in ("runtime.cpp", "kernels.cpp", "build.py"))
+    folder = folder.resolve() / hashlib.sha256(sources).hexdigest()[:12]
+    folder.mkdir(parents=True, exist_ok=True)
     headers += [torch / "include", torch / "include/torch/csrc/api/include"]
     includes = [f"-I{path}" for path in headers]
     runtime, driver, kernels = folder / "libruntime.so", folder / "libcuda.so.1", folder / "libkernels.so"

@@ -16,6 +16,7 @@
 
 #include <array>
 #include <cstring>
+#include <mutex>
 #include <string>
 #include <tuple>
 #include <unordered_set>
@@ -97,9 +98,10 @@ uint64_t next_seed(const std::optional<at::Generator>& given) {
   return mixed ^ (mixed >> 31);
 }
 
+// The CPU's generator with a seed, as it was afterwards; for one thread at a time.
 class CpuSeeded {
  public:
-  explicit CpuSeeded(uint64_t seed) : cpu_(at::detail::getDefaultCPUGenerator()) {
+  explicit CpuSeeded(uint64_t seed) : alone_(one_at_a_time_), cpu_(at::detail::getDefaultCPUGenerator()) {
     std::lock_guard<std::mutex> lock(cpu_.mutex());
     before_ = cpu_.get_state();
     cpu_.set_current_seed(seed);
@@ -110,6 +112,8 @@ class CpuSeeded {
   }
 
  private:
+  inline static std::mutex one_at_a_time_;
+  std::lock_guard<std::mutex> alone_;
   at::Generator cpu_;
   Tensor before_;
 };
@@ -118,7 +122,7 @@ class CpuSeeded {
 void on_host(const c10::OperatorHandle& operation, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = operation.schema();
   OnHost host;
-  bool is_random = schema.name() == "aten::native_dropout";
+  bool is_random = false;
   std::optional<at::Generator> generator;
   size_t place = stack->size() - schema.arguments().size();
   for (const auto& argument : schema.arguments()) {
@@ -160,6 +164,27 @@ void on_host(const c10::OperatorHandle& operation, c10::DispatchKeySet, torch::j
       value = list;
     }
   }
+}
+
+// ---------------------------------------------------------------------- dropout, whose scale is rounded otherwise on CUDA
+std::tuple<Tensor, Tensor> dropout(const Tensor& input, double p, std::optional<bool> train) {
+  OnHost host;
+  Tensor out, mask;
+  {
+    c10::impl::ExcludeDispatchKeyGuard guard(ABOVE);
+    const auto x = host.of(input);
+    mask = at::ones_like(x, x.options().dtype(at::kBool));
+    if (!train.value_or(true)) {
+      out = x.clone();
+    } else {
+      CpuSeeded seeded(next_seed(std::nullopt));
+      mask.bernoulli_(1 - p);
+      const auto wide = at::promote_types(x.scalar_type(), at::kFloat);
+      const double scale = p == 1 ? 0.0 : wide == at::kFloat ? 1.0f / static_cast<float>(1 - p) : 1 / (1 - p);
+      out = x.to(wide).mul(mask).mul(scale).to(x.scalar_type());
+    }
+  }
+  return {host.back(out), host.back(mask)};
 }
 
 // ---------------------------------------------------------------------- attention, whose kernels have other names on CUDA
@@ -248,7 +273,8 @@ const std::unordered_set<std::string> KEPT = {
     "alias", "as_strided", "detach", "empty", "empty_strided", "is_pinned", "record_stream", "resize_", "set_", "unfold",
     "view", "view_as_complex", "view_as_real", "_efficientzerotensor", "_local_scalar_dense", "_pin_memory",
     "_reshape_alias", "_fused_sdp_choice", "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_efficient_attention_backward", "_fused_rms_norm", "_fused_rms_norm_backward"};
+    "_scaled_dot_product_efficient_attention_backward", "_fused_rms_norm", "_fused_rms_norm_backward",
+    "native_dropout"};
 // These call kernels by names that the CPU lacks (cuDNN's), or launch one though they are registered for all devices.
 const std::unordered_set<std::string> WHOLE = {"convolution", "convolution_backward", "copy_", "ldexp", "ldexp_"};
 
@@ -271,6 +297,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   }
   m.impl("_scaled_dot_product_efficient_attention", attention);
   m.impl("_scaled_dot_product_efficient_attention_backward", attention_backward);
+  m.impl("native_dropout", dropout);
   m.impl("_fused_rms_norm", rms_norm);
   m.impl("_fused_rms_norm_backward", rms_norm_backward);
 }

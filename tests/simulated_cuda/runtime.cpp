@@ -1,5 +1,5 @@
 // The functions of the CUDA runtime that torch calls, without a device: its memory is the host's, streams and events do
-// nothing, and kernels that are launched do not run (`kernels.cpp` computes in their place).
+// nothing, and a kernel that is launched is an error (`kernels.cpp` computes in place of most).
 //
 // Loaded before libcudart (LD_PRELOAD). `build.py` adds a function that returns 0, "success", for each other one that
 // torch's libraries ask for.
@@ -11,13 +11,14 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <utility>
 
 #undef cudaGetDeviceProperties
 
 namespace {
 
 constexpr size_t TOTAL_BYTES = size_t(8) << 30;
-std::map<char*, size_t> allocated;  // start and bytes of each allocation
+std::map<char*, size_t> allocated, pinned;  // start and bytes of each allocation
 std::mutex mutex;
 size_t used_bytes = 0;
 
@@ -28,6 +29,13 @@ cudaError_t make(Handle* handle) {
 }
 
 int succeed(...) { return 0; }
+
+bool is_in(std::map<char*, size_t>& allocations, const void* address) {
+  auto next = allocations.upper_bound(static_cast<char*>(const_cast<void*>(address)));
+  return next != allocations.begin() && (--next, address < next->first + next->second);
+}
+
+thread_local cudaError_t last_error = cudaSuccess;
 
 }  // namespace
 
@@ -40,9 +48,9 @@ cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { return *can = 0, cudaSuccess; }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
-cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
-const char* cudaGetErrorString(cudaError_t) { return "an error of the simulated CUDA runtime"; }
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+cudaError_t cudaPeekAtLastError() { return last_error; }
+const char* cudaGetErrorString(cudaError_t) { return "the simulated CUDA device has no kernel for this"; }
 const char* cudaGetErrorName(cudaError_t) { return "cudaErrorSimulated"; }
 
 cudaError_t cudaDeviceGetPCIBusId(char* id, int length, int) {
@@ -132,6 +140,7 @@ cudaError_t cudaFree(void* address) {
 }
 
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
+  std::lock_guard<std::mutex> lock(mutex);
   *total_bytes = TOTAL_BYTES;
   *free_bytes = TOTAL_BYTES - used_bytes;
   return cudaSuccess;
@@ -139,18 +148,26 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
 
 cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
   *address = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-  return *address == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
+  if (*address == nullptr) return cudaErrorMemoryAllocation;
+  std::lock_guard<std::mutex> lock(mutex);
+  pinned[static_cast<char*>(*address)] = bytes;
+  return cudaSuccess;
 }
 
-cudaError_t cudaFreeHost(void* address) { return free(address), cudaSuccess; }
+cudaError_t cudaFreeHost(void* address) {
+  std::lock_guard<std::mutex> lock(mutex);
+  pinned.erase(static_cast<char*>(address));
+  free(address);
+  return cudaSuccess;
+}
 
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* address) {
   std::lock_guard<std::mutex> lock(mutex);
   memset(found, 0, sizeof *found);
-  auto next = allocated.upper_bound(static_cast<char*>(const_cast<void*>(address)));
-  const bool is_there = next != allocated.begin() && (--next, address < next->first + next->second);
-  found->type = is_there ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
-  found->devicePointer = const_cast<void*>(address);
+  found->type = is_in(allocated, address) ? cudaMemoryTypeDevice
+      : is_in(pinned, address)            ? cudaMemoryTypeHost
+                                          : cudaMemoryTypeUnregistered;
+  found->devicePointer = found->hostPointer = const_cast<void*>(address);
   return cudaSuccess;
 }
 
@@ -189,6 +206,15 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* count, const void*, int, size_t, unsigned) {
   return *count = 2, cudaSuccess;
+}
+cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
+  return last_error = cudaErrorNotSupported;
+}
+cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) {
+  return last_error = cudaErrorNotSupported;
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) {
+  return last_error = cudaErrorNotSupported;
 }
 void** __cudaRegisterFatBinary(void*) {
   static void* handle[8];

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_memsave.saved_tensors.dropout import native_dropout
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif("MEMSAVE_SIMULATED_CUDA" not in os.environ, reason="of the simulated device"),
@@ -80,7 +82,37 @@ def test_backward_runs_in_a_thread_of_the_engine():
     assert threads[0] != threading.get_ident()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.7])
+def test_dropout_rounds_as_the_package_expects_of_cuda(dtype, p):
+    x = torch.randn(1000, dtype=dtype, device="cuda")
+    dropped, mask = torch.native_dropout(x, p, True)
+    assert torch.equal(dropped, native_dropout(x, mask, p))
+    exact = x.double() * mask / (1 - p)
+    torch.testing.assert_close(dropped.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=0.0)
+
+
+def test_pinned_memory_is_known_as_such():
+    x = torch.arange(10).pin_memory()
+    assert x.is_pinned()
+    assert x.pin_memory() is x
+    assert not torch.arange(10).is_pinned()
+    assert torch.equal(x.to("cuda", non_blocking=True).cpu(), x)
+
+
+def test_threads_that_draw_leave_the_cpus_generator_alone():
+    state = torch.get_rng_state()
+    threads = [threading.Thread(target=lambda: [torch.rand(50, device="cuda") for _ in range(50)]) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_kernel_that_it_lacks_is_an_error_and_no_wrong_number():
     x = torch.ones(2, 3, device="cuda")
     with pytest.raises(NotImplementedError, match="has no kernel for aten::_fused_dropout"):
         torch._fused_dropout(x, 0.5)
+    with pytest.raises(RuntimeError, match="has no kernel for this"):
+        torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,)).cuda().coalesce()
