@@ -131,7 +131,7 @@ def _layer_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule
 
 
 def _rms_norm(node: Node, output_nr: int, operands: Mapping[int, Any]) -> Rule | None:
-    """Of the one operation that it is on CUDA; elsewhere torch computes it by several, which have rules."""
+    """Return the rule of RMSNorm as one operation, as on CUDA; elsewhere it is several, which have rules."""
     noted = operands.get(sequence_nr_of(node))
     if noted is None or output_nr != 0:
         return None
