@@ -54,7 +54,7 @@ def test_what_is_kept_is_what_is_alive_behind_forward(name):
 
 @pytest.mark.parametrize("make", [mlp, gpt2])
 def test_a_step_on_fake_tensors_has_the_operations_of_a_real_one(make):
-    """Not what torch runs to ask a fake tensor for its device, twice for each operation."""
+    """Not what torch runs to ask a fake tensor for its device."""
     step = make()
     real = traced(step)
     step.model.zero_grad()
