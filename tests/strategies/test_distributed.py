@@ -7,28 +7,29 @@ from pathlib import Path
 import pytest
 
 from lightning_memsave.torch_internals.sharded_parameters import can_begin_anew
+from tests.programs import run_program
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 RECOVERS = pytest.mark.skipif(not can_begin_anew(), reason="FSDP2 does not begin anew after an error before torch 2.13")
 
 
 @pytest.mark.parametrize(
-    ("launcher", "program"),
+    ("num_processes", "program"),
     [
-        ((), ("ddp_program.py",)),
-        pytest.param((), ("ddp_sparsity_program.py",), marks=pytest.mark.slow),
-        pytest.param((), ("ddp_low_rank_program.py",), marks=pytest.mark.slow),
-        pytest.param((), ("ddp_sparse_update_program.py",), marks=pytest.mark.slow),
-        ((), ("ddp_budget_program.py",)),
-        (TORCHRUN, ("ddp_release_program.py",)),
-        ((), ("fsdp_program.py",)),
-        pytest.param((), ("compiled_fsdp_program.py",), marks=pytest.mark.slow),
-        pytest.param((), ("prediction_program.py",), marks=pytest.mark.slow),
-        (TORCHRUN, ("exchanging_program.py",)),
-        (TORCHRUN, ("ddp_recovery_program.py",)),
-        pytest.param(TORCHRUN, ("fsdp_recovery_program.py",), marks=RECOVERS),
-        pytest.param((), ("fsdp_recovery_program.py", "alone"), marks=[RECOVERS, pytest.mark.slow]),
-        pytest.param((), ("ddp_recovery_program.py", "spawn"), marks=pytest.mark.slow),
+        (0, ("ddp_program.py",)),
+        pytest.param(0, ("ddp_sparsity_program.py",), marks=pytest.mark.slow),
+        pytest.param(0, ("ddp_low_rank_program.py",), marks=pytest.mark.slow),
+        pytest.param(0, ("ddp_sparse_update_program.py",), marks=pytest.mark.slow),
+        (0, ("ddp_budget_program.py",)),
+        (2, ("ddp_release_program.py",)),
+        (0, ("fsdp_program.py",)),
+        pytest.param(0, ("compiled_fsdp_program.py",), marks=pytest.mark.slow),
+        pytest.param(0, ("prediction_program.py",), marks=pytest.mark.slow),
+        (2, ("exchanging_program.py",)),
+        (2, ("ddp_recovery_program.py",)),
+        pytest.param(2, ("fsdp_recovery_program.py",), marks=RECOVERS),
+        pytest.param(0, ("fsdp_recovery_program.py", "alone"), marks=[RECOVERS, pytest.mark.slow]),
+        pytest.param(0, ("ddp_recovery_program.py", "spawn"), marks=pytest.mark.slow),
     ],
     ids=[
         "ddp",
@@ -47,12 +48,9 @@ RECOVERS = pytest.mark.skipif(not can_begin_anew(), reason="FSDP2 does not begin
         "recovery in spawned processes",
     ],
 )
-def test_two_processes_equal_plain_lightning(launcher, program):
+def test_two_processes_equal_plain_lightning(num_processes, program):
     name, *arguments = program
-    command = [sys.executable, *launcher, str(Path(__file__).with_name(name)), *arguments]
-    done = subprocess.run(command, check=False, timeout=500, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "ok" in done.stderr.splitlines()
+    run_program(Path(__file__).with_name(name), *arguments, num_processes=num_processes)
 
 
 @RECOVERS

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.programs import run_program
 
 PROGRAM = "tests.strategies.random_settings_program"
 
@@ -17,8 +16,4 @@ PROGRAM = "tests.strategies.random_settings_program"
 )
 def test_random_settings_end_on_all_ranks_alike(num_processes, seconds):
     """No wait for ever, no rank that drifts away, and plain training's result where the report says so."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}", "-m")
-    command = [sys.executable, *launcher, PROGRAM, str(num_processes), str(seconds)]
-    done = subprocess.run(command, check=False, timeout=seconds + 300, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert "ok" in done.stderr.splitlines()
+    run_program("-m", PROGRAM, num_processes, seconds, num_processes=num_processes, timeout=seconds + 300)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.programs import run_program
 
 
 @pytest.mark.parametrize(
@@ -20,8 +16,4 @@ ROOT = Path(__file__).parent.parent.parent
     ],
 )
 def test_shards_step_as_the_whole_does(program, num_processes):
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}", "-m")
-    command = [sys.executable, *launcher, f"tests.techniques.{program}"]
-    done = subprocess.run(command, check=False, timeout=500, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "ok" in done.stderr.splitlines()
+    run_program("-m", f"tests.techniques.{program}", num_processes=num_processes)
