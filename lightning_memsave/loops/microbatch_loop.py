@@ -227,10 +227,8 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         if exchange is not None and exchange.has_begun:
             why_final = "gradients are on their way to other processes"
         if not is_out_of_memory(error):
-            may_be_regions = session.recovery.has_new_regions and why_final is None
-            if (isinstance(error, RefusedRegionError) or may_be_regions) and session.recovery.withdraw(
-                self._loop.trainer
-            ):
+            may_be_regions = isinstance(error, RefusedRegionError) or session.recovery.has_new_regions
+            if may_be_regions and why_final is None and session.recovery.withdraw(self._loop.trainer):
                 return None
             if is_cut and why_final is None and session.cutter.leave_whole(error, *self._where):
                 return None

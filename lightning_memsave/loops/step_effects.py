@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import lightning as L
 import torch
@@ -28,7 +29,7 @@ class StepEffects:
     def __init__(self, module: L.LightningModule, device: torch.device) -> None:
         owners = [(name, m) for name, m in module.named_modules() if not isinstance(m, Metric)]
         self._attributes = Attributes(owners)
-        self._tensors = [(name, tensor, version_of(tensor)) for name, tensor in _tensors(owners)]
+        self._tensors = [(name, held, key, t, version_of(t)) for name, held, key, t in _tensors(owners)]
         self._gradients = [(p, p.grad, None if p.grad is None else p.grad._version) for p in module.parameters()]
         self._randomness = Randomness({device}, generators_in(*(m for _, m in owners)))
 
@@ -48,22 +49,36 @@ class StepEffects:
     def changes(self) -> list[str]:
         """Return what the step has changed, by name."""
         attributes = (f"`{name}`" for name in self._attributes.differences() if name not in _OF_LIGHTNING)
-        tensors = (f"`{name}`" for name, tensor, version in self._tensors if version_of(tensor) != version)
+        tensors = (
+            f"`{name}`"
+            for name, held, key, tensor, version in self._tensors
+            if version_of(tensor) != version or _is_replaced(held, key, tensor)
+        )
         return [*attributes, *tensors]
 
 
 _OF_LIGHTNING = frozenset(("_current_fx_name",))
 
 
-def _tensors(owners: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
-    """Return parameters and buffers; not BatchNorm's, which are updated once per batch or named elsewhere."""
+def _is_replaced(held: dict[str, Any], key: str, before: Tensor) -> bool:
+    """Return whether a parameter or buffer is another object than before; not where FSDP2 has gathered its shards."""
+    now = next((tensor for name, tensor in held.items() if name == key), None)  # TorchScript's has no `get`
+    return now is not before and type(now) is type(before)
+
+
+def _tensors(owners: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, dict[str, Any], str, Tensor]]:
+    """Yield name, dictionary and key of parameters and buffers, and themselves.
+
+    Not BatchNorm's buffers, which are updated once per batch or named elsewhere.
+    """
     seen: set[Tensor] = set()
     for prefix, owner in owners:
         buffers = {} if isinstance(owner, _Norm) else owner._buffers
-        for key, tensor in (*owner._parameters.items(), *buffers.items()):
-            if tensor is not None and tensor not in seen and not nn.parameter.is_lazy(tensor):
-                seen.add(tensor)
-                yield f"{prefix}.{key}".removeprefix("."), tensor
+        for held in (owner._parameters, buffers):
+            for key, tensor in held.items():
+                if tensor is not None and tensor not in seen and not nn.parameter.is_lazy(tensor):
+                    seen.add(tensor)
+                    yield f"{prefix}.{key}".removeprefix("."), held, key, tensor
 
 
 def unwatched(part: int) -> AbstractContextManager[None]:

@@ -96,14 +96,10 @@ class CallParameters:
 
     def __init__(self, owners: Sequence[tuple[str, nn.Module]]) -> None:
         self._modes = [(owner, owner.training) for _, owner in owners]
-        self._owned = [
-            (owner, key, value)
-            for _, owner in owners
-            for key, value in owner._parameters.items()
-            if value is not None and not is_lazy(value)
-        ]
+        self._names = [prefix for prefix, owner in owners for _ in held(owner)]
+        self._owned = [(owner, key, value) for _, owner in owners for key, value in held(owner)]
         self._need_gradients = [value.requires_grad for _, _, value in self._owned]
-        self._versions: list[int] = []
+        self._versions = [version_of(value) for _, _, value in self._owned]
 
     def __iter__(self) -> Iterator[Tensor]:
         return (value for _, _, value in self._owned)
@@ -112,6 +108,13 @@ class CallParameters:
     def devices(self) -> set[torch.device]:
         """Devices of the parameters."""
         return {value.device for value in self}
+
+    def changed(self) -> str | None:
+        """Return the name of one that was edited in place, or replaced, since; `None` for none."""
+        for prefix, (owner, key, value), version in zip(self._names, self._owned, self._versions, strict=True):
+            if is_replaced(owner, key, value) or version_of(value) != version:
+                return f"{prefix}.{key}".removeprefix(".")
+        return None
 
     def note(self) -> None:
         """Note their versions: they may not be changed in place from now on."""
@@ -145,6 +148,17 @@ class CallParameters:
                 p.requires_grad_(flag)
             for owner, key, other in others:
                 owner._parameters[key] = other
+
+
+def held(owner: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that a module itself holds, by name."""
+    return [(key, value) for key, value in owner._parameters.items() if value is not None and not is_lazy(value)]
+
+
+def is_replaced(owner: nn.Module, key: str, before: nn.Parameter) -> bool:
+    """Return whether a parameter is another object than before; not where FSDP2 has gathered its shards."""
+    now = next((p for name, p in owner._parameters.items() if name == key), None)  # TorchScript's has no `get`
+    return now is not before and type(now) is type(before) is nn.Parameter
 
 
 class Attributes:

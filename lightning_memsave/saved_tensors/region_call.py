@@ -73,7 +73,7 @@ class RegionCall:
 
         Raises:
             EditsInputError: it has edited its input.
-            ChangesAttributeError: it has changed an attribute that cannot be put back.
+            ChangesAttributeError: it has changed a parameter, or an attribute that cannot be put back.
         """
         if self.fingerprints is not None:
             self.fingerprints.finish()
@@ -81,6 +81,8 @@ class RegionCall:
             raise EditsInputError(type(self.module).__name__)
         # The first call may fill caches; what is set again in the second one is no cache.
         if (name := self._attributes.changed(but_filled=self.member.num_calls == 0)) is not None:
+            raise ChangesAttributeError(f"`{self.member.name}` ({type(self.module).__name__})", name)
+        if (name := self.weights.changed() if self.member.is_checked else None) is not None:
             raise ChangesAttributeError(f"`{self.member.name}` ({type(self.module).__name__})", name)
         unused = self.given.untouched_in_caches(args, kwargs)
         self.outputs = [

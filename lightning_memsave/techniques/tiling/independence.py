@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_memsave.measuring.allocator import free_memory
 from lightning_memsave.saved_tensors.buffers import Buffers
 from lightning_memsave.saved_tensors.kept_noise import Draw, KeptNoise, in_tile
-from lightning_memsave.saved_tensors.module_state import Attributes
+from lightning_memsave.saved_tensors.module_state import Attributes, CallParameters
 from lightning_memsave.saved_tensors.object_state import is_object
 from lightning_memsave.saved_tensors.randomness import Randomness, generators_in
 from lightning_memsave.saved_tensors.region_inputs import inputs_as_they_are
@@ -226,11 +226,13 @@ class _Trial:
             DependsError: values are read, or something of the module changes that would change in every slice.
         """
         owners = list(self.module.named_modules())
-        buffers, before = Buffers(owners, None), python_noise()
+        buffers, parameters, before = Buffers(owners, None), CallParameters(owners), python_noise()
         watch = CallWatch()
         whole = self._call(0, self._num, watch, ReadsInPython(watch.reads))
         if watch.reads:
             raise DependsError(f"it reads values (`{watch.reads[0].removeprefix('aten::')}`)")
+        if (parameter := parameters.changed()) is not None:
+            raise DependsError(f"it changes its parameter `{parameter}`")
         if changed := buffers.changed():
             raise DependsError(f"it changes its buffer `{min(changed).removeprefix('.')}`")
         if python_noise() != before:

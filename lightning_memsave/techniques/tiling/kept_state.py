@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_memsave.saved_tensors.buffers import Buffers
+from lightning_memsave.saved_tensors.module_state import held, is_replaced
 from lightning_memsave.saved_tensors.randomness import PARTS_OF_TORCH, Randomness, generators_in
-from lightning_memsave.torch_internals.autograd_graph import unversioned
+from lightning_memsave.torch_internals.autograd_graph import unversioned, version_of
 from lightning_memsave.torch_internals.containers import nested, refill
 
 
@@ -28,11 +29,15 @@ def python_noise() -> Any:
 
 @contextlib.contextmanager
 def put_back(module: nn.Module, devices: set[torch.device]) -> Iterator[None]:
-    """Restore the module's buffers, attributes and containers, and generators."""
+    """Restore the module's buffers, frozen parameters, attributes and containers, and generators."""
     owners = list(module.named_modules())
     containers = [each for _, owner in owners for each in _containers(owner)]
     before = [(container, copy.copy(container)) for container in containers]
     buffers = Buffers(owners, None)
+    held_before = [(owner, key, p) for _, owner in owners for key, p in held(owner)]
+    frozen = [
+        (p, version_of(p), p.detach().clone()) for p in module.parameters() if not (p.requires_grad or is_lazy(p))
+    ]
     with contextlib.ExitStack() as stack:
         # What is edited, and then put back, is as it was for a graph that has kept it.
         for buffer in module.buffers():
@@ -42,9 +47,15 @@ def put_back(module: nn.Module, devices: set[torch.device]) -> Iterator[None]:
         try:
             yield
         finally:
-            for container, held in before:
-                refill(container, held)
+            for container, content in before:
+                refill(container, content)
             buffers.put_back()
+            for owner, key, parameter in held_before:
+                if is_replaced(owner, key, parameter):
+                    owner._parameters[key] = parameter
+            for parameter, version, value in frozen:
+                if version_of(parameter) != version:
+                    parameter.data.copy_(value)
 
 
 def _containers(owner: nn.Module) -> Iterator[Any]:
