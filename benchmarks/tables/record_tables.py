@@ -102,7 +102,7 @@ def _study(name: str, found: list[Row], size: tuple[str, ...]) -> str:
     baseline = found[0]["setting"]
     comparisons = compared(found, baseline)
     margin, most_half_width = MARGINS[name]
-    base_peak = float(found[0]["peak_bytes"])
+    base_peak, digits = float(found[0]["peak_bytes"]), 2 if margin >= 0.1 else 3
     head = ("setting", "factor", "seeds", "quality", "difference", "95 % half-width", f"worse by more than {margin:g}?")
     lines = []
     for setting, same in by_setting(found):
@@ -113,9 +113,9 @@ def _study(name: str, found: list[Row], size: tuple[str, ...]) -> str:
                 setting,
                 f"{base_peak / float(same[0]['peak_bytes']):.1f}x",
                 str(len(values)),
-                f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})",
-                "" if c is None else f"{c.mean:+.2f}",
-                "" if c is None or c.num_pairs == 1 else f"{c.half_width:.2f}",
+                f"{statistics.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})",
+                "" if c is None else f"{c.mean:+.{digits}f}",
+                "" if c is None or c.num_pairs == 1 else f"{c.half_width:.{digits}f}",
                 "" if c is None else c.verdict(margin, most_half_width),
             )
         )

@@ -74,6 +74,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "wrn-alone": record_tables.wrn_alone,
         "wrn": partial(record_tables.ladder, "wrn"),
         "wrn-quality": partial(record_tables.quality, "wrn_quality", ("pixels", "num_train", "epochs", "num_test")),
+        "gpt-quality": partial(record_tables.quality, "gpt_quality", ("steps", "batch")),
+        "vit-quality": partial(record_tables.quality, "vit_quality", ("steps", "batch")),
         "dynamicconv": partial(record_tables.ladder, "dynamicconv"),
         "dynamicconv-quality": partial(
             record_tables.quality, "dynamicconv_quality", ("num_train", "epochs", "num_test", "num_checkpoints")
