@@ -109,10 +109,16 @@ class CallParameters:
         """Devices of the parameters."""
         return {value.device for value in self}
 
-    def changed(self) -> str | None:
-        """Return the name of one that was edited in place, or replaced, since; `None` for none."""
+    def changed(self, but_trained: bool = False) -> str | None:
+        """Return the name of one that was edited in place, or replaced, since; `None` for none.
+
+        Args:
+            but_trained: do not count edits of those that take gradients: their initial values may follow from the
+                first batch.
+        """
         for prefix, (owner, key, value), version in zip(self._names, self._owned, self._versions, strict=True):
-            if is_replaced(owner, key, value) or version_of(value) != version:
+            is_edited = version_of(value) != version and not (but_trained and value.requires_grad)
+            if is_edited or is_replaced(owner, key, value):
                 return f"{prefix}.{key}".removeprefix(".")
         return None
 

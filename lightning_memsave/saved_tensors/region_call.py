@@ -82,7 +82,9 @@ class RegionCall:
         # The first call may fill caches; what is set again in the second one is no cache.
         if (name := self._attributes.changed(but_filled=self.member.num_calls == 0)) is not None:
             raise ChangesAttributeError(f"`{self.member.name}` ({type(self.module).__name__})", name)
-        if (name := self.weights.changed() if self.member.is_checked else None) is not None:
+        # Where a first call sets initial values, the comparison with its repetition tells whether both set the same.
+        name = self.weights.changed(but_trained=self.member.num_calls == 0) if self.member.is_checked else None
+        if name is not None:
             raise ChangesAttributeError(f"`{self.member.name}` ({type(self.module).__name__})", name)
         unused = self.given.untouched_in_caches(args, kwargs)
         self.outputs = [

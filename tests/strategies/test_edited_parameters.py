@@ -48,6 +48,22 @@ class Quantizer(nn.Module):
         return z + (found - z).detach()
 
 
+class Initialised(nn.Module):
+    """Sets its bias by the first batch, as normalising flows do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.bias = nn.Linear(8, 8), nn.Parameter(torch.zeros(8))
+        self.register_buffer("is_set", torch.tensor(False))
+
+    def forward(self, x):
+        if not self.is_set:
+            with torch.no_grad():
+                self.bias.copy_(-self.linear(x).mean(0))
+                self.is_set.fill_(True)
+        return x + torch.tanh(self.linear(x) + self.bias)
+
+
 FAILURES: dict[str, bool] = {}
 """Of memory, in the second batch; not the module's, whose attributes are put back."""
 
@@ -87,6 +103,13 @@ def assert_equal(found, expected):
 def test_a_region_that_edits_its_parameter_is_refused_by_name(settings):
     with pytest.raises(ValueError, match=r"`checkpointing` must not select.*Average: `mean`"):
         trained(Average, MemSave(**settings, summary=False))
+
+
+@pytest.mark.parametrize("settings", [{"recipe": "exact"}, {"checkpointing": "blocks"}, {"checkpointing": "sqrt"}])
+def test_a_region_may_set_initial_values_in_its_first_call(settings):
+    memsave = MemSave(**settings, summary=False)
+    assert_equal(trained(Initialised, memsave), trained(Initialised))
+    assert memsave.report.loss_class == "exact"
 
 
 def test_memory_that_runs_out_behind_an_edit_ends_the_run_and_says_which_parameter():
