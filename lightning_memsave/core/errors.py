@@ -82,6 +82,9 @@ class RefusedRegionError(ValueError):
 class RegionError(RefusedRegionError, RuntimeError):
     """A checkpoint region cannot be run again as it ran, which backward has found out."""
 
+    edited: tuple[str, ...] = ()
+    """Names of trained parameters that its forward has edited in place, each time that it ran."""
+
 
 class MemoryGrowthWarning(UserWarning):
     """A run holds, or needs, more memory from measured step to measured step; the text names what and where."""

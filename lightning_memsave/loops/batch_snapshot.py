@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from numbers import Number
 from typing import Any
 
@@ -19,11 +19,11 @@ from lightning_memsave.loops.batch_structure import OF_LIGHTNING, Structure
 from lightning_memsave.loops.late_reduction import num_collectives
 from lightning_memsave.measuring.storages import tensors_in
 from lightning_memsave.saved_tensors.buffers import Buffers
-from lightning_memsave.saved_tensors.module_state import held, is_class_of_torch, is_replaced
+from lightning_memsave.saved_tensors.module_state import is_class_of_torch, is_replaced, named_parameters
+from lightning_memsave.saved_tensors.parameter_edits import ParameterEdits
 from lightning_memsave.saved_tensors.randomness import Randomness, generators_in
 from lightning_memsave.saved_tensors.seeds import NoiseSeeds
 from lightning_memsave.techniques.sparsity.layers import SparseLayer
-from lightning_memsave.torch_internals.autograd_graph import version_of
 from lightning_memsave.torch_internals.containers import CONTAINERS, nested, refill, values
 from lightning_memsave.torch_internals.module_tree import modules_by_name
 from lightning_memsave.torch_internals.sharded_parameters import (
@@ -46,6 +46,7 @@ class BatchStart:
         batch: its containers are put back, its tensors are watched.
         noise: of codes, whose stream is put back.
         small_bytes: while it is not known which buffers change, those up to this size are cloned, larger ones watched.
+        reads: names of parameters that a step edits through `.data`, whose values are read; `None` while unknown: all.
         most_entries: containers of the module up to this size are copied; a larger one must not change its length.
     """
 
@@ -58,6 +59,7 @@ class BatchStart:
         batch: Batch = None,
         noise: NoiseSeeds | None = None,
         small_bytes: float = 2**20,
+        reads: Container[str] | None = (),
         most_entries: float = 2**12,
     ) -> None:
         self._module = module
@@ -69,7 +71,9 @@ class BatchStart:
         users = [(prefix, m) for prefix, m in owners if type(m) in of_users]
         self.metrics = [m for _, m in owners if isinstance(m, Metric)] if of_metrics else []
         """Metrics of the module."""
-        self._parameters = [(f"{prefix}.{key}", m, key, p, version_of(p)) for prefix, m in owners for key, p in held(m)]
+        self._parameters = list(named_parameters(owners))
+        self.edits = ParameterEdits(((name, p) for name, *_, p in self._parameters), reads)
+        """Edits of parameters, of which no copies are kept."""
         parameters = list({id(p): p for _, m in owners for p in m._parameters.values() if p is not None}.values())
         devices = {p.device for p in parameters} if torch.accelerator.is_available() else ()
         self._randomness = Randomness(devices, generators_in(*(m for _, m in users)))
@@ -144,25 +148,12 @@ class BatchStart:
             )
         if edited is not None:
             return f"the step edits a tensor of {edited} in place: let it work on copies"
-        if (parameter := next(self._edited_parameters(), None)) is not None:
-            return f"the step edits the parameter `{parameter}` in place, of which no copy is kept"
         grown = next((key for key, value, length in self._large if len(value) != length), None)
         if grown is not None:
             return f"the step changes `{grown}`, which is too large to be copied before each batch"
         if moved := self._buffers.moved():
             return f"the step has changed the buffer {min(moved).removeprefix('.')} for the first time"
         return None
-
-    def _edited_parameters(self) -> Iterator[str]:
-        """Yield the names of frozen parameters that were edited in place."""
-        for name, _, _, p, version in self._parameters:
-            if not p.requires_grad and version_of(p) != version:
-                yield name.removeprefix(".")
-
-    def _bind_parameters(self) -> None:
-        for _, module, key, p, _ in self._parameters:
-            if is_replaced(module, key, p):
-                module._parameters[key] = p
 
     def restore(self, *, gradients: bool = True) -> None:
         """Put everything back, in place where others may hold on to it.
@@ -186,7 +177,8 @@ class BatchStart:
         for container, before in self._containers:
             refill(container, before)
         self._buffers.put_back()
-        self._bind_parameters()
+        for module, key, p in [(m, k, p) for _, m, k, p in self._parameters if is_replaced(m, k, p)]:
+            module._parameters[key] = p
         for layer, dense_gradient in self._dense_gradients:
             layer.dense_gradient = dense_gradient
         for parameter, gradient in self._gradients if gradients else ():

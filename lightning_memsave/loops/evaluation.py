@@ -36,7 +36,7 @@ def evaluate(trainer: L.Trainer, session: Session, step: Callable[..., Any], arg
     reset_peak(device)
     held = read_current(device)
     while True:
-        start = BatchStart(trainer.lightning_module, recovery.changing, "watched", batch)
+        start = BatchStart(trainer.lightning_module, recovery.changing, "watched", batch, reads=recovery.reads)
         try:
             parts = _parts(session, batch)
             result = _run(trainer, step, args, parts)
@@ -46,8 +46,10 @@ def evaluate(trainer: L.Trainer, session: Session, step: Callable[..., Any], arg
             reason, why_final = str(error), start.why_final()
         else:
             recovery.learn_changing(start)
+            session.cutter.record.note_good_try()
             recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
             return result
+        session.cutter.record.note_failed_try(start.edits.edited())
         start.restore()
         free_memory()
         assert trainer.state.stage is not None, "it evaluates"

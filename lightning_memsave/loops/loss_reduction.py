@@ -2,11 +2,10 @@
 
 `training_step` is evaluated on a few samples, spread over the batch, and on two uneven parts of them, without
 gradients. Some bits of weights are flipped before, as at the start of training all samples may have the same loss (a
-head of zeros), which any weights average to itself; where that is not enough (an LSTM, whose gates hardly move), some
-weights are eight times as large. Gradients with respect to the inputs of the last layers must obey the same rules as
-losses (`last_layers`). The mode is that of training, so that terms behind `self.training` count; BatchNorm alone is in
-evaluation mode, as what its statistics change is known and named. Where random numbers cannot be told to be a sample's
-own, or the step fails that way, it is evaluated in evaluation mode.
+head of zeros), of which any weights make the mean; where that is not enough (an LSTM, whose gates hardly move), some
+weights are eight times as large. Gradients of the last layers' inputs must obey the same rules (`last_layers`). The
+mode is that of training, so that terms behind `self.training` count; BatchNorm alone is in evaluation mode, as what its
+statistics change is known. Where random numbers are no sample's own, or the step fails, all is in evaluation mode.
 """
 
 from __future__ import annotations
@@ -34,10 +33,11 @@ from lightning_memsave.loops.out_of_memory import is_out_of_memory
 from lightning_memsave.loops.perturbed_weights import enlarged, moved
 from lightning_memsave.loops.probe_samples import FEWEST_SAMPLES, Subject
 from lightning_memsave.loops.sample_noise import SampleNoise
-from lightning_memsave.loops.side_effect_free import ParametersKept, without_a_trace
+from lightning_memsave.loops.side_effect_free import without_a_trace
 from lightning_memsave.loops.wide_numbers import WideNumbers
 from lightning_memsave.measuring.allocator import free_memory
 from lightning_memsave.saved_tensors.kept_noise import in_tile
+from lightning_memsave.saved_tensors.parameter_edits import ParametersKept
 from lightning_memsave.techniques.activation_compression import has_wide_head
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.reduction import Losses, ReductionRule, rules_for

@@ -105,8 +105,8 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         exchange = LateReduction(ddp, self._loop.steps) if ddp is not None else None
         while True:
             gradients = "made" if not accumulates else "added to" if recovery.keeps_gradients else "watched"
-            noise = session.noise
-            start = BatchStart(trainer.lightning_module, recovery.changing, gradients, batch, noise)
+            noise, reads = session.noise, recovery.reads
+            start = BatchStart(trainer.lightning_module, recovery.changing, gradients, batch, noise, reads=reads)
             held, parts = read_current(device), []
             try:
                 parts = session.cutter.microbatches(trainer, self._kwargs)
@@ -116,8 +116,10 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                 failure = self._failure(error, start, exchange, is_cut=len(parts) > 1)
             else:
                 recovery.learn_changing(start)
+                session.cutter.record.note_good_try()
                 recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
                 return result
+            session.cutter.record.note_failed_try(start.edits.edited())
             self._undo(start, device, accumulates)
             what = f"batch {trainer.fit_loop.batch_idx}"
             if failure is None:
@@ -148,7 +150,8 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         self._free_first(session)
         gradients = "made" if not accumulates else "added to" if recovery.keeps_gradients else "watched"
         while True:
-            start = BatchStart(trainer.lightning_module, recovery.changing, gradients, batch, session.noise)
+            noise, reads = session.noise, recovery.reads
+            start = BatchStart(trainer.lightning_module, recovery.changing, gradients, batch, noise, reads=reads)
             held, failure, parts = read_current(device), None, None
             joint.begin()
             try:
@@ -166,6 +169,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                     raise joint.given_up(failure, "it is not known what other processes wait for there") from error
             else:
                 recovery.learn_changing(start)
+                session.cutter.record.note_good_try()
                 recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
                 return result
             self._undo(start, device, accumulates)
@@ -174,6 +178,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                 assert parts is not None, "they have been counted"
                 joint.catch_up(failure, functools.partial(self._follow, parts, session, joint))
                 self._undo(start, device, accumulates)
+            session.cutter.record.note_failed_try(start.edits.edited())
             tries = joint.share(failure, start.what_stays(), was_measured)
             self._take_measure_of_all(session, joint, tries)
 
@@ -229,6 +234,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         if not is_out_of_memory(error):
             may_be_regions = isinstance(error, RefusedRegionError) or session.recovery.has_new_regions
             if may_be_regions and why_final is None and session.recovery.withdraw(self._loop.trainer):
+                session.cutter.record.note_edited_again(getattr(error, "edited", ()))
                 return None
             if is_cut and why_final is None and session.cutter.leave_whole(error, *self._where):
                 return None

@@ -14,9 +14,11 @@ from lightning_memsave.core.errors import MicrobatchWarning, NotLosslessWarning,
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.units import counted
 from lightning_memsave.loops.step_effects import StepEffects, gradients_set_aside, hooks_on_gradients
+from lightning_memsave.saved_tensors.parameter_edits import RepeatedEdits
 from lightning_memsave.techniques.microbatching import Microbatching, why_not_exact
 
 _OTHER_MODULES = "microbatches change the result of"
+_RUN_AGAIN = "a batch that was run again does not put back the parameters"
 
 
 class MicrobatchRecord:
@@ -31,18 +33,23 @@ class MicrobatchRecord:
         self._config, self._warns = config, warns
         self._summary: str | None = None  # once something was cut
         self._reasons: list[str] = []
+        self._repeated = RepeatedEdits()
         self._num_whole = self._num_cut = 0
         self._makes_gradients = self._has_warned_of_whole = self._has_warned_of_parts = False
 
     def applied(self, size: int | None, rule: str | None) -> Applied | None:
-        """Return what microbatching did; `None` until a batch was cut.
+        """Return what microbatching did; `None` until a batch was cut, or run again with another result.
 
         Args:
             size: samples per microbatch now.
             rule: how the losses of microbatches add up, in words.
         """
         if self._summary is None:
-            return None
+            reasons = tuple(self._reasons)
+            again = Applied(
+                technique="microbatching", summary="batches run again", loss_class="changed", reasons=reasons
+            )
+            return again if reasons else None
         loss = f" (loss: {rule})" if rule else ""
         samples = f" of at most {counted(size, 'sample')}" if size is not None else ""
         whole = f"; {self._num_whole} batches ran whole" if self._num_whole else ""
@@ -100,7 +107,7 @@ class MicrobatchRecord:
 
         @contextmanager
         def around(part: int) -> Iterator[None]:
-            effects = StepEffects(module, device) if looks and part < 2 else None
+            effects = StepEffects(module, device, reads_values=part > 0) if looks and part < 2 else None
             # A backward of the step's own: what it makes in later parts goes, as with `zero_grad` of a whole batch.
             with gradients_set_aside(module) if part and self._makes_gradients else nullcontext():
                 yield
@@ -124,8 +131,22 @@ class MicrobatchRecord:
         if any(loss is None for loss in losses) and any(loss is not None for loss in losses):
             self.changes("training_step returned None for some microbatches, of which others have a loss")
 
+    def note_failed_try(self, edited: dict[str, Tensor]) -> None:
+        """Note which parameters a try of a batch has edited in place: they are not put back for the next try."""
+        if edited:
+            self._repeated.add(edited)
+
+    def note_good_try(self) -> None:
+        """Note that the batch was run: what both tries have edited was edited twice, unless to the same values."""
+        self.note_edited_again(self._repeated.take())
+
+    def note_edited_again(self, names: Sequence[str]) -> None:
+        """Note parameters that a batch has edited more than once."""
+        if names:
+            self.changes(f"{_RUN_AGAIN} {_listed([f'`{name}`' for name in names])}, which it edits in place")
+
     def changes(self, reason: str) -> None:
-        """Note that microbatches do not give the result of whole batches.
+        """Note that microbatches, or tries, do not give the result of whole batches.
 
         Raises:
             ValueError: `strict` is set.
@@ -142,8 +163,9 @@ class MicrobatchRecord:
             )
         self._reasons.append(reason)
         if self._warns:
+            what = "Another try changes" if reason.startswith(_RUN_AGAIN) else "Microbatches change"
             warnings.warn(
-                f"Microbatches change the result of this model: {reason.removeprefix(_OTHER_MODULES).strip()}. "
+                f"{what} the result of this model: {reason.removeprefix(_OTHER_MODULES).strip()}. "
                 "`Microbatching(strict=True)` refuses instead.",
                 NotLosslessWarning,
                 stacklevel=2,

@@ -88,7 +88,6 @@ def run_for_norm(
         RuntimeError: the step changes what cannot be restored.
     """
     module, strategy = trainer.lightning_module, trainer.strategy
-    versions = [(name, p, p._version) for name, p in module.named_parameters()]
     with without_a_trace(trainer, module, args[0]) as start, release.observed(clipping.count):
         output = step()
         loss = output["loss"] if isinstance(output, dict) else output
@@ -98,9 +97,8 @@ def run_for_norm(
             release.finish_backward()
         del output, loss
         why_not = start.what_stays()
-    changed = next((name for name, p, version in versions if p._version != version), None)
-    if changed is not None:
-        why_not = f"`training_step` changes the parameter {changed}"
+    for name in start.edits.edited():
+        why_not = f"`training_step` changes the parameter {name}"
     if why_not is not None:
         raise RuntimeError(
             f'`OptimizerState(norm_clipping="two-pass")` runs each batch twice, which is not possible here: {why_not}. '

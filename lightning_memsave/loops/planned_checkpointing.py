@@ -21,11 +21,12 @@ from lightning_memsave.core.units import format_bytes
 from lightning_memsave.lightning_compat import kinds_of, session_of
 from lightning_memsave.loops.optimizer_changes import most_accumulated
 from lightning_memsave.loops.out_of_memory import is_out_of_memory
-from lightning_memsave.loops.side_effect_free import ParametersKept, values_kept, without_a_trace
+from lightning_memsave.loops.side_effect_free import values_kept, without_a_trace
 from lightning_memsave.measuring.allocator import address_space_left
 from lightning_memsave.measuring.step_trace import Trace, trace_step
 from lightning_memsave.measuring.storages import tensors_in
 from lightning_memsave.planner.checkpointing import CheckpointingPlan, Planner, no_plan
+from lightning_memsave.saved_tensors.parameter_edits import ParametersKept
 from lightning_memsave.simulation.fake_model import fake_tensors, optimizer_state_bytes
 from lightning_memsave.simulation.global_state_guard import outside_kept
 from lightning_memsave.techniques.checkpointing import Checkpointing, apply_checkpointing

@@ -66,6 +66,8 @@ class RecoveryPolicy:
         """Samples per microbatch of the latest batch; `None`: it was whole."""
         self.num_recovered = 0
         self.changing: set[str] | None = None
+        self.reads: set[str] | None = None
+        """Names of parameters that a step edits through `.data`; `None` until a batch went well."""
         self.has_new_regions = False
         """Whether no batch has gone well since a measure was taken that may be regions."""
         self._is_settled = False
@@ -102,6 +104,8 @@ class RecoveryPolicy:
 
     def learn_changing(self, start: BatchStart) -> None:
         """Learn which buffers change, in the first batch that went well; later ones add to that."""
+        if self.reads is None:
+            self.reads = start.edits.without_version()
         if self.changing is None:
             self.changing = start.changed_buffers()
         else:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memsave.lightning_compat import Batch, session_of
@@ -19,8 +19,6 @@ from lightning_memsave.loops.step_effects import gradients_set_aside
 from lightning_memsave.measuring.storages import tensors_in
 from lightning_memsave.simulation.global_state_guard import names_kept
 from lightning_memsave.techniques.batchnorm import unpooled
-from lightning_memsave.torch_internals.autograd_graph import storage_key
-from lightning_memsave.torch_internals.dispatch_mode import DispatchMode
 from lightning_memsave.torch_internals.fake_tensors import is_fake
 
 
@@ -59,40 +57,6 @@ def without_a_trace(trainer: L.Trainer, module: L.LightningModule, batch: Batch)
         connector._current_fx = logged_last
         metrics.restore()
         start.restore(gradients=False)
-
-
-class ParametersKept(DispatchMode):
-    """Mode that gives parameters edited inside it (a teacher that follows in `training_step`) their values back.
-
-    A copy is made of each just before its first edit: most steps edit none.
-
-    Args:
-        module: whose.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._parameters = {storage_key(p): p for p in module.parameters() if _has_storage(p)}
-        self._before: list[tuple[Tensor, Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(getattr(func, "_schema", None), "is_mutable", False):
-            for tensor in filter(_has_storage, tensors_in((args, kwargs))):
-                parameter = self._parameters.pop(storage_key(tensor), None)
-                if parameter is not None:
-                    self._before.append((parameter.data, parameter.data.clone()))
-        return func(*args, **(kwargs or {}))
-
-    def __exit__(self, *exc_info: Any) -> None:
-        super().__exit__(*exc_info)
-        for values, before in self._before:
-            values.copy_(before)
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_memsave.saved_tensors.module_state import Attributes
+from lightning_memsave.saved_tensors.parameter_edits import ParameterEdits
 from lightning_memsave.saved_tensors.randomness import Randomness, generators_in
-from lightning_memsave.torch_internals.autograd_graph import version_of
 
 _Norm = nn.modules.batchnorm._NormBase
 
@@ -24,12 +24,14 @@ class StepEffects:
     Args:
         module: it.
         device: whose random numbers it may draw.
+        reads_values: whether edits of parameters and buffers through `.data` count as changes.
     """
 
-    def __init__(self, module: L.LightningModule, device: torch.device) -> None:
+    def __init__(self, module: L.LightningModule, device: torch.device, *, reads_values: bool) -> None:
         owners = [(name, m) for name, m in module.named_modules() if not isinstance(m, Metric)]
         self._attributes = Attributes(owners)
-        self._tensors = [(name, held, key, t, version_of(t)) for name, held, key, t in _tensors(owners)]
+        self._tensors = list(_tensors(owners))
+        self._edits = ParameterEdits(((name, t) for name, *_, t in self._tensors), None if reads_values else ())
         self._gradients = [(p, p.grad, None if p.grad is None else p.grad._version) for p in module.parameters()]
         self._randomness = Randomness({device}, generators_in(*(m for _, m in owners)))
 
@@ -49,12 +51,9 @@ class StepEffects:
     def changes(self) -> list[str]:
         """Return what the step has changed, by name."""
         attributes = (f"`{name}`" for name in self._attributes.differences() if name not in _OF_LIGHTNING)
-        tensors = (
-            f"`{name}`"
-            for name, held, key, tensor, version in self._tensors
-            if version_of(tensor) != version or _is_replaced(held, key, tensor)
-        )
-        return [*attributes, *tensors]
+        edited = self._edits.edited()
+        changed = (name for name, held, key, t in self._tensors if name in edited or _is_replaced(held, key, t))
+        return [*attributes, *(f"`{name}`" for name in changed)]
 
 
 _OF_LIGHTNING = frozenset(("_current_fx_name",))

@@ -233,7 +233,8 @@ class Region(Keeper):
             RegionError: they keep other tensors than before.
         """
         self._was_repeated = True
-        collector = Collector(self._holders, self._modules())
+        edited = [name for part in self._parts for name in part.call.edited]
+        collector = Collector(self._holders, self._modules(), edited)
         store = None if self.store is None else self.store.branch()
         token = _OPEN.set(weakref.WeakKeyDictionary())
         try:

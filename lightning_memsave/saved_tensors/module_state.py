@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_memsave.saved_tensors.object_state import ObjectState, Stub, have_same_values, is_immutable, state_of
+from lightning_memsave.saved_tensors.parameter_edits import ParameterEdits
 from lightning_memsave.saved_tensors.randomness import PARTS_OF_TORCH
 from lightning_memsave.torch_internals.autograd_graph import (
     check_version,
@@ -92,14 +93,16 @@ class CallParameters:
 
     Args:
         owners: whose: modules by name, as `named_modules` tells them.
+        is_checked: whether it will be asked what was replaced or edited, and reads all values for that.
     """
 
-    def __init__(self, owners: Sequence[tuple[str, nn.Module]]) -> None:
+    def __init__(self, owners: Sequence[tuple[str, nn.Module]], *, is_checked: bool = False) -> None:
         self._modes = [(owner, owner.training) for _, owner in owners]
-        self._names = [prefix for prefix, owner in owners for _ in held(owner)]
         self._owned = [(owner, key, value) for _, owner in owners for key, value in held(owner)]
         self._need_gradients = [value.requires_grad for _, _, value in self._owned]
         self._versions = [version_of(value) for _, _, value in self._owned]
+        self._named = list(named_parameters(owners)) if is_checked else None
+        self._edits = ParameterEdits(((name, p) for name, *_, p in self._named or ()), reads=None)
 
     def __iter__(self) -> Iterator[Tensor]:
         return (value for _, _, value in self._owned)
@@ -109,18 +112,14 @@ class CallParameters:
         """Devices of the parameters."""
         return {value.device for value in self}
 
-    def changed(self, but_trained: bool = False) -> str | None:
-        """Return the name of one that was edited in place, or replaced, since; `None` for none.
+    def replaced(self) -> list[str]:
+        """Return the names of those that were replaced since."""
+        assert self._named is not None, "it was announced"
+        return [name for name, owner, key, p in self._named if is_replaced(owner, key, p)]
 
-        Args:
-            but_trained: do not count edits of those that take gradients: their initial values may follow from the
-                first batch.
-        """
-        for prefix, (owner, key, value), version in zip(self._names, self._owned, self._versions, strict=True):
-            is_edited = version_of(value) != version and not (but_trained and value.requires_grad)
-            if is_edited or is_replaced(owner, key, value):
-                return f"{prefix}.{key}".removeprefix(".")
-        return None
+    def edited(self) -> dict[str, Tensor]:
+        """Return those that were edited in place since, by name."""
+        return self._edits.edited()
 
     def note(self) -> None:
         """Note their versions: they may not be changed in place from now on."""
@@ -159,6 +158,13 @@ class CallParameters:
 def held(owner: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that a module itself holds, by name."""
     return [(key, value) for key, value in owner._parameters.items() if value is not None and not is_lazy(value)]
+
+
+def named_parameters(owners: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Yield the parameters that modules hold: name, module, name in it, and itself; a shared one more than once."""
+    for prefix, owner in owners:
+        for key, value in held(owner):
+            yield f"{prefix}.{key}".removeprefix("."), owner, key, value
 
 
 def is_replaced(owner: nn.Module, key: str, before: nn.Parameter) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -102,10 +102,11 @@ class Collector(Keeper):
     Args:
         holders: all of the region, in the order in which it made them.
         modules: names those that the region calls, for messages.
+        edited: names parameters that the calls have edited in place.
     """
 
-    def __init__(self, holders: list[weakref.ref[Holder]], modules: str) -> None:
-        self._holders, self._modules = holders, modules
+    def __init__(self, holders: list[weakref.ref[Holder]], modules: str, edited: Sequence[str] = ()) -> None:
+        self._holders, self._modules, self._edited = holders, modules, tuple(edited)
         waiting = [number for number, reference in enumerate(holders) if _waits(reference())]
         self._last, self._num_seen = waiting[-1], 0
         self._unfilled: tuple[torch.Size, torch.dtype] | None = None
@@ -141,9 +142,9 @@ class Collector(Keeper):
         if _waits(holder):
             assert holder is not None
             if (holder.shape, holder.dtype) != (tensor.shape, tensor.dtype):
-                raise RegionError(
-                    f"A checkpointed region kept {list(holder.shape)} {holder.dtype} in forward and "
-                    f"{list(tensor.shape)} {tensor.dtype} when it was run again: {self._modules}. {_ADVICE}"
+                raise self._error(
+                    f"kept {list(holder.shape)} {holder.dtype} in forward and {list(tensor.shape)} {tensor.dtype} when "
+                    "it was run again"
                 )
             if holder.fingerprint is not None:
                 self._to_compare.append((holder.fingerprint, tensor))
@@ -164,26 +165,30 @@ class Collector(Keeper):
         before, tensor = self._to_compare.pop()
         again = fingerprint(tensor)
         if again is not None and not is_near(before, again, tensor.dtype, tensor.numel()):
-            raise RegionError(
-                f"A checkpointed region computed other values when it was run again than in forward: {self._modules}. "
-                f"{_ADVICE}"
-            )
+            raise self._error("computed other values when it was run again than in forward")
 
     def check(self) -> None:
         """Raise `RegionError` unless everybody got a tensor, and the right one."""
         while self._to_compare:
             self._compare()
         if self._num_seen <= self._last:
-            raise RegionError(
-                f"A checkpointed region kept {len(self._holders)} tensors in forward and {self._num_seen} when it was "
-                f"run again: {self._modules}. {_ADVICE}"
+            raise self._error(
+                f"kept {len(self._holders)} tensors in forward and {self._num_seen} when it was run again"
             )
 
+    def _error(self, what: str) -> RegionError:
+        named = ", ".join(f"`{name}`" for name in self._edited)
+        why = f"It edits in place, each time that it runs, the parameters {named}" if named else _UNKNOWN
+        error = RegionError(
+            f"A checkpointed region {what}: {self._modules}. {why}. Leave this module out of checkpointing."
+        )
+        error.edited = self._edited
+        return error
 
-_ADVICE = (
+
+_UNKNOWN = (
     "It reads something that has changed in between: a global variable, an object that it was given, a generator that "
-    "nobody knows; or it calls a function that TorchScript has compiled in between. Leave this module out of "
-    "checkpointing."
+    "nobody knows; or it calls a function that TorchScript has compiled in between"
 )
 
 

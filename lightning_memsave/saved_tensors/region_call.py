@@ -51,7 +51,7 @@ class RegionCall:
         self.member, self.module, self.given = member, module, given
         self._versions = [version_of(tensor) for tensor in given.tensors]
         owners = list(module.named_modules())
-        self.weights = CallParameters(owners)
+        self.weights = CallParameters(owners, is_checked=member.is_checked)
         devices = {tensor.device for tensor in given.tensors} | self.weights.devices
         self._buffers = Buffers(owners, member.changing.get(module.training), spares=member.spares)
         self._attributes = Attributes(owners, looks_inside=member.is_checked)
@@ -63,6 +63,8 @@ class RegionCall:
         self.fingerprints = Fingerprints(module.buffers()) if member.is_checked else None
         self.outputs: list[tuple[int, weakref.ref[Tensor], int]] = []
         """Leaf, tensor, version."""
+        self.edited: list[str] = []
+        """Names of trained parameters that the call has edited in place, as far as it is checked."""
 
     def end(self, args: Any, kwargs: Any, output: Any) -> tuple[list[int], tuple[Randomness, Randomness] | None]:
         """Note what the call returned and changed.
@@ -82,10 +84,7 @@ class RegionCall:
         # The first call may fill caches; what is set again in the second one is no cache.
         if (name := self._attributes.changed(but_filled=self.member.num_calls == 0)) is not None:
             raise ChangesAttributeError(f"`{self.member.name}` ({type(self.module).__name__})", name)
-        # Where a first call sets initial values, the comparison with its repetition tells whether both set the same.
-        name = self.weights.changed(but_trained=self.member.num_calls == 0) if self.member.is_checked else None
-        if name is not None:
-            raise ChangesAttributeError(f"`{self.member.name}` ({type(self.module).__name__})", name)
+        self._check_parameters()
         unused = self.given.untouched_in_caches(args, kwargs)
         self.outputs = [
             (number, weakref.ref(leaf), version_of(leaf))
@@ -102,6 +101,18 @@ class RegionCall:
         after = before.now()
         return unused, None if after.equals(before) else (before, after)
 
+    def _check_parameters(self) -> None:
+        """Refuse a call that changes parameters, but for edits of trained ones.
+
+        Those may be what a repetition sets again (initial values, a clamp), which the comparison with it tells.
+        """
+        if not self.member.is_checked:
+            return
+        edited, replaced = self.weights.edited(), self.weights.replaced()
+        for name in (*(name for name, p in edited.items() if not p.requires_grad), *replaced):
+            raise ChangesAttributeError(f"`{self.member.name}` ({type(self.module).__name__})", name)
+        self.edited = [f"{self.member.name}.{name}" for name in edited]
+
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Restore everything as it was before the call."""
@@ -113,6 +124,8 @@ class RegionCall:
             self._tile(),
         ):
             yield
+        if self.edited:
+            self.weights.note()  # it may be made once more
 
 
 def leaves_of(output: Any) -> list[Any]:

@@ -175,7 +175,7 @@ def test_a_cache_that_a_step_fills_once_is_no_change():
 
 def step(module, what):
     """Run `what` as a step, and return what is seen of it."""
-    effects = StepEffects(module, torch.device("cpu"))
+    effects = StepEffects(module, torch.device("cpu"), reads_values=True)
     what(module)
     return effects
 

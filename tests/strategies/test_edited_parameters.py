@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSave
-from lightning_memsave.core.errors import NotLosslessWarning
-from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError
+from lightning_memsave.core.errors import NotLosslessWarning, RegionError
 from tests.strategies.quiet_runs import QUIET
 
 
@@ -28,6 +27,67 @@ class Average(nn.Module):
             with torch.no_grad():
                 self.mean.lerp_(y.mean(0), 0.1)
         return x + y
+
+
+class HiddenAverage(Average):
+    """The same, edited through `.data`, which autograd does not see."""
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        if self.training:
+            self.mean.data.lerp_(y.detach().mean(0), 0.1)
+        return x + y
+
+
+class NewAverage(Average):
+    """The same, in memory of its own after each call."""
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        if self.training:
+            self.mean.data = 0.9 * self.mean.data + 0.1 * y.detach().mean(0)
+        return x + y
+
+
+class Decayed(nn.Module):
+    """Shrinks a weight that is trained, each time from call number `start` on."""
+
+    start = 1
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def edit(self, weight):
+        with torch.no_grad():
+            weight.mul_(0.9)
+
+    def forward(self, x):
+        self.calls.add_(1)
+        if self.training and self.calls >= self.start:
+            self.edit(self.linear.weight)
+        return x + torch.tanh(self.linear(x))
+
+
+class HiddenDecayed(Decayed):
+    def edit(self, weight):
+        weight.data.mul_(0.9)
+
+
+class LateDecayed(HiddenDecayed):
+    start = 3
+
+
+class Clamped(Decayed):
+    def edit(self, weight):
+        with torch.no_grad():
+            weight.clamp_(-0.1, 0.1)
+
+
+class HiddenClamped(Decayed):
+    def edit(self, weight):
+        weight.data.clamp_(-0.1, 0.1)
 
 
 class Quantizer(nn.Module):
@@ -99,22 +159,57 @@ def assert_equal(found, expected):
         torch.testing.assert_close(found[name], value, msg=name)
 
 
-@pytest.mark.parametrize("settings", [{"recipe": "exact"}, {"checkpointing": "blocks"}, {"checkpointing": "sqrt"}])
-def test_a_region_that_edits_its_parameter_is_refused_by_name(settings):
-    with pytest.raises(ValueError, match=r"`checkpointing` must not select.*Average: `mean`"):
-        trained(Average, MemSave(**settings, summary=False))
+AVERAGES = [Average, HiddenAverage, NewAverage]
+DECAYED = [Decayed, HiddenDecayed, LateDecayed]
+SAME_AGAIN = [Initialised, Clamped, HiddenClamped]
+"""What these set does not depend on how often they do."""
+REGIONS = [{"checkpointing": way} for way in ("blocks", "sqrt", "recursive")]
 
 
-@pytest.mark.parametrize("settings", [{"recipe": "exact"}, {"checkpointing": "blocks"}, {"checkpointing": "sqrt"}])
-def test_a_region_may_set_initial_values_in_its_first_call(settings):
+@pytest.mark.parametrize("block", AVERAGES)
+@pytest.mark.parametrize("settings", REGIONS)
+def test_a_region_that_edits_its_frozen_parameter_is_refused_by_name(settings, block):
+    with pytest.raises(ValueError, match=rf"`checkpointing` must not select.*{block.__name__}: `mean`"):
+        trained(block, MemSave(**settings, summary=False))
+
+
+@pytest.mark.parametrize("block", DECAYED)
+@pytest.mark.parametrize("settings", REGIONS)
+def test_a_region_whose_repetition_edits_a_weight_once_more_is_an_error_that_names_it(settings, block):
+    with pytest.raises(RegionError, match=r"edits in place.*`blocks\.[01]\.linear\.weight`"):
+        trained(block, MemSave(**settings, summary=False))
+
+
+@pytest.mark.parametrize("block", SAME_AGAIN)
+@pytest.mark.parametrize("settings", [{"recipe": "exact"}, *REGIONS])
+def test_a_region_may_set_what_its_repetition_sets_again(settings, block):
     memsave = MemSave(**settings, summary=False)
-    assert_equal(trained(Initialised, memsave), trained(Initialised))
+    assert_equal(trained(block, memsave), trained(block))
     assert memsave.report.loss_class == "exact"
 
 
-def test_memory_that_runs_out_behind_an_edit_ends_the_run_and_says_which_parameter():
-    with pytest.raises(OutOfMemoryUnrecoverableError, match=r"edits the parameter `blocks\.0\.mean` in place"):
-        trained(Average, MemSave(summary=False), fails=True)
+@pytest.mark.parametrize("block", [*AVERAGES, *DECAYED])
+def test_the_recipe_exact_goes_on_without_regions_and_says_what_was_edited_twice(block):
+    memsave = MemSave("exact", summary=False)
+    with pytest.warns(NotLosslessWarning, match=r"run again does not put back the parameters `blocks\.[01]\."):
+        trained(block, memsave)
+    assert memsave.report.loss_class == "changed"
+
+
+@pytest.mark.parametrize("block", [*AVERAGES, Decayed, HiddenDecayed])
+def test_memory_that_runs_out_behind_an_edit_makes_the_result_another_and_says_so(block):
+    memsave = MemSave(summary=False)
+    with pytest.warns(NotLosslessWarning, match=r"the parameters `blocks\.0\.(mean|linear\.weight)`"):
+        trained(block, memsave, fails=True)
+    (microbatching,) = [each for each in memsave.report.applied if each.technique == "microbatching"]
+    assert (memsave.report.loss_class, microbatching.summary) == ("changed", "batches run again")
+
+
+@pytest.mark.parametrize("block", SAME_AGAIN)
+def test_memory_that_runs_out_behind_an_edit_that_sets_the_same_again_costs_nothing(block):
+    memsave = MemSave(summary=False)
+    assert_equal(trained(block, memsave, fails=True), trained(block))
+    assert memsave.report.loss_class == "exact"
 
 
 def test_a_parameter_that_was_replaced_is_put_back_when_memory_runs_out():
@@ -124,7 +219,14 @@ def test_a_parameter_that_was_replaced_is_put_back_when_memory_runs_out():
 
 
 @pytest.mark.filterwarnings("ignore:memsave. the batch was run in")
-@pytest.mark.parametrize(("block", "name"), [(Average, "mean"), (Quantizer, "book")])
+@pytest.mark.parametrize(
+    ("block", "name"),
+    [
+        *((block, "mean") for block in AVERAGES),
+        *((block, "linear.weight") for block in DECAYED[:2]),
+        (Quantizer, "book"),
+    ],
+)
 def test_microbatches_that_change_a_parameter_each_say_so(block, name):
     memsave = MemSave(microbatch=4, summary=False)
     with pytest.warns(NotLosslessWarning, match=f"`blocks.0.{name}`"):
@@ -132,7 +234,7 @@ def test_microbatches_that_change_a_parameter_each_say_so(block, name):
     assert memsave.report.loss_class == "changed"
 
 
-@pytest.mark.parametrize("block", [Average, Quantizer])
+@pytest.mark.parametrize("block", [*AVERAGES, *DECAYED, Quantizer])
 @pytest.mark.filterwarnings("ignore:tiling had no effect")
 def test_tiles_leave_such_modules_whole_and_as_they_were(block):
     memsave = MemSave(tiling="samples", summary=False)

@@ -226,13 +226,13 @@ class _Trial:
             DependsError: values are read, or something of the module changes that would change in every slice.
         """
         owners = list(self.module.named_modules())
-        buffers, parameters, before = Buffers(owners, None), CallParameters(owners), python_noise()
+        buffers, parameters, before = Buffers(owners, None), CallParameters(owners, is_checked=True), python_noise()
         watch = CallWatch()
         whole = self._call(0, self._num, watch, ReadsInPython(watch.reads))
         if watch.reads:
             raise DependsError(f"it reads values (`{watch.reads[0].removeprefix('aten::')}`)")
-        if (parameter := parameters.changed()) is not None:
-            raise DependsError(f"it changes its parameter `{parameter}`")
+        if changed := {*parameters.edited(), *parameters.replaced()}:
+            raise DependsError(f"it changes its parameter `{min(changed)}`")
         if changed := buffers.changed():
             raise DependsError(f"it changes its buffer `{min(changed).removeprefix('.')}`")
         if python_noise() != before:

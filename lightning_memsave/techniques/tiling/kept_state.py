@@ -16,8 +16,9 @@ from torch.nn.parameter import is_lazy
 
 from lightning_memsave.saved_tensors.buffers import Buffers
 from lightning_memsave.saved_tensors.module_state import held, is_replaced
+from lightning_memsave.saved_tensors.parameter_edits import ParametersKept
 from lightning_memsave.saved_tensors.randomness import PARTS_OF_TORCH, Randomness, generators_in
-from lightning_memsave.torch_internals.autograd_graph import unversioned, version_of
+from lightning_memsave.torch_internals.autograd_graph import unversioned
 from lightning_memsave.torch_internals.containers import nested, refill
 
 
@@ -29,20 +30,18 @@ def python_noise() -> Any:
 
 @contextlib.contextmanager
 def put_back(module: nn.Module, devices: set[torch.device]) -> Iterator[None]:
-    """Restore the module's buffers, frozen parameters, attributes and containers, and generators."""
+    """Restore the module's buffers, parameters, attributes and containers, and generators."""
     owners = list(module.named_modules())
     containers = [each for _, owner in owners for each in _containers(owner)]
     before = [(container, copy.copy(container)) for container in containers]
     buffers = Buffers(owners, None)
     held_before = [(owner, key, p) for _, owner in owners for key, p in held(owner)]
-    frozen = [
-        (p, version_of(p), p.detach().clone()) for p in module.parameters() if not (p.requires_grad or is_lazy(p))
-    ]
     with contextlib.ExitStack() as stack:
         # What is edited, and then put back, is as it was for a graph that has kept it.
         for buffer in module.buffers():
             if not (is_lazy(buffer) or buffer.is_inference()):
                 stack.enter_context(unversioned(buffer))
+        stack.enter_context(ParametersKept(module))
         stack.enter_context(Randomness.untouched(devices, generators_in(*module.modules())))
         try:
             yield
@@ -53,9 +52,6 @@ def put_back(module: nn.Module, devices: set[torch.device]) -> Iterator[None]:
             for owner, key, parameter in held_before:
                 if is_replaced(owner, key, parameter):
                     owner._parameters[key] = parameter
-            for parameter, version, value in frozen:
-                if version_of(parameter) != version:
-                    parameter.data.copy_(value)
 
 
 def _containers(owner: nn.Module) -> Iterator[Any]:
