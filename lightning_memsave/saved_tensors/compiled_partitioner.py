@@ -9,6 +9,7 @@ come to, as autograd hands all that was kept to it together.
 | what is kept                                                     | becomes                                |
 |------------------------------------------------------------------|----------------------------------------|
 | floating point, read by functions of the policy's table          | codes of 8, 4 or 2 bits, or bfloat16   |
+| the derivative of GELU, SiLU or Mish, in place of its input (`compiled_derivatives`) | codes of 4 or 2 bits |
 | several views of one tensor                                      | one code of that tensor, where smaller |
 | a boolean mask; a tensor of which backward reads the signs       | one bit per element; exact             |
 | inputs and parameters, results, statistics, what is small, integers, what other functions read | as it was |
@@ -30,13 +31,15 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lightning_memsave.saved_tensors import compiled_derivatives, compiled_policy
 from lightning_memsave.saved_tensors import compiled_operators as operators
-from lightning_memsave.saved_tensors import compiled_policy
 from lightning_memsave.saved_tensors.code_rows import SMALLEST_ROW
+from lightning_memsave.saved_tensors.compiled_derivatives import is_derivative, move_derivatives
 from lightning_memsave.saved_tensors.compiled_policy import (
     GraphPolicy,
     Need,
     activations_in,
+    function_of,
     images,
     is_backward,
     is_floating,
@@ -91,24 +94,36 @@ class CodePartitioner(Partitioner):  # type: ignore[misc]  # a base known at run
         if (static := options.get("static_lifetime_input_indices")) is None:
             return min_cut(gm, joint_inputs, **options)  # nobody says what is a weight
         num_results: int = options["num_fwd_outputs"]
+        derivatives = self._move_derivatives(gm.graph)
         names = activations_in(gm.graph, num_results, static)
-        for node in must_be_kept(gm.graph):
+        for node in (*must_be_kept(gm.graph), *derivatives):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for node in gm.graph.nodes:
             if is_backward(node) and is_floating(node):
                 node.meta["partitioner_tag"] = "must_be_in_backward"
-        forward, backward = min_cut(gm, joint_inputs, **options)
+        forward, backward = min_cut(gm, joint_inputs, derivatives, **options)
         kept = KeptNodes(forward, backward, num_results)
-        settings = self._settings
-        policy = GraphPolicy(backward.graph, settings.lossy, settings.overrides, self._within)
         channels_last = images(forward.graph) if puts_channels_last(gm) else set()
-        _Coder(forward.graph, backward.graph, kept, policy, settings.min_numel, channels_last).code(names)
+        policy, min_numel = self._policy(backward.graph), self._settings.min_numel
+        _Coder(forward.graph, backward.graph, kept, policy, min_numel, channels_last).code(names)
         kept.finish()
         return forward, backward
 
+    def _policy(self, graph: fx.Graph) -> GraphPolicy:
+        return GraphPolicy(graph, self._settings.lossy, self._settings.overrides, self._within)
+
+    def _move_derivatives(self, joint: fx.Graph) -> list[fx.Node]:
+        policy = self._policy(joint)
+
+        def is_wanted(reader: fx.Node, derivative: Tensor) -> bool:
+            fidelity = policy.need_of(reader, function_of(reader), is_derivative=True)
+            return fidelity < Fidelity.INT8 and not _is_small(derivative, self._settings.min_numel)
+
+        return move_derivatives(joint, policy.gradients, is_wanted)
+
 
 def _hash(settings: str) -> str:
-    files = (operators.__file__, compiled_policy.__file__, __file__)
+    files = (operators.__file__, compiled_policy.__file__, compiled_derivatives.__file__, __file__)
     return hashlib.sha256(b"".join([settings.encode(), *(Path(path).read_bytes() for path in files)])).hexdigest()
 
 
@@ -173,7 +188,7 @@ class _Coder:
             if _value(node).dtype == torch.bool:
                 self._pack(place, node, its_input)
             elif root.name in names and self._is_activation(node) and not is_sensitive(root):
-                need = self._policy.need(its_input)
+                need = self._policy.need(its_input, is_derivative(node))
                 if Fidelity.SHAPE < need.fidelity < Fidelity.EXACT:
                     by_root[root].append(_Kept(place, node, its_input, views, need))
         for root, group in by_root.items():
@@ -183,8 +198,8 @@ class _Coder:
 
     def _is_activation(self, node: fx.Node) -> bool:
         value = _value(node)
-        is_small = isinstance(value.numel(), int) and value.numel() < self._min_numel
-        return value.dtype.is_floating_point and value.layout is torch.strided and not is_small
+        is_strided = value.layout is torch.strided
+        return value.dtype.is_floating_point and is_strided and not _is_small(value, self._min_numel)
 
     # ------------------------------------------------------------------------------------------ what is kept instead
     def _pack(self, place: int, mask: fx.Node, its_input: fx.Node) -> None:
@@ -305,6 +320,10 @@ class _Coder:
 
 
 _OF_BACKWARD = {"autograd_backward": True}
+
+
+def _is_small(value: Tensor, min_numel: int) -> bool:
+    return isinstance(value.numel(), int) and value.numel() < min_numel
 
 
 def _value(node: fx.Node) -> Tensor:

@@ -134,7 +134,7 @@ class GraphPolicy:
     """What the nodes of one backward graph need.
 
     Args:
-        backward: the graph.
+        backward: the graph, which may hold the forward as well.
         lossy: what is enough where noise is allowed.
         overrides: fidelities by the name of a function.
         within: returns the fidelity that was set for a module of the compiled region, by its name there; or `None`.
@@ -148,17 +148,19 @@ class GraphPolicy:
         within: Callable[[str], Fidelity | None],
     ) -> None:
         self._lossy, self._overrides, self._within = lossy, overrides, within
-        self._gradients: set[fx.Node] = set()
+        self.gradients: set[fx.Node] = set()
+        """What depends on gradients of the results."""
         for node in backward.nodes:
             is_given = node.op == "placeholder" and "tangents" in str(node.target)
-            if is_given or not self._gradients.isdisjoint(node.all_input_nodes):
-                self._gradients.add(node)
+            if is_given or not self.gradients.isdisjoint(node.all_input_nodes):
+                self.gradients.add(node)
 
-    def need(self, node: fx.Node) -> Need:
+    def need(self, node: fx.Node, is_derivative: bool = False) -> Need:
         """Return what backward needs of a tensor.
 
         Args:
             node: in the backward graph, which stands for what was kept.
+            is_derivative: whether it is the derivative of an activation.
         """
         found = Need(Fidelity.SHAPE)
         for reader in self._readers(node):
@@ -169,7 +171,7 @@ class GraphPolicy:
             row = _row_of_norm(name, reader)
             if row is None or (row and found.row and row != found.row):
                 return _EXACT
-            needed = Fidelity.MASK if name in policy.SIGN_ONLY else self._need_of(reader.node, name)
+            needed = Fidelity.MASK if name in policy.SIGN_ONLY else self.need_of(reader.node, name, is_derivative)
             keeps_sign = found.keeps_sign or name in policy.KEEPS_SIGN
             found = Need(max(found.fidelity, needed), keeps_sign, row or found.row)
         return found
@@ -185,7 +187,7 @@ class GraphPolicy:
             return True
         if name == "square":
             return operation_of(reader) == "pow" and bool(reader.args[1] == 1)
-        return not self._gradients.isdisjoint(reader.all_input_nodes)  # a product with a gradient
+        return not self.gradients.isdisjoint(reader.all_input_nodes)  # a product with a gradient
 
     def _readers(self, node: fx.Node) -> Iterator[_Reader]:
         """Yield who reads a tensor, or what is made of it again."""
@@ -229,7 +231,8 @@ class GraphPolicy:
             return user.args.count(source) == 1 and len(made & set(user.all_input_nodes)) == 1
         return True
 
-    def _need_of(self, reader: fx.Node, name: str) -> Fidelity:
+    def need_of(self, reader: fx.Node, name: str, is_derivative: bool) -> Fidelity:
+        """Return what one reader needs, which computes the gradient of the function `name`."""
         if (override := self._overrides.get(name)) is not None:
             return override
         if name not in policy.LOSSY:
@@ -238,9 +241,8 @@ class GraphPolicy:
         lossy = next((fidelity for fidelity in set_for if fidelity is not None), self._lossy)
         if name in policy.NEEDS_8_BITS:
             return max(lossy, _least_for_exponents(reader))
-        # Eager code keeps a code of the derivative, which is bounded. Of the input, 4 bits would be biased: an outlier
-        # in its row makes its noise large.
-        return max(lossy, Fidelity.INT8) if name in _ACTIVATIONS - _SIGNS else lossy
+        # The derivative is bounded. Of the input, 4 bits would be biased: an outlier in its row makes its noise large.
+        return max(lossy, Fidelity.INT8) if name in _ACTIVATIONS - _SIGNS and not is_derivative else lossy
 
 
 class _Reader(NamedTuple):

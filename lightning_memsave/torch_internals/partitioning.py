@@ -7,7 +7,7 @@ returns besides its results is what is kept for backward. Inductor asks the one 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,10 +25,33 @@ _NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
 """A node's mark: autograd does not watch this tensor for changes. Those that have it come last."""
 
 
-def min_cut(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return forward and backward as torch's own partitioner divides them, with the fewest bytes between them."""
-    found: tuple[fx.GraphModule, fx.GraphModule] = _min_cut(joint, inputs, **options)
-    return found
+def min_cut(
+    joint: fx.GraphModule, inputs: Any, of_forward: Sequence[fx.Node] = (), **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return forward and backward as torch's own partitioner divides them, with the fewest bytes between them.
+
+    Args:
+        joint: the graph of both.
+        inputs: its arguments.
+        of_forward: nodes that none of the results needs, and that the forward is to compute for backward all the same.
+        options: as torch passes them.
+    """
+    num_results: int = options["num_fwd_outputs"]
+    _change_results(joint.graph, num_results, num_results, of_forward)  # what is no result belongs to backward
+    options["num_fwd_outputs"] = num_results + len(of_forward)
+    forward, backward = _min_cut(joint, inputs, **options)
+    _change_results(forward.graph, num_results, num_results + len(of_forward), ())
+    return forward, backward
+
+
+def _change_results(graph: fx.Graph, start: int, end: int, nodes: Sequence[fx.Node]) -> None:
+    """Put nodes in place of a graph's outputs from number `start` to `end`."""
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    outputs: Any = output.args[0]
+    output.args = ((*outputs[:start], *nodes, *outputs[end:]),)
+    for name in ("desc", "output_stack_traces"):
+        if (notes := output.meta.get(name)) is not None:
+            output.meta[name] = [*notes[:start], *[None] * len(nodes), *notes[end:]]
 
 
 def puts_channels_last(joint: fx.GraphModule) -> bool:

@@ -132,6 +132,10 @@ TOKENS, IMAGES = (4, 32, 64), (4, 3, 16, 16)
 NETS = {
     "MLP": (MLP, TOKENS),
     "MLP, SiLU": (lambda: MLP(F.silu), TOKENS),
+    "MLP, GELU by tanh": (lambda: MLP(nn.GELU("tanh")), TOKENS),
+    "MLP, Mish": (lambda: MLP(F.mish), TOKENS),
+    "MLP, ELU": (lambda: MLP(F.elu), TOKENS),
+    "images, SiLU": (lambda: Images(F.silu), IMAGES),
     "images": (Images, IMAGES),
     "images, leaky ReLU": (lambda: Images(F.leaky_relu), IMAGES),
     "attention": (Attention, TOKENS),
