@@ -65,7 +65,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         )
         self._loop, self._kwargs, self._optimizer = loop, kwargs, optimizer
         self._zero_grad_fn: Callable[[], None] | None
-        self._has_zeroed = self._has_called_hooks = False
+        self._has_zeroed = self._has_called_hooks = self._has_left = False
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
     def _free_first(self, session: Session) -> None:
         """Free the gradients of the last step; Lightning's own `zero_grad` and its hooks follow where they do."""
         self._has_zeroed = session.zero_grad_first and self._zero_grad_fn is not None
-        self._has_called_hooks = False
+        self._has_called_hooks = self._has_left = False
         if self._has_zeroed:
             for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
                 parameter.grad = None
@@ -99,7 +99,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
     def _run_until_it_fits(self, session: Session, recovery: RecoveryPolicy) -> Any:
         trainer, batch = self._loop.trainer, self._kwargs["batch"]
         device = trainer.strategy.root_device
-        accumulates = self._zero_grad_fn is None
+        accumulates = self._accumulates(recovery)
         self._free_first(session)
         ddp = trainer.strategy.model if trainer.world_size > 1 else None
         exchange = LateReduction(ddp, self._loop.steps) if ddp is not None else None
@@ -134,11 +134,25 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         """Epoch and number of the batch."""
         return self._loop.trainer.current_epoch, self._loop.trainer.fit_loop.batch_idx
 
+    def _accumulates(self, recovery: RecoveryPolicy) -> bool:
+        """Return whether gradients of earlier batches may be added to, and are kept or watched for that."""
+        return self._zero_grad_fn is None or (self._loop.zeroes_itself and recovery.keeps_gradients)
+
+    def _why_final(self, recovery: RecoveryPolicy, why: str | None) -> str | None:
+        """Return why a try cannot be undone: `why`, or as `optimizer_zero_grad` has kept gradients of which none is."""
+        if why is None and self._has_left and not recovery.keeps_gradients:
+            return (
+                "`optimizer_zero_grad` has kept gradients of earlier batches, of which there is no copy: ask for one "
+                'with `microbatch="auto"`'
+            )
+        return why
+
     def _undo(self, start: BatchStart, device: torch.device, accumulates: bool) -> None:
         """Put the batch back to its start."""
         start.restore(gradients=accumulates or self._has_zeroed)
-        if self._has_called_hooks:
+        if self._has_called_hooks and not accumulates:
             self._zero_grad_fn = self._zero_gradients_made_since
+        self._has_left = False
         free_memory()
         reset_peak(device)  # of the try that does not count
 
@@ -146,7 +160,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         """Run the batch until it fits in all processes, which wait for each other in it."""
         trainer, batch, recovery = self._loop.trainer, self._kwargs["batch"], session.recovery
         assert recovery is not None, "it is joint"
-        device, accumulates = trainer.strategy.root_device, self._zero_grad_fn is None
+        device, accumulates = trainer.strategy.root_device, self._accumulates(recovery)
         self._free_first(session)
         gradients = "made" if not accumulates else "added to" if recovery.keeps_gradients else "watched"
         while True:
@@ -172,6 +186,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                 session.cutter.record.note_good_try()
                 recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
                 return result
+            why_final = self._why_final(recovery, start.what_stays())
             self._undo(start, device, accumulates)
             was_measured = stop_measuring()
             if failure is not None:
@@ -179,7 +194,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                 joint.catch_up(failure, functools.partial(self._follow, parts, session, joint))
                 self._undo(start, device, accumulates)
             session.cutter.record.note_failed_try(start.edits.edited())
-            tries = joint.share(failure, start.what_stays(), was_measured)
+            tries = joint.share(failure, start.what_stays() or why_final, was_measured)
             self._take_measure_of_all(session, joint, tries)
 
     def _follow(self, parts: list[tuple[Any, float]], session: Session, joint: JointRecovery) -> None:
@@ -228,7 +243,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         """
         session: Session = self._loop.session
         assert session.recovery is not None
-        why_final = start.why_final()
+        why_final = self._why_final(session.recovery, start.why_final())
         if exchange is not None and exchange.has_begun:
             why_final = "gradients are on their way to other processes"
         if not is_out_of_memory(error):
@@ -275,9 +290,19 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         text = nothing_left(module, ledger.measurement, can_cut, applied, failure, fixed, why_whole)
         raise OutOfMemoryUnrecoverableError(text)
 
+    def _zero_gradients(self) -> None:
+        """Zero gradients as Lightning does, unless they accumulate."""
+        if self._zero_grad_fn is not None:
+            self._zero_grad_fn()
+            self._has_zeroed = self._has_called_hooks = True
+            self._has_left = self._loop.zeroes_itself and self._has_gradients()
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
+
     def _zero_gradients_made_since(self) -> None:
         """Drop gradients of a `training_step` that calls backward itself, as Lightning does; its hooks have run."""
-        if any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"]):
+        if self._has_gradients():
             self._optimizer.zero_grad()
 
     def _run(
@@ -313,9 +338,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         ):
             with batchnorm.microbatch():
                 out = self._loop._training_step(OrderedDict(self._kwargs, batch=batch))
-            if self._zero_grad_fn is not None:
-                self._zero_grad_fn()
-                self._has_zeroed = self._has_called_hooks = True
+            self._zero_gradients()
             if out.closure_loss is None:
                 return self._skipped()
             session.cutter.rules.note(out.closure_loss)
@@ -367,9 +390,8 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                         joint.phase = f"the forward pass of part {i + 1} of {len(parts)}"
                     with batchnorm.microbatch(), watch(i):
                         out = self._loop._training_step(OrderedDict(self._kwargs, batch=part))
-                    if i == 0 and self._zero_grad_fn is not None:
-                        self._zero_grad_fn()
-                        self._has_zeroed = self._has_called_hooks = True
+                    if i == 0:
+                        self._zero_gradients()
                     losses.append(out.loss)
                     if out.closure_loss is None:
                         continue
@@ -436,6 +458,8 @@ class MicrobatchLoop(AutomaticOptimization):  # type: ignore[misc]  # untyped, a
         self.optim_progress = parent.optim_progress  # `trainer.global_step` is computed from it
         self._skip_backward = parent._skip_backward
         self._replaced, self.session = (parent,), session  # in a tuple: Lightning saves the loops that it finds
+        self.zeroes_itself = is_overridden(parent.trainer.lightning_module, "optimizer_zero_grad")
+        """Whether the module decides which gradients of earlier batches stay."""
         self.steps = False
         """Whether the optimizer steps after the batch that runs now, instead of gradients being accumulated."""
 

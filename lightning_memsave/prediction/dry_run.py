@@ -18,6 +18,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave.core.errors import BudgetWarning, MicrobatchWarning, NoEffectWarning, NotLosslessWarning
 from lightning_memsave.lightning_compat import Batch, counterpart, namespace_of
@@ -26,6 +27,7 @@ from lightning_memsave.measuring.ledger import Measurement
 from lightning_memsave.measuring.module_attribution import Breakdown, BreakdownLedger
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.prediction.simulated_process_group import on_paper
+from lightning_memsave.saved_tensors.object_state import state_of
 from lightning_memsave.saved_tensors.randomness import Randomness
 from lightning_memsave.simulation.known_sizes import ReadsValueError
 from lightning_memsave.strategies.memsave_mixin import adopt
@@ -34,6 +36,7 @@ from lightning_memsave.techniques.microbatching.split import cloned
 
 _NUM_STEPS = {True: 2, False: 3}  # fake or not: those behind the first are measured; without values they are equal
 _MANY = 10_000
+_SMALL_BYTES = 2**20
 _TOLD = (MicrobatchWarning, NotLosslessWarning, NoEffectWarning, BudgetWarning)
 
 
@@ -142,14 +145,32 @@ def fit(trainer: L.Trainer, module: Any, batch: Batch, data_module: Any = None) 
         with torch.compiler.set_stance("force_eager"):
             trainer.fit(module, batches)
         return
-    data = copy.copy(data_module)
-    data.trainer = None
+    data = _with_own_state(data_module)
     _has_prepared(data, "LightningDataModule")
     for name in ("setup", "teardown"):
         setattr(data, name, lambda *_, **__: None)
     data.train_dataloader, data.val_dataloader = lambda: batches, lambda: []
     with torch.compiler.set_stance("force_eager"):
         trainer.fit(module, datamodule=data)
+
+
+def _with_own_state(data_module: Any) -> Any:
+    """Return a copy whose hooks change nothing of the original's: a list that grows, running statistics.
+
+    What cannot be written down (a generator) or is large (a dataset, a tensor of more than 1 MiB) is shared.
+    """
+    data = copy.copy(data_module)
+    data.trainer = None
+    owned = vars(data).items()
+    kept = {name: value for name, value in owned if type(value) is torch.Tensor or state_of(value) is not None}
+    if (state := state_of(kept)) is not None:  # of all together, as two may hold the same
+        with _disable_current_modes():  # a prediction's, whose clones would be fake
+            vars(data).update(state.copy([_cloned_if_small(each) for each in state.references]))
+    return data
+
+
+def _cloned_if_small(held: Any) -> Any:
+    return held.detach().clone() if type(held) is torch.Tensor and held.nbytes <= _SMALL_BYTES else held
 
 
 def _has_prepared(owner: Any, base: str) -> None:

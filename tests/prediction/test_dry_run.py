@@ -145,6 +145,53 @@ def test_hooks_of_a_data_module_see_the_batch_and_it_is_neither_set_up_nor_torn_
     assert not {"fit", "teardown"} & set(data.called)
 
 
+class RunningMean(Data):
+    """Subtracts a running mean of the data, which it keeps in several ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches, self.mean, self.named = [], torch.zeros(6), {"mean": torch.zeros(6), "num": 0}
+        self.same, self.large = self.named, torch.zeros(2**19)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.batches.append(batch.mean())
+        self.mean.mul_(0.9).add_(batch.mean(0), alpha=0.1)
+        self.same["num"] += 1
+        self.named["mean"] = self.named["mean"] + batch.mean(0)
+        return batch - self.mean - self.named["mean"] / self.named["num"] + self.large[0]
+
+
+def test_hooks_of_a_data_module_change_nothing_of_it():
+    class Asks(Net):
+        def training_step(self, batch, batch_idx):
+            seen.append((self.trainer.datamodule.named["num"], len(self.trainer.datamodule.batches)))
+            is_shared.append(self.trainer.datamodule.large is data.large)
+            return super().training_step(batch, batch_idx)
+
+    seen, is_shared, data = [], [], RunningMean()
+    dry(Asks(), data_module=data)
+    assert seen == [(1, 1), (2, 2), (3, 3)], "as in the run, whose two names are one dictionary"
+    assert all(is_shared), "what is large is not copied"
+    assert data.batches == []
+    assert data.named["num"] == 0
+    assert data.named is data.same
+    assert not data.mean.any()
+
+
+def test_a_fit_leaves_a_data_module_as_plain_lightning_does():
+    held = []
+    for callbacks in ([], [MemSave(summary=False)]):
+        data = RunningMean()
+        data.train_dataloader = lambda: DataLoader(torch.randn(24, 6, generator=torch.Generator().manual_seed(0)), 8)
+        L.Trainer(**{**QUIET, "max_epochs": 1}, callbacks=callbacks).fit(Net(), datamodule=data)
+        held.append(data)
+    plain, found = held
+    assert [type(each) for each in found.batches] == [torch.Tensor] * 3
+    assert found.named["num"] == plain.named["num"] == 3
+    torch.testing.assert_close(found.mean, plain.mean)
+    torch.testing.assert_close(found.named["mean"], plain.named["mean"])
+
+
 def test_warnings_of_ours_become_flags_and_a_cut_on_an_assumption_is_told():
     class Contrastive(Net):
         def training_step(self, batch, batch_idx):

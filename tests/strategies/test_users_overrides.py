@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_memsave import MemSave, Microbatching, NoEffectWarning, OptimizerState
+from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError
 
 RELEASE = OptimizerState(first_moment="32bit", gradients="release")
 INTO_STATE = OptimizerState(first_moment="32bit", gradients="into-state")
@@ -80,6 +81,47 @@ class Alternates(Net):
 @pytest.mark.parametrize("settings", [{}, {"microbatch": 3}])
 def test_an_optimizers_own_zero_grad(settings):
     assert_alike(fit(Alternates()), fit(Alternates(), MemSave(**settings)))
+
+
+class ZeroesEverySecond(Net):
+    """Adds the gradients of two batches up, or of one; memory runs out once, in the backward of the third batch."""
+
+    every, left = 2, True
+
+    def training_step(self, batch, batch_idx):
+        self.batch_idx = batch_idx
+        hidden = self.net[0](batch[0])
+        hidden.register_hook(self.run_out)
+        return (self.net[1:](hidden) - batch[1]).square().mean()
+
+    def run_out(self, gradient):
+        if self.batch_idx == 2 and self.left and self.trainer.callbacks:
+            ZeroesEverySecond.left = False  # an attribute of the module would be put back
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % self.every == self.every - 1:
+            optimizer.zero_grad()
+
+
+class ZeroesEach(ZeroesEverySecond):
+    every = 1
+
+
+@pytest.mark.parametrize(("module", "size"), [(ZeroesEverySecond, "auto"), (ZeroesEach, "auto"), (ZeroesEach, None)])
+def test_gradients_that_a_modules_own_zero_grad_leaves_are_there_again_when_memory_runs_out(module, size):
+    ZeroesEverySecond.left = True
+    memsave = MemSave(summary=False, **({} if size is None else {"microbatch": size}))
+    found = fit(module(), memsave, max_epochs=1, callbacks=[L.Callback()])
+    assert not ZeroesEverySecond.left
+    assert_alike(fit(module(), max_epochs=1), found)
+    assert memsave.report.loss_class == "exact"
+
+
+def test_gradients_that_a_modules_own_zero_grad_leaves_are_not_lost_without_a_word():
+    ZeroesEverySecond.left = True
+    with pytest.raises(OutOfMemoryUnrecoverableError, match="`optimizer_zero_grad` has kept gradients"):
+        fit(ZeroesEverySecond(), MemSave(summary=False), max_epochs=1)
 
 
 class Scales(SingleDeviceStrategy):
