@@ -164,7 +164,7 @@ class GraphPolicy:
         """
         found = Need(Fidelity.SHAPE)
         for reader in self._readers(node):
-            name = function_of(reader.node)
+            name = "square" if _is_of_square(reader.node) else function_of(reader.node)
             is_sign = name in _SIGNS and not reader.reads_it_itself  # it reads something that is made of it
             if reader.through not in ("", name) or is_sign or not self._is_as_it_seems(reader.node, name):
                 return _EXACT
@@ -186,7 +186,7 @@ class GraphPolicy:
         if name not in policy.LINEAR or name in _SIGNS:
             return True
         if name == "square":
-            return operation_of(reader) == "pow" and bool(reader.args[1] == 1)
+            return _is_of_square(reader)
         return not self.gradients.isdisjoint(reader.all_input_nodes)  # a product with a gradient
 
     def _readers(self, node: fx.Node) -> Iterator[_Reader]:
@@ -272,6 +272,12 @@ def _row_of_norm(name: str, reader: _Reader) -> int | None:
         return None
     row = math.prod(sizes)
     return row if row >= SMALLEST_PIECE else None
+
+
+def _is_of_square(node: fx.Node) -> bool:
+    """Return whether a node is x ** 1, of which the derivative of a square is made: of `square`, or of a power of 2."""
+    is_power = function_of(node) in policy.POWERS | {"square"} and _target_name(node) == "pow"
+    return is_power and is_backward(node) and bool(node.args[1] == 1)
 
 
 def _keeps_order(view: fx.Node) -> bool:

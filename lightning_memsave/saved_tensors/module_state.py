@@ -20,6 +20,7 @@ from lightning_memsave.torch_internals.autograd_graph import (
     function_modes,
     version_of,
 )
+from lightning_memsave.torch_internals.containers import refill
 
 HOLDS_IN_BACKWARD = "holds_in_backward"
 """Attribute of a function mode that is entered again when a forward pass is repeated."""
@@ -186,6 +187,8 @@ class Attributes:
     """
 
     def __init__(self, owners: Iterable[tuple[str, nn.Module]], *, looks_inside: bool = True) -> None:
+        owners = tuple(owners)
+        self._owners = [owner for _, owner in owners]
         self._before = [_Own(prefix, owner) for prefix, owner in owners if not is_of_torch(owner)]
         self._inside: dict[int, ObjectState | None] = {}
         for own in self._before if looks_inside else ():
@@ -236,11 +239,21 @@ class Attributes:
         """Give the modules the attributes that they had."""
         changed = [(own, others) for own in self._before if (others := own.differing())]
         latest = [(own, own.assign(others)) for own, others in changed]
+        # A call that finds its mark missing would register its hooks once more.
+        hooks = [(part, part.copy()) for owner in self._owners for part in hooks_of(owner)] if changed else []
         try:
             yield
         finally:
             for own, others in latest:
                 own.assign(others)
+            for part, before in hooks:
+                if part.keys() != before.keys():
+                    refill(part, before)
+
+
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the dictionaries of a module's hooks: of forward and of backward."""
+    return [value for key, value in vars(module).items() if key.endswith("_hooks") and isinstance(value, dict)]
 
 
 _MISSING = object()

@@ -67,7 +67,7 @@ NONLINEAR = NORMALISES | _names(
 LOSSY = LINEAR | NONLINEAR
 """Functions whose saved tensors may be noisy, where a gradient flows through these."""
 
-_POWERS = _names("pow __pow__")
+POWERS = _names("pow __pow__")
 """Lossy and linear where they are squares."""
 
 NEEDS_8_BITS = _names("multi_head_attention_forward scaled_dot_product_attention")
@@ -196,7 +196,7 @@ def _is_scaled(query: Tensor) -> bool:
 
 def _lossy_need(fidelity: Fidelity, call: Call) -> Need:
     is_last = call.name in _ON_WEIGHTS and is_made_of_weights(call.argument(1, "weight"))
-    is_linear = call.name in LINEAR | _POWERS
+    is_linear = call.name in LINEAR | POWERS
     return Need(fidelity, None, call.name in KEEPS_SIGN, is_linear, is_last, derivative_of(call))
 
 
@@ -223,7 +223,7 @@ def _is_sensitive(tensor: Tensor, node: Node | None) -> bool:
 
 
 def _may_be_lossy(call: Call) -> bool:
-    if call.name in _POWERS:
+    if call.name in POWERS:
         exponent = call.argument(1, "exponent")
         return isinstance(exponent, (int, float)) and exponent == 2
     return call.name in LOSSY

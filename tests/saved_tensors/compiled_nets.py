@@ -128,6 +128,19 @@ class Gated(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class ByHand(nn.Module):
+    """RMSNorm as language models write it, between two layers."""
+
+    def __init__(self, square=lambda x: x.pow(2), width=64) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.weight, self._square = nn.Parameter(torch.ones(width)), square
+
+    def forward(self, x):
+        x = x + self.first(x)
+        return self.last(self.weight * (x * torch.rsqrt(self._square(x).mean(-1, keepdim=True) + 1e-6)))
+
+
 TOKENS, IMAGES = (4, 32, 64), (4, 3, 16, 16)
 NETS = {
     "MLP": (MLP, TOKENS),
@@ -140,6 +153,7 @@ NETS = {
     "images, leaky ReLU": (lambda: Images(F.leaky_relu), IMAGES),
     "attention": (Attention, TOKENS),
     "gated": (Gated, TOKENS),
+    "norm by hand": (ByHand, TOKENS),
     "layers": (lambda: nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 64)), TOKENS),
 }
 """What codes work in: how it is made, and the shape of its input."""

@@ -16,7 +16,7 @@ from lightning_memsave.saved_tensors.compiled_operators import told_to
 from lightning_memsave.saved_tensors.compiled_partitioner import CodePartitioner, Settings
 from lightning_memsave.saved_tensors.encodings import Fidelity
 from lightning_memsave.torch_internals.partitioning import min_cut
-from tests.saved_tensors.compiled_nets import MLP, NETS, Attention, Counting, Images, Kept, gradients, made
+from tests.saved_tensors.compiled_nets import MLP, NETS, Attention, ByHand, Counting, Images, Kept, gradients, made
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while it compiles
 
@@ -31,7 +31,7 @@ NOT_LISTED = {
     "swish by hand": lambda x: x * torch.sigmoid(x),
     "hardtanh": F.hardtanh,
     "selu": F.selu,
-    "normal": lambda x: torch.exp(-(x**2) / 2),
+    "bell": lambda x: torch.exp(-(x**4) / 2),
     "log": lambda x: torch.log1p(x.square()),
 }
 
@@ -313,6 +313,19 @@ def test_views_of_one_tensor_share_its_code():
     four_bits = 2 * coded_bytes(4 * 64 * tokens, 4, row=256) + 2 * coded_bytes(64 * tokens, 4, row=64)
     assert sum(codes) == eight_bits + four_bits  # the GELU's two; what the first Linear and the MLP read
     assert len(codes) == 2 * 6
+
+
+@pytest.mark.parametrize(
+    ("square", "is_coded"),
+    [(lambda x: x.pow(2), True), (lambda x: x**2, True), (torch.square, True), (lambda x: x.pow(4), False)],
+)
+def test_what_is_squared_is_coded_and_other_powers_are_not(square, is_coded):
+    torch.manual_seed(0)
+    model, x = ByHand(square), torch.randn(128, 64)
+    kept = Kept(Fidelity.INT4)
+    drawn(model, kept, x, 1)
+    codes, exact = 2 * coded_bytes(128 * 64, 4, row=64), 4 * 128 * 64 + coded_bytes(128 * 64, 4, row=64)
+    assert kept.num_bytes == (codes if is_coded else exact) + 4 * 128, "and the root of each mean"
 
 
 def test_small_tensors_are_left_alone():

@@ -54,6 +54,7 @@ from lightning_memsave.saved_tensors.region_call import ChangesAttributeError, E
 from lightning_memsave.saved_tensors.region_members import Group, Member, Membership, bind, is_bound, unbind
 from lightning_memsave.saved_tensors.tiles import Cut, are_cut, extent_of, lengths_of, run_in_tiles
 from lightning_memsave.techniques.batchnorm import pooled_slices, pools_statistics
+from lightning_memsave.techniques.tiling.call_watch import is_hooked
 from lightning_memsave.techniques.tiling.independence import (
     Independence,
     differs_at_full_size,
@@ -446,9 +447,9 @@ def _testing(norms: Sequence[nn.Module]) -> Iterator[None]:
             norm.training = True
 
 
-def _mode(module: nn.Module) -> tuple[bool, bool]:
-    """Return what decides how a layer normalises, and whether it drops out."""
-    return module.training, getattr(module, "track_running_stats", False)
+def _mode(module: nn.Module) -> tuple[bool, bool, bool]:
+    """Return what decides how a layer normalises, and whether it drops out; and whether it is hooked."""
+    return module.training, getattr(module, "track_running_stats", False), is_hooked(module)
 
 
 def _kind(leaf: Any) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_memsave.saved_tensors.kept_noise import NoiseError, is_draw, shape_drawn
@@ -111,3 +112,28 @@ class Still(DispatchMode):
         if func._schema.is_mutable:
             return found.fill_(1)
         return found.fill_(1) if func._schema.name in _NOISE else found
+
+
+def hooked_inside(module: nn.Module) -> str | None:
+    """Return the name of a module inside that somebody has hooked: the hook would see slices; `None` for none.
+
+    Hooks of torch's own, as of `weight_norm`, and ours do not mind.
+    """
+    inside = ((name, each) for name, each in module.named_modules() if each is not module)
+    return next((name for name, each in inside if is_hooked(each)), None)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether somebody's hook runs when a module is called, or in its backward."""
+    of_forward, of_backward = (module._forward_hooks, module._forward_pre_hooks), module._backward_hooks
+    called = (*of_forward, of_backward, module._backward_pre_hooks)
+    return any(not _home(hook).startswith(_KNOWN) for hooks in called for hook in hooks.values())
+
+
+_KNOWN = ("torch.", "lightning_memsave.")
+
+
+def _home(hook: Any) -> str:
+    """Return the name of the file that a hook is from."""
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return getattr(function, "__module__", None) or type(function).__module__

@@ -31,7 +31,7 @@ from lightning_memsave.saved_tensors.object_state import is_object
 from lightning_memsave.saved_tensors.randomness import Randomness, generators_in
 from lightning_memsave.saved_tensors.region_inputs import inputs_as_they_are
 from lightning_memsave.saved_tensors.tiles import are_cut, extent_of, memory_order
-from lightning_memsave.techniques.tiling.call_watch import CallWatch, Drawn, ReadsInPython, Still
+from lightning_memsave.techniques.tiling.call_watch import CallWatch, Drawn, ReadsInPython, Still, hooked_inside
 from lightning_memsave.techniques.tiling.kept_state import put_back, python_noise
 from lightning_memsave.techniques.tiling.reasons import DependsError, FailsError, as_reason, is_about_memory
 from lightning_memsave.torch_internals.autograd_graph import storage_key, version_of
@@ -74,6 +74,8 @@ def test_of(function: Callable[..., Any], module: nn.Module, args: Any, kwargs: 
     opaque = next((leaf for leaf in leaves if not isinstance(leaf, Tensor) and is_object(leaf)), None)
     if opaque is not None:
         return Independence(why_not=f"it takes a {type(opaque).__name__}, which cannot be cut")
+    if (hooked := hooked_inside(module)) is not None:
+        return Independence(why_not=f"a hook of `{hooked}` in it would see slices")
     trial = _Trial(function, module, leaves, tree, dim)
     with _apart(trial):
         try:
@@ -237,6 +239,8 @@ class _Trial:
             raise DependsError(f"it changes its buffer `{min(changed).removeprefix('.')}`")
         if python_noise() != before:
             raise DependsError("it draws numbers from Python's or numpy's generator")
+        if (hooked := hooked_inside(self.module)) is not None:
+            raise DependsError(f"it hooks `{hooked}` in it, and the hook would see slices")
         self._draws = watch.draws
         held = (*whole.outputs, *self.module.parameters(), *self.module.buffers())
         inside = watch.kept_bytes(self._given | _storages(held))

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from lightning_memsave.saved_tensors.buffers import Buffers
 from lightning_memsave.saved_tensors.module_state import held, is_replaced
 from lightning_memsave.saved_tensors.parameter_edits import ParametersKept
-from lightning_memsave.saved_tensors.randomness import PARTS_OF_TORCH, Randomness, generators_in
+from lightning_memsave.saved_tensors.randomness import Randomness, generators_in
 from lightning_memsave.torch_internals.autograd_graph import unversioned
 from lightning_memsave.torch_internals.containers import nested, refill
 
@@ -30,7 +30,7 @@ def python_noise() -> Any:
 
 @contextlib.contextmanager
 def put_back(module: nn.Module, devices: set[torch.device]) -> Iterator[None]:
-    """Restore the module's buffers, parameters, attributes and containers, and generators."""
+    """Restore the module's buffers, parameters, attributes, hooks and containers, and generators."""
     owners = list(module.named_modules())
     containers = [each for _, owner in owners for each in _containers(owner)]
     before = [(container, copy.copy(container)) for container in containers]
@@ -57,5 +57,5 @@ def put_back(module: nn.Module, devices: set[torch.device]) -> Iterator[None]:
 def _containers(owner: nn.Module) -> Iterator[Any]:
     yield vars(owner)
     for name, value in vars(owner).items():
-        if name not in PARTS_OF_TORCH or name in ("_buffers", "_modules"):  # FSDP2 exchanges parameters itself
+        if name != "_parameters":  # FSDP2 exchanges them itself
             yield from nested(value, math.inf)[0]
