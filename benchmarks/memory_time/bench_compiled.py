@@ -2,13 +2,14 @@
 
 Peaks are by events of the allocator, as no ledger sees what is inside of compiled code. The noise is the relative
 difference of all gradients from eager code's. Beside it is what the mean of so many draws leaves of it: with codes that
-are right on average, about the noise over their root.
+are right on average, about the noise over their root. Measures the models that it is given by name, or all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
-from benchmarks.harness.measurement import Subject, environment, measure_cpu_seconds, time_columns, write_rows
+from benchmarks.harness.measurement import Subject, environment, measure_cpu_seconds, put_row, time_columns
 from benchmarks.models.subjects import DeepResNet, PlainGPT, next_token_loss, relative_difference
 from lightning_memsave import ActivationCompression, allocation_peak, apply_activation_compression
 from lightning_memsave.demo.model import WideResNet
@@ -192,4 +193,6 @@ def rows(name: str) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch._inductor.config.force_disable_caches = True  # else the second run compiles in no time
-    write_rows("compiled", [row for name in MODELS for row in rows(name)])
+    for name in sys.argv[1:] or MODELS:
+        for row in rows(name):
+            put_row("compiled", row, ("model", "setting"))
