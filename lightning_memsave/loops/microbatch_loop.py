@@ -41,6 +41,7 @@ from lightning_memsave.loops.out_of_memory import (
     nothing_left_jointly,
 )
 from lightning_memsave.loops.recovery import RecoveryPolicy
+from lightning_memsave.loops.repeated_hooks import run_again
 from lightning_memsave.loops.session import Session
 from lightning_memsave.loops.step_effects import unwatched
 from lightning_memsave.loops.trainer_features import ways_of_training
@@ -151,7 +152,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         """Put the batch back to its start."""
         start.restore(gradients=accumulates or self._has_zeroed)
         if self._has_called_hooks and not accumulates:
-            self._zero_grad_fn = self._zero_gradients_made_since
+            self._zero_grad_fn = self._zero_gradients_again
         self._has_left = False
         free_memory()
         reset_peak(device)  # of the try that does not count
@@ -300,9 +301,14 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
 
-    def _zero_gradients_made_since(self) -> None:
-        """Drop gradients of a `training_step` that calls backward itself, as Lightning does; its hooks have run."""
-        if self._has_gradients():
+    def _zero_gradients_again(self) -> None:
+        """Drop gradients of a `training_step` that calls backward itself, as Lightning does, in another try."""
+        trainer = self._loop.trainer
+        self._loop.session.cutter.record.note_hooks(run_again(trainer, self._optimizer))
+        if self._loop.zeroes_itself:
+            epoch, batch_idx = self._where
+            trainer.lightning_module.optimizer_zero_grad(epoch, batch_idx, self._optimizer)
+        elif self._has_gradients():
             self._optimizer.zero_grad()
 
     def _run(

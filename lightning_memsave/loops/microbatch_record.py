@@ -19,6 +19,7 @@ from lightning_memsave.techniques.microbatching import Microbatching, why_not_ex
 
 _OTHER_MODULES = "microbatches change the result of"
 _RUN_AGAIN = "a batch that was run again does not put back the parameters"
+_HOOKS_AGAIN = "a batch that was run again calls once more"
 
 
 class MicrobatchRecord:
@@ -145,6 +146,11 @@ class MicrobatchRecord:
         if names:
             self.changes(f"{_RUN_AGAIN} {_listed([f'`{name}`' for name in names])}, which it edits in place")
 
+    def note_hooks(self, names: Sequence[str]) -> None:
+        """Note hooks of callbacks, which keep what they like, that have run more than once for a batch."""
+        if names:
+            self.changes(f"{_HOOKS_AGAIN} {_listed([f'`{name}`' for name in names])}")
+
     def changes(self, reason: str) -> None:
         """Note that microbatches, or tries, do not give the result of whole batches.
 
@@ -163,7 +169,7 @@ class MicrobatchRecord:
             )
         self._reasons.append(reason)
         if self._warns:
-            what = "Another try changes" if reason.startswith(_RUN_AGAIN) else "Microbatches change"
+            what = "Another try changes" if reason.startswith((_RUN_AGAIN, _HOOKS_AGAIN)) else "Microbatches change"
             warnings.warn(
                 f"{what} the result of this model: {reason.removeprefix(_OTHER_MODULES).strip()}. "
                 "`Microbatching(strict=True)` refuses instead.",

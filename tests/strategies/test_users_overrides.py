@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_memsave import MemSave, Microbatching, NoEffectWarning, OptimizerState
+from lightning_memsave import MemSave, Microbatching, NoEffectWarning, NotLosslessWarning, OptimizerState
 from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError
 
 RELEASE = OptimizerState(first_moment="32bit", gradients="release")
@@ -122,6 +122,62 @@ def test_gradients_that_a_modules_own_zero_grad_leaves_are_not_lost_without_a_wo
     ZeroesEverySecond.left = True
     with pytest.raises(OutOfMemoryUnrecoverableError, match="`optimizer_zero_grad` has kept gradients"):
         fit(ZeroesEverySecond(), MemSave(summary=False), max_epochs=1)
+
+
+class AveragesBeforeZeroing(ZeroesEach):
+    """Keeps averages of a weight in a buffer and a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(16, 8))
+        self.numbers = []
+
+    def on_before_zero_grad(self, optimizer):
+        self.average.lerp_(self.net[0].weight.detach(), 0.1)
+        self.numbers.append(self.batch_idx)
+
+
+class AveragesTheModules(L.Callback):
+    """The same from outside, and a count of its own."""
+
+    def __init__(self):
+        self.num = 0
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        pl_module.average.lerp_(2 * pl_module.net[0].weight.detach(), 0.1)
+        self.num += 1
+
+
+class ReadsGradients(L.Callback):
+    def __init__(self):
+        self.norms = []
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        gradient = pl_module.net[0].weight.grad
+        self.norms.append(0.0 if trainer.global_step == 0 else float(gradient.norm()))
+
+
+def test_what_a_hook_before_zeroing_does_to_the_module_is_done_once():
+    ZeroesEverySecond.left = True
+    memsave = MemSave(summary=False)
+    reads, plain_reads = ReadsGradients(), ReadsGradients()
+    found = fit(AveragesBeforeZeroing(), memsave, max_epochs=1, callbacks=[reads])
+    assert not ZeroesEverySecond.left
+    plain = fit(AveragesBeforeZeroing(), max_epochs=1, callbacks=[plain_reads])
+    assert_alike(plain, found)
+    assert found[0].numbers == plain[0].numbers == [0, 1, 2]
+    assert reads.norms == pytest.approx(plain_reads.norms)
+    assert memsave.report.loss_class == "exact"
+
+
+def test_a_callbacks_hook_before_zeroing_that_runs_twice_is_in_the_loss_class():
+    ZeroesEverySecond.left = True
+    memsave, callback = MemSave(summary=False), AveragesTheModules()
+    with pytest.warns(NotLosslessWarning, match=r"calls once more `AveragesTheModules\.on_before_zero_grad`"):
+        found = fit(AveragesBeforeZeroing(), memsave, max_epochs=1, callbacks=[callback])
+    assert_alike(fit(AveragesBeforeZeroing(), max_epochs=1, callbacks=[AveragesTheModules()]), found)
+    assert callback.num == 4
+    assert memsave.report.loss_class == "changed"
 
 
 class Scales(SingleDeviceStrategy):
