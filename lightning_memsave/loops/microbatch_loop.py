@@ -141,12 +141,10 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
 
     def _why_final(self, recovery: RecoveryPolicy, why: str | None) -> str | None:
         """Return why a try cannot be undone: `why`, or as `optimizer_zero_grad` has kept gradients of which none is."""
-        if why is None and self._has_left and not recovery.keeps_gradients:
-            return (
-                "`optimizer_zero_grad` has kept gradients of earlier batches, of which there is no copy: ask for one "
-                'with `microbatch="auto"`'
-            )
-        return why
+        if why is not None or not self._has_left or recovery.keeps_gradients:
+            return why
+        what = "`optimizer_zero_grad` has kept gradients of earlier batches, of which there is no copy"
+        return f'{what}: ask for one with `microbatch="auto"`'
 
     def _undo(self, start: BatchStart, device: torch.device, accumulates: bool) -> None:
         """Put the batch back to its start."""

@@ -57,6 +57,7 @@ from lightning_memsave.techniques.optimizer_state import OptimizerState, exchang
 from lightning_memsave.techniques.registry import Config
 from lightning_memsave.techniques.tiling import Tiling
 from lightning_memsave.torch_internals.model_copies import copied
+from lightning_memsave.torch_internals.module_tree import check_shapes
 from lightning_memsave.torch_internals.private_names import require
 
 SMALL_BYTES = 64 * 2**20
@@ -239,10 +240,7 @@ def plan_for(
     Raises:
         ValueError: as `make_plan`; the plain step cannot be run; parameters have no shape yet, or are not there.
     """
-    if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
-        raise setting_error(
-            "budget", "needs parameters that have their shapes", lazy[0], "Call the module once before the fit."
-        )
+    check_shapes("budget", module)
     if not any(True for _ in module.parameters()):
         raise setting_error(
             "budget",

@@ -36,6 +36,7 @@ from lightning_memsave.techniques.sparsity import Sparsity
 from lightning_memsave.techniques.tiling import Tiles, Tiling
 from lightning_memsave.torch_internals.coupling import check_steps_parameters_alone
 from lightning_memsave.torch_internals.held_optimizers import stepping
+from lightning_memsave.torch_internals.module_tree import check_shapes
 from lightning_memsave.torch_internals.sharded_parameters import frees_weights, is_sharded
 
 C = TypeVar("C", bound=Config)
@@ -172,6 +173,7 @@ def _change_layers(training: Any, session: Session, trainer: L.Trainer, config: 
 
 
 def _lower_weights(session: Session, trainer: L.Trainer, config: LowPrecision) -> None:
+    check_shapes("precision", trainer.lightning_module)
     session.weights, applied = lower_precision(trainer, config)
     session.changes.append(applied)
 
@@ -184,6 +186,7 @@ def _make_regions(session: Session, trainer: L.Trainer, config: Checkpointing) -
     """Make the regions that are known, or see to it that the first batch is rehearsed."""
     scopes = session.scopes
     if config.needs_a_plan:
+        check_shapes("checkpointing", trainer.lightning_module)
         scopes.planned = PlannedCheckpointing(trainer, config)
     else:
         scopes.regions = apply_checkpointing(trainer.lightning_module, config)
@@ -212,6 +215,7 @@ def _open_store(session: Session, trainer: L.Trainer, config: ActivationCompress
 
 
 def _check_state(session: Session, trainer: L.Trainer, config: OptimizerState) -> None:
+    check_shapes("optimizer_state", trainer.lightning_module)
     optimizers = stepping(trainer.strategy.optimizers)
     if config.gradients != "keep" and len(optimizers) > len(trainer.strategy.optimizers):
         if OptimizerState not in session.recipe.by_default or config.format == "32bit":

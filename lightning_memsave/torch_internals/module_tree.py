@@ -1,8 +1,11 @@
-"""The modules inside of a module, found in a third of the time: some are looked through before each batch."""
+"""What is inside of a module: its modules, found in a third of the time, and whether its parameters are there yet."""
 
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_memsave.core.errors import setting_error
 
 
 def modules_by_name(root: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -25,3 +28,19 @@ def modules_by_name(root: nn.Module) -> list[tuple[str, nn.Module]]:
             named = [(prefix + key, child) for key, child in children.items() if child is not None]
             todo += named[::-1]  # the first one is taken next
     return found
+
+
+def check_shapes(setting: str, module: nn.Module) -> None:
+    """Refuse a module with parameters of lazy layers, which have no shape before the first call.
+
+    Args:
+        setting: that needs shapes, for the message.
+        module: whose parameters.
+
+    Raises:
+        ValueError: one of them has none.
+    """
+    if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
+        raise setting_error(
+            setting, "needs parameters that have their shapes", lazy[0], "Call the module once before the fit."
+        )

@@ -263,3 +263,14 @@ def test_an_optimizer_of_all_parameters_is_refused_and_nothing_changed():
         apply_low_precision(model, optimizer, LowPrecision(format="bf16+8"))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert list(model.buffers()) == []
+
+
+@pytest.mark.parametrize("kind", [torch.nn.utils.spectral_norm, torch.nn.utils.parametrizations.spectral_norm])
+def test_a_weight_that_spectral_normalisation_multiplies_by_buffers_stays_as_it_is(kind):
+    model = nn.Sequential(kind(nn.Linear(8, 32)), nn.Linear(32, 8))
+    apply_low_precision(model, torch.optim.SGD(model.parameters(), 0.1), LowPrecision())
+    dtypes = {name: p.dtype for name, p in model.named_parameters() if p.dim() > 1}
+    assert sorted(map(str, dtypes.values())) == ["torch.bfloat16", "torch.float32"]
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(4, 8)).sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.selection import Selector, is_norm, select
@@ -63,6 +64,8 @@ FORMATS: Mapping[str, Format] = {
 def parameters_kept_32bit(model: nn.Module, keep_32bit: tuple[Selector, ...]) -> set[Tensor]:
     """Return parameters of modules that hold vectors alone, as normalisation layers, and of modules that are named.
 
+    And those that are multiplied by buffers before a product reads them.
+
     Autocast rounds what goes into a matrix product, whatever dtype it has. A vector that stands by itself takes part in
     sums and products as it is: with 16 bits, its results would have 16 bits as well, where `bf16-mixed` gives 32.
 
@@ -71,7 +74,15 @@ def parameters_kept_32bit(model: nn.Module, keep_32bit: tuple[Selector, ...]) ->
     """
     kept = {p for module in select("LowPrecision.keep_32bit", keep_32bit, model) for p in module.parameters()}
     vectors = (module for module in model.modules() if is_norm(module) or _holds_vectors_alone(module))
-    return kept.union(*(module.parameters(recurse=False) for module in vectors))
+    multiplied = (module for module in model.modules() if _multiplies_by_buffers(module))
+    return kept.union(*(module.parameters(recurse=False) for module in (*vectors, *multiplied)))
+
+
+def _multiplies_by_buffers(module: nn.Module) -> bool:
+    """Return whether spectral normalisation multiplies its weight by buffers of 32 bits, before autocast sees it."""
+    if isinstance(module, ParametrizationList):
+        return any(buffer.is_floating_point() for buffer in module.buffers())
+    return any(type(hook).__name__ == "SpectralNorm" for hook in module._forward_pre_hooks.values())
 
 
 _OF_PRODUCTS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.ParameterList, nn.ParameterDict)
