@@ -26,6 +26,7 @@ from lightning_memsave.saved_tensors.seeds import NoiseSeeds
 from lightning_memsave.techniques.sparsity.layers import SparseLayer
 from lightning_memsave.torch_internals.containers import CONTAINERS, nested, refill, values
 from lightning_memsave.torch_internals.module_tree import modules_by_name
+from lightning_memsave.torch_internals.registered_hooks import number_of_next_hook, remove_hooks_since
 from lightning_memsave.torch_internals.sharded_parameters import (
     frees_weights,
     has_unreduced_gradients,
@@ -78,7 +79,7 @@ class BatchStart:
         devices = {p.device for p in parameters} if torch.accelerator.is_available() else ()
         self._randomness = Randomness(devices, generators_in(*(m for _, m in users)))
         self._modes = [(m, m.training) for _, m in owners]
-        self._fx_name = module._current_fx_name
+        self._fx_name, self._next_hook = module._current_fx_name, number_of_next_hook()
         self._attributes = [(m, {k: value for k, value in vars(m).items() if _is_plain(k, value)}) for _, m in users]
         named = {
             f"{prefix}.{key}".removeprefix("."): value
@@ -172,6 +173,7 @@ class BatchStart:
             for key in [k for k, value in attributes.items() if k not in plain and _is_plain(k, value)]:
                 del attributes[key]
             attributes.update(plain)
+        remove_hooks_since(self._next_hook, (module for module, _ in self._modes))
         if self._structure is not None:
             self._structure.restore()
         for container, before in self._containers:

@@ -20,7 +20,7 @@ from lightning_memsave.torch_internals.autograd_graph import (
     function_modes,
     version_of,
 )
-from lightning_memsave.torch_internals.containers import refill
+from lightning_memsave.torch_internals.registered_hooks import number_of_next_hook, remove_hooks_since
 
 HOLDS_IN_BACKWARD = "holds_in_backward"
 """Attribute of a function mode that is entered again when a forward pass is repeated."""
@@ -239,21 +239,13 @@ class Attributes:
         """Give the modules the attributes that they had."""
         changed = [(own, others) for own in self._before if (others := own.differing())]
         latest = [(own, own.assign(others)) for own, others in changed]
-        # A call that finds its mark missing would register its hooks once more.
-        hooks = [(part, part.copy()) for owner in self._owners for part in hooks_of(owner)] if changed else []
+        number = number_of_next_hook()
         try:
             yield
         finally:
             for own, others in latest:
                 own.assign(others)
-            for part, before in hooks:
-                if part.keys() != before.keys():
-                    refill(part, before)
-
-
-def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
-    """Return the dictionaries of a module's hooks: of forward and of backward."""
-    return [value for key, value in vars(module).items() if key.endswith("_hooks") and isinstance(value, dict)]
+            remove_hooks_since(number, self._owners)  # which a call registers that finds its mark missing
 
 
 _MISSING = object()

@@ -125,6 +125,30 @@ def test_a_hook_that_a_first_call_registers_is_there_once(settings):
     assert_alike(found, trained(Features(9, Registers), numbers()), memsave)
 
 
+class RunsOut(Features):
+    """Calls its blocks from the third batch on alone, where memory runs out once."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx < 2:
+            return self.blocks[0].up(batch).square().mean()
+        loss = super().training_step(batch, batch_idx)
+        if FAILURES.pop("left", False):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return loss
+
+
+FAILURES: dict[str, bool] = {}
+
+
+def test_a_hook_that_a_failed_try_registers_is_there_once():
+    FAILURES["left"] = True
+    memsave = MemSave(summary=False)
+    found = trained(RunsOut(9, Registers), numbers(), memsave)
+    assert not FAILURES
+    assert [len(block.up._forward_hooks) for block in found.blocks] == [1, 1]
+    assert_alike(found, trained(RunsOut(9, Registers), numbers()), memsave)
+
+
 def test_a_module_that_is_named_for_tiles_must_not_be_hooked_inside():
     module = Features()
     with pytest.raises(ValueError, match="a hook of `up` in it would see slices"):
