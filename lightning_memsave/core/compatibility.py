@@ -135,6 +135,7 @@ COMPATIBILITY = (
     CompatibilityRule("changing patterns", "batch size finder", _NOT_PUT_BACK, _FIND_BEFORE),
     CompatibilityRule("changing patterns", "learning rate finder", _NOT_PUT_BACK, _FIND_BEFORE),
     CompatibilityRule("sparsity", "DDP"),
+    CompatibilityRule("sparsity", "torch.compile of the whole module"),
     *(
         CompatibilityRule(
             "sparsity",
@@ -144,12 +145,6 @@ COMPATIBILITY = (
         )
         for way in ("FSDP", "model parallel (FSDP2)")
     ),
-    CompatibilityRule(
-        "sparsity",
-        "torch.compile of the whole module",
-        "compiled code would keep the dense weights for backward",
-        "Train without `torch.compile`, or set `sparsity=False`.",
-    ),
     *_works(
         "low_rank",
         "early_zero_grad, low_precision, microbatching, activation_compression, checkpointing, optimizer_state, "
@@ -158,13 +153,7 @@ COMPATIBILITY = (
     *_works(
         "sparse_update",
         "early_zero_grad, low_precision, microbatching, activation_compression, checkpointing, optimizer_state, "
-        "manual optimization, DDP",
-    ),
-    CompatibilityRule(
-        "sparse_update",
-        "torch.compile of the whole module",
-        "compiled code would keep whole inputs for backward",
-        "Train without `torch.compile`, or set `sparse_update=False`.",
+        "manual optimization, DDP, torch.compile of the whole module",
     ),
     *(
         CompatibilityRule(

@@ -1,7 +1,7 @@
 """Evaluation of a step in float32 whose weights have 16 bits: rounding then hides nothing of how its loss is made.
 
 Every function of torch gets its 16-bit tensors as float32, one weight at a time, and conversions to 16 bits are left
-out. What a step edits in place stays as it is. A step that insists on 16 bits (kernels that take nothing else) ends
+out. What a step edits in place keeps its dtype. A step that insists on 16 bits (kernels that take nothing else) ends
 with an error, and is evaluated as it is.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -36,6 +37,10 @@ class WideNumbers(TorchFunctionMode):
         if name in _CONVERSIONS:
             return _converted(args[0], func(*args, **kwargs))
         edits = name in _EDITS or (name.endswith("_") and not name.endswith("__"))
+        if (
+            edits and isinstance(args[0], Tensor) and args[0].dtype == torch.float32
+        ):  # made by a function that was widened
+            return func(args[0], *tree_map_only(Tensor, wide, args[1:]), **tree_map_only(Tensor, wide, kwargs))
         if name in _AS_IT_IS or edits or name == "__setitem__" or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         return func(*tree_map_only(Tensor, wide, args), **tree_map_only(Tensor, wide, kwargs))

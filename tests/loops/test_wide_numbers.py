@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_memsave import MemSave, MicrobatchWarning
+from lightning_memsave import MemSave, MicrobatchWarning, Sparsity, apply_sparsity
 from lightning_memsave.loops.wide_numbers import WideNumbers
 from tests.loops.loss_runs import CLASSES, QUIET, Base, applied, batches, compare
 
@@ -40,8 +40,22 @@ def recurrent():
     return model, lambda model: model[1](model[0](ids))[0].square().mean()
 
 
+def scattered():
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 5)])
+    apply_sparsity(model, Sparsity(sparsity=0.5, min_size=16, modules="0"))
+    x = torch.randn(4, 8)
+
+    def loss_of(model):
+        hidden = model[0](x.to(model[1].weight.dtype))
+        sums = hidden.new_zeros(2, 16).index_add_(0, torch.tensor([0, 1, 0, 1]), hidden)
+        return model[1](sums).square().mean()
+
+    return model, loss_of
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("make", [llama, convolutional, recurrent])
+@pytest.mark.parametrize("make", [llama, convolutional, recurrent, scattered])
 def test_a_loss_is_that_of_the_same_weights_in_float32(make, dtype):
     model, loss_of = make()
     short = model.to(dtype)
