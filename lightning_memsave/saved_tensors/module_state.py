@@ -119,8 +119,14 @@ class CallParameters:
         return [name for name, owner, key, p in self._named if is_replaced(owner, key, p)]
 
     def edited(self) -> dict[str, Tensor]:
-        """Return those that were edited in place since, by name."""
-        return self._edits.edited()
+        """Return those that were edited in place since, by name: those that versions tell, if it is not checked."""
+        if self._named is not None:
+            return self._edits.edited()
+        return {
+            f"{key} of {type(owner).__name__}": p
+            for (owner, key, p), version in zip(self._owned, self._versions, strict=True)
+            if version_of(p) != version
+        }
 
     def note(self) -> None:
         """Note their versions: they may not be changed in place from now on."""

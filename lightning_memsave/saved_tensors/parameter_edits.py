@@ -41,7 +41,9 @@ class ParameterEdits:
 
 
 def _value_of(tensor: Tensor) -> Fingerprint | None:
-    if not _has_storage(tensor) or not tensor.untyped_storage().nbytes():  # FSDP2 frees what it has gathered
+    if (
+        not _has_storage(tensor) or tensor.is_meta or not tensor.untyped_storage().nbytes()
+    ):  # FSDP2 frees what it has gathered
         return None
     return fingerprint(tensor.detach())  # a parameter is a subclass
 
@@ -52,17 +54,22 @@ def _differs(tensor: Tensor, before: Fingerprint | None) -> bool:
 
 
 class RepeatedEdits:
-    """Parameters that failed tries of a batch have edited, and that the try that went well has edited again."""
+    """Parameters that a call has edited in place, and that another one, of the same, has edited again.
 
-    def __init__(self) -> None:
+    Args:
+        edited: what the first one has edited, by name.
+    """
+
+    def __init__(self, edited: dict[str, Tensor] | None = None) -> None:
         self._left: dict[str, tuple[Tensor, Fingerprint | None]] = {}
+        self.add(edited or {})
 
     def add(self, edited: dict[str, Tensor]) -> None:
-        """Note what a try has edited that has failed."""
+        """Note what a call has edited: a try that has failed, or a region's."""
         self._left.update((name, (tensor, _value_of(tensor))) for name, tensor in edited.items())
 
     def take(self) -> list[str]:
-        """Return, once, those that do not have the values again that a failed try has left: an average, no clamp."""
+        """Return, once, those that do not have the values again that were noted: an average, no clamp."""
         left, self._left = self._left, {}
         return [name for name, (tensor, value) in left.items() if not _has_again(tensor, value)]
 

@@ -15,6 +15,7 @@ from lightning_memsave.saved_tensors.arguments import Arguments
 from lightning_memsave.saved_tensors.buffers import Buffers
 from lightning_memsave.saved_tensors.kept_noise import tile_around
 from lightning_memsave.saved_tensors.module_state import Attributes, CallParameters, Surroundings
+from lightning_memsave.saved_tensors.parameter_edits import RepeatedEdits
 from lightning_memsave.saved_tensors.placeholders import Fingerprints
 from lightning_memsave.saved_tensors.randomness import Randomness
 from lightning_memsave.saved_tensors.region_members import Member
@@ -63,8 +64,9 @@ class RegionCall:
         self.fingerprints = Fingerprints(module.buffers()) if member.is_checked else None
         self.outputs: list[tuple[int, weakref.ref[Tensor], int]] = []
         """Leaf, tensor, version."""
-        self.edited: list[str] = []
-        """Names of trained parameters that the call has edited in place, as far as it is checked."""
+        self.edited: dict[str, Tensor] = {}
+        """Trained parameters that the call has edited in place, by name."""
+        self._repeated: RepeatedEdits | None = None
 
     def end(self, args: Any, kwargs: Any, output: Any) -> tuple[list[int], tuple[Randomness, Randomness] | None]:
         """Note what the call returned and changed.
@@ -101,31 +103,49 @@ class RegionCall:
         after = before.now()
         return unused, None if after.equals(before) else (before, after)
 
+    def _check_repeated(self, repeated: RepeatedEdits) -> None:
+        names, self._repeated = repeated.take(), RepeatedEdits(self.edited)
+        if names:
+            named, kind = ", ".join(f"`{name}`" for name in names), type(self.module).__name__
+            error = RegionError(
+                f"A checkpointed module, `{self.member.name}` ({kind}), edits in place, each time that it runs, the "
+                f"parameters {named}. Leave it out of checkpointing."
+            )
+            error.edited = tuple(names)
+            raise error
+
     def _check_parameters(self) -> None:
         """Refuse a call that changes parameters, but for edits of trained ones.
 
         Those may be what a repetition sets again (initial values, a clamp), which the comparison with it tells.
         """
-        if not self.member.is_checked:
-            return
-        edited, replaced = self.weights.edited(), self.weights.replaced()
+        edited, replaced = self.weights.edited(), self.weights.replaced() if self.member.is_checked else ()
         for name in (*(name for name, p in edited.items() if not p.requires_grad), *replaced):
             raise ChangesAttributeError(f"`{self.member.name}` ({type(self.module).__name__})", name)
-        self.edited = [f"{self.member.name}.{name}" for name in edited]
+        self.edited = {f"{self.member.name}.{name}": p for name, p in edited.items()}
+        if edited:
+            self._repeated = RepeatedEdits(self.edited)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Restore everything as it was before the call."""
-        with (
-            self._surroundings.again(),
-            self.weights.again(),
-            self._buffers.again(),
-            self._attributes.again(),
-            self._tile(),
-        ):
-            yield
-        if self.edited:
-            self.weights.note()  # it may be made once more
+        """Restore everything as it was before the call.
+
+        Raises:
+            RegionError: the repetition has edited a trained parameter once more, to other values.
+        """
+        try:
+            with (
+                self._surroundings.again(),
+                self.weights.again(),
+                self._buffers.again(),
+                self._attributes.again(),
+                self._tile(),
+            ):
+                yield
+        finally:  # also where the repetition stops before its end
+            if self._repeated is not None:
+                self.weights.note()  # of its own edits: another repetition may follow
+                self._check_repeated(self._repeated)
 
 
 def leaves_of(output: Any) -> list[Any]:

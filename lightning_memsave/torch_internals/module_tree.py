@@ -40,7 +40,7 @@ def check_shapes(setting: str, module: nn.Module) -> None:
     Raises:
         ValueError: one of them has none.
     """
-    if lazy := [name for name, p in module.named_parameters() if is_lazy(p)]:
+    if lazy := [name for name, p in (*module.named_parameters(), *module.named_buffers()) if is_lazy(p)]:
         raise setting_error(
             setting, "needs parameters that have their shapes", lazy[0], "Call the module once before the fit."
         )

@@ -79,6 +79,28 @@ class LateDecayed(HiddenDecayed):
     start = 3
 
 
+class Unread(Decayed):
+    """Shrinks a bias that backward does not read: what is kept in forward does not show it."""
+
+    def __init__(self):
+        super().__init__()
+        self.added = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        y = torch.tanh(self.linear(x))
+        if self.training and self.calls >= self.start:
+            with torch.no_grad():
+                self.added.mul_(0.9)
+        return x + y + self.added
+
+
+class UnreadLate(Unread):
+    """The same from a call on that is not one of those that are compared."""
+
+    start = 6
+
+
 class Clamped(Decayed):
     def edit(self, weight):
         with torch.no_grad():
@@ -144,12 +166,12 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def trained(block, memsave=None, fails=False):
-    """Return the module's state after four batches."""
+def trained(block, memsave=None, fails=False, num_batches=4):
+    """Return the module's state after so many batches."""
     module = Module(block)
     FAILURES["left"] = fails
-    batches = DataLoader(torch.randn(32, 8, generator=torch.Generator().manual_seed(1)), batch_size=8)
-    trainer = L.Trainer(**{**QUIET, "max_steps": 4}, callbacks=[memsave] if memsave else [])
+    batches = DataLoader(torch.randn(8 * num_batches, 8, generator=torch.Generator().manual_seed(1)), batch_size=8)
+    trainer = L.Trainer(**{**QUIET, "max_steps": num_batches}, callbacks=[memsave] if memsave else [])
     trainer.fit(module, batches)
     return module.state_dict()
 
@@ -160,7 +182,7 @@ def assert_equal(found, expected):
 
 
 AVERAGES = [Average, HiddenAverage, NewAverage]
-DECAYED = [Decayed, HiddenDecayed, LateDecayed]
+DECAYED = [Decayed, HiddenDecayed, LateDecayed, Unread]
 SAME_AGAIN = [Initialised, Clamped, HiddenClamped]
 """What these set does not depend on how often they do."""
 REGIONS = [{"checkpointing": way} for way in ("blocks", "sqrt", "recursive")]
@@ -176,8 +198,14 @@ def test_a_region_that_edits_its_frozen_parameter_is_refused_by_name(settings, b
 @pytest.mark.parametrize("block", DECAYED)
 @pytest.mark.parametrize("settings", REGIONS)
 def test_a_region_whose_repetition_edits_a_weight_once_more_is_an_error_that_names_it(settings, block):
-    with pytest.raises(RegionError, match=r"edits in place.*`blocks\.[01]\.linear\.weight`"):
+    with pytest.raises(RegionError, match=r"edits in place.*`blocks\.[01]\.(linear\.weight|added)`"):
         trained(block, MemSave(**settings, summary=False))
+
+
+@pytest.mark.parametrize("settings", REGIONS)
+def test_an_edit_that_begins_between_the_calls_that_are_compared_is_an_error_too(settings):
+    with pytest.raises(RegionError, match=r"edits in place.*added"):
+        trained(UnreadLate, MemSave(**settings, summary=False), num_batches=8)
 
 
 @pytest.mark.parametrize("block", SAME_AGAIN)

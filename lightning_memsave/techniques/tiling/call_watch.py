@@ -119,7 +119,10 @@ def hooked_inside(module: nn.Module) -> str | None:
 
     Hooks of torch's own, as of `weight_norm`, and ours do not mind.
     """
-    inside = ((name, each) for name, each in module.named_modules() if each is not module)
+    inside = [(name, each) for name, each in module.named_modules() if each is not module]
+    if inside and any(map(_is_foreign, _of_all_modules())):
+        name, _ = inside[0]
+        return str(name)
     return next((name for name, each in inside if is_hooked(each)), None)
 
 
@@ -127,7 +130,20 @@ def is_hooked(module: nn.Module) -> bool:
     """Return whether somebody's hook runs when a module is called, or in its backward."""
     of_forward, of_backward = (module._forward_hooks, module._forward_pre_hooks), module._backward_hooks
     called = (*of_forward, of_backward, module._backward_pre_hooks)
-    return any(not _home(hook).startswith(_KNOWN) for hooks in called for hook in hooks.values())
+    return any(_is_foreign(hook) for hooks in called if hooks for hook in hooks.values())
+
+
+def _of_all_modules() -> list[Any]:
+    """Return the hooks that torch runs for every module."""
+    found = (value for name, value in vars(nn.modules.module).items() if name in _GLOBAL)
+    return [hook for hooks in found for hook in hooks.values()]
+
+
+_GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+
+
+def _is_foreign(hook: Any) -> bool:
+    return not _home(hook).startswith(_KNOWN)
 
 
 _KNOWN = ("torch.", "lightning_memsave.")
