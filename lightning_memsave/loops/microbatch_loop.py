@@ -49,6 +49,7 @@ from lightning_memsave.measuring.allocator import free_memory, read_current, res
 from lightning_memsave.measuring.ledger import Ledger
 from lightning_memsave.measuring.meter import stop_measuring
 from lightning_memsave.torch_internals.private_names import missing
+from lightning_memsave.torch_internals.sharded_parameters import written_part
 
 _PRECISION_PLUGINS = tuple(f"{namespace}.plugins.precision" for namespace in NAMESPACES)
 
@@ -66,7 +67,9 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         )
         self._loop, self._kwargs, self._optimizer = loop, kwargs, optimizer
         self._zero_grad_fn: Callable[[], None] | None
-        self._has_zeroed = self._has_called_hooks = self._has_left = False
+        self._has_zeroed = self._has_called_hooks = False
+        self._left: Sequence[Tensor] = []
+        """Norms of the gradients that a module's own `optimizer_zero_grad` has left."""
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +95,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
     def _free_first(self, session: Session) -> None:
         """Free the gradients of the last step; Lightning's own `zero_grad` and its hooks follow where they do."""
         self._has_zeroed = session.zero_grad_first and self._zero_grad_fn is not None
-        self._has_called_hooks = self._has_left = False
+        self._has_called_hooks, self._left = False, []
         if self._has_zeroed:
             for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
                 parameter.grad = None
@@ -100,7 +103,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
     def _run_until_it_fits(self, session: Session, recovery: RecoveryPolicy) -> Any:
         trainer, batch = self._loop.trainer, self._kwargs["batch"]
         device = trainer.strategy.root_device
-        accumulates = self._accumulates(recovery)
+        accumulates = self._zero_grad_fn is None
         self._free_first(session)
         ddp = trainer.strategy.model if trainer.world_size > 1 else None
         exchange = LateReduction(ddp, self._loop.steps) if ddp is not None else None
@@ -135,23 +138,19 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         """Epoch and number of the batch."""
         return self._loop.trainer.current_epoch, self._loop.trainer.fit_loop.batch_idx
 
-    def _accumulates(self, recovery: RecoveryPolicy) -> bool:
-        """Return whether gradients of earlier batches may be added to, and are kept or watched for that."""
-        return self._zero_grad_fn is None or (self._loop.zeroes_itself and recovery.keeps_gradients)
-
-    def _why_final(self, recovery: RecoveryPolicy, why: str | None) -> str | None:
-        """Return why a try cannot be undone: `why`, or as `optimizer_zero_grad` has kept gradients of which none is."""
-        if why is not None or not self._has_left or recovery.keeps_gradients:
+    def _why_final(self, why: str | None) -> str | None:
+        """Return why a try cannot be undone: `why`, or that it has added to gradients of which nobody has a copy."""
+        if why is not None or not any(map(bool, self._left)):
             return why
-        what = "`optimizer_zero_grad` has kept gradients of earlier batches, of which there is no copy"
-        return f'{what}: ask for one with `microbatch="auto"`'
+        what = "`optimizer_zero_grad` has left gradients of earlier batches, of which there is no copy"
+        return f"{what}. For sums over batches use `Trainer(accumulate_grad_batches=...)`"
 
     def _undo(self, start: BatchStart, device: torch.device, accumulates: bool) -> None:
         """Put the batch back to its start."""
         start.restore(gradients=accumulates or self._has_zeroed)
-        if self._has_called_hooks and not accumulates:
+        if self._has_called_hooks:
             self._zero_grad_fn = self._zero_gradients_again
-        self._has_left = False
+        self._left = []
         free_memory()
         reset_peak(device)  # of the try that does not count
 
@@ -159,7 +158,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         """Run the batch until it fits in all processes, which wait for each other in it."""
         trainer, batch, recovery = self._loop.trainer, self._kwargs["batch"], session.recovery
         assert recovery is not None, "it is joint"
-        device, accumulates = trainer.strategy.root_device, self._accumulates(recovery)
+        device, accumulates = trainer.strategy.root_device, self._zero_grad_fn is None
         self._free_first(session)
         gradients = "made" if not accumulates else "added to" if recovery.keeps_gradients else "watched"
         while True:
@@ -185,7 +184,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                 session.cutter.record.note_good_try()
                 recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
                 return result
-            why_final = self._why_final(recovery, start.what_stays())
+            why_final = self._why_final(start.what_stays())
             self._undo(start, device, accumulates)
             was_measured = stop_measuring()
             if failure is not None:
@@ -242,7 +241,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         """
         session: Session = self._loop.session
         assert session.recovery is not None
-        why_final = self._why_final(session.recovery, start.why_final())
+        why_final = self._why_final(start.why_final())
         if exchange is not None and exchange.has_begun:
             why_final = "gradients are on their way to other processes"
         if not is_out_of_memory(error):
@@ -294,10 +293,11 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         if self._zero_grad_fn is not None:
             self._zero_grad_fn()
             self._has_zeroed = self._has_called_hooks = True
-            self._has_left = self._loop.zeroes_itself and self._has_gradients()
+            if self._loop.zeroes_itself and (gradients := self._gradients()):
+                self._left = torch._foreach_norm([written_part(gradient) for gradient in gradients])
 
-    def _has_gradients(self) -> bool:
-        return any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
 
     def _zero_gradients_again(self) -> None:
         """Drop gradients of a `training_step` that calls backward itself, as Lightning does, in another try."""
@@ -306,7 +306,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         if self._loop.zeroes_itself:
             epoch, batch_idx = self._where
             trainer.lightning_module.optimizer_zero_grad(epoch, batch_idx, self._optimizer)
-        elif self._has_gradients():
+        elif self._gradients():
             self._optimizer.zero_grad()
 
     def _run(

@@ -108,20 +108,27 @@ class ZeroesEach(ZeroesEverySecond):
     every = 1
 
 
-@pytest.mark.parametrize(("module", "size"), [(ZeroesEverySecond, "auto"), (ZeroesEach, "auto"), (ZeroesEach, None)])
-def test_gradients_that_a_modules_own_zero_grad_leaves_are_there_again_when_memory_runs_out(module, size):
+class KeepsZerosItself(ZeroesEverySecond):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("settings", [{}, {"microbatch": "auto"}], ids=str)
+@pytest.mark.parametrize("module", [ZeroesEach, KeepsZerosItself])
+def test_a_modules_own_zero_grad_zeroes_in_each_try(module, settings):
     ZeroesEverySecond.left = True
-    memsave = MemSave(summary=False, **({} if size is None else {"microbatch": size}))
-    found = fit(module(), memsave, max_epochs=1, callbacks=[L.Callback()])
+    memsave = MemSave(summary=False, **settings)
+    found = fit(module(), memsave, max_epochs=1)
     assert not ZeroesEverySecond.left
     assert_alike(fit(module(), max_epochs=1), found)
     assert memsave.report.loss_class == "exact"
 
 
-def test_gradients_that_a_modules_own_zero_grad_leaves_are_not_lost_without_a_word():
+@pytest.mark.parametrize("settings", [{}, {"microbatch": "auto"}], ids=str)
+def test_gradients_that_a_modules_own_zero_grad_leaves_are_not_lost_without_a_word(settings):
     ZeroesEverySecond.left = True
-    with pytest.raises(OutOfMemoryUnrecoverableError, match="`optimizer_zero_grad` has kept gradients"):
-        fit(ZeroesEverySecond(), MemSave(summary=False), max_epochs=1)
+    with pytest.raises(OutOfMemoryUnrecoverableError, match="`optimizer_zero_grad` has left gradients"):
+        fit(ZeroesEverySecond(), MemSave(summary=False, **settings), max_epochs=1)
 
 
 class AveragesBeforeZeroing(ZeroesEach):
