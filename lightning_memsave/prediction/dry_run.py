@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_memsave.core.errors import BudgetWarning, MicrobatchWarning, NoEffectWarning, NotLosslessWarning
 from lightning_memsave.lightning_compat import Batch, counterpart, namespace_of
@@ -27,16 +28,17 @@ from lightning_memsave.measuring.ledger import Measurement
 from lightning_memsave.measuring.module_attribution import Breakdown, BreakdownLedger
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.prediction.simulated_process_group import on_paper
-from lightning_memsave.saved_tensors.object_state import state_of
-from lightning_memsave.saved_tensors.randomness import Randomness
+from lightning_memsave.saved_tensors.object_state import ObjectState, is_object
+from lightning_memsave.saved_tensors.randomness import Randomness, generators_in
 from lightning_memsave.simulation.known_sizes import ReadsValueError
 from lightning_memsave.strategies.memsave_mixin import adopt
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.microbatching.split import cloned
+from lightning_memsave.torch_internals.containers import nested
 
 _NUM_STEPS = {True: 2, False: 3}  # fake or not: those behind the first are measured; without values they are equal
 _MANY = 10_000
-_SMALL_BYTES = 2**20
+_SMALL_BYTES, _MOST_ENTRIES = 2**20, 2**12
 _TOLD = (MicrobatchWarning, NotLosslessWarning, NoEffectWarning, BudgetWarning)
 
 
@@ -145,28 +147,55 @@ def fit(trainer: L.Trainer, module: Any, batch: Batch, data_module: Any = None) 
         with torch.compiler.set_stance("force_eager"):
             trainer.fit(module, batches)
         return
-    data = _with_own_state(data_module)
-    _has_prepared(data, "LightningDataModule")
-    for name in ("setup", "teardown"):
-        setattr(data, name, lambda *_, **__: None)
-    data.train_dataloader, data.val_dataloader = lambda: batches, lambda: []
-    with torch.compiler.set_stance("force_eager"):
-        trainer.fit(module, datamodule=data)
+    with _kept(data_module) as data:
+        _has_prepared(data, "LightningDataModule")
+        for name in ("setup", "teardown"):
+            setattr(data, name, lambda *_, **__: None)
+        data.train_dataloader, data.val_dataloader = lambda: batches, lambda: []
+        with torch.compiler.set_stance("force_eager"):
+            trainer.fit(module, datamodule=data)
 
 
-def _with_own_state(data_module: Any) -> Any:
-    """Return a copy whose hooks change nothing of the original's: a list that grows, running statistics.
+@contextlib.contextmanager
+def _kept(data_module: Any) -> Iterator[Any]:
+    """Yield a copy of a data module, whose hooks change nothing of the original's.
 
-    What cannot be written down (a generator) or is large (a dataset, a tensor of more than 1 MiB) is shared.
+    Lists that grow, running statistics and counters are the copy's own; random generators are put back. Shared is what
+    is large (containers of more than 4096 entries, tensors of more than 1 MiB), what cannot be written down, and what
+    has a state of another kind: datasets, modules, iterators.
     """
     data = copy.copy(data_module)
     data.trainer = None
-    owned = vars(data).items()
-    kept = {name: value for name, value in owned if type(value) is torch.Tensor or state_of(value) is not None}
-    if (state := state_of(kept)) is not None:  # of all together, as two may hold the same
-        with _disable_current_modes():  # a prediction's, whose clones would be fake
-            vars(data).update(state.copy([_cloned_if_small(each) for each in state.references]))
-    return data
+    owned = {name: value for name, value in vars(data).items() if _is_small(value)}
+    with _disable_current_modes():  # a prediction's, in which clones would be fake
+        vars(data).update(_copied_together(owned))
+    for name, value in vars(data).items():
+        if isinstance(value, types.MethodType) and value.__self__ is data_module:
+            vars(data)[name] = types.MethodType(value.__func__, data)
+    with Randomness.untouched((), generators_in(data_module)):
+        yield data
+
+
+def _is_small(value: Any) -> bool:
+    """Return whether a value can be copied in no time: a tensor, or something that holds few others."""
+    small, large = nested(value, _MOST_ENTRIES)
+    if isinstance(value, (Dataset, DataLoader)):
+        return False
+    return not large and (type(value) is torch.Tensor or bool(small) or is_object(value))
+
+
+def _copied_together(owned: dict[str, Any]) -> dict[str, Any]:
+    """Return copies, of which two hold the same where the originals do; without those that cannot be copied."""
+    copies: dict[str, Any] = {}
+    for names in ([*owned], *([name] for name in owned)):  # one by one where all together cannot be
+        try:
+            state = ObjectState({name: owned[name] for name in names})
+            copies = {**state.copy([_cloned_if_small(each) for each in state.references]), **copies}
+        except Exception:  # whatever the methods of a class raise
+            continue
+        if len(copies) == len(owned):
+            break
+    return copies
 
 
 def _cloned_if_small(held: Any) -> Any:

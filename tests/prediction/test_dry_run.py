@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import random
+import threading
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -151,10 +154,18 @@ class RunningMean(Data):
     def __init__(self):
         super().__init__()
         self.batches, self.mean, self.named = [], torch.zeros(6), {"mean": torch.zeros(6), "num": 0}
-        self.same, self.large = self.named, torch.zeros(2**19)
+        self.same, self.large, self.paths = self.named, torch.zeros(2**19), ["a"] * 10**5
+        self.numpy, self.python = np.random.default_rng(0), random.Random(0)
+        self.torch, self.augment = torch.Generator().manual_seed(0), self._shift
+        self.lock = threading.Lock()
+
+    def _shift(self, batch):
+        self.batches.append(batch.mean())
+        drawn = torch.rand(1, generator=self.torch) + self.numpy.random() + self.python.random()
+        return batch + drawn
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
-        self.batches.append(batch.mean())
+        batch = self.augment(batch)
         self.mean.mul_(0.9).add_(batch.mean(0), alpha=0.1)
         self.same["num"] += 1
         self.named["mean"] = self.named["mean"] + batch.mean(0)
@@ -168,8 +179,11 @@ def test_hooks_of_a_data_module_change_nothing_of_it():
             is_shared.append(self.trainer.datamodule.large is data.large)
             return super().training_step(batch, batch_idx)
 
-    seen, is_shared, data = [], [], RunningMean()
+    seen, is_shared, data, fresh = [], [], RunningMean(), RunningMean()
     dry(Asks(), data_module=data)
+    assert data.numpy.random() == fresh.numpy.random()
+    assert data.python.random() == fresh.python.random()
+    assert torch.equal(data.torch.get_state(), fresh.torch.get_state())
     assert seen == [(1, 1), (2, 2), (3, 3)], "as in the run, whose two names are one dictionary"
     assert all(is_shared), "what is large is not copied"
     assert data.batches == []
