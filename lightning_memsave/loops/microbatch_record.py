@@ -165,7 +165,9 @@ class MicrobatchRecord:
                 "Microbatching.strict",
                 "forbids microbatches for a model whose result they change",
                 reason,
-                "Put these modules in eval mode, replace BatchNorm by GroupNorm, or drop `strict=True`.",
+                "Take smaller batches, or drop `strict=True`."
+                if reason.startswith((_RUN_AGAIN, _HOOKS_AGAIN))
+                else "Put these modules in eval mode, replace BatchNorm by GroupNorm, or drop `strict=True`.",
             )
         self._reasons.append(reason)
         if self._warns:

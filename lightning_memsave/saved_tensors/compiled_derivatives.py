@@ -18,7 +18,7 @@ the sign.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -37,24 +37,26 @@ def is_derivative(node: fx.Node) -> bool:
 
 
 def move_derivatives(
-    joint: fx.Graph, gradients: set[fx.Node], is_wanted: Callable[[fx.Node, Tensor], bool]
+    joint: fx.Graph, gradients: set[fx.Node], is_wanted: Callable[[fx.Node, Tensor, set[fx.Node]], bool]
 ) -> list[fx.Node]:
     """Compute derivatives of activations in the forward, for backward to multiply gradients by.
 
     Args:
         joint: the graph of forward and backward; is changed.
         gradients: its nodes that depend on gradients of the results.
-        is_wanted: returns whether the derivative, of which a node of the backward is a part, is to be moved; its
-            second argument has the shape and dtype of the derivative.
+        is_wanted: returns whether the derivative, of which a node of the backward is a part, is to be moved. Its
+            second argument has the shape and dtype of the derivative, its third are the nodes that it is made of.
 
     Returns:
-        The derivatives, of which no result of the forward knows.
+        The derivatives, on which no result of the forward depends.
     """
     moved = []
     for node in list(joint.nodes):
         if node in gradients and _is_part(node) and not any(map(_is_part, _gradients_of(node, gradients))):
             chain = _chain(node, gradients)
-            if chain is not None and is_wanted(node, chain[-1].meta["val"]):
+            if chain is not None and is_wanted(
+                node, chain[-1].meta["val"], _sources(_parts(_factors(chain, gradients)))
+            ):
                 moved += _move(joint, chain, gradients)
     return moved
 
@@ -87,12 +89,12 @@ def _move(joint: fx.Graph, chain: list[fx.Node], gradients: set[fx.Node]) -> lis
     """Return the derivative, once the products and casts of `chain` are one product with it; nothing if they cannot."""
     (gradient,) = _gradients_of(chain[0], gradients)
     result = chain[-1]
-    factors = [each for node in chain for each in node.all_input_nodes if each not in gradients]
+    factors = _factors(chain, gradients)
     if not factors or gradient.meta["val"].shape != result.meta["val"].shape:
         return []
     order = {node: number for number, node in enumerate(joint.nodes)}
     parts = sorted(_parts(factors), key=order.__getitem__)
-    place = max((each for part in parts for each in part.all_input_nodes if each not in parts), key=order.__getitem__)
+    place = max(_sources(parts), key=order.__getitem__)
     for part in parts:
         place.append(part)
         place = part
@@ -110,6 +112,16 @@ def _move(joint: fx.Graph, chain: list[fx.Node], gradients: set[fx.Node]) -> lis
     for node in reversed(chain):
         joint.erase_node(node)
     return [derivative]
+
+
+def _factors(chain: list[fx.Node], gradients: set[fx.Node]) -> list[fx.Node]:
+    """Return what a chain multiplies a gradient by."""
+    return [each for node in chain for each in node.all_input_nodes if each not in gradients]
+
+
+def _sources(parts: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the nodes of the forward that parts are computed from."""
+    return {each for part in parts for each in part.all_input_nodes if each not in parts}
 
 
 def _parts(factors: list[fx.Node]) -> set[fx.Node]:

@@ -94,8 +94,9 @@ class CodePartitioner(Partitioner):  # type: ignore[misc]  # a base known at run
         if (static := options.get("static_lifetime_input_indices")) is None:
             return min_cut(gm, joint_inputs, **options)  # nobody says what is a weight
         num_results: int = options["num_fwd_outputs"]
-        derivatives = self._move_derivatives(gm.graph)
         names = activations_in(gm.graph, num_results, static)
+        derivatives = self._move_derivatives(gm.graph, names)
+        names |= {node.name for node in derivatives}
         for node in (*must_be_kept(gm.graph), *derivatives):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for node in gm.graph.nodes:
@@ -112,12 +113,14 @@ class CodePartitioner(Partitioner):  # type: ignore[misc]  # a base known at run
     def _policy(self, graph: fx.Graph) -> GraphPolicy:
         return GraphPolicy(graph, self._settings.lossy, self._settings.overrides, self._within)
 
-    def _move_derivatives(self, joint: fx.Graph) -> list[fx.Node]:
+    def _move_derivatives(self, joint: fx.Graph, names: Collection[str]) -> list[fx.Node]:
+        """Move derivatives that will be coded: not those of weights alone."""
         policy = self._policy(joint)
 
-        def is_wanted(reader: fx.Node, derivative: Tensor) -> bool:
-            fidelity = policy.need_of(reader, function_of(reader), is_derivative=True)
-            return fidelity < Fidelity.INT8 and not _is_small(derivative, self._settings.min_numel)
+        def is_wanted(reader: fx.Node, derivative: Tensor, sources: set[fx.Node]) -> bool:
+            if _is_small(derivative, self._settings.min_numel) or not any(node.name in names for node in sources):
+                return False
+            return policy.need_of(reader, function_of(reader), is_derivative=True) < Fidelity.INT8
 
         return move_derivatives(joint, policy.gradients, is_wanted)
 

@@ -95,6 +95,22 @@ def test_where_a_code_of_the_input_is_no_larger_it_is_kept(fidelity, settings):
     assert not moved(kept)
 
 
+def test_the_derivative_of_a_weight_is_computed_in_backward():
+    """A weight is there in any case; a derivative of it would not be coded."""
+
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x):
+            return F.linear(x, F.gelu(self.weight))
+
+    kept = Kept(Fidelity.INT4)
+    drawn(Weighted(), kept, torch.randn(32, 64), 1)
+    assert not moved(kept)
+
+
 def test_each_derivative_is_kept_once():
     """Of a gated MLP: the derivative of SiLU, its output, the other factor, their product, and what RMSNorm reads."""
     torch.manual_seed(0)
