@@ -72,6 +72,7 @@ def dry_run(
         Randomness.untouched(),
         silence(),
         warnings.catch_warnings(record=True) as caught,
+        torch.compiler.set_stance("force_eager"),  # around the ledger as well, which puts back the stance that it finds
     ):
         warnings.simplefilter("always")
         options = {**options, "max_steps": enough_steps(options.get("max_steps", -1))}

@@ -174,7 +174,14 @@ class Trial:
     def _has_room(self, steps: OneStep, batch: Batch) -> bool:
         """Train a copy for these steps; `False` where memory ran out."""
         collect_copies(self._module)
-        with _without_a_trace(self._module), silence(), warnings.catch_warnings():
+        with (
+            _without_a_trace(self._module),
+            silence(),
+            warnings.catch_warnings(),
+            torch.compiler.set_stance(
+                "force_eager"
+            ),  # around the ledger as well, which puts back the one that it finds
+        ):
             warnings.simplefilter("ignore")  # what is said of a trial would be taken for the run's
             try:
                 self._fit(steps, batch)

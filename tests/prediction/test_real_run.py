@@ -402,6 +402,19 @@ class Ends(Plain):
         return super().training_step(batch, batch_idx)
 
 
+def compiles():
+    """Return whether the compiler compiles what it is given."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    torch.compile(lambda x: x * 2 + 1, backend=backend)(torch.ones(3))
+    return bool(graphs)
+
+
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize("at", range(6))
 def test_a_step_that_ends_its_epoch_leaves_nothing_on(at, in_step):
@@ -413,3 +426,4 @@ def test_a_step_that_ends_its_epoch_leaves_nothing_on(at, in_step):
         plan_training(module, batch(), MemSave(budget="1x"))
     assert _get_current_dispatch_mode_stack() == []
     assert not torch.autograd.profiler._is_profiler_enabled
+    assert compiles(), "or nothing would be compiled in this process any more"
