@@ -98,7 +98,7 @@ class CallParameters:
     """
 
     def __init__(self, owners: Sequence[tuple[str, nn.Module]], *, is_checked: bool = False) -> None:
-        self._modes = [(owner, owner.training) for _, owner in owners]
+        self._owners, self._modes = owners, [(owner, owner.training) for _, owner in owners]
         self._owned = [(owner, key, value) for _, owner in owners for key, value in held(owner)]
         self._need_gradients = [value.requires_grad for _, _, value in self._owned]
         self._versions = [version_of(value) for _, _, value in self._owned]
@@ -122,11 +122,12 @@ class CallParameters:
         """Return those that were edited in place since, by name: those that versions tell, if it is not checked."""
         if self._named is not None:
             return self._edits.edited()
-        return {
-            f"{key} of {type(owner).__name__}": p
-            for (owner, key, p), version in zip(self._owned, self._versions, strict=True)
-            if version_of(p) != version
-        }
+        owned = zip(self._owned, self._versions, strict=True)
+        edited = [(owner, key, p) for (owner, key, p), version in owned if version_of(p) != version]
+        return {f"{self._name_of(owner)}.{key}".removeprefix("."): p for owner, key, p in edited}
+
+    def _name_of(self, module: nn.Module) -> str:
+        return next(prefix for prefix, owner in self._owners if owner is module)
 
     def note(self) -> None:
         """Note their versions: they may not be changed in place from now on."""

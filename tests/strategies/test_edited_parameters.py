@@ -204,7 +204,7 @@ def test_a_region_whose_repetition_edits_a_weight_once_more_is_an_error_that_nam
 
 @pytest.mark.parametrize("settings", REGIONS)
 def test_an_edit_that_begins_between_the_calls_that_are_compared_is_an_error_too(settings):
-    with pytest.raises(RegionError, match=r"edits in place.*added"):
+    with pytest.raises(RegionError, match=r"edits in place.*`blocks\.[01]\.added`"):
         trained(UnreadLate, MemSave(**settings, summary=False), num_batches=8)
 
 
