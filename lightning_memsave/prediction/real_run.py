@@ -178,9 +178,7 @@ class Trial:
             _without_a_trace(self._module),
             silence(),
             warnings.catch_warnings(),
-            torch.compiler.set_stance(
-                "force_eager"
-            ),  # around the ledger as well, which puts back the one that it finds
+            torch.compiler.set_stance("force_eager"),  # around the ledger, which puts back the one that it finds
         ):
             warnings.simplefilter("ignore")  # what is said of a trial would be taken for the run's
             try:

@@ -41,9 +41,8 @@ class ParameterEdits:
 
 
 def _value_of(tensor: Tensor) -> Fingerprint | None:
-    if (
-        not _has_storage(tensor) or tensor.is_meta or not tensor.untyped_storage().nbytes()
-    ):  # FSDP2 frees what it has gathered
+    # FSDP2 frees the memory of what it has gathered.
+    if not _has_storage(tensor) or tensor.is_meta or not tensor.untyped_storage().nbytes():
         return None
     return fingerprint(tensor.detach())  # a parameter is a subclass
 

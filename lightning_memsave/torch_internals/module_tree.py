@@ -31,11 +31,11 @@ def modules_by_name(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def check_shapes(setting: str, module: nn.Module) -> None:
-    """Refuse a module with parameters of lazy layers, which have no shape before the first call.
+    """Refuse a module with parameters or buffers of lazy layers, which have no shape before the first call.
 
     Args:
         setting: that needs shapes, for the message.
-        module: whose parameters.
+        module: whose parameters and buffers.
 
     Raises:
         ValueError: one of them has none.
