@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from lightning_memsave.callbacks.memsave import MemSave
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.lightning_compat import NAMESPACES, Batch
-from lightning_memsave.prediction.budgeted_run import STEPS_DEPEND_ON
+from lightning_memsave.prediction.run_predictions import STEPS_DEPEND_ON
 
 _READ = ("seed_everything", "model", "data", "optimizer", "lr_scheduler")
 _NOTHING_ELSE = {

@@ -211,6 +211,8 @@ class MemSave(MemoryMonitor):
                     [type(c).__name__ for c in callbacks_of(trainer)],
                     "Merge their settings.",
                 )
+            if self.budgeted is not None:
+                self.budgeted.begin()
             self._session = Session(self.recipe, self._source).after(self._session)
         elif self._session is None:
             self._session = Session(self.recipe, self._source)

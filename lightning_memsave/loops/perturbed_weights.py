@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.torch_internals.fake_tensors import is_plain
+from lightning_memsave.torch_internals.sharded_parameters import as_local, free_gathered
 
 _SMALL = 0.02  # what parameters of zeros become, the standard deviation
 _MOST_MOVED = 2**12  # elements of each parameter
@@ -37,7 +38,7 @@ def moved(module: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def enlarged(module: nn.Module) -> Iterator[None]:
     """Multiply some elements of every parameter by a power of two inside, which loses no bit either way."""
-    some = [p.data.view(-1)[:: -(-p.numel() // _MOST_MOVED)] for p in _movable(module)]
+    some = [data.view(-1)[:: -(-data.numel() // _MOST_MOVED)] for data in _movable(module)]
     changed = [torch.where(each.abs() < _LARGEST_ENLARGED, _ENLARGED, 1.0).to(each.dtype) for each in some]
     done: list[tuple[Tensor, Tensor]] = []
     try:
@@ -51,7 +52,9 @@ def enlarged(module: nn.Module) -> Iterator[None]:
 
 
 def _movable(module: nn.Module) -> list[Tensor]:
-    parameters = (p.data for p in dict.fromkeys(module.parameters()))
+    """Return what this process has of every parameter: of sharded ones the shard, as what is gathered is freed."""
+    free_gathered(module)
+    parameters = (as_local(p.data) for p in dict.fromkeys(module.parameters()))
     return [p for p in parameters if p.dtype in _SIGNIFICANDS and is_plain(p) and p.is_contiguous() and p.numel()]
 
 

@@ -51,6 +51,7 @@ class Session:
 
     def __init__(self, recipe: Recipe, source: RecipeSource | None = None) -> None:
         self.source = source
+        self._decided: Recipe | None = None  # before the module was sharded
         self.started = False
         self.changes: list[Applied] = []
         """What was done to model and optimizers before the first step."""
@@ -78,9 +79,16 @@ class Session:
         self.cutter = BatchCutter(config, self.recovery, warns=recipe.name in ("lossless", "exact"))
         self.zero_grad_first = recipe.get(EarlyZeroGrad) is not None
 
+    def decide_early(self, trainer: L.Trainer) -> None:
+        """Choose the recipe of a run whose module is about to be sharded (FSDP2): afterwards it cannot be copied."""
+        if self.source is not None:
+            self._decided = self.source.decide(trainer)
+
     def decided(self, trainer: L.Trainer) -> Recipe:
         """Return the recipe of a run that is about to begin."""
-        return self.recipe if self.source is None else self.source.decide(trainer)
+        if self._decided is not None or self.source is None:
+            return self._decided or self.recipe
+        return self.source.decide(trainer)
 
     def begin(self, recipe: Recipe) -> None:
         """Begin a fit, with what is left of the recipe in this way of training."""

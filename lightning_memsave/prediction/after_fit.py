@@ -23,8 +23,8 @@ from lightning_memsave.lightning_compat import Batch, data_module_of, is_compile
 from lightning_memsave.loops.planned_checkpointing import has_room
 from lightning_memsave.loops.trainer_features import ways_of_training
 from lightning_memsave.planner.recipes import Recipe
-from lightning_memsave.prediction.budgeted_run import options_of
 from lightning_memsave.prediction.predictor import Predictor
+from lightning_memsave.prediction.run_predictions import options_of
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.activation_compression import ActivationCompression, has_wide_head, with_head
 from lightning_memsave.techniques.checkpointing import Checkpointing

@@ -24,8 +24,7 @@ from torch.nn.parameter import is_lazy
 from lightning_memsave.core.errors import BudgetWarning, setting_error
 from lightning_memsave.core.report import Miss
 from lightning_memsave.core.units import format_bytes
-from lightning_memsave.lightning_compat import Batch, bucket_bytes_of, data_module_of, namespace_of
-from lightning_memsave.loops.late_reduction import bytes_on_top
+from lightning_memsave.lightning_compat import Batch, namespace_of
 from lightning_memsave.loops.optimizer_changes import most_accumulated
 from lightning_memsave.loops.probe_samples import FEWEST_SAMPLES
 from lightning_memsave.loops.trainer_features import ways_of_training
@@ -37,7 +36,6 @@ from lightning_memsave.planner.plan import Plan
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.planner.search_space import MANY_BLOCKS, NOT_TILED, Tiled, overhead_of
 from lightning_memsave.prediction.code_noise import CodeNoise
-from lightning_memsave.prediction.microbatch_extrapolation import as_if_whole, first_microbatches, rest_bytes
 from lightning_memsave.prediction.noise_bounds import CodecChoice, is_bounded
 from lightning_memsave.prediction.peek_batch import (
     estimated_batches,
@@ -46,15 +44,14 @@ from lightning_memsave.prediction.peek_batch import (
     samples_per_batch,
 )
 from lightning_memsave.prediction.planning_watch import LEAST_SECONDS, SHARE, PlanningWatch
-from lightning_memsave.prediction.predictor import Predictor
 from lightning_memsave.prediction.real_run import Cut, StepFailedError, Trial
+from lightning_memsave.prediction.run_predictions import agreed, predictions_in
+from lightning_memsave.prediction.simulated_process_group import planning_groups, planning_groups_of, with_layers
 from lightning_memsave.saved_tensors.codec_names import HEAD
 from lightning_memsave.simulation.predicted_step import Prediction
 from lightning_memsave.techniques.activation_compression import ActivationCompression, has_wide_head, with_head
 from lightning_memsave.techniques.checkpointing.region_selection import repeated_blocks
 from lightning_memsave.techniques.microbatching import Microbatching, why_not_exact
-from lightning_memsave.techniques.optimizer_state import OptimizerState, exchanged_bytes
-from lightning_memsave.techniques.registry import Config
 from lightning_memsave.techniques.tiling import Tiling
 from lightning_memsave.torch_internals.model_copies import copied
 from lightning_memsave.torch_internals.module_tree import check_shapes
@@ -66,19 +63,10 @@ _TINY_BYTES = 16 * 2**20
 """Steps of models whose plain step has a smaller peak on CPU are run for real: that takes less time than running them
 for their shapes alone."""
 
-STEPS_DEPEND_ON = (
-    "precision",
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "max_epochs",
-    "max_steps",
-)
-"""Arguments of `Trainer` that a step depends on; the run's length is among them, as a schedule may be as long."""
 _STEM = "activation_compression"
 _REFUSED = (
     "FSDP",
-    "model parallel (FSDP2)",
+    "tensor parallelism",
     "DeepSpeed",
     "dataloader_iter",
     "torch.compile of the whole module",
@@ -111,7 +99,7 @@ class BudgetedRun:
         self.plan = plan
         """What is trained with; `None` before it was made."""
         self._made_for: Sequence[Any] | None = None  # as `_kind_of` tells it
-        self._has_told = self._has_warned = False
+        self._has_told = self._has_warned = self._is_decided = False
 
     @property
     def gradient_noise(self) -> float | None:
@@ -128,6 +116,10 @@ class BudgetedRun:
         """What was set besides the budget; the same in another process."""
         return re.sub(r" at 0x[0-9a-f]+", "", repr((self._recipe.techniques, self._recipe.switched_off)))
 
+    def begin(self) -> None:
+        """Begin a fit, for which nothing is decided."""
+        self._is_decided = False
+
     def decide(self, trainer: L.Trainer) -> Recipe:
         """Return the settings of this run; planned from its first batch unless a plan for such a run is there.
 
@@ -135,17 +127,22 @@ class BudgetedRun:
             ValueError: the budget cannot be met, or this way of training cannot be planned.
         """
         if self._budget is not None:
-            _refuse(self._budget, ways_of_training(trainer))
-            kind = _kind_of(trainer)
-            if trainer.strategy.broadcast(not self._is_planned(kind)):
-                self.plan, self._has_told, self._has_warned = None, False, False
-                rank_zero_info(f"memsave: looking for a plan within {self._budget.text}, by predicting steps")
-                module, batch = trainer.lightning_module, largest_first_batch(trainer)
-                self.plan = plan_for(module, batch, self._budget, self._recipe, trainer, self.seconds)
-                rank_zero_info(f"memsave: {self.plan}")
-            self._made_for = kind
+            with planning_groups(trainer):
+                self._make_plan(self._budget, trainer)
         assert self.plan is not None, "without a budget there is a plan"
+        self._is_decided = True
         return self.plan.as_recipe()
+
+    def _make_plan(self, budget: Budget, trainer: L.Trainer) -> None:
+        _refuse(budget, ways_of_training(trainer))
+        kind = _kind_of(trainer)
+        if trainer.strategy.broadcast(not self._is_planned(kind)):
+            self.plan, self._has_told, self._has_warned = None, False, False
+            rank_zero_info(f"memsave: looking for a plan within {budget.text}, by predicting steps")
+            module, batch = trainer.lightning_module, largest_first_batch(trainer)
+            self.plan = plan_for(module, batch, budget, self._recipe, trainer, self.seconds)
+            rank_zero_info(f"memsave: {self.plan}")
+        self._made_for = kind
 
     def _is_planned(self, kind: Sequence[Any]) -> bool:
         """Return whether the plan that is there is for such a run, as far as both are known."""
@@ -202,7 +199,7 @@ class BudgetedRun:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Train on with the plan of the run that is resumed, if it was made for this budget."""
-        if self._budget is None or "plan" not in state:
+        if self._budget is None or "plan" not in state or self._is_decided:  # FSDP2 reads checkpoints afterwards
             return
         plan = Plan.from_json(state["plan"])
         asked = self._budget.text, self._recipe.name, self._asked
@@ -240,8 +237,9 @@ def plan_for(
     Raises:
         ValueError: as `make_plan`; the plain step cannot be run; parameters have no shape yet, or are not there.
     """
-    check_shapes("budget", module)
-    if not any(True for _ in module.parameters()):
+    layers = with_layers(module, trainer)
+    check_shapes("budget", layers)
+    if not any(True for _ in layers.parameters()):
         raise setting_error(
             "budget",
             "needs a module that has its layers",
@@ -250,20 +248,21 @@ def plan_for(
         )
     situation = _situation(module, batch, recipe, trainer)
     trial = Trial(module, batch, trainer)
-    on_paper = _asking(_predictor(module, batch, trainer, bool(situation.why_whole)), situation)
+    on_paper = predictions_in(module, batch, trainer, situation)
     by_trial: Predict = trial
     if (codecs := _codec_choice(module, batch, recipe, trainer, bool(situation.why_whole))) is not None:
         situation = replace(situation, can_bound_noise=True)
         on_paper, by_trial = _resolved(on_paper, codecs, False), _resolved(by_trial, codecs, True)
     if trainer is not None and trainer.world_size > 1:
-        on_paper, by_trial = _agreed(trainer, on_paper), _agreed(trainer, by_trial)
+        on_paper, by_trial = agreed(trainer, on_paper), agreed(trainer, by_trial)
     try:
         plain = on_paper(())
-        is_small = situation.device_type == "cpu" and plain.peak_bytes <= SMALL_BYTES
+        is_sharded = planning_groups_of(trainer) is not None
+        is_small = situation.device_type == "cpu" and plain.peak_bytes <= SMALL_BYTES and not is_sharded
         trial.times_steps = is_small
         real = by_trial(()) if is_small else plain
         by_steps = is_small and (plain.source == "measured" or plain.peak_bytes <= _TINY_BYTES)
-        predict, confirm = (by_trial, None) if by_steps else (on_paper, by_trial)
+        predict, confirm = (by_trial, None) if by_steps else (on_paper, None if is_sharded else by_trial)
         situation = replace(situation, overhead=overhead_of(plain.num_operations, real.seconds))
         watch = PlanningWatch(seconds or _seconds_allowed(trainer, real), needed_bytes(real), trainer)
         with watch.interruptible():
@@ -291,7 +290,7 @@ def _codec_choice(
     Raises:
         ValueError: the user has set a bound, and noise cannot be measured.
     """
-    own, is_wide = recipe.get(ActivationCompression), has_wide_head(module)
+    own, is_wide = recipe.get(ActivationCompression), has_wide_head(with_layers(module, trainer))
     if is_bounded(own):
         return CodecChoice(CodeNoise(module, batch, with_head(own, is_wide), trainer, stays_whole))
     if not recipe.leaves_open(ActivationCompression) and ActivationCompression not in recipe.by_default:
@@ -351,90 +350,14 @@ def _with_all_layers(module: L.LightningModule) -> Any:
     return module
 
 
-def _predictor(module: L.LightningModule, batch: Batch, trainer: L.Trainer | None, stays_whole: bool) -> Predict:
-    """Return what predicts, for shapes alone where that is possible.
-
-    Args:
-        module: the LightningModule.
-        batch: its first.
-        trainer: that is being set up, or `None`.
-        stays_whole: whether the run will not cut its batches, which shapes alone do not tell.
-    """
-    options = {} if trainer is None else options_of(trainer)
-    is_cuda = trainer is not None and trainer.strategy.root_device.type == "cuda"
-    data = None if trainer is None else data_module_of(trainer)
-    predictor = Predictor(module, lambda: batch, data_module=data, target="cuda" if is_cuda else "cpu", **options)
-
-    def predict(techniques: Sequence[Config]) -> Prediction:
-        if stays_whole:
-            techniques = [config for config in techniques if not isinstance(config, Microbatching)]
-        shown = first_microbatches(techniques, batch)
-        used, missing_bytes = (None, 0) if shown is None else (shown.num_samples, rest_bytes(batch, shown))
-        try:
-            found = as_if_whole(lambda part: predictor(part, num_samples=used), techniques, missing_bytes)
-        except ValueError:
-            raise
-        except Exception as error:  # of user code, on a copy of the module
-            raise StepFailedError(f"{type(error).__name__}: {error}") from error
-        return found.with_bytes("data", missing_bytes)
-
-    return predict
-
-
-def _asking(predict: Predict, situation: Situation) -> Predict:
-    """Return `predict` with what some steps take besides on CPU, to find out how the loss depends on the batch."""
-
-    def asking(techniques: Sequence[Config]) -> Prediction:
-        found, asking_bytes = predict(techniques), situation.asking_of(techniques)
-        if not asking_bytes or found.cuda is not None:
-            return found
-        lasting = sum(found.by_category[name] for name in _LASTING)
-        more_bytes = lasting + asking_bytes - found.peak_bytes
-        return replace(found, workspace_bytes=max(found.workspace_bytes, more_bytes))
-
-    return asking
-
-
-_LASTING = ("weights", "optimizer_state", "data")
-
-
-def _agreed(trainer: L.Trainer, predict: Predict) -> Predict:
-    """Return `predict` for all processes: each one asks, as a step may wait for the others, and rank 0's answer holds.
-
-    It has what DDP takes on top.
-    """
-
-    def agreed(techniques: Sequence[Config]) -> Prediction:
-        answer: Prediction | ValueError
-        try:
-            answer = under_ddp(predict(techniques), trainer, techniques)
-        except ValueError as error:
-            answer = error
-        answer = trainer.strategy.broadcast(answer)
-        if isinstance(answer, ValueError):
-            raise answer
-        return answer
-
-    return agreed
-
-
-def under_ddp(prediction: Prediction, trainer: L.Trainer, techniques: Sequence[Config]) -> Prediction:
-    """Return the prediction of one process with what DDP, or the exchange in its place, takes on top."""
-    if any(isinstance(config, OptimizerState) and config.gradients != "keep" for config in techniques):
-        on_top = exchanged_bytes(trainer.lightning_module, bucket_bytes_of(trainer.strategy))
-    else:
-        lasting = sum(prediction.by_category[name] for name in _LASTING)
-        on_top = bytes_on_top(trainer.lightning_module, prediction.peak_bytes, lasting)
-    return prediction.with_bytes("gradients", on_top)
-
-
 def _situation(module: L.LightningModule, batch: Batch, recipe: Recipe, trainer: L.Trainer | None) -> Situation:
-    cut, without_logits, num_samples, is_wide = Cut(), Cut(), samples_of(batch), has_wide_head(module)
+    layers = with_layers(module, trainer)
+    cut, without_logits, num_samples, is_wide = Cut(), Cut(), samples_of(batch), has_wide_head(layers)
     if Microbatching not in recipe.switched_off:
         trial, own = Trial(module, batch, trainer), recipe.get(Microbatching) or Microbatching()
         cut = trial.cut(own)
         without_logits = trial.cut(own, ActivationCompression(codecs=(HEAD,))) if is_wide else cut
-    is_exact, tiled = not why_not_exact(module), NOT_TILED
+    is_exact, tiled = not why_not_exact(layers), NOT_TILED
     if recipe.leaves_open(Tiling) and num_samples is not None and (cut.why_not or not is_exact):
         tiled = Trial(module, batch, trainer).tiled()
     if trainer is not None and trainer.world_size > 1:  # a process may have another batch, and all make one plan
@@ -457,21 +380,16 @@ def _situation(module: L.LightningModule, batch: Batch, recipe: Recipe, trainer:
         device_bytes=device_bytes,
         ways=() if trainer is None else tuple(ways_of_training(trainer)),
         noted_bytes=torch.get_rng_state().nbytes if is_cpu else 0,
-        num_blocks=len(repeated_blocks(module)) or MANY_BLOCKS,
+        num_blocks=len(repeated_blocks(layers)) or MANY_BLOCKS,
         has_wide_head=is_wide,
     )
 
 
-def options_of(trainer: L.Trainer) -> dict[str, Any]:
-    """Return the arguments of a `Trainer` that a step depends on, for another one that takes the same step."""
-    options = {name: getattr(trainer, name) for name in STEPS_DEPEND_ON}
-    return options | {"accumulate_grad_batches": most_accumulated(trainer)}
-
-
 def _kind_of(trainer: L.Trainer) -> Sequence[Any]:
     """Return what another run must have in common for a plan to be taken again; `None` where that is not known."""
+    is_sharded = planning_groups_of(trainer) is not None  # and may have no layers yet
     return (
-        _shapes(trainer.lightning_module),
+        None if is_sharded else _shapes(trainer.lightning_module),
         samples_per_batch(trainer),
         trainer.precision,
         most_accumulated(trainer),

@@ -36,6 +36,7 @@ from lightning_memsave.planner.codec_choice import CODECS, EXACT, Codecs, CodeSi
 from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.prediction.dry_run import DoneError
 from lightning_memsave.prediction.real_run import OneStep, Trial
+from lightning_memsave.prediction.simulated_process_group import with_layers
 from lightning_memsave.saved_tensors import SavedTensorStore
 from lightning_memsave.saved_tensors.encodings import Recompute
 from lightning_memsave.saved_tensors.randomness import Randomness
@@ -132,7 +133,8 @@ class CodeNoise:
         return self._as_config(self.sites.fewest_bytes(max_noise))
 
     def _as_config(self, codecs: Codecs) -> ActivationCompression:
-        return self.sites.as_config(codecs, self._config, classes_in(self._module))
+        classes = classes_in(with_layers(self._module, self._trainer))
+        return self.sites.as_config(codecs, self._config, classes)
 
     def _found_within(self, max_noise: float) -> BoundedCodes:
         allowed = max_noise

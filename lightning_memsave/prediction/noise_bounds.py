@@ -16,6 +16,7 @@ from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.prediction.code_noise import BoundedCodes, CodeNoise, classes_in
 from lightning_memsave.prediction.peek_batch import first_batches
 from lightning_memsave.prediction.real_run import Trial
+from lightning_memsave.prediction.simulated_process_group import planning_groups, with_layers
 from lightning_memsave.techniques.activation_compression import ActivationCompression
 from lightning_memsave.techniques.microbatching import Microbatching
 from lightning_memsave.techniques.registry import Config
@@ -90,9 +91,11 @@ class NoiseBoundedRun:
         """
         module = trainer.lightning_module
         if self._codes is None or self._made_for != _kind_of(module):
-            batch = first_batches(trainer, 1, "max_gradient_noise", "Leave it out.")[0]
-            self._codes = self._codes_for(module, batch, trainer)
-            self._made_for = _kind_of(module)
+            with planning_groups(trainer):
+                layers = with_layers(module, trainer)
+                batch = first_batches(trainer, 1, "max_gradient_noise", "Leave it out.")[0]
+                self._codes = self._codes_for(module, batch, trainer)
+            self._made_for = _kind_of(layers)
             rank_zero_info(f"memsave: {self._codes}")
         return self._recipe.with_settings(self._codes.config)
 

@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from lightning_memsave.planner.recipes import Recipe
 from lightning_memsave.planner.search_space import NOT_TILED, Tiled
 from lightning_memsave.prediction.dry_run import NO_STEP, DoneError, enough_steps, fit, nothing_around, silence
 from lightning_memsave.prediction.microbatch_extrapolation import as_if_whole, first_microbatches, rest_bytes
+from lightning_memsave.prediction.simulated_process_group import planning_groups_of, with_layers
 from lightning_memsave.saved_tensors.codec_names import HEAD
 from lightning_memsave.saved_tensors.randomness import Randomness
 from lightning_memsave.simulation.global_state_guard import names_kept
@@ -74,6 +76,7 @@ class Trial:
 
     def __init__(self, module: L.LightningModule, batch: Batch, trainer: L.Trainer | None = None) -> None:
         self._module, self._batch, self._trainer = module, batch, trainer
+        self._groups = planning_groups_of(trainer)
         self.times_steps = True
         """Whether further steps are taken on CPU for their time."""
 
@@ -143,7 +146,7 @@ class Trial:
         except UnsplittableBatchError:
             one = self._batch
         others: list[Config] = [ActivationCompression(codecs=("exact", HEAD))]
-        if repeated_blocks(self._module):
+        if repeated_blocks(with_layers(self._module, self._trainer)):
             others.append(Checkpointing())
         tiles = self._tiles(one, Tiling(dim=1), *others)
         found = NOT_TILED if tiles is None else Tiled(self._names(tiles), tiles.longest, dim=1)
@@ -161,7 +164,7 @@ class Trial:
 
     def _names(self, tiles: Tiles) -> tuple[str, ...]:
         """Return the names of the modules that run in tiles, as selectors of these alone."""
-        classes = {type(module).__name__ for module in self._module.modules()}
+        classes = {type(module).__name__ for module in with_layers(self._module, self._trainer).modules()}
         return tuple(name for name in tiles.cut if name not in classes)
 
     def run(self, steps: OneStep) -> bool:
@@ -217,7 +220,8 @@ class Trial:
 
     def _fit(self, steps: Any, batch: Batch) -> None:
         data = None if self._trainer is None else data_module_of(self._trainer)
-        fit(self._new_trainer(steps), copied(self._module), batch, data)
+        with nullcontext() if self._groups is None else self._groups.alone():
+            fit(self._new_trainer(steps), copied(self._module), batch, data)
 
     def _new_trainer(self, steps: Any) -> Any:
         if self._trainer is None:
@@ -226,8 +230,9 @@ class Trial:
                 accelerator="cpu", devices=1, max_epochs=1, callbacks=[steps], **nothing_around(namespace)
             )
         outer, device, namespace = self._trainer, self._device, namespace_of(self._trainer.strategy)
+        one_device = import_module(f"{namespace}.strategies").SingleDeviceStrategy
         return import_module(namespace).Trainer(
-            strategy=import_module(f"{namespace}.strategies").SingleDeviceStrategy(device=device),
+            strategy=one_device(device=device) if self._groups is None else self._groups.sharded_alone(),
             accelerator="gpu" if device.type == "cuda" else device.type,
             devices=1 if device.index is None or device.type == "cpu" else [device.index],
             plugins=[copy.deepcopy(outer.precision_plugin)],

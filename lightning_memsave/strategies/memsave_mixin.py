@@ -81,6 +81,15 @@ class MemSaveMixin(Strategy):
         if not any(isinstance(callback, kind) for callback in callbacks_of(trainer)):
             callbacks_of(trainer).insert(0, kind())
 
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Run `configure_model` inside, where FSDP2 shards the model: settings are chosen before."""
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        if trainer is not None and trainer.state.fn == "fit" and _SHARDS in ways_of_training(trainer):
+            self.memsave.decide_early(trainer)
+        with super().tensor_init_context(empty_init):
+            yield
+
     def setup(self, trainer: L.Trainer) -> None:
         """Set up model and optimizers with what the recipe says."""
         fitting = self._has_fitted = trainer.state.fn == "fit"

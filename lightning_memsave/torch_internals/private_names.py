@@ -133,6 +133,16 @@ PARTS: Mapping[str, Part] = {
         "out-of-memory recovery under FSDP2",
         "tests/loops/test_joint_recovery.py",
     ),
+    "planning beside processes": Part(
+        (
+            "torch.distributed.distributed_c10d._update_default_pg",
+            "torch.distributed.tensor._random._rng_tracker",
+            "torch.distributed.tensor.debug._clear_sharding_prop_cache",
+            "torch.testing._internal.distributed.fake_pg",
+        ),
+        "`budget` and `max_gradient_noise` under FSDP2",
+        "tests/prediction/test_simulated_process_group.py",
+    ),
     "allocator snapshot": Part(
         ("torch.cuda.memory._record_memory_history", "torch.cuda.memory._dump_snapshot"),
         "`MemoryMonitor(snapshot=...)`",

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_memsave.loops.perturbed_weights import enlarged, moved
 
@@ -25,3 +30,25 @@ def test_weights_are_others_for_a_while_and_then_the_same_bits(moves, dtype):
         assert torch.equal(p.view(torch.uint8), mine.view(torch.uint8))
         assert (its != mine).any() or (moves is enlarged and not mine.any())
         assert its.isfinite().all()
+
+
+@pytest.fixture
+def mesh(monkeypatch):
+    """A mesh of this process alone."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # replaced with the group
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("moves", [moved, enlarged])
+def test_of_sharded_weights_the_shards_move_while_what_is_gathered_comes_and_goes(moves, mesh):
+    module = fully_shard(nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 2)), mesh=mesh)
+    shards = [p.to_local().clone() for p in module.parameters()]
+    with torch.no_grad():
+        expected = module(torch.ones(2, 30))  # its weights stay gathered
+    with moves(module):
+        found = module(torch.ones(2, 30))
+        found.sum().backward()  # afterwards they are freed
+    assert not torch.equal(found, expected)
+    assert all(torch.equal(p.to_local(), shard) for p, shard in zip(module.parameters(), shards, strict=True))

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_memsave import BudgetWarning, MemoryMonitor, MemSave, Microbatching, OptimizerState, Plan, plan_training
 from lightning_memsave.planner.search import Search
-from lightning_memsave.prediction import budgeted_run
+from lightning_memsave.prediction import budgeted_run, run_predictions
 from lightning_memsave.prediction.real_run import Trial
 from lightning_memsave.reporting.messages import outcome
 from tests.prediction.budget_runs import ONLY_PARTS, Net, Wide, data, train
@@ -198,7 +198,7 @@ def asked(monkeypatch, planned):
     found = []
 
     def plan_for(module, batch, budget, recipe, trainer=None, seconds=None):
-        found.append(None if trainer is None else budgeted_run.options_of(trainer)["accumulate_grad_batches"])
+        found.append(None if trainer is None else run_predictions.options_of(trainer)["accumulate_grad_batches"])
         return planned[0].plan
 
     monkeypatch.setattr(budgeted_run, "plan_for", plan_for)

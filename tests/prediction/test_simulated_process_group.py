@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -125,6 +126,21 @@ def test_data_is_not_prepared_again_and_nobody_is_waited_for(read):
         MemSave("measure").recipe
     )
     assert found.by_category["gradients"] == alone.by_category["gradients"] == 2 * WEIGHTS
+
+
+def test_no_mesh_of_a_prediction_is_remembered():
+    """Torch takes one for another of the same numbers, whose process group is another."""
+    predict(Layers(is_sharded=True), torch.ones(8, 64), strategy=sharded_over(2), devices=2)
+    excepthook = sys.excepthook
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))["data_parallel"]
+        for part in (net := Layers().net):
+            fully_shard(part, mesh=mesh)
+        assert all(p.detach().device_mesh is torch.zeros_like(p).device_mesh is mesh for p in net.parameters())
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = excepthook
 
 
 def test_what_it_leaves_behind_is_nothing():
