@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_memsave.lightning_compat import Batch
-from lightning_memsave.loops.batch_structure import OF_LIGHTNING, Structure
+from lightning_memsave.loops.batch_structure import OF_LIGHTNING, Structure, objects_of
 from lightning_memsave.loops.late_reduction import num_collectives
+from lightning_memsave.loops.step_settings import StepSettings
+from lightning_memsave.measuring.meter import SeenEdits
 from lightning_memsave.measuring.storages import tensors_in
 from lightning_memsave.saved_tensors.buffers import Buffers
 from lightning_memsave.saved_tensors.module_state import is_class_of_torch, is_replaced, named_parameters
@@ -49,6 +51,7 @@ class BatchStart:
         small_bytes: while it is not known which buffers change, those up to this size are cloned, larger ones watched.
         reads: names of parameters that a step edits through `.data`, whose values are read; `None` while unknown: all.
         most_entries: containers of the module up to this size are copied; a larger one must not change its length.
+        objects: that a step changes, as `changed_objects` has told them of a first batch.
     """
 
     @torch.no_grad()  # what is kept here is no activation
@@ -62,6 +65,7 @@ class BatchStart:
         small_bytes: float = 2**20,
         reads: Container[str] | None = (),
         most_entries: float = 2**12,
+        objects: Container[str] = (),
     ) -> None:
         self._module = module
         self._noise, self._place = noise, None if noise is None else noise.place
@@ -75,10 +79,13 @@ class BatchStart:
         self._parameters = list(named_parameters(owners))
         self.edits = ParameterEdits(((name, p) for name, *_, p in self._parameters), reads)
         """Edits of parameters, of which no copies are kept."""
+        self._seen_edits = SeenEdits((name, p) for name, *_, p in self._parameters)
         parameters = list({id(p): p for _, m in owners for p in m._parameters.values() if p is not None}.values())
         devices = {p.device for p in parameters} if torch.accelerator.is_available() else ()
         self._randomness = Randomness(devices, generators_in(*(m for _, m in users)))
         self._modes = [(m, m.training) for _, m in owners]
+        self._settings = StepSettings(module, owners)
+        self._children = [(m._modules, m._modules.copy()) for _, m in owners if m._modules]
         self._fx_name, self._next_hook = module._current_fx_name, number_of_next_hook()
         self._attributes = [(m, {k: value for k, value in vars(m).items() if _is_plain(k, value)}) for _, m in users]
         named = {
@@ -91,6 +98,7 @@ class BatchStart:
         self._large = [(key, each, len(each)) for key, (_, large) in inside.items() for each in large]
         self._buffers = Buffers(owners, changing, small_bytes)
         self._structure = Structure([m for _, m in owners], [m for _, m in users]) if changing is None else None
+        self._objects = objects_of((m for _, m in users), objects) if objects and changing is not None else None
         # By reference, as a sum makes a new tensor.
         layers = (m for _, m in owners if type(m) in sparse) if sparse else ()
         self._dense_gradients = [(layer, layer.dense_gradient) for layer in layers]
@@ -119,6 +127,19 @@ class BatchStart:
     def changed_buffers(self) -> set[str]:
         """The names of the buffers that have changed since, as far as their values were kept or their edits counted."""
         return self._buffers.changed() | self._buffers.moved()
+
+    def edited_parameters(self) -> list[str]:
+        """Return the names of the parameters that were edited, as far as versions, values or a ledger tell."""
+        edited = {*self.edits.edited(), *self.hidden_edits()}
+        return [name for name, *_ in self._parameters if name in edited]
+
+    def hidden_edits(self) -> set[str]:
+        """Return those that were edited behind their version, even where they have the same values again."""
+        return self.edits.without_version() | self._seen_edits.names()
+
+    def changed_objects(self) -> set[str]:
+        """Return the objects that have changed since, in a first batch; in others none."""
+        return set() if self._structure is None else self._structure.changed_objects()
 
     def moved_buffers(self) -> set[str]:
         """Return the names of the buffers that were edited, of which no copy was kept."""
@@ -168,23 +189,33 @@ class BatchStart:
         for module, mode in self._modes:
             module.training = mode
         self._module._current_fx_name = self._fx_name
+        self._settings.restore()
+        self._restore_attributes()
+        remove_hooks_since(self._next_hook, (module for module, _ in self._modes))
+        if self._structure is not None:
+            self._structure.restore()
+        if self._objects is not None:
+            self._objects.restore()
+        for container, before in self._containers:
+            refill(container, before)
+        self._buffers.put_back()
+        for layer, dense_gradient in self._dense_gradients:
+            layer.dense_gradient = dense_gradient
+        for parameter, gradient in self._gradients if gradients else ():
+            parameter.grad = gradient
+
+    def _restore_attributes(self) -> None:
+        """Give modules back what they had by name: children, parameters, and what is plain."""
+        for children, before in self._children:
+            if any(children.get(key) is not child for key, child in before.items()):
+                children.update(before)
+        for module, key, p in [(m, k, p) for _, m, k, p in self._parameters if is_replaced(m, k, p)]:
+            module._parameters[key] = p
         for module, plain in self._attributes:
             attributes = vars(module)
             for key in [k for k, value in attributes.items() if k not in plain and _is_plain(k, value)]:
                 del attributes[key]
             attributes.update(plain)
-        remove_hooks_since(self._next_hook, (module for module, _ in self._modes))
-        if self._structure is not None:
-            self._structure.restore()
-        for container, before in self._containers:
-            refill(container, before)
-        self._buffers.put_back()
-        for module, key, p in [(m, k, p) for _, m, k, p in self._parameters if is_replaced(m, k, p)]:
-            module._parameters[key] = p
-        for layer, dense_gradient in self._dense_gradients:
-            layer.dense_gradient = dense_gradient
-        for parameter, gradient in self._gradients if gradients else ():
-            parameter.grad = gradient
 
 
 _IMMUTABLE = (Number, str, bytes, type(None))

@@ -7,9 +7,7 @@ the same random numbers. Costs a copy of some dictionaries for each module, so i
 
 from __future__ import annotations
 
-import sys
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -17,7 +15,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_memsave.core.selection import is_scripted
-from lightning_memsave.saved_tensors.object_state import state_of
+from lightning_memsave.loops.batch_objects import Objects
 from lightning_memsave.saved_tensors.randomness import PARTS_OF_TORCH
 from lightning_memsave.techniques.checkpointing import REGION
 from lightning_memsave.techniques.tiling import TILES
@@ -36,8 +34,7 @@ class Structure:
 
     Args:
         modules: whose; lazy modules, which change their class, and those of TorchScript are left alone.
-        users: those of them whose plain attributes are put back by reference, and objects among these filled with what
-            they held, as far as that can be pickled.
+        users: those of them whose plain attributes are put back by reference, and objects among these in place.
     """
 
     def __init__(self, modules: Sequence[nn.Module], users: Sequence[nn.Module]) -> None:
@@ -45,13 +42,12 @@ class Structure:
         parts = ((name, vars(module)[name]) for module in own for name in _PARTS)
         self._parts = [(name, part, part.copy()) for name, part in parts]
         self._attributes = [(module, _attributes_of(module)) for module in users]
-        self._states = [
-            (module, name, value, state)
+        self._objects = Objects(
+            (f"{id(module)}.{name}", value)
             for module, named in self._attributes
             for name, value in named.items()
             if type(value) not in CONTAINERS  # those are copied for each batch
-            and (state := state_of(value)) is not None
-        ]
+        )
 
     def restore(self) -> None:
         """Put everything back, in place where others may hold on to it."""
@@ -64,10 +60,19 @@ class Structure:
             for name in _attributes_of(module).keys() - named.keys():
                 del vars(module)[name]
             vars(module).update(named)
-        for module, name, value, state in self._states:
-            now = state_of(value)
-            if now is None or not state.equals(now):
-                vars(module)[name] = _refilled(value, state.copy(state.references))
+        twins = self._objects.restore()
+        for module, named in self._attributes if twins else ():
+            vars(module).update({name: twins[id(value)] for name, value in named.items() if id(value) in twins})
+
+    def changed_objects(self) -> set[str]:
+        """Return the names of attributes whose objects hold something else now: `id(module)` and their own name."""
+        return self._objects.changed()
+
+
+def objects_of(modules: Iterable[nn.Module], names: Container[str]) -> Objects:
+    """Return what attributes of some names, as `Structure.changed_objects` tells them, hold now."""
+    named = ((f"{id(module)}.{name}", value) for module in modules for name, value in vars(module).items())
+    return Objects((name, value) for name, value in named if name in names)
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
@@ -79,18 +84,3 @@ def _is_same(part: Any, before: Any) -> bool:
     if isinstance(part, set):
         return bool(part == before)
     return part.keys() == before.keys() and all(part[key] is before[key] for key in before)
-
-
-def _refilled(value: object, twin: Any) -> Any:
-    """Return `value` in the state of `twin`; `twin` itself where that cannot be done in place."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray) and value.shape == twin.shape:
-        value[...] = twin
-    elif isinstance(value, (list, dict, set, deque)):
-        refill(value, twin)
-    elif not hasattr(value, "__dict__"):
-        return twin
-    if hasattr(value, "__dict__"):
-        vars(value).clear()
-        vars(value).update(vars(twin))
-    return value

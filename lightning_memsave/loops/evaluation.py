@@ -13,7 +13,6 @@ from typing import Any
 import lightning as L
 
 from lightning_memsave.lightning_compat import Batch
-from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.deferred_logs import DeferredLogs, KeptLogs
 from lightning_memsave.loops.merged_metrics import MergedMetrics
 from lightning_memsave.loops.merged_outputs import detached, merge_outputs
@@ -36,20 +35,20 @@ def evaluate(trainer: L.Trainer, session: Session, step: Callable[..., Any], arg
     reset_peak(device)
     held = read_current(device)
     while True:
-        start = BatchStart(trainer.lightning_module, recovery.changing, "watched", batch, reads=recovery.reads)
+        start = recovery.start_of(trainer.lightning_module, batch, accumulates=True)
         try:
             parts = _parts(session, batch)
             result = _run(trainer, step, args, parts)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            reason, why_final = str(error), start.why_final()
+            reason, why_final, edited = str(error), start.why_final(), start.edited_parameters()
         else:
             recovery.learn_changing(start)
             session.cutter.record.note_good_try()
             recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
             return result
-        session.cutter.record.note_failed_try(start.edits.edited())
+        session.cutter.record.note_failed_try(edited)
         start.restore()
         free_memory()
         assert trainer.state.stage is not None, "it evaluates"

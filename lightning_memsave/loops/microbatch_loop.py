@@ -68,8 +68,8 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         self._loop, self._kwargs, self._optimizer = loop, kwargs, optimizer
         self._zero_grad_fn: Callable[[], None] | None
         self._has_zeroed = self._has_called_hooks = False
-        self._left: Sequence[Tensor] = []
-        """Norms of the gradients that a module's own `optimizer_zero_grad` has left."""
+        self._left: Sequence[Tensor] = []  # norms of gradients that a module's own `optimizer_zero_grad` has left
+        self._zeroed: list[Tensor] = []  # parameters whose gradients became zeros (`set_to_none=False`)
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,8 +97,8 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         self._has_zeroed = session.zero_grad_first and self._zero_grad_fn is not None
         self._has_called_hooks, self._left = False, []
         if self._has_zeroed:
-            for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
-                parameter.grad = None
+            for p in self._parameters():
+                p.grad = None
 
     def _run_until_it_fits(self, session: Session, recovery: RecoveryPolicy) -> Any:
         trainer, batch = self._loop.trainer, self._kwargs["batch"]
@@ -108,28 +108,24 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         ddp = trainer.strategy.model if trainer.world_size > 1 else None
         exchange = LateReduction(ddp, self._loop.steps) if ddp is not None else None
         while True:
-            gradients = "made" if not accumulates else "added to" if recovery.keeps_gradients else "watched"
-            noise, reads = session.noise, recovery.reads
-            start = BatchStart(trainer.lightning_module, recovery.changing, gradients, batch, noise, reads=reads)
+            start = recovery.start_of(trainer.lightning_module, batch, accumulates, session.noise)
             held, parts = read_current(device), []
             try:
                 parts = session.cutter.microbatches(trainer, self._kwargs)
                 result = self._run(parts, session, exchange, metrics=start.metrics)
             except Exception as error:
                 # Only the text is kept: the error itself holds the tensors of the frames that it came through.
+                session.cutter.record.note_failed_try(start.edited_parameters())
                 failure = self._failure(error, start, exchange, is_cut=len(parts) > 1)
             else:
                 recovery.learn_changing(start)
                 session.cutter.record.note_good_try()
                 recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
                 return result
-            session.cutter.record.note_failed_try(start.edits.edited())
             self._undo(start, device, accumulates)
+            if failure is None or session.cutter.cut_again(*self._where):
+                continue
             what = f"batch {trainer.fit_loop.batch_idx}"
-            if failure is None:
-                continue
-            if session.cutter.cut_again(*self._where):
-                continue
             if not recovery.shrink(trainer, batch, session.cutter.can_cut(batch), what):
                 return self._try_a_last_time(session, start, exchange, failure)
 
@@ -160,10 +156,8 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         assert recovery is not None, "it is joint"
         device, accumulates = trainer.strategy.root_device, self._zero_grad_fn is None
         self._free_first(session)
-        gradients = "made" if not accumulates else "added to" if recovery.keeps_gradients else "watched"
         while True:
-            noise, reads = session.noise, recovery.reads
-            start = BatchStart(trainer.lightning_module, recovery.changing, gradients, batch, noise, reads=reads)
+            start = recovery.start_of(trainer.lightning_module, batch, accumulates, session.noise)
             held, failure, parts = read_current(device), None, None
             joint.begin()
             try:
@@ -184,14 +178,14 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                 session.cutter.record.note_good_try()
                 recovery.succeed(batch, len(parts), device, None if held is None else held.allocated_bytes)
                 return result
-            why_final = self._why_final(start.what_stays())
+            why_final, edited = self._why_final(start.what_stays()), start.edited_parameters()
             self._undo(start, device, accumulates)
             was_measured = stop_measuring()
             if failure is not None:
                 assert parts is not None, "they have been counted"
                 joint.catch_up(failure, functools.partial(self._follow, parts, session, joint))
                 self._undo(start, device, accumulates)
-            session.cutter.record.note_failed_try(start.edits.edited())
+            session.cutter.record.note_failed_try([*edited, *start.edited_parameters()])
             tries = joint.share(failure, start.what_stays() or why_final, was_measured)
             self._take_measure_of_all(session, joint, tries)
 
@@ -293,19 +287,25 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
         if self._zero_grad_fn is not None:
             self._zero_grad_fn()
             self._has_zeroed = self._has_called_hooks = True
+            self._zeroed = [p for p in self._parameters() if p.grad is not None]
             if self._loop.zeroes_itself and (gradients := self._gradients()):
                 self._left = torch._foreach_norm([written_part(gradient) for gradient in gradients])
 
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return [p.grad for p in self._parameters() if p.grad is not None]
 
     def _zero_gradients_again(self) -> None:
         """Drop gradients of a `training_step` that calls backward itself, as Lightning does, in another try."""
         trainer = self._loop.trainer
+        for p in (p for p in self._zeroed if p.grad is None):
+            p.grad = torch.zeros_like(p)
+        self._loop.session.cutter.record.note_lost_gradients(self._loop.session.reads_gradients)
         self._loop.session.cutter.record.note_hooks(run_again(trainer, self._optimizer))
         if self._loop.zeroes_itself:
-            epoch, batch_idx = self._where
-            trainer.lightning_module.optimizer_zero_grad(epoch, batch_idx, self._optimizer)
+            trainer.lightning_module.optimizer_zero_grad(*self._where, self._optimizer)
         elif self._gradients():
             self._optimizer.zero_grad()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import lightning as L
@@ -14,7 +14,6 @@ from lightning_memsave.core.errors import MicrobatchWarning, NotLosslessWarning,
 from lightning_memsave.core.report import Applied
 from lightning_memsave.core.units import counted
 from lightning_memsave.loops.step_effects import StepEffects, gradients_set_aside, hooks_on_gradients
-from lightning_memsave.saved_tensors.parameter_edits import RepeatedEdits
 from lightning_memsave.techniques.microbatching import Microbatching, why_not_exact
 
 _OTHER_MODULES = "microbatches change the result of"
@@ -34,7 +33,7 @@ class MicrobatchRecord:
         self._config, self._warns = config, warns
         self._summary: str | None = None  # once something was cut
         self._reasons: list[str] = []
-        self._repeated = RepeatedEdits()
+        self._not_put_back: dict[str, None] = {}  # in order
         self._num_whole = self._num_cut = 0
         self._makes_gradients = self._has_warned_of_whole = self._has_warned_of_parts = False
 
@@ -132,14 +131,18 @@ class MicrobatchRecord:
         if any(loss is None for loss in losses) and any(loss is not None for loss in losses):
             self.changes("training_step returned None for some microbatches, of which others have a loss")
 
-    def note_failed_try(self, edited: dict[str, Tensor]) -> None:
-        """Note which parameters a try of a batch has edited in place: they are not put back for the next try."""
-        if edited:
-            self._repeated.add(edited)
+    def note_failed_try(self, edited: Iterable[str]) -> None:
+        """Note which parameters a try of a batch has edited in place: they are not put back for the next try.
+
+        Nor does it help that the next one leaves them as it finds them: the first may have failed before it gave them
+        their values back (averaged weights for a moment, a step of an adversary).
+        """
+        self._not_put_back.update(dict.fromkeys(edited))
 
     def note_good_try(self) -> None:
-        """Note that the batch was run: what both tries have edited was edited twice, unless to the same values."""
-        self.note_edited_again(self._repeated.take())
+        """Note that the batch was run."""
+        names, self._not_put_back = [*self._not_put_back], {}
+        self.note_edited_again(names)
 
     def note_edited_again(self, names: Sequence[str]) -> None:
         """Note parameters that a batch has edited more than once."""
@@ -150,6 +153,11 @@ class MicrobatchRecord:
         """Note hooks of callbacks, which keep what they like, that have run more than once for a batch."""
         if names:
             self.changes(f"{_HOOKS_AGAIN} {_listed([f'`{name}`' for name in names])}")
+
+    def note_lost_gradients(self, reader: str | None) -> None:
+        """Note that a method may have read the last batch's gradients, which a failed try has freed for another one."""
+        if reader is not None:
+            self.changes(f"{_HOOKS_AGAIN} {reader}, which may read gradients of the last batch: they are gone")
 
     def changes(self, reason: str) -> None:
         """Note that microbatches, or tries, do not give the result of whole batches.

@@ -15,6 +15,7 @@ a batch, they take each measure together (`joint_recovery`).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -29,10 +30,12 @@ from lightning_memsave.core.units import counted, format_bytes, parse_bytes
 from lightning_memsave.lightning_compat import Batch
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.fallbacks import Fallbacks
-from lightning_memsave.measuring.allocator import hold_addresses_back, read_peak, total_bytes
+from lightning_memsave.loops.out_of_memory import OutOfMemoryUnrecoverableError, is_out_of_memory
+from lightning_memsave.measuring.allocator import free_memory, hold_addresses_back, read_peak, total_bytes
 from lightning_memsave.measuring.ledger import Measurement
 from lightning_memsave.measuring.meter import stop_measuring
 from lightning_memsave.measuring.storages import tensors_in
+from lightning_memsave.saved_tensors.seeds import NoiseSeeds
 from lightning_memsave.techniques.microbatching import Microbatching, UnsplittableBatchError
 
 
@@ -68,6 +71,8 @@ class RecoveryPolicy:
         self.changing: set[str] | None = None
         self.reads: set[str] | None = None
         """Names of parameters that a step edits through `.data`; `None` until a batch went well."""
+        self.objects: set[str] = set()
+        """Objects that a step changes, as `BatchStart` names them; none until a batch went well."""
         self.has_new_regions = False
         """Whether no batch has gone well since a measure was taken that may be regions."""
         self._is_settled = False
@@ -102,10 +107,45 @@ class RecoveryPolicy:
             self.size = max(1, int(self.limit_elements / self._elements_per_sample(batch) + 1e-9))
         return self.size
 
+    def start_of(
+        self, module: L.LightningModule, batch: Batch, accumulates: bool, noise: NoiseSeeds | None = None
+    ) -> BatchStart:
+        """Keep what a batch starts with, as `BatchStart`; tried again once where memory runs out.
+
+        Args:
+            module: the LightningModule.
+            batch: that is about to be run.
+            accumulates: whether gradients of earlier batches are there.
+            noise: of codes.
+
+        Raises:
+            OutOfMemoryUnrecoverableError: there is no room for it.
+        """
+        gradients = "made" if not accumulates else "added to" if self.keeps_gradients else "watched"
+        keep = functools.partial(
+            BatchStart, module, self.changing, gradients, batch, noise, reads=self.reads, objects=self.objects
+        )
+        try:
+            return keep()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        free_memory()
+        try:
+            return keep()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryUnrecoverableError(
+                "Memory ran out before a batch was begun, where a copy of what it changes (buffers, gradients of "
+                "earlier batches) is kept to run it again. Nothing has been changed. Use smaller batches, or "
+                f"`microbatch=False`. The error was: {error}"
+            ) from error
+
     def learn_changing(self, start: BatchStart) -> None:
-        """Learn which buffers change, in the first batch that went well; later ones add to that."""
-        if self.reads is None:
-            self.reads = start.edits.without_version()
+        """Learn what a step changes, from the first batch that went well; later ones add to that."""
+        self.objects |= start.changed_objects()
+        self.reads = start.hidden_edits() | (self.reads or set())
         if self.changing is None:
             self.changing = start.changed_buffers()
         else:

@@ -62,6 +62,8 @@ class Session:
         """What `CompactTraining.state_dict` said in the run that is resumed, by technique; empty for a new run."""
         self.kept_weights: KeptWeights | None = None
         """Weights before they changed; until the first step, or while Lightning tunes."""
+        self.reads_gradients: str | None = None
+        """A method of the module that may read gradients of the last batch before backward; `None` where none does."""
         self.scopes = StepScopes()
         self.fallbacks = Fallbacks(self.scopes)
         self.joint: JointRecovery | None = None

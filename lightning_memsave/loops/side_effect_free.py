@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_memsave.lightning_compat import Batch, session_of
 from lightning_memsave.loops.batch_snapshot import BatchStart
 from lightning_memsave.loops.merged_metrics import MergedMetrics
+from lightning_memsave.loops.own_steps import NoOwnSteps
 from lightning_memsave.loops.step_effects import gradients_set_aside
 from lightning_memsave.measuring.storages import tensors_in
 from lightning_memsave.simulation.global_state_guard import names_kept
@@ -28,6 +29,9 @@ def without_a_trace(trainer: L.Trainer, module: L.LightningModule, batch: Batch)
 
     The containers of the batch, of which a step may take things away, what a first forward pass builds, and the
     globals of the module's files and classes are restored as well. Yields what restores most of it.
+
+    Raises:
+        OwnStepError: inside, where an optimizer is about to step.
     """
     session = session_of(trainer)
     start = BatchStart(module, None, batch=batch, noise=session.noise, small_bytes=math.inf, most_entries=math.inf)
@@ -47,6 +51,7 @@ def without_a_trace(trainer: L.Trainer, module: L.LightningModule, batch: Batch)
             gradients_set_aside(module),
             names_kept(module),
             unpooled(),
+            NoOwnSteps(),
             nullcontext() if release is None else release.rehearsed(),
         ):
             yield start

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_memsave.loops.step_settings import StepSettings
 from lightning_memsave.saved_tensors.module_state import Attributes
 from lightning_memsave.saved_tensors.parameter_edits import ParameterEdits
 from lightning_memsave.saved_tensors.randomness import Randomness, generators_in
@@ -30,6 +31,7 @@ class StepEffects:
     def __init__(self, module: L.LightningModule, device: torch.device, *, reads_values: bool) -> None:
         owners = [(name, m) for name, m in module.named_modules() if not isinstance(m, Metric)]
         self._attributes = Attributes(owners)
+        self._settings = StepSettings(module, ())  # those of layers are among the attributes
         self._tensors = list(_tensors(owners))
         self._edits = ParameterEdits(((name, t) for name, *_, t in self._tensors), None if reads_values else ())
         self._gradients = [(p, p.grad, None if p.grad is None else p.grad._version) for p in module.parameters()]
@@ -52,8 +54,9 @@ class StepEffects:
         """Return what the step has changed, by name."""
         attributes = (f"`{name}`" for name in self._attributes.differences() if name not in _OF_LIGHTNING)
         edited = self._edits.edited()
+        settings = self._settings.differences()
         changed = (name for name, held, key, t in self._tensors if name in edited or _is_replaced(held, key, t))
-        return [*attributes, *(f"`{name}`" for name in changed)]
+        return [*attributes, *settings, *(f"`{name}`" for name in changed)]
 
 
 _OF_LIGHTNING = frozenset(("_current_fx_name",))

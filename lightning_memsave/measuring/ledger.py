@@ -34,7 +34,7 @@ from lightning_memsave.measuring.storage_resizing import resizes_seen
 from lightning_memsave.measuring.storages import storages, tensors_in
 from lightning_memsave.measuring.timeline import timeline
 from lightning_memsave.torch_internals.autograd_graph import WeakStorage, autograd_is_running, running_node
-from lightning_memsave.torch_internals.dispatch_mode import DispatchMode
+from lightning_memsave.torch_internals.dispatch_mode import DispatchMode, count_edits_of_lists
 from lightning_memsave.torch_internals.fake_tensors import ASKS_DEVICE, device_of, is_fake
 from lightning_memsave.torch_internals.held_optimizers import with_held
 
@@ -107,6 +107,7 @@ class Ledger(DispatchMode):
         self._has_buckets = self._is_in_ddp = False
         self._gradients_are_buckets = False
         self._is_sharded = False
+        self._edited: set[int] = set()  # addresses of storages
         self.measurement: Measurement | None = None
 
     # ------------------------------------------------------------------ what exists
@@ -183,6 +184,14 @@ class Ledger(DispatchMode):
         if self._bytes > self._peak:
             self._peak, self._peak_event = self._bytes, len(self._events)
 
+    def has_edited(self, address: int) -> bool:
+        """Return whether an operation has edited a storage, given by its address, since `forget_edits`."""
+        return address in self._edited
+
+    def forget_edits(self) -> None:
+        """Take everything as not edited from here on."""
+        self._edited.clear()
+
     # ------------------------------------------------------------------ what happens
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_DEVICE:
@@ -195,7 +204,13 @@ class Ledger(DispatchMode):
         if not recorded:
             self._backward_begins()
         if type(out) is Tensor and out.layout is torch.strided:
-            self._see(out, out.untyped_storage(), recorded, (args, kwargs))
+            storage = out.untyped_storage()
+            if args and out is args[0]:
+                self._edited.add(storage._cdata)
+            self._see(out, storage, recorded, (args, kwargs))
+        elif out is None:
+            edited = count_edits_of_lists(func, args)
+            self._edited.update(tensor.untyped_storage()._cdata for tensor in edited)
         else:
             for leaf in tree_leaves(out):
                 if isinstance(leaf, Tensor):

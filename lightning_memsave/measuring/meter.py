@@ -18,13 +18,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_memsave.core.errors import setting_error
 from lightning_memsave.core.report import MemoryReport
 from lightning_memsave.measuring import allocator
 from lightning_memsave.measuring.ledger import Ledger, Measurement
 from lightning_memsave.measuring.profiler_peak import AllocationProfile
+from lightning_memsave.measuring.storages import storages
 from lightning_memsave.torch_internals.compiled_regions import compiled_regions, num_compiled_graphs
 from lightning_memsave.torch_internals.private_names import missing
 from lightning_memsave.torch_internals.tensor_subclasses import made_only_unwatched
@@ -292,6 +293,24 @@ def stop_measuring() -> bool:
         if (seen := meter.abandon()) is not None:
             meter._held, found = seen, True
     return found
+
+
+class SeenEdits:
+    """Tensors that a step edits from now on, also through `.data`: seen where the step is measured, else none.
+
+    Args:
+        named: the tensors, by name.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self._ledgers = [meter._ledger for meter in _measuring if meter._ledger is not None]
+        self._named = [(n, s._cdata) for n, t in named for s in storages(t)] if self._ledgers else []
+        for ledger in self._ledgers:
+            ledger.forget_edits()
+
+    def names(self) -> set[str]:
+        """Return the names of those that were edited, even if they have the same values again."""
+        return {name for name, address in self._named if any(ledger.has_edited(address) for ledger in self._ledgers)}
 
 
 Seconds = Callable[[], float]

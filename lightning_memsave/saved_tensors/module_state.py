@@ -197,6 +197,7 @@ class Attributes:
         owners = tuple(owners)
         self._owners = [owner for _, owner in owners]
         self._before = [_Own(prefix, owner) for prefix, owner in owners if not is_of_torch(owner)]
+        self._settings = LayerSettings(owners)
         self._inside: dict[int, ObjectState | None] = {}
         for own in self._before if looks_inside else ():
             for value in own.others.values():
@@ -226,7 +227,7 @@ class Attributes:
         for own in self._before:
             inside = [key for key, value in own.others.items() if self._has_moved(value, but_equal=True)]
             found += [own.name(key) for key in (*own.differences(), *inside)]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys([*found, *self._settings.differences()]))
 
     def _is_empty(self, value: Any) -> bool:
         """Return whether a value was nothing yet, or a container of nothing."""
@@ -248,11 +249,57 @@ class Attributes:
         latest = [(own, own.assign(others)) for own, others in changed]
         number = number_of_next_hook()
         try:
-            yield
+            with self._settings.again():
+                yield
         finally:
             for own, others in latest:
                 own.assign(others)
             remove_hooks_since(number, self._owners)  # which a call registers that finds its mark missing
+
+
+_WITHOUT_SETTINGS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
+"""Layers whose numbers say what shape they have."""
+
+
+class LayerSettings:
+    """Numbers and texts that torch's own layers hold (`Dropout.p`, `BatchNorm.momentum`), as they are now.
+
+    Args:
+        owners: modules by name; of users' classes none is read.
+    """
+
+    def __init__(self, owners: Sequence[tuple[str, nn.Module]]) -> None:
+        kinds = {type(m) for _, m in owners}  # far fewer than modules
+        kinds = {k for k in kinds if is_class_of_torch(k) and not issubclass(k, _WITHOUT_SETTINGS)}
+        self._before = [(name, vars(m), vars(m).copy()) for name, m in owners if type(m) in kinds]
+
+    def _differing(self) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+        for name, now, before in self._before:
+            for key, value in before.items():
+                is_setting = key != "training" and key[0] != "_" and is_immutable(value)
+                if is_setting and not _is_same(now.get(key, _MISSING), value):
+                    yield name, now, key, value
+
+    def differences(self) -> list[str]:
+        """Return the names of those that are others now."""
+        return [f"{name}.{key}".removeprefix(".") for name, _, key, _ in self._differing()]
+
+    def restore(self) -> None:
+        """Put them back."""
+        for _, now, key, value in self._differing():
+            now[key] = value
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Give layers the settings that they had."""
+        changed = [(now, key, now.get(key), value) for _, now, key, value in self._differing()]
+        for now, key, _, value in changed:
+            now[key] = value
+        try:
+            yield
+        finally:
+            for now, key, latest, _ in changed:
+                now[key] = latest
 
 
 _MISSING = object()

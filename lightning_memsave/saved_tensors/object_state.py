@@ -32,6 +32,7 @@ _BY_REFERENCE = (
     types.MethodType,
     types.ModuleType,
     torch.jit.ScriptFunction,
+    torch.optim.Optimizer,
     type(threading.Lock()),
 )
 

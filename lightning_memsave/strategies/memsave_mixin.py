@@ -288,6 +288,7 @@ def _install_loop(trainer: L.Trainer, session: Session) -> None:
         session.zero_grad_first = False  # Lightning bypasses the loop, and the user zeroes gradients
     if session.cutter.config is None and not session.zero_grad_first:
         return
+    session.reads_gradients = _reader_in_forward(trainer.lightning_module)
     if session.zero_grad_first and (hook := _reader_of_gradients(trainer)):
         session.zero_grad_first = False
         rank_zero_info(f"memsave: gradients are freed after the forward pass, as {hook} may read them.")
