@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.metric import CompositionalMetric
 
+from lightning_memsave.loops.metric_inputs import MetricInputs
+
 _MERGEABLE = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}
 
 
@@ -91,6 +93,8 @@ class MergedMetrics:
         self._metrics = [m for m in module.modules() if isinstance(m, Metric)] if metrics is None else metrics
         self._saved: list[_Saved] = []
         self._updates: list[tuple[MeanMetric, Any]] = []
+        self.inputs = MetricInputs(self._metrics if self._merges else ())
+        """Tells of predictions that were taken for probabilities in some parts alone."""
 
     def set_aside(self) -> None:
         """Keep what every metric holds; those that can be merged start anew."""
@@ -104,9 +108,11 @@ class MergedMetrics:
         self._updates = [(mean, mean.update) for mean in means]
         for mean, update in self._updates:
             mean.update = self._weighted(update)  # type: ignore[method-assign]
+        self.inputs.__enter__()
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        self.inputs.__exit__()
         for mean, update in self._updates:
             mean.update = update  # type: ignore[method-assign]
         if failed is not None:

@@ -414,6 +414,7 @@ class MicrobatchClosure(Closure):  # type: ignore[misc]  # untyped, as it may be
                             at_end = joint is None or i + 1 == len(parts)
                             has_ended = self._backward(loss, is_last, exchange if at_end else None)
                     del out, loss  # the next microbatch must not meet this one's graph
+            session.cutter.record.note_inputs(metrics.inputs, can_repeat=joint is None and session.recovery is not None)
         if exchange is not None:
             exchange.finish()  # where the last microbatch had no loss
         logs.flush(self._kwargs["batch"], losses, reduction, trainer.accumulate_grad_batches)
