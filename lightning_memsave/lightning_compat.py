@@ -12,7 +12,7 @@ import dis
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
 from lightning.pytorch import Trainer
@@ -118,8 +118,35 @@ def is_overridden(owner: Any, hook: str) -> bool:
 
 
 def says_grad(method: object) -> bool:
-    """Return whether the code of a function says `.grad`."""
-    return any("grad" in code.co_names and "autograd" not in code.co_names for code in _codes_of(method))
+    """Return whether the code of a function says `.grad`, or `getattr(..., "grad")`."""
+    return any(map(_says_grad, _codes_of(method)))
+
+
+def _says_grad(code: CodeType) -> bool:
+    by_name = "grad" in code.co_names and "autograd" not in code.co_names
+    return by_name or ("getattr" in code.co_names and "grad" in code.co_consts)
+
+
+def reaches_grad(owner: object, hook: str) -> bool:
+    """Return whether a hook says `.grad`, or a method or function of the user's that it calls by name."""
+    waiting, seen = [getattr(type(owner), hook, None)], set[object]()
+    while waiting:
+        function = waiting.pop()
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        if str(function.__module__).startswith(_LIBRARIES):
+            continue
+        seen.add(function)
+        for code in _codes_of(function):
+            if _says_grad(code):
+                return True
+            found = [function.__globals__.get(name) for name in code.co_names]
+            modules = [each for each in found if isinstance(each, ModuleType)]
+            waiting += [*found, *(getattr(o, name, None) for name in code.co_names for o in (type(owner), *modules))]
+    return False
+
+
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "numpy", "transformers")
 
 
 def edits_grad(owner: object, hook: str) -> bool:

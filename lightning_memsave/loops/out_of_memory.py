@@ -36,13 +36,15 @@ _FRAGMENTED_FRACTION = 0.1  # of the reserved bytes
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory ran out.
 
-    Torch's class, Python's, or the texts of CUDA, cuDNN, XPU and CPU.
+    Torch's class, Python's, or the texts of CUDA, cuDNN, XPU and CPU; also of an error that was raised from such a one.
 
     >>> is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."))
     True
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
+    if error.__cause__ is not None:
+        return is_out_of_memory(error.__cause__)
     if not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()

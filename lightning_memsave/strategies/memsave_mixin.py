@@ -25,6 +25,7 @@ from lightning_memsave.lightning_compat import (
     ddp_options_of,
     is_overridden,
     namespace_of,
+    reaches_grad,
     says_grad,
 )
 from lightning_memsave.loops.evaluation import evaluate
@@ -288,7 +289,8 @@ def _install_loop(trainer: L.Trainer, session: Session) -> None:
         session.zero_grad_first = False  # Lightning bypasses the loop, and the user zeroes gradients
     if session.cutter.config is None and not session.zero_grad_first:
         return
-    session.reads_gradients = _reader_in_forward(trainer.lightning_module)
+    if reaches_grad(trainer.lightning_module, "training_step"):
+        session.reads_gradients = f"{type(trainer.lightning_module).__name__}.training_step"
     if session.zero_grad_first and (hook := _reader_of_gradients(trainer)):
         session.zero_grad_first = False
         rank_zero_info(f"memsave: gradients are freed after the forward pass, as {hook} may read them.")
@@ -332,7 +334,7 @@ def _reader_in_forward(module: L.LightningModule) -> str | None:
         for name, method in vars(cls).items():
             if name not in _AFTER_BACKWARD and says_grad(method):
                 return f"{cls.__name__}.{name}"
-    return None
+    return f"{type(module).__name__}.training_step" if reaches_grad(module, "training_step") else None
 
 
 def _remove_loop(module: L.LightningModule | None) -> None:

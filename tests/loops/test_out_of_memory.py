@@ -84,3 +84,10 @@ def test_what_is_on_already_is_not_recommended():
     assert "bf16-sr" not in text
     assert 'in this order: `strategy="memsave_fsdp"` (a shard on each device,' in text
     assert "cannot be cut" in text
+
+
+def test_an_error_that_was_raised_from_one_of_memory_is_one_too():
+    error = ValueError("shapes do not fit")
+    assert not is_out_of_memory(error)
+    error.__cause__ = torch.OutOfMemoryError("CUDA out of memory.")
+    assert is_out_of_memory(error)

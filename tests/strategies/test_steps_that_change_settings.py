@@ -362,6 +362,26 @@ class ReadsGradients(Step):
         return self.loss(batch, batch_idx) * (1 if last is None else 1 + last.norm().detach())
 
 
+def norm_of_gradients(module):
+    found = [getattr(p, "grad") for p in module.parameters()]  # noqa: B009  # as some write it
+    return sum(float(gradient.norm()) for gradient in found if gradient is not None)
+
+
+class ReadsGradientsElsewhere(Step):
+    def scale(self):
+        return 1 + norm_of_gradients(self.net)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch, batch_idx) * self.scale()
+
+
+@pytest.mark.parametrize("kind", [ReadsGradients, ReadsGradientsElsewhere])
+def test_gradients_of_the_last_batch_are_there_for_a_step_that_reads_them(kind):
+    memsave = MemSave(summary=False)
+    assert_equal(trained(kind, memsave), trained(kind))
+    assert memsave.report.loss_class == "exact"
+
+
 def test_gradients_of_the_last_batch_that_a_failed_try_has_freed_are_named():
     memsave = MemSave(summary=False)
     with pytest.warns(NotLosslessWarning, match=r"ReadsGradients\.training_step, which may read gradients of the last"):
