@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_memsave.lightning_compat import Batch
-from lightning_memsave.loops.batch_structure import OF_LIGHTNING, Structure, objects_of
+from lightning_memsave.loops.batch_structure import OF_LIGHTNING, Structure, is_same, objects_of
 from lightning_memsave.loops.late_reduction import num_collectives
 from lightning_memsave.loops.step_settings import StepSettings
 from lightning_memsave.measuring.meter import SeenEdits
@@ -207,8 +207,8 @@ class BatchStart:
     def _restore_attributes(self) -> None:
         """Give modules back what they had by name: children, parameters, and what is plain."""
         for children, before in self._children:
-            if any(children.get(key) is not child for key, child in before.items()):
-                children.update(before)
+            if not is_same(children, before):
+                refill(children, before)
         for module, key, p in [(m, k, p) for _, m, k, p in self._parameters if is_replaced(m, k, p)]:
             module._parameters[key] = p
         for module, plain in self._attributes:

@@ -54,7 +54,7 @@ class Structure:
         for name, part, before in self._parts:
             if name == "_parameters":  # FSDP2 exchanges them, and knows which ones are there
                 before = {k: value if value is None or part.get(k) is None else part[k] for k, value in before.items()}
-            if not _is_same(part, before):
+            if not is_same(part, before):
                 refill(part, before)
         for module, named in self._attributes:
             for name in _attributes_of(module).keys() - named.keys():
@@ -80,7 +80,8 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in left and name not in _OF_REGIONS}
 
 
-def _is_same(part: Any, before: Any) -> bool:
+def is_same(part: Any, before: Any) -> bool:
+    """Return whether one of torch's containers in a module holds the same objects as its copy, in the same order."""
     if isinstance(part, set):
         return bool(part == before)
-    return part.keys() == before.keys() and all(part[key] is before[key] for key in before)
+    return list(part) == list(before) and all(part[key] is before[key] for key in before)

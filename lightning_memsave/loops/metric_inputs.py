@@ -47,16 +47,18 @@ class MetricInputs:
             metric.update = update  # type: ignore[method-assign]
 
     def _alike(self, metric: Metric, update: Callable[..., None]) -> Callable[..., None]:
-        def update_alike(preds: Any, *args: Any, **kwargs: Any) -> None:
+        def update_alike(*args: Any, **kwargs: Any) -> None:
+            preds = args[0] if args else kwargs.get("preds")
             if isinstance(preds, Tensor) and preds.is_floating_point() and preds.numel():
                 if bool(((preds < 0) | (preds > 1)).any()):
                     self.are_late |= id(metric) in self._unclear
                     _of_logits[id(metric)] = metric
                 elif id(metric) in _of_logits:
                     preds = preds.softmax(1) if _name(metric).startswith("Multiclass") else preds.sigmoid()
+                    args, kwargs = ((preds, *args[1:]), kwargs) if args else (args, {**kwargs, "preds": preds})
                 else:
                     self._unclear.add(id(metric))
-            update(preds, *args, **kwargs)
+            update(*args, **kwargs)
 
         return update_alike
 

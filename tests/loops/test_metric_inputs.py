@@ -30,7 +30,9 @@ def test_parts_of_logits_are_taken_for_logits_once_some_are_seen(kind):
     metric.reset()
     update = metric.update
     with MetricInputs([metric]) as inputs:
-        for place in (1, 0, 2, 3):
+        metric.update(logits[1:2], labels[1:2])
+        metric.update(preds=logits[:1], target=labels[:1])
+        for place in (2, 3):
             metric.update(logits[place : place + 1], labels[place : place + 1])
     assert not inputs.are_late
     torch.testing.assert_close(metric.compute(), whole)

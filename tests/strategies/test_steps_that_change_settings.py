@@ -161,6 +161,20 @@ class Swapped(Step):
         return loss + self.other(batch[0]).square().mean()
 
 
+class Rebuilt(Step):
+    """A child that is taken away and made anew, with random weights."""
+
+    def training_step(self, batch, batch_idx):
+        del self.other
+        loss = self.loss(batch, batch_idx)
+        self.other = nn.Linear(8, 3).requires_grad_(False)
+        self.net, self.late = self.net, nn.Identity()
+        return loss + self.other(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), 0.1)
+
+
 class ZerosStay(Step):
     """A head that no batch uses has gradients of zeros, so that weight decay moves it."""
 
@@ -174,7 +188,7 @@ class ZerosStay(Step):
         return loss if batch_idx else loss + self.other(batch[0]).square().mean()
 
 
-PUT_BACK = [Settings, Rate, RateInATensor, Scheduler, OwnScheduler, Shared, Swapped, ZerosStay]
+PUT_BACK = [Settings, Rate, RateInATensor, Scheduler, OwnScheduler, Shared, Swapped, Rebuilt, ZerosStay]
 
 
 def trained(kind, memsave=None, batch=None, times=1):
